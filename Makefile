@@ -1,0 +1,58 @@
+# Every command of the project. `make` alone lists them.
+#
+#   PYTHON   interpreter for the environment (default python3, 3.11 or newer)
+#   ENGINE   cpu or cuda (default: cuda where a CUDA device answers)
+#   PYTEST   more arguments for pytest: make test PYTEST="-k nvme -x"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+PYTEST ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PINS := $(wildcard tools/requirements/*.txt)
+
+.PHONY: help setup demo test lint format soak wheel clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything at pinned versions
+
+$(STAMP): $(PINS) tools/setup.sh setup.cfg
+	@PYTHON="$(PYTHON)" bash tools/setup.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## run the main job end to end and print what came from where
+	@$(BIN)/python -m kvcascade.tools demo
+
+test: $(STAMP) ## run the whole test suite, real-engine tests included
+	@$(BIN)/python -m pytest -q $(PYTEST)
+
+soak: $(STAMP) ## run the tests that take long
+	@$(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)
+
+lint: $(STAMP) ## ruff, mypy (package, then tests) and pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy tests
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP) ## let ruff lay out the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+wheel: $(STAMP) ## build sdist and wheel into dist/
+	@rm -rf build dist
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist")' >/dev/null
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_wheel("dist")' >/dev/null
+	@ls dist
+
+clean: ## remove everything that was made here, .venv too
+	@rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

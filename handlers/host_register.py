@@ -1,0 +1,93 @@
+"""Pin the arena for the GPU in bounded pieces; all of it or nothing.
+
+One registration of hundreds of GiB fails on large hosts. A piece ends on a slot boundary, so that
+no copy of a slot straddles two registrations. If a piece fails, the pieces before it are undone,
+one warning says what that costs, and transfers go on with unregistered memory: right, but slower,
+and the submitting thread then waits for each copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+REGISTER_PIECE_BYTES = 8 << 30
+"""Longest piece that is registered at once."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+class HostRegistration:
+    """The pinned state of one range of host memory."""
+
+    def __init__(
+        self, register: Callable[[int, int], bool], unregister: Callable[[int], None]
+    ) -> None:
+        """`register(address, bytes)` says whether it worked; neither may raise."""
+        self._register = register
+        self._unregister = unregister
+        self._addresses: list[int] = []
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the whole range is registered."""
+        return bool(self._addresses)
+
+    def pin(self, address: int, slots: int, slot_bytes: int) -> bool:
+        """Register `slots` slots from `address` on; False, and nothing is, if a piece fails."""
+        step = max(1, REGISTER_PIECE_BYTES // slot_bytes) * slot_bytes
+        total = slots * slot_bytes
+        for offset in range(0, total, step):
+            length = min(step, total - offset)
+            if self._register(address + offset, length):
+                self._addresses.append(address + offset)
+                continue
+            self.release()
+            logger.warning(
+                "the CPU arena could not be pinned for the GPU (failed at byte %d of %d): "
+                "transfers go on, but slower; raise the memlock limit (ulimit -l) or lower the "
+                "capacity of the cpu tier",
+                offset,
+                total,
+            )
+            return False
+        return True
+
+    def release(self) -> None:
+        """Undo every registration; idempotent. No copy may be running."""
+        while self._addresses:
+            self._unregister(self._addresses.pop())
+
+
+def cuda_registration(device: torch.device) -> HostRegistration:
+    """Registration through the CUDA runtime that torch has loaded."""
+    import torch
+
+    cuda: Any = torch.cuda
+    runtime = cuda.cudart()
+
+    def clear_error() -> None:
+        """A failed call leaves its error for the next kernel launch to report; launch one here."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
+
+    def register(address: int, length: int) -> bool:
+        with torch.cuda.device(device):
+            if int(runtime.cudaHostRegister(address, length, _PORTABLE)) == 0:
+                return True
+            clear_error()
+            return False
+
+    def unregister(address: int) -> None:
+        with torch.cuda.device(device):
+            if int(runtime.cudaHostUnregister(address)) != 0:
+                clear_error()
+
+    return HostRegistration(register, unregister)

@@ -1,0 +1,63 @@
+"""kvcascade: a multi-tier home for the KV-cache blocks of vLLM, from GPU to memory to NVMe.
+
+Importing this package loads neither torch nor vLLM: the names that need more than the standard
+library are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .config import CascadeConfig, parse
+from .errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    ErrorKind,
+    FormatError,
+    InUseError,
+    KVCascadeError,
+    NoSpaceError,
+    TierIOError,
+)
+
+if TYPE_CHECKING:
+    from .tiers.base import Backend, BlockStatus, CachePolicy, LoadStoreSpec
+
+__version__ = "0.1.0"
+
+_LATE = {
+    "Backend": ".tiers.base",
+    "BlockStatus": ".tiers.base",
+    "CachePolicy": ".tiers.base",
+    "LoadStoreSpec": ".tiers.base",
+}
+
+__all__ = [
+    "Backend",
+    "BlockStatus",
+    "CachePolicy",
+    "CascadeConfig",
+    "ClosedError",
+    "ConfigError",
+    "CorruptionError",
+    "ErrorKind",
+    "FormatError",
+    "InUseError",
+    "KVCascadeError",
+    "LoadStoreSpec",
+    "NoSpaceError",
+    "TierIOError",
+    "__version__",
+    "parse",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name that is not light when it is first asked for."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_LATE[name], __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,99 @@
+"""Every error that kvcascade raises, and the one place where OS errors become ours.
+
+A block that is missing, torn or damaged is never an exception: it is an outcome (see
+`kvcascade.tiers.base.BlockOutcome`). Exceptions are for faults of the configuration, of the
+machine, or of our own code. Each message names what was wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+
+class ErrorKind(Enum):
+    """What went wrong, for callers that branch on it."""
+
+    CONFIG = "config"
+    NO_SPACE = "no_space"
+    CORRUPTION = "corruption"
+    IO = "io"
+    IN_USE = "in_use"
+    FORMAT = "format"
+    CLOSED = "closed"
+
+
+class KVCascadeError(Exception):
+    """Base class of all errors of this package; `kind` says which family it is."""
+
+    kind: ErrorKind = ErrorKind.IO
+
+
+class ConfigError(KVCascadeError, ValueError):
+    """The configuration is wrong; the message is one sentence naming key, value and remedy."""
+
+    kind = ErrorKind.CONFIG
+
+
+class NoSpaceError(KVCascadeError):
+    """A slot, memory or disk space was asked for that is not there."""
+
+    kind = ErrorKind.NO_SPACE
+
+
+class CorruptionError(KVCascadeError):
+    """Metadata that must be right to go on (an index, a header) is damaged."""
+
+    kind = ErrorKind.CORRUPTION
+
+
+class TierIOError(KVCascadeError, OSError):
+    """The operating system refused an operation on a tier's files or memory."""
+
+    kind = ErrorKind.IO
+
+
+class InUseError(KVCascadeError):
+    """Another live process owns what was to be opened."""
+
+    kind = ErrorKind.IN_USE
+
+
+class FormatError(KVCascadeError):
+    """The data on disk or in shared memory has a version or layout that this code cannot read."""
+
+    kind = ErrorKind.FORMAT
+
+
+class ClosedError(KVCascadeError):
+    """The object was used after `close`."""
+
+    kind = ErrorKind.CLOSED
+
+
+_NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+
+
+def from_os_error(error: OSError, doing: str) -> KVCascadeError:
+    """Map an OS error to ours. `doing` completes the sentence "while <doing>".
+
+    The original errno is kept in `errno`.
+    """
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE_ERRNOS:
+        return NoSpaceError(f"no space while {doing}: {reason}; free some or lower the capacity")
+    mapped = TierIOError(error.errno, f"{reason} while {doing}; check the device and permissions")
+    return mapped
+
+
+@contextmanager
+def os_errors(doing: str) -> Iterator[None]:
+    """Context manager: every `OSError` inside becomes one of ours (see `from_os_error`)."""
+    try:
+        yield
+    except KVCascadeError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, doing) from error

@@ -1,0 +1,149 @@
+"""Whose blocks are whose: the identity of weights, a field of every namespace fingerprint.
+
+Block hashes name tokens, not the model that made the bytes. Two engines may exchange blocks only
+if everything that shapes the bytes is equal, the weights above all.
+
+Weights are identified without reading them whole: by the resolved revision of a hub model, or, for
+local files, by a digest over configuration files and, for every tensor, its name, type, shape and a
+few sampled pieces of its bytes. Training or merging changes nearly every number of a tensor, so a
+sample sees it, which sizes and headers alone do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import ConfigError
+
+SAMPLES_PER_TENSOR = 3
+SAMPLE_BYTES = 256
+SAMPLES_PER_OPAQUE_FILE = 256
+"""Files whose tensors we cannot tell apart are sampled evenly."""
+MAX_HEADER_BYTES = 100 << 20
+"""The limit that the safetensors format sets itself."""
+
+_CONFIG_FILES = ("*.json",)
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
+    """A word that is equal only for equal weights.
+
+    `model`: hub name or local path; `is_real`: False for weights that exist in memory only, which
+    then never share with another process. Raises `ConfigError` if local files cannot be read.
+    """
+    if not is_real:
+        return f"process:{uuid.uuid4().hex}"
+    path = Path(model)
+    if path.is_dir():
+        commit = _snapshot_commit(path)
+        return f"hub:{commit}" if commit else f"files:{_digest_folder(path)}"
+    if path.is_file():
+        return f"files:{_digest_files([path], path.parent)}"
+    commit = _cached_commit(model, revision)
+    return f"hub:{model}@{commit}" if commit else f"process:{uuid.uuid4().hex}"
+
+
+def is_shareable(identity: str) -> bool:
+    """False if these weights are known to this process only."""
+    return not identity.startswith("process:")
+
+
+def _snapshot_commit(path: Path) -> str | None:
+    """The commit of a folder inside a hub cache (`.../snapshots/<commit>`), else None."""
+    resolved = Path(os.path.abspath(path))
+    if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
+        return f"{resolved.parent.parent.name}@{resolved.name}"
+    return None
+
+
+def _cached_commit(model: str, revision: str | None) -> str | None:
+    """The commit that the local hub cache holds for a model and revision."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # not a valid repository name
+        return None
+    if not isinstance(found, str):
+        return None
+    name = Path(found).parent.name
+    return name if _COMMIT.fullmatch(name) else None
+
+
+def _digest_folder(folder: Path) -> str:
+    patterns = _CONFIG_FILES + _WEIGHT_FILES
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    return _digest_files(files, folder)
+
+
+def _digest_files(files: list[Path], folder: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        for path in files:
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+            for piece in _pieces(path, size):
+                digest.update(piece)
+    except OSError as error:
+        raise ConfigError(
+            f"model: {str(folder)!r} cannot be read to identify its weights ({error.strerror}); "
+            "make it readable or set weights_id."
+        ) from error
+    return digest.hexdigest()
+
+
+def _pieces(path: Path, size: int) -> Iterator[bytes]:
+    """What of a file goes into the digest."""
+    if path.suffix == ".json":
+        yield path.read_bytes()
+        return
+    with path.open("rb") as file:
+        header = _tensor_header(file.read(8), size) if path.suffix == ".safetensors" else None
+        if header is None:
+            offsets = _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
+        else:
+            raw = file.read(header)
+            yield raw
+            offsets = _tensor_offsets(raw, 8 + header, size)
+        for offset in offsets:
+            file.seek(offset)
+            yield file.read(SAMPLE_BYTES)
+
+
+def _tensor_header(prefix: bytes, size: int) -> int | None:
+    """Length of a safetensors header, or None if this cannot be one."""
+    if len(prefix) < 8:
+        return None
+    (length,) = struct.unpack("<Q", prefix)
+    return length if 0 < length <= min(size - 8, MAX_HEADER_BYTES) else None
+
+
+def _tensor_offsets(raw_header: bytes, data_start: int, size: int) -> list[int]:
+    """Where to sample: at the start, the middle and the end of every tensor."""
+    try:
+        header = json.loads(raw_header)
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        starts_and_ends = [(data_start + int(a), data_start + int(b)) for a, b in spans]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return _spread(0, size, SAMPLES_PER_OPAQUE_FILE)
+    offsets: list[int] = []
+    for start, end in sorted(starts_and_ends):
+        offsets += _spread(start, min(end, size), SAMPLES_PER_TENSOR)
+    return offsets
+
+
+def _spread(start: int, end: int, n: int) -> list[int]:
+    """`n` offsets from `start` to the last sample before `end`, evenly."""
+    last = max(start, end - SAMPLE_BYTES)
+    return [start + (last - start) * i // max(1, n - 1) for i in range(n)]

@@ -1,0 +1,214 @@
+"""Does a configuration fit this machine? Asked before anything is allocated or created.
+
+`check_machine` compares a parsed configuration with what a `Machine` says about memory, disks and
+folders, and raises a `ConfigError` of one sentence for the first thing that does not fit. It only
+looks: nothing is created, changed or removed, whatever the outcome. Tests pass a twin of `Machine`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import final
+
+import psutil
+
+from .config import CascadeConfig, CpuTier, NvmeTier
+from .options import At
+from .sizes import Share, Size, human
+
+NAMESPACE_FILE = "namespace.json"
+"""A folder that holds this file is a namespace of an NVMe tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The machine's memory, in bytes."""
+
+    total: int
+    """All there is."""
+    available: int
+    """What can be had without swapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A file system, in bytes."""
+
+    device: int
+    """Number that tells one file system from another."""
+    total: int
+    """All there is."""
+    free: int
+    """What this user may still write."""
+
+
+class PathKind(Enum):
+    """What is at a path."""
+
+    MISSING = "missing"
+    FOLDER = "folder"
+    OTHER = "other"
+
+
+class Machine(ABC):
+    """What is asked of a machine. No method changes anything."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """The memory as it is now."""
+
+    @abstractmethod
+    def kind(self, path: Path) -> PathKind:
+        """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
+
+    @abstractmethod
+    def writable(self, folder: Path) -> bool:
+        """Whether this process may create files in an existing folder."""
+
+    @abstractmethod
+    def disk(self, folder: Path) -> Disk:
+        """The file system that an existing folder lies on."""
+
+    @abstractmethod
+    def used_by_namespaces(self, folder: Path) -> int:
+        """Bytes on disk of all namespaces in a folder; 0 where the folder does not exist."""
+
+
+@final
+class ThisMachine(Machine):
+    """The machine that this process runs on."""
+
+    def memory(self) -> Memory:
+        found = psutil.virtual_memory()
+        return Memory(total=found.total, available=found.available)
+
+    def kind(self, path: Path) -> PathKind:
+        if path.is_dir():
+            return PathKind.FOLDER
+        return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
+
+    def writable(self, folder: Path) -> bool:
+        return os.access(folder, os.W_OK | os.X_OK)
+
+    def disk(self, folder: Path) -> Disk:
+        found = os.statvfs(folder)
+        return Disk(
+            device=os.stat(folder).st_dev,
+            total=found.f_blocks * found.f_frsize,
+            free=found.f_bavail * found.f_frsize,
+        )
+
+    def used_by_namespaces(self, folder: Path) -> int:
+        namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
+        return sum(_bytes_below(namespace) for namespace in namespaces)
+
+
+def check_machine(config: CascadeConfig, machine: Machine) -> None:
+    """Raise `ConfigError` for the first option that does not fit the machine."""
+    _check_cpu(config.cpu, machine)
+    for tier in config.nvme:
+        for path in tier.path:
+            _check_folder(At(f"{tier.key}.path"), path, machine)
+        _check_disks(tier, machine)
+
+
+def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
+    """The tier's capacity in bytes."""
+    return tier.capacity.of(machine.memory().total)
+
+
+def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
+    """The tier's capacity in bytes, over all its paths."""
+    return tier.capacity.of(sum(disk.total for disk in _disks(tier, machine)))
+
+
+def _check_cpu(tier: CpuTier, machine: Machine) -> None:
+    at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
+    folder = tier.arena_dir
+    if machine.kind(folder) is not PathKind.FOLDER:
+        raise arena.wrong(str(folder), "is not a folder that exists; give one in shared memory")
+    if not machine.writable(folder):
+        raise arena.wrong(str(folder), "cannot be written by this user; give one that can")
+    capacity, available = cpu_capacity(tier, machine), machine.memory().available
+    if not capacity:
+        raise at.wrong(str(tier.capacity), "is nothing on this machine; raise it")
+    if capacity > available:
+        problem = f"is more memory than there is ({human(available)} available); lower it"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+    free = machine.disk(folder).free
+    if capacity > free:
+        remedy = f"lower it, enlarge that file system, or set {arena.key} to another"
+        problem = f"is more than {folder} has free ({human(free)}); {remedy}"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+
+
+def _check_folder(at: At, path: Path, machine: Machine) -> None:
+    """A folder that is there and writable, or that could be created."""
+    nearest = _nearest(path, machine)
+    kind = machine.kind(nearest)
+    if kind is PathKind.OTHER and nearest == path:
+        raise at.wrong(str(path), "is a file, not a folder; give a folder")
+    if kind is PathKind.OTHER:
+        raise at.wrong(str(path), f"lies below {nearest}, which is a file; give another folder")
+    if machine.writable(nearest):
+        return
+    if nearest == path:
+        raise at.wrong(str(path), "cannot be written by this user; change its permissions or mount")
+    problem = f"cannot be created, because {nearest} cannot be written by this user"
+    raise at.wrong(str(path), f"{problem}; create it, or give another folder")
+
+
+def _check_disks(tier: NvmeTier, machine: Machine) -> None:
+    at = At(f"{tier.key}.capacity")
+    disks = _disks(tier, machine)
+    own = sum(machine.used_by_namespaces(path) for path in tier.path)
+    capacity, room = nvme_capacity(tier, machine), sum(disk.free for disk in disks) + own
+    reserve = sum(tier.min_free.of(disk.total) for disk in disks)
+    total = sum(disk.total for disk in disks)
+    where = " and ".join(str(path) for path in tier.path)
+    if not capacity:
+        raise at.wrong(str(tier.capacity), f"is nothing on {where}; raise it")
+    if capacity > room:
+        problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+    spare = At(f"{tier.key}.min_free")
+    shown = _written(tier.min_free, reserve)
+    if reserve >= total:
+        raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
+    if capacity + reserve > room:
+        problem = f'does not fit beside {at.key} "{tier.capacity}" in {human(room)} on {where}'
+        raise spare.wrong(shown, f"{problem}; lower one of the two")
+
+
+def _disks(tier: NvmeTier, machine: Machine) -> list[Disk]:
+    """The file systems of a tier's paths, each once."""
+    found = (machine.disk(_nearest(path, machine)) for path in tier.path)
+    return list({disk.device: disk for disk in found}.values())
+
+
+def _nearest(path: Path, machine: Machine) -> Path:
+    """The path itself, or the closest parent of it that exists."""
+    while machine.kind(path) is PathKind.MISSING and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _written(size: Size, count: int) -> str:
+    """A size as it was written; a share with what it comes to."""
+    return f"{size} = {human(count)}" if isinstance(size, Share) else str(size)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes that the files below a folder take on disk; what vanishes meanwhile counts nothing."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,222 @@
+"""Options as annotated fields: one line says what an option is, how it is read, and its default.
+
+A configuration class is a frozen dataclass whose options are `Annotated[type, reader]`; the default
+is the field's default, and an option without one must be given (its annotation then also holds what
+to tell whoever left it out). `read_options` makes such an object of a dictionary. Every problem is
+a `ConfigError` of one sentence that names key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from .errors import ConfigError
+
+Config = TypeVar("Config")
+
+_SHOWN_CHARACTERS = 80
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The place of a value in the configuration."""
+
+    key: str
+    """Full key, such as "tiers[1].capacity"; empty at the top."""
+    policies: Collection[str] = ()
+    """Names of the replacement policies that are known."""
+
+    def below(self, name: str) -> At:
+        """The place of an option of this place."""
+        return At(f"{self.key}.{name}" if self.key else name, self.policies)
+
+    def item(self, index: int) -> At:
+        """The place of an item of the list at this place."""
+        return At(f"{self.key}[{index}]", self.policies)
+
+    def wrong(self, value: object, problem: str) -> ConfigError:
+        """The sentence about a value that is not allowed; `problem` ends with the remedy."""
+        return ConfigError(f"{self.key}: {_shown(value)} {problem}.")
+
+    def unknown(self, value: object, remedy: str) -> ConfigError:
+        """The sentence about a key that does not exist."""
+        return ConfigError(f"{self.key} (set to {_shown(value)}) is an unknown key{remedy}.")
+
+    def missing(self, remedy: str) -> ConfigError:
+        """The sentence about an option that must be given."""
+        return ConfigError(f"{self.key} is missing; {remedy}.")
+
+
+Reader = Callable[[At, Any], object]
+"""Checks the value at a place and turns it into what the configuration holds."""
+
+
+def sized(parse: Callable[[object], object]) -> Reader:
+    """Reader of an amount; `parse` is one of `kvcascade.sizes`."""
+
+    def read(at: At, value: Any) -> object:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise at.wrong(value, str(error)) from None
+
+    return read
+
+
+def choice(choices: type[StrEnum]) -> Reader:
+    """Reader of one of a few words."""
+
+    def read(at: At, value: Any) -> StrEnum:
+        if not isinstance(value, str) or value not in list(choices):
+            raise at.wrong(
+                value,
+                f"is not known{_did_you_mean(value, list(choices))}; use {_either(list(choices))}",
+            )
+        return choices(value)
+
+    return read
+
+
+def whole(lowest: int, highest: int) -> Reader:
+    """Reader of a whole number within bounds."""
+
+    def read(at: At, value: Any) -> int:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not number or not lowest <= value <= highest:
+            raise at.wrong(value, f"is not allowed; give a whole number from {lowest} to {highest}")
+        return int(value)
+
+    return read
+
+
+def seconds(at: At, value: Any) -> float:
+    """Reader of a time, zero allowed."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise at.wrong(value, "is not a time; give a number of seconds from 0 up")
+    return float(value)
+
+
+def deadline(at: At, value: Any) -> float:
+    """Reader of a time above zero."""
+    if not seconds(at, value):
+        raise at.wrong(value, "leaves no time at all; give a number of seconds above 0")
+    return float(value)
+
+
+def flag(at: At, value: Any) -> bool:
+    """Reader of true or false."""
+    if not isinstance(value, bool):
+        raise at.wrong(value, "is not a switch; use true or false")
+    return value
+
+
+def text(at: At, value: Any) -> str:
+    """Reader of any text."""
+    if not isinstance(value, str):
+        raise at.wrong(value, "is not text; give a string")
+    return value
+
+
+def word_or_none(at: At, value: Any) -> str | None:
+    """Reader of text that says something, or null."""
+    if value is not None and not text(at, value).strip():
+        raise at.wrong(value, "says nothing; give some text, or leave it out")
+    return value  # type: ignore[no-any-return]
+
+
+def optional(read: Reader) -> Reader:
+    """Reader that lets null pass."""
+    return lambda at, value: None if value is None else read(at, value)
+
+
+def policy_name(at: At, value: Any) -> str:
+    """Reader of the name of a replacement policy, or of a class that is one."""
+    if isinstance(value, str) and (value in at.policies or _CLASS_PATH.fullmatch(value)):
+        return value
+    hint = _did_you_mean(value, at.policies)
+    known = _either([*at.policies])
+    raise at.wrong(value, f'is no policy{hint}; use {known}, or a class as "package.module:Class"')
+
+
+def folder(at: At, value: Any) -> Path:
+    """Reader of an absolute path; "~" is the home folder."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise at.wrong(value, "depends on where the engine is started; give an absolute path")
+    return Path(os.path.normpath(path))
+
+
+def folders(at: At, value: Any) -> tuple[Path, ...]:
+    """Reader of one folder or a list of them."""
+    if not isinstance(value, list | tuple):
+        return (folder(at, value),)
+    if not value:
+        raise at.wrong(value, "is empty; give one folder, or a list with one per device")
+    return tuple(folder(at.item(index), item) for index, item in enumerate(value))
+
+
+def read_options(
+    cls: Callable[..., Config], at: At, given: Mapping[str, object], also: Collection[str]
+) -> Config:
+    """Make a configuration object of a dictionary; `also`: allowed keys that are not read here."""
+    readers, hints = _options(cls)
+    for name, value in given.items():
+        if name not in readers:
+            known = ", ".join([*readers, *sorted(also)])
+            close = _did_you_mean(name, [*readers, *also])
+            raise at.below(str(name)).unknown(value, f"{close}; known are {known}")
+    for name in readers:
+        if name in hints and name not in given:
+            raise at.below(name).missing(hints[name])
+    values: dict[str, Any] = {
+        name: readers[name](at.below(name), value) for name, value in given.items()
+    }
+    return cls(key=at.key, **values)
+
+
+def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
+    """Of a configuration class: what reads each option, and the remedy for each required one."""
+    annotations = get_type_hints(cls, include_extras=True)
+    readers: dict[str, Reader] = {}
+    remedies: dict[str, str] = {}
+    for field in fields(cls):
+        extras: Sequence[Any] = getattr(annotations[field.name], "__metadata__", ())
+        if extras:
+            readers[field.name] = extras[0]
+            if field.default is MISSING:
+                remedies[field.name] = extras[1]
+    return readers, remedies
+
+
+def _shown(value: object) -> str:
+    """A value as the user wrote it, cut to a bounded length."""
+    try:
+        written = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        written = repr(value)
+    short = len(written) <= _SHOWN_CHARACTERS
+    return written if short else f"{written[:_SHOWN_CHARACTERS]}…"
+
+
+def _did_you_mean(value: object, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(value).lower(), known, n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def _either(words: Sequence[str]) -> str:
+    """Words as an alternative: "a", "b" or "c"."""
+    quoted = [f'"{word}"' for word in words]
+    return " or ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))

@@ -1,0 +1,188 @@
+"""Amounts as people write them: 4096, "64GiB", "500 GB", or a share such as "50%".
+
+Everything here is exact: a share is a fraction, and text that was parsed can be written back. The
+functions raise `ValueError` with a clause that says what is allowed; whoever knows the key and the
+value makes a sentence of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+MAX_BYTES = 2**63 - 1
+"""Largest amount that file offsets can address."""
+
+_BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "b": 1} | {name.lower(): n for name, n in (_BINARY | _DECIMAL).items()}
+
+# Bounded digits: neither a value nor the time to read it can run away.
+_AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*|%)")
+
+BYTES_HINT = 'write a whole number of bytes or a string such as "64GiB" or "500GB"'
+SHARE_HINT = 'write a share such as "50%"'
+SIZE_HINT = f'{BYTES_HINT}, or a share such as "50%"'
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A number of bytes."""
+
+    count: int
+    """The number, from 0 to `MAX_BYTES`."""
+    text: str = field(default="", compare=False)
+    """As it was written, for messages."""
+
+    def of(self, total: int) -> int:
+        """The amount in bytes; `total` does not matter."""
+        return self.count
+
+    def __str__(self) -> str:
+        return self.text or _exact(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of something whose size is known later: of the memory, of a disk, of a tier."""
+
+    part: Fraction
+    """From 0 to 1."""
+    text: str = field(default="", compare=False)
+    """As it was written, for messages."""
+
+    def of(self, total: int) -> int:
+        """This share of `total`, rounded down."""
+        return int(total * self.part)
+
+    def __str__(self) -> str:
+        return self.text or f"{_decimal(self.part * 100)}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A number of blocks."""
+
+    count: int
+    """The number, at least 1."""
+
+    def __str__(self) -> str:
+        return str(self.count)
+
+
+Size = Bytes | Share
+"""What a capacity may be."""
+Budget = Bytes | Share | Blocks
+"""What a number of slots may be given as."""
+
+
+def parse_size(value: object) -> Size:
+    """Bytes or a share, above zero; a share is at most 100 %."""
+    size = _parse(value, SIZE_HINT)
+    if not size.of(MAX_BYTES):
+        raise ValueError(f"is not above zero; {SIZE_HINT}")
+    return size
+
+
+def parse_reserve(value: object) -> Size:
+    """Bytes or a share, zero allowed."""
+    return _parse(value, SIZE_HINT)
+
+
+def parse_bytes(value: object) -> Bytes:
+    """Bytes above zero, no share."""
+    size = _parse(value, BYTES_HINT)
+    if not isinstance(size, Bytes):
+        raise ValueError(f"is a share where there is nothing to share; {BYTES_HINT}")
+    if not size.count:
+        raise ValueError(f"is not above zero; {BYTES_HINT}")
+    return size
+
+
+def parse_share(value: object) -> Share:
+    """A share above zero and at most 100 %."""
+    size = _parse(value, SHARE_HINT)
+    if not isinstance(size, Share):
+        raise ValueError(f"is not a share; {SHARE_HINT}")
+    if not size.part:
+        raise ValueError(f"is not above zero; {SHARE_HINT}")
+    return size
+
+
+def parse_budget(value: object) -> Budget:
+    """A share, bytes with a unit, or a plain whole number, which counts blocks."""
+    hint = 'write a share such as "50%", a size such as "8GiB", or a whole number of blocks'
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 < value <= MAX_BYTES:
+            raise ValueError(f"is not above zero or too large; {hint}")
+        return Blocks(value)
+    size = _parse(value, hint)
+    if not size.of(MAX_BYTES):
+        raise ValueError(f"is not above zero; {hint}")
+    return size
+
+
+def budget_blocks(budget: Budget, tier_blocks: int, block_bytes: int) -> int:
+    """How many of a tier's blocks a budget is: at least 1, at most all."""
+    match budget:
+        case Blocks(count):
+            blocks = count
+        case Bytes(count):
+            blocks = count // block_bytes
+        case Share():
+            blocks = budget.of(tier_blocks)
+    return max(1, min(blocks, tier_blocks))
+
+
+def human(count: int) -> str:
+    """A number of bytes for people, rounded: "1.8 TiB"."""
+    for name, unit in _BINARY.items():
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def _parse(value: object, hint: str) -> Size:
+    """Bytes or share from 0 up; `hint` says what is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"is not a size; {hint}")
+    text = str(value).strip()
+    if text.startswith("-"):
+        raise ValueError(f"is negative; {hint}")
+    match = _AMOUNT.fullmatch(text)
+    if not match:
+        raise ValueError(f"is not a size; {hint}")
+    number, unit = Fraction(match[1]), match[2]
+    if unit == "%":
+        if number > 100:
+            raise ValueError(f"is more than the whole; {hint}")
+        return Share(number / 100, text)
+    if unit.lower() not in _UNITS:
+        raise ValueError(f"{_unit_problem(unit)}; {hint}")
+    count = int(number * _UNITS[unit.lower()])
+    if count > MAX_BYTES:
+        raise ValueError(f"is beyond every file system; {hint}")
+    return Bytes(count, text)
+
+
+def _unit_problem(unit: str) -> str:
+    """What is wrong with a unit; a bare letter could mean either kind."""
+    if unit.upper() in {"K", "M", "G", "T"}:
+        letter = unit.upper()
+        return f"has a unit that may mean {letter}iB or {letter}B: write out which"
+    return f'has the unknown unit "{unit}": KiB, MiB, GiB, TiB, kB, MB, GB and TB are known'
+
+
+def _exact(count: int) -> str:
+    """A number of bytes in the largest binary unit that divides it."""
+    for name, unit in _BINARY.items():
+        if count and count % unit == 0:
+            return f"{count // unit}{name}"
+    return str(count)
+
+
+def _decimal(number: Fraction) -> str:
+    """A fraction in plain decimal digits, exact to 20 of them."""
+    scaled = f"{int(number * 10**20):021d}"
+    return f"{scaled[:-20]}.{scaled[-20:]}".rstrip("0").rstrip(".")

@@ -1,0 +1,99 @@
+"""Facts about the engine that vLLM's offloading configuration does not carry.
+
+The scheduler process holds the engine's full configuration as a local variable of the connector
+that makes our spec; the worker process offers it by a call. Both are tried, and their absence is
+no error: the facts are then fewer and the namespace is never shared across processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from typing import Any
+
+MAX_FRAMES = 16
+"""How far up the stack the engine's configuration is looked for."""
+FIRST_STABLE_HASH_VERSION = (0, 29)
+"""From here on vLLM seeds sha256 block hashes with a constant."""
+
+_VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
+
+
+def engine_config() -> Any | None:
+    """vLLM's `VllmConfig` of this process, or None if it cannot be found."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        found = None
+    else:
+        found = get_current_vllm_config_or_none()
+    if found is not None:
+        return found
+    frame = inspect.currentframe()
+    for _ in range(MAX_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is None:
+            return None
+        candidate = frame.f_locals.get("vllm_config")
+        if candidate is not None and hasattr(candidate, "model_config"):
+            return candidate
+    return None
+
+
+def vllm_version() -> tuple[int, ...]:
+    """Major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    import vllm
+
+    parts = str(getattr(vllm, "__version__", "0.0")).split(".")[:2]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+def model_facts(config: Any) -> dict[str, str]:
+    """What of the model's configuration shapes the bytes of a block."""
+    model, cache = config.model_config, config.cache_config
+    hf_config = getattr(model, "hf_config", None)
+    return {
+        "quantization": str(getattr(model, "quantization", None)),
+        "model_dtype": str(getattr(model, "dtype", None)),
+        "cache_dtype": str(getattr(cache, "cache_dtype", None)),
+        "hf_config": _digest(_stable(hf_config.to_dict())) if hf_config is not None else "unknown",
+        "hf_overrides": _digest(str(getattr(model, "hf_overrides", None))),
+        "hash_algorithm": str(getattr(cache, "prefix_caching_hash_algo", "unknown")),
+        "attention_backend": str(
+            getattr(getattr(config, "attention_config", None), "backend", None)
+        ),
+    }
+
+
+def weights_facts(config: Any) -> tuple[str, str | None, bool]:
+    """(model path or hub name, revision, whether the weights come from files)."""
+    model = config.model_config
+    load_format = str(getattr(config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
+    return str(model.model), getattr(model, "revision", None), load_format != "dummy"
+
+
+def pipeline_depth(config: Any | None) -> int:
+    """Steps after which every worker has certainly finished transfers from before a reset."""
+    stages = 1 if config is None else int(config.parallel_config.pipeline_parallel_size)
+    return max(3, stages + 2) + 1
+
+
+def hashes_change_at_restart(config: Any | None) -> bool:
+    """True if block hashes differ in every process, so that persistence is of no use."""
+    if os.environ.get("PYTHONHASHSEED") not in (None, "", "random"):
+        return False
+    algorithm = "sha256"
+    if config is not None:
+        algorithm = str(getattr(config.cache_config, "prefix_caching_hash_algo", algorithm))
+    return vllm_version() < FIRST_STABLE_HASH_VERSION or algorithm.startswith("xxhash")
+
+
+def _stable(hf_config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in hf_config.items() if key not in _VOLATILE_HF_KEYS}
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

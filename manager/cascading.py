@@ -1,0 +1,527 @@
+"""`CascadingOffloadingManager`: N tiers, each a backend and a policy, chained by handlers.
+
+Blocks enter at the top, are demoted ahead of demand, and come up again when a lookup finds them
+below. Nothing here knows what a tier is made of.
+
+Threads: one lock guards everything that changes state. The scheduler thread calls the contract; a
+background thread may call `maintain` so that demotion goes on while the engine is idle. Nothing
+under the lock waits for a file: it only starts transfers and takes in finished ones. The answer
+"hit" takes no lock: it reads one dictionary and one field.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from ..config import OnReset, WriteMode
+from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
+from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
+from .counters import Counters
+from .demotion import Demoter
+from .flow import Clock, Flow, Link
+from .level import Level, Pairs, Tier
+from .promotion import Promoter
+from .request import Request
+
+STEPS_UNTIL_FLUSHED = 8
+"""Steps after a reset by which every worker has finished the transfers from before it: the depth
+of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions:
+    """Behaviour of the cascade; sizes are shares of the upper tier of each link."""
+
+    write_mode: WriteMode = WriteMode.DEMOTE
+    on_reset: OnReset = OnReset.INVALIDATE
+    low_watermark: float = 0.1
+    high_watermark: float = 0.2
+    dirty_age_s: float = 5.0
+    promotion_budget_slots: int | None = None
+    """Slots of the first tier that promotions may take or hold; None: half of them."""
+    promotion_deadline_s: float = 10.0
+    shutdown_flush_s: float = 20.0
+    steps_until_flushed: int = STEPS_UNTIL_FLUSHED
+    with_events: bool = True
+
+
+class CascadingOffloadingManager(OffloadingManager):
+    """The cascade. Tiers are given top first, links between neighbours."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        links: Sequence[Link],
+        options: ManagerOptions | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        assert tiers and len(links) == len(tiers) - 1, "one link between two tiers"
+        self.options = options or ManagerOptions()
+        self.lock = threading.RLock()
+        self.counters = Counters.for_tiers(tuple(tier.name for tier in tiers))
+        levels = [Level(tier, is_last=i == len(tiers) - 1) for i, tier in enumerate(tiers)]
+        self._flow = Flow(levels, list(links), clock, self.counters)
+        self._flow.with_events = self.options.with_events
+        self._clock = clock
+        self._levels = levels
+        self._top = levels[0]
+        for index, level in enumerate(levels):
+            level.on_evicted = partial(self._note_evicted, index)
+        low, high = self.options.low_watermark, self.options.high_watermark
+        self._demoters = [Demoter(self._flow, i, low, high) for i in range(len(links))]
+        budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
+        self._promoter = Promoter(self._flow, budget, self.options.promotion_deadline_s)
+        self._get = self._top.policy.get
+        self._answered: list[BlockHash] = []
+        self._asking: Request | None = None
+        self._asked_from = 0
+        self._aging: deque[tuple[float, BlockHash]] = deque()
+        self._worker_stores: dict[BlockHash, BlockStatus] = {}
+        self._worker_loads: dict[BlockHash, int] = {}
+        self._quarantine: list[tuple[int, list[BlockStatus]]] = []
+        self._step = 0
+        self._evicted: list[BlockHash] = []
+        self._counts_uses = len(tiers) > 1 and not tiers[1].admission.admits(1)
+
+    def _note_evicted(self, index: int, evicted: Pairs) -> None:
+        self._flow.on_evicted(index, evicted)
+        if index == 0:
+            self._evicted += [block_hash for block_hash, _ in evicted]
+
+    # ---- questions -----------------------------------------------------------------------
+
+    def lookup(
+        self, block_hashes: Iterable[BlockHash], request: Request | None = None
+    ) -> int | None:
+        request = request or Request()
+        hits, is_waiting = 0, False
+        for block_hash in block_hashes:
+            state = self.lookup_block(block_hash, request)
+            if state is LookupState.MISS:
+                break
+            if state is LookupState.HIT:
+                hits += 1
+            else:
+                is_waiting = True
+        return None if is_waiting else hits
+
+    def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
+        """The state of one block. A hit stays one until the end of the step, or its `prepare_load`.
+
+        Lock-free while the block is ready in the first tier.
+        """
+        if request is not self._asking:
+            self._asking = request
+            self._asked_from = len(self._answered)
+        status = self._get(block_hash)
+        if status is not None and status.ref_cnt >= 0 and request.allowed_media is None:
+            self._answered.append(block_hash)
+            if request.waiting_since_s is not None and block_hash not in request.holds:
+                with self.lock:
+                    self._promoter.hold(request, block_hash, status)
+            return LookupState.HIT
+        with self.lock:
+            return self._lookup_below(block_hash, status, request)
+
+    def _lookup_below(
+        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
+    ) -> LookupState:
+        if block_hash in request.missed:
+            return self._miss()
+        state = self._promoter.ask(block_hash, request)
+        if state is None and status is not None and self._may_read(request, self._top):
+            if status.ref_cnt >= 0:
+                self._answered.append(block_hash)
+                return LookupState.HIT
+            state = self._promoter.wait_for_store(block_hash, request)
+        if state is None:
+            for index, level in enumerate(self._levels[1:], start=1):
+                below = level.policy.get(block_hash) if self._may_read(request, level) else None
+                if below is not None and below.ref_cnt >= 0:
+                    state = self._promoter.start(block_hash, index, request)
+                    break
+        if state is None or state is LookupState.MISS:
+            return self._miss()
+        self._hold_answered(request)
+        return state
+
+    @staticmethod
+    def _may_read(request: Request, level: Level) -> bool:
+        return request.allowed_media is None or level.medium in request.allowed_media
+
+    def _miss(self) -> LookupState:
+        self.counters.lookup_misses += 1
+        return LookupState.MISS
+
+    def _hold_answered(self, request: Request) -> None:
+        """The request begins to wait: the hits it was just given shall still be there then."""
+        if request.holds:
+            return
+        for block_hash in self._answered[self._asked_from :]:
+            status = self._get(block_hash)
+            if status is not None and status.ref_cnt >= 0:
+                self._promoter.hold(request, block_hash, status)
+
+    # ---- loads ---------------------------------------------------------------------------
+
+    def prepare_load(
+        self, block_hashes: Collection[BlockHash], request: Request | None = None
+    ) -> LoadStoreSpec:
+        with self.lock:
+            get, loads = self._get, self._worker_loads
+            statuses: list[BlockStatus] = []
+            for block_hash in block_hashes:
+                status = get(block_hash)
+                assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
+                status.ref_cnt += 1
+                loads[block_hash] = loads.get(block_hash, 0) + 1
+                statuses.append(status)
+                self._count_load(block_hash, status, request)
+            if request is None:
+                self._top.policy.touch(block_hashes)
+            else:
+                request.keys.update(dict.fromkeys(block_hashes, False))
+                if request.waiting_since_s is not None:
+                    self._promoter.release(request)
+            return self._top.backend.get_load_store_spec(list(block_hashes), statuses)
+
+    def _count_load(
+        self, block_hash: BlockHash, status: BlockStatus, request: Request | None
+    ) -> None:
+        origin = self._promoter.origin
+        source = origin[status.block_id]
+        self.counters.loaded_blocks[source] += 1
+        if source:
+            origin[status.block_id] = 0
+            if request is not None:
+                request.sources[block_hash] = self._levels[source].medium
+
+    def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
+        with self.lock:
+            get, loads = self._get, self._worker_loads
+            for block_hash in block_hashes:
+                left = loads.pop(block_hash, 0)
+                if left == 0:  # from before a reset
+                    continue
+                if left > 1:
+                    loads[block_hash] = left - 1
+                status = get(block_hash)
+                assert status is not None and status.ref_cnt > 0, "a loading block is pinned"
+                status.ref_cnt -= 1
+
+    # ---- stores --------------------------------------------------------------------------
+
+    def prepare_store(
+        self, block_hashes: Sequence[BlockHash], request: Request | None = None
+    ) -> PrepareStoreOutput | None:
+        with self.lock:
+            get = self._get
+            self._evicted.clear()
+            new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
+            if len(new) > 1:
+                new = list(dict.fromkeys(new))
+            room = self._room_for_store(new, block_hashes)
+            if room is None:
+                self.counters.store_refused_busy += 1
+                return None
+            if room < len(new):
+                self.counters.store_truncated_blocks += len(new) - room
+                new = new[:room]
+            statuses = self._top.take(new) if new else []
+            self._worker_stores.update(zip(new, statuses, strict=True))
+            if request is not None:
+                request.keys.update(dict.fromkeys(block_hashes, False))
+                request.keys.update(dict.fromkeys(new, True))
+            for demoter in self._demoters[:1]:
+                demoter.note_taken(len(new))
+            evicted, self._evicted = self._evicted, []
+            spec = self._top.backend.get_load_store_spec(new, statuses)
+            return PrepareStoreOutput(new, spec, evicted)
+
+    def _room_for_store(
+        self, new: list[BlockHash], offered: Sequence[BlockHash]
+    ) -> int | None:
+        """Slots for the new blocks, evicting; None if waiting a little gives more."""
+        need = len(new)
+        if need <= self._top.backend.get_num_free_blocks():
+            return need
+        protected = _Protected(set(offered), set(self._answered))
+        wanted = min(need, self._top.capacity)
+        may_drop = not self._demoters or self._demoters[0].is_blocked
+        possible = self._possible_room(wanted, protected, may_drop)
+        if possible < wanted and self._demoters and not may_drop:
+            self._demoters[0].demote_coldest(wanted - possible)
+            self._collect()
+            if self._demoters[0].jobs_in_flight:
+                return None
+            # Nothing below takes anything: better lose the coldest than the newest.
+            possible = self._possible_room(wanted, protected, may_drop=True)
+            may_drop = True
+        if possible < wanted and wanted == need and self._is_busy():
+            return None
+        return self._top.make_room(possible, protected, may_drop)
+
+    def _possible_room(self, n: int, protected: _Protected, may_drop: bool) -> int:
+        free = self._top.backend.get_num_free_blocks()
+        if free >= n:
+            return n
+        mask = None if may_drop or self._top.is_last else self._top.settled_mask
+        return free + len(self._top.policy.coldest(n - free, protected, mask))
+
+    def _is_busy(self) -> bool:
+        """True if slots of the first tier will be given back without anyone's doing."""
+        return bool(
+            self._worker_stores
+            or self._worker_loads
+            or self._promoter.in_flight
+            or self._quarantine
+            or any(demoter.jobs_in_flight for demoter in self._demoters)
+        )
+
+    def complete_store(self, block_hashes: Collection[BlockHash], success: bool = True) -> None:
+        with self.lock:
+            stored: list[BlockHash] = []
+            slots: list[int] = []
+            for block_hash in block_hashes:
+                status = self._worker_stores.pop(block_hash, None)
+                if status is None:  # from before a reset, or never prepared
+                    continue
+                if success:
+                    status.ref_cnt = 0
+                    self._promoter.origin[status.block_id] = 0
+                    stored.append(block_hash)
+                    slots.append(status.block_id)
+                else:
+                    self._top.drop(block_hash, status)
+            self._top.set_dirty(slots)
+            self.counters.stored_blocks += len(stored)
+            self._flow.emit(stored, self._top, removed=False)
+            if stored and self._demoters and self.options.write_mode is not WriteMode.DEMOTE:
+                now = self._clock()
+                self._aging.extend((now, block_hash) for block_hash in stored)
+
+    # ---- recency, requests, steps --------------------------------------------------------
+
+    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+        with self.lock:
+            self._top.policy.touch(block_hashes)
+
+    def finish_request(self, request: Request) -> None:
+        """The request ended (transfers may still be under way): set the recency of its blocks.
+
+        Once per request and in prefix order, so that tails leave before heads however often the
+        request was looked at and in whatever order its transfers ended.
+        """
+        with self.lock:
+            self._promoter.release(request)
+            if request.keys:
+                self._top.policy.touch(request.keys)
+                if self._counts_uses:
+                    self._note_reuse(request)
+                request.keys = {}
+
+    def _note_reuse(self, request: Request) -> None:
+        reused = [h for h, is_new in request.keys.items() if not is_new]
+        found = [(h, s) for h in reused if (s := self._get(h)) is not None and s.ref_cnt >= 0]
+        self._top.note_reuse([status for _, status in found])
+        below = self._levels[1]
+        self._top.set_dirty([s.block_id for h, s in found if not below.holds(h)])
+
+    def end_step(self) -> None:
+        """The scheduler made its decisions: start what was queued, take in what finished.
+
+        Call it after the last lookup of a step; when exactly does not matter otherwise.
+        """
+        with self.lock:
+            self._step += 1
+            if self._promoter.is_queued:
+                self._promoter.flush(_Protected(set(self._answered), ()))
+            self._answered.clear()
+            self._asking = None
+            if self._quarantine and self._quarantine[0][0] <= self._step:
+                self._release_quarantine(self._step)
+            self._maintain()
+
+    def maintain(self) -> None:
+        """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self._maintain()
+            finally:
+                self.lock.release()
+
+    def _maintain(self) -> None:
+        self._collect()
+        self._promoter.release_expired()
+        if self._promoter.is_queued and len(self._levels) > 2:
+            self._promoter.flush(_Protected(set(self._answered), ()))  # the next hop
+        for demoter in self._demoters:
+            demoter.keep_ahead()
+        if self._aging:
+            self._demote_aged()
+
+    def _collect(self) -> None:
+        self._promoter.collect()
+        for demoter in self._demoters:
+            demoter.collect()
+
+    def _demote_aged(self) -> None:
+        is_through = self.options.write_mode is WriteMode.THROUGH
+        age_s = 0.0 if is_through else self.options.dirty_age_s
+        due_s = self._clock() - age_s
+        due: list[BlockHash] = []
+        while self._aging and self._aging[0][0] <= due_s:
+            due.append(self._aging.popleft()[1])
+        due = list(dict.fromkeys(due))
+        left = self._demoters[0].demote(due) if due else 0
+        again = due[len(due) - left :]
+        self._aging.extendleft((due_s, block_hash) for block_hash in reversed(again))
+
+    def has_pending_work(self) -> bool:
+        """True if calls are needed for progress that requests wait for."""
+        return self._promoter.in_flight > 0
+
+    def take_events(self) -> list[BlockEvent]:
+        with self.lock:
+            events, self._flow.events = self._flow.events, []
+            return events
+
+    # ---- reset and shutdown --------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Make every older block unreachable, or with `on_reset` "keep" only what is under way.
+
+        No completion will be reported for earlier worker transfers, yet workers may go on writing
+        their slots: those stay out of use until `on_reset_flushed`, or for `steps_until_flushed`
+        steps.
+        """
+        with self.lock:
+            self.counters.resets += 1
+            if self.options.on_reset is OnReset.KEEP:
+                self._forget_worker_transfers()
+            else:
+                self._forget_everything()
+
+    def _forget_worker_transfers(self) -> None:
+        held: list[BlockStatus] = []
+        for block_hash, status in self._worker_stores.items():
+            self._top.policy.remove(block_hash)
+            status.ref_cnt = 1
+            held.append(status)
+        for block_hash, count in self._worker_loads.items():
+            status_loaded = self._get(block_hash)
+            assert status_loaded is not None, "a loading block is pinned"
+            # Reading old bytes harms nobody: the destination is thrown away by the engine.
+            status_loaded.ref_cnt -= count
+        self._quarantine_slots(held)
+
+    def _forget_everything(self) -> None:
+        jobs = self._promoter.orphan_all()
+        for demoter in self._demoters:
+            jobs += demoter.orphan_all()
+        worker = [*self._worker_stores.values()]
+        worker += [s for s in map(self._get, self._worker_loads) if s is not None]
+        users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
+        quarantined = (status for _, statuses in self._quarantine for status in statuses)
+        users.update((0, status.block_id) for status in chain(worker, quarantined))
+        for index, level in enumerate(self._levels):
+            for status in level.reset():
+                count = users[index, status.block_id]
+                status.ref_cnt = count  # from now on it counts who still uses the slot
+                if count == 0:
+                    level.backend.free(status)
+        self._aging.clear()
+        self._answered.clear()
+        self._asking = None
+        self._quarantine_slots(worker)
+
+    def _quarantine_slots(self, statuses: list[BlockStatus]) -> None:
+        self._worker_stores.clear()
+        self._worker_loads.clear()
+        if statuses:
+            until = self._step + self.options.steps_until_flushed
+            self._quarantine.append((until, statuses))
+
+    def on_reset_flushed(self) -> None:
+        """The workers have ended every transfer from before the last reset."""
+        with self.lock:
+            self._release_quarantine(None)
+
+    def _release_quarantine(self, step: int | None) -> None:
+        while self._quarantine and (step is None or self._quarantine[0][0] <= step):
+            for status in self._quarantine.pop(0)[1]:
+                status.ref_cnt -= 1
+                if status.ref_cnt == 0:
+                    self._top.backend.free(status)
+
+    def flush_dirty(self, deadline_s: float) -> bool:
+        """Write every dirty block down, top tier first, until `deadline_s` on the clock.
+
+        May block; for shutdown. True if nothing dirty was left behind.
+        """
+        for index, demoter in enumerate(self._demoters):
+            while self._clock() < deadline_s and not demoter.is_blocked:
+                with self.lock:
+                    self._collect()
+                    demoter.demote_coldest(self._levels[index].capacity)
+                    waiting = demoter.job_ids
+                if not waiting:
+                    break
+                self._flow.links[index].down.wait(waiting)
+        with self.lock:
+            self._collect()
+            return not any(level.dirty_mask.any() for level in self._levels)
+
+    def shutdown(self) -> None:
+        """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent."""
+        deadline_s = self._clock() + self.options.shutdown_flush_s
+        self.flush_dirty(deadline_s)
+        with self.lock:
+            self._refresh_recency_below()
+        for link in self._flow.links:
+            link.down.shutdown(max(0.0, deadline_s - self._clock()))
+            link.up.shutdown(0.0)
+
+    def _refresh_recency_below(self) -> None:
+        """What is hot at the top shall be hot below when the next process starts there."""
+        for upper, lower in zip(self._levels, self._levels[1:], strict=False):
+            hashes = [h for h, _ in upper.policy.coldest(len(upper.policy))]
+            lower.policy.touch(reversed(hashes))
+
+    def usage(self) -> list[tuple[str, int, int, int]]:
+        """Per tier: name, blocks, capacity, dirty blocks."""
+        with self.lock:
+            return [
+                (lv.name, len(lv.policy), lv.capacity, int(lv.dirty_mask.sum()))
+                for lv in self._levels
+            ]
+
+
+class _Protected:
+    """Blocks that may not be evicted now."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Collection[BlockHash], second: Collection[BlockHash]) -> None:
+        self._first = first
+        self._second = second
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._first or block_hash in self._second
+
+
+__all__ = [
+    "CascadingOffloadingManager",
+    "Link",
+    "ManagerOptions",
+    "OnReset",
+    "Pairs",
+    "Tier",
+    "WriteMode",
+]

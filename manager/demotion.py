@@ -1,0 +1,229 @@
+"""Writing dirty blocks down, ahead of demand.
+
+The demoter takes the coldest dirty blocks of a tier in batches, asks the tier below for adjacent
+slots and hands the copy to the link's handler. When the copy has landed, the block above is
+settled: it stays readable until its slot is needed, and then leaves at no cost. A block that could
+not be written stays dirty and is offered again while it is still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
+from .counters import LinkCounters
+from .flow import (
+    BLOCKED_S,
+    MAX_JOBS_IN_FLIGHT,
+    Flow,
+    Job,
+    batch_blocks,
+    outcomes_of,
+    release_orphan,
+)
+from .level import Level, Pairs
+
+
+class Demoter:
+    """Moves dirty blocks from one level to the next one below. Under the manager's lock."""
+
+    def __init__(self, flow: Flow, index: int, low_watermark: float, high_watermark: float) -> None:
+        """Between levels `index` and `index + 1`; watermarks are shares of the upper one."""
+        self._flow = flow
+        self._index = index
+        self._upper: Level = flow.levels[index]
+        self._lower: Level = flow.levels[index + 1]
+        self._handler = flow.links[index].down
+        self._counters: LinkCounters = flow.counters.links[index]
+        self._batch = batch_blocks(self._upper.block_size)
+        capacity = self._upper.capacity
+        self._window = max(1, round(high_watermark * capacity))
+        self._slack = max(1, round((high_watermark - low_watermark) * capacity))
+        self._taken_since_scan = self._slack
+        self._jobs: dict[int, Job] = {}
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Copies under way."""
+        return len(self._jobs)
+
+    @property
+    def job_ids(self) -> set[int]:
+        """Their ids, for `OffloadingHandler.wait`."""
+        return set(self._jobs)
+
+    @property
+    def is_blocked(self) -> bool:
+        """True while the tier below takes no writes: dirty blocks above may then be dropped."""
+        return self._flow.clock() < self._lower.blocked_until_s
+
+    def note_taken(self, n: int) -> None:
+        """`n` slots of the upper level were taken: counts towards the next look at its cold end."""
+        self._taken_since_scan += n
+
+    def keep_ahead(self) -> None:
+        """Make the cold end of the upper level clean if the low watermark may have been crossed.
+
+        Looks once per `high - low` slots taken, so a store pays for a constant number of looks.
+        """
+        if self._taken_since_scan < self._slack:
+            return
+        window = self._window - self._upper.backend.get_num_free_blocks()
+        if window <= 0:
+            self._taken_since_scan = 0
+            return
+        if self.demote_coldest(window, window) == 0 and len(self._jobs) < MAX_JOBS_IN_FLIGHT:
+            self._taken_since_scan = 0
+
+    def demote_coldest(self, n: int, window: int | None = None) -> int:
+        """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
+
+        `window`: look only at that many of the coldest blocks.
+        """
+        started = 0
+        while started < n and self._may_start():
+            limit = min(n - started, self._batch)
+            cold = self._upper.policy.coldest(
+                limit, mask=self._upper.dirty_mask, window=window
+            )
+            sent = self._send(cold)
+            if sent is None:
+                break
+            started += sent
+            if len(cold) < limit:
+                break
+        return started
+
+    def demote(self, block_hashes: Sequence[BlockHash]) -> int:
+        """Start writing these blocks if they are here, idle and dirty; returns how many are left.
+
+        Those left are at the end of the list: offer them again.
+        """
+        for start in range(0, len(block_hashes), self._batch):
+            if not self._may_start():
+                return len(block_hashes) - start
+            part = block_hashes[start : start + self._batch]
+            found = ((h, self._upper.policy.get(h)) for h in reversed(part))
+            dirty: Pairs = [
+                (h, s)
+                for h, s in found
+                if s is not None and s.ref_cnt >= 0 and self._upper.is_dirty(s.block_id)
+            ]
+            if self._send(dirty) is None:
+                return len(block_hashes) - start
+        return 0
+
+    def collect(self) -> int:
+        """Take in what the handler finished; returns how many jobs ended."""
+        if not self._jobs:
+            return 0
+        finished = self._handler.get_finished()
+        for result in finished:
+            job = self._jobs.pop(result.job_id, None)
+            if job is None:
+                continue
+            self._counters.demote_s += result.time_s
+            outcomes = outcomes_of(result, len(job.hashes))
+            if job.is_orphan:
+                release_orphan(self._flow, job)
+            else:
+                self._land(job, outcomes)
+        return len(finished)
+
+    def orphan_all(self) -> list[Job]:
+        """The cache was reset: what is in flight will be forgotten when it lands."""
+        for job in self._jobs.values():
+            job.is_orphan = True
+        return list(self._jobs.values())
+
+    def _may_start(self) -> bool:
+        return len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self.is_blocked
+
+    def _send(self, cold: Pairs) -> int | None:
+        """Start one job. Coldest first in, prefix order out. None: no job can start now."""
+        wanted = self._filter(cold)
+        if not wanted:
+            return 0
+        room = self._lower.make_room(len(wanted), (), may_drop_dirty=False)
+        budget = self._lower.write_budget
+        left = None if budget is None else budget.left_bytes()
+        if left is not None:
+            room = min(room, left // self._lower.block_size)
+            if room == 0:
+                self._refuse([status for _, status in wanted])
+                return None
+        if room == 0:
+            return None
+        wanted = wanted[:room]
+        wanted.reverse()
+        hashes = [block_hash for block_hash, _ in wanted]
+        sources = [status for _, status in wanted]
+        targets = self._lower.take(hashes)
+        if not self._start(hashes, sources, targets):
+            self._lower.blocked_until_s = self._flow.clock() + BLOCKED_S
+            for block_hash, target in zip(hashes, targets, strict=True):
+                self._lower.drop(block_hash, target)
+            return None
+        if budget is not None:
+            budget.spend(len(hashes) * self._lower.block_size)
+        return len(hashes)
+
+    def _start(
+        self, hashes: list[BlockHash], sources: list[BlockStatus], targets: list[BlockStatus]
+    ) -> bool:
+        ids = self._flow.job_ids
+        job = Job(next(ids), self._index, self._index + 1, hashes, sources, targets)
+        spec = (
+            self._upper.backend.get_load_store_spec(hashes, sources),
+            self._lower.backend.get_load_store_spec(hashes, targets),
+        )
+        if not self._handler.transfer_async(job.job_id, spec):
+            return False
+        for status in sources:
+            status.ref_cnt += 1
+        self._upper.set_arriving([status.block_id for status in sources])
+        self._jobs[job.job_id] = job
+        return True
+
+    def _filter(self, cold: Pairs) -> Pairs:
+        """Settle what is already below and what admission refuses; the rest shall be written."""
+        wanted: Pairs = []
+        for block_hash, status in cold:
+            slot = status.block_id
+            if self._lower.holds(block_hash):
+                self._upper.set_settled(slot)
+            elif not self._lower.admission.admits(self._upper.uses(slot)):
+                self._refuse([status])
+            else:
+                wanted.append((block_hash, status))
+        return wanted
+
+    def _refuse(self, statuses: Sequence[BlockStatus]) -> None:
+        for status in statuses:
+            self._upper.set_settled(status.block_id)
+        self._counters.demote_refused_blocks += len(statuses)
+
+    def _land(self, job: Job, outcomes: Sequence[BlockOutcome]) -> None:
+        stored: list[BlockHash] = []
+        failed: list[int] = []
+        for block_hash, source, target, outcome in zip(
+            job.hashes, job.sources, job.targets, outcomes, strict=True
+        ):
+            source.ref_cnt -= 1
+            if outcome is BlockOutcome.OK:
+                target.ref_cnt = 0
+                self._upper.set_settled(source.block_id)
+                stored.append(block_hash)
+                self._lower.set_dirty([target.block_id])
+            else:
+                self._lower.drop(block_hash, target)
+                failed.append(source.block_id)
+        self._upper.set_dirty(failed)
+        self._flow.emit(stored, self._lower, removed=False)
+        self._counters.demoted_blocks += len(stored)
+        self._counters.demoted_bytes += len(stored) * self._lower.block_size
+        self._counters.demote_failed_blocks += len(failed)
+        if failed:
+            self._lower.blocked_until_s = self._flow.clock() + BLOCKED_S
+        else:
+            self._lower.blocked_until_s = 0.0

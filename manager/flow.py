@@ -1,0 +1,122 @@
+"""What demotion and promotion share: the chain of tiers, jobs in flight, events and counters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..handlers.base import OffloadingHandler, TransferResult
+from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
+from .base import BlockEvent
+from .counters import Counters
+from .level import Level, Pairs
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+BATCH_BYTES = 32 << 20
+"""Aim for this much per job: large vectored calls, yet several jobs to overlap."""
+MAX_BATCH_BLOCKS = 512
+MAX_JOBS_IN_FLIGHT = 4
+"""Per link and direction."""
+BLOCKED_S = 5.0
+"""How long a tier that failed or is full is left alone before it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The two handlers between neighbouring tiers."""
+
+    down: OffloadingHandler
+    up: OffloadingHandler
+
+
+@dataclass(slots=True)
+class Job:
+    """Blocks on their way between two levels. Sources are pinned until the job ends."""
+
+    job_id: int
+    source_level: int
+    target_level: int
+    hashes: list[BlockHash]
+    sources: list[BlockStatus]
+    targets: list[BlockStatus]
+    is_orphan: bool = False
+    """The cache was reset meanwhile: free the slots, keep nothing."""
+
+    def ends(self) -> Iterator[tuple[int, BlockStatus]]:
+        """Every slot this job uses, with its level."""
+        for status in self.sources:
+            yield self.source_level, status
+        for status in self.targets:
+            yield self.target_level, status
+
+
+@dataclass(slots=True)
+class Flow:
+    """The chain and its books. Used under the manager's lock only."""
+
+    levels: list[Level]
+    links: list[Link]
+    clock: Clock
+    counters: Counters
+    events: list[BlockEvent] = field(default_factory=list)
+    job_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    with_events: bool = True
+
+    def emit(self, block_hashes: Sequence[BlockHash], level: Level, removed: bool) -> None:
+        """Note that blocks came to or left a level."""
+        if self.with_events and block_hashes:
+            self.events.append(BlockEvent(tuple(block_hashes), level.medium, removed))
+
+    def held_below(self, index: int, block_hash: BlockHash) -> bool:
+        """True if some level below `index` holds the block, ready."""
+        return any(
+            status is not None and status.ref_cnt >= 0
+            for status in (level.policy.get(block_hash) for level in self.levels[index + 1 :])
+        )
+
+    def on_evicted(self, index: int, evicted: Pairs) -> None:
+        """Books of an eviction at `index`: events, recency below, dirt above."""
+        level = self.levels[index]
+        hashes = [block_hash for block_hash, _ in evicted]
+        self.counters.evicted_blocks[index] += len(evicted)
+        self.emit(hashes, level, removed=True)
+        if not level.is_last:
+            lost = sum(level.is_dirty(status.block_id) for _, status in evicted)
+            self.counters.dropped_dirty_blocks += lost
+            self.levels[index + 1].policy.touch(reversed(hashes))
+        for above in self.levels[:index]:
+            self._mark_dirty_again(above, hashes)
+
+    def lost_below(self, index: int, block_hash: BlockHash) -> None:
+        """A block of level `index` turned out to be gone or damaged: whoever is above is dirty."""
+        self.emit([block_hash], self.levels[index], removed=True)
+        for above in self.levels[:index]:
+            self._mark_dirty_again(above, [block_hash])
+
+    @staticmethod
+    def _mark_dirty_again(above: Level, hashes: Sequence[BlockHash]) -> None:
+        found = (above.policy.get(block_hash) for block_hash in hashes)
+        above.set_dirty([s.block_id for s in found if s is not None and s.ref_cnt >= 0])
+
+
+def batch_blocks(block_size: int) -> int:
+    """How many blocks of this size make one job."""
+    return max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_size))
+
+
+def outcomes_of(result: TransferResult, n: int) -> Sequence[BlockOutcome]:
+    """The outcome of each of the `n` blocks of a job."""
+    if result.outcomes:
+        return result.outcomes
+    return [BlockOutcome.OK if result.success else BlockOutcome.IO_ERROR] * n
+
+
+def release_orphan(flow: Flow, job: Job) -> None:
+    """Give back both ends of a job that outlived a reset; the last user of a slot frees it."""
+    for level, status in job.ends():
+        status.ref_cnt -= 1
+        if status.ref_cnt == 0:
+            flow.levels[level].backend.free(status)

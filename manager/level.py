@@ -1,0 +1,142 @@
+"""One tier as the manager sees it: a backend, a policy, and which of its blocks are dirty.
+
+A level is used under the manager's lock only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from .admission import Admission, AdmitAll, WriteBudget
+
+Pairs = list[tuple[BlockHash, BlockStatus]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What the manager is given for each tier, top first."""
+
+    name: str
+    backend: Backend
+    policy: CachePolicy
+    admission: Admission = field(default_factory=AdmitAll)
+    write_budget: WriteBudget | None = None
+
+
+class Level:
+    """A tier in its place in the chain.
+
+    Each slot in use is in one of three states: *dirty* (its block is nowhere below and shall go
+    there), *settled* (held below, or not worth it: it may be dropped), or neither (its bytes are
+    on the way). The masks are numpy views of byte arrays: single slots are set as bytes, batches
+    and searches are vectorised.
+    """
+
+    def __init__(self, tier: Tier, is_last: bool) -> None:
+        self.name = tier.name
+        self.backend = tier.backend
+        self.policy = tier.policy
+        self.admission = tier.admission
+        self.write_budget = tier.write_budget
+        self.is_last = is_last
+        self.capacity = tier.backend.capacity
+        self.block_size = tier.backend.block_size
+        self.medium = tier.backend.medium
+        self.blocked_until_s = 0.0
+        """While now is before this, the tier takes no writes (it failed or is full)."""
+        self.on_evicted: Callable[[Pairs], None] | None = None
+        self._uses = bytearray(self.capacity)
+        self._dirty = bytearray(self.capacity)
+        self._settled = bytearray(self.capacity)
+        self.dirty_mask: SlotMask = np.frombuffer(self._dirty, dtype=np.bool_)
+        self.settled_mask: SlotMask = np.frombuffer(self._settled, dtype=np.bool_)
+        if is_last:  # nothing below: every block may be dropped
+            self.settled_mask[:] = True
+
+    def is_dirty(self, slot: int) -> bool:
+        """True if the block in this slot shall be written to the tier below."""
+        return bool(self._dirty[slot])
+
+    def set_dirty(self, slots: Sequence[int]) -> None:
+        """These blocks are nowhere below. No effect in the last tier."""
+        if not self.is_last and slots:
+            batch = np.asarray(slots, dtype=np.int32)
+            self.dirty_mask[batch] = True
+            self.settled_mask[batch] = False
+
+    def set_settled(self, slot: int) -> None:
+        """This block is held below, or will not be: it may leave."""
+        self._dirty[slot] = 0
+        self._settled[slot] = 1
+
+    def set_arriving(self, slots: Sequence[int]) -> None:
+        """The bytes of these slots are on their way."""
+        if not self.is_last and slots:
+            batch = np.asarray(slots, dtype=np.int32)
+            self.dirty_mask[batch] = False
+            self.settled_mask[batch] = False
+
+    def uses(self, slot: int) -> int:
+        """How often the block in this slot was used since it came; saturates at 255."""
+        return self._uses[slot]
+
+    def note_reuse(self, statuses: Sequence[BlockStatus]) -> None:
+        """These blocks were used again; what admission refused before may be offered now."""
+        for status in statuses:
+            slot = status.block_id
+            self._uses[slot] = min(255, self._uses[slot] + 1)
+
+    def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
+        """Evict so that up to `n` slots are free; returns how many are (at most `n`)."""
+        missing = n - self.backend.get_num_free_blocks()
+        if missing > 0:
+            mask = None if may_drop_dirty or self.is_last else self.settled_mask
+            evicted = self.policy.evict(missing, protected, mask)
+            if evicted is None:
+                possible = len(self.policy.coldest(missing, protected, mask))
+                evicted = self.policy.evict(possible, protected, mask) if possible else []
+            if evicted:
+                if self.on_evicted is not None:
+                    self.on_evicted(evicted)
+                free = self.backend.free
+                for _, status in evicted:
+                    free(status)
+        return min(n, self.backend.get_num_free_blocks())
+
+    def take(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
+        """Allocate and insert; the blocks are not ready. There must be room."""
+        statuses = self.backend.allocate_blocks(block_hashes)
+        slots = [status.block_id for status in statuses]
+        self.set_arriving(slots)
+        for slot in slots:
+            self._uses[slot] = 1
+        self.policy.insert_many(block_hashes, statuses)
+        return statuses
+
+    def drop(self, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Remove a block and free its slot, whatever its state, if it is still this one."""
+        present = self.policy.get(block_hash)
+        if present is not None and present.block_id == status.block_id:
+            self.policy.remove(block_hash)
+            self.backend.free(status)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """True if the block is here, ready or on its way."""
+        return self.policy.get(block_hash) is not None
+
+    def reset(self) -> list[BlockStatus]:
+        """Forget everything; returns the statuses of slots that transfers still use."""
+        self.policy.clear()
+        if not self.is_last:
+            self.dirty_mask[:] = False
+            self.settled_mask[:] = False
+        return self.backend.reset()
+
+
+def is_arriving(status: BlockStatus) -> bool:
+    """True if the bytes of a block are not there yet."""
+    return status.ref_cnt == NOT_READY

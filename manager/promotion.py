@@ -1,0 +1,296 @@
+"""Bringing blocks up, before they are offered as hits.
+
+A lookup that finds a block in a lower tier queues it; at the end of the step everything queued is
+given slots at once and read in batches. Blocks under way are *pending*: the second question about
+one costs a dictionary look. When the bytes have arrived and were verified, the block is ready in
+the first tier and held for the requests that asked for it.
+
+Limits: slots that are pending or held never exceed the budget, so waiting requests can neither
+fill the first tier nor evict one another; every wait ends by the deadline, after which the answer
+is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
+from .base import LookupState
+from .flow import (
+    MAX_JOBS_IN_FLIGHT,
+    Flow,
+    Job,
+    batch_blocks,
+    outcomes_of,
+    release_orphan,
+)
+from .request import Request
+
+BUDGET_WAIT_S = 1.0
+"""How long a request that has nothing under way may wait for others to free the budget."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One block on its way up."""
+
+    deadline_s: float
+    level: int
+    """Where it is read from now."""
+    waiters: dict[Request, None] = field(default_factory=dict)
+
+
+class Promoter:
+    """All upward movement, hop by hop. Used under the manager's lock."""
+
+    def __init__(self, flow: Flow, budget_slots: int, deadline_s: float) -> None:
+        self._flow = flow
+        self._top = flow.levels[0]
+        self._budget_slots = budget_slots
+        self._deadline_s = deadline_s
+        self._pending: dict[BlockHash, Pending] = {}
+        self._queued: list[list[BlockHash]] = [[] for _ in flow.levels]
+        self._jobs: list[dict[int, Job]] = [{} for _ in flow.levels]
+        self._held: dict[int, int] = {}
+        """Slot to the number of requests that hold it."""
+        self._waiting: dict[Request, None] = {}
+        self.origin = bytearray(self._top.capacity)
+        """Per slot of the first tier: the level its block was read from, until it is loaded."""
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks queued or on their way."""
+        return len(self._pending)
+
+    @property
+    def is_queued(self) -> bool:
+        """True if `flush` has something to start."""
+        return any(self._queued)
+
+    def job_ids(self, level: int) -> set[int]:
+        """Jobs that read from `level`, for `OffloadingHandler.wait`."""
+        return set(self._jobs[level])
+
+    def ask(self, block_hash: BlockHash, request: Request) -> LookupState | None:
+        """The state of a block that is under way; None if it is not."""
+        pending = self._pending.get(block_hash)
+        if pending is None:
+            return None
+        if self._flow.clock() < pending.deadline_s:
+            if request not in pending.waiters:
+                self._add_waiter(pending, request)
+            return LookupState.PENDING
+        if block_hash not in request.missed:
+            request.missed.add(block_hash)
+            self._flow.counters.deadline_misses += 1
+        return LookupState.MISS
+
+    def start(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+        """Queue a block that lies ready in `level`, if the budget allows."""
+        if len(self._pending) + len(self._held) >= self._budget_slots:
+            return self._no_budget(request)
+        now = self._flow.clock()
+        if request.waiting_since_s is not None:
+            if now >= request.waiting_since_s + self._deadline_s:
+                return LookupState.MISS
+        pending = Pending(now + self._deadline_s, level)
+        self._add_waiter(pending, request)
+        self._pending[block_hash] = pending
+        self._queued[level].append(block_hash)
+        return LookupState.PENDING
+
+    def wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
+        """The block is being stored by a worker: pending, until the request's deadline."""
+        self._begin_wait(request)
+        assert request.waiting_since_s is not None
+        if self._flow.clock() < request.waiting_since_s + self._deadline_s:
+            return LookupState.PENDING
+        request.missed.add(block_hash)
+        self._flow.counters.deadline_misses += 1
+        return LookupState.MISS
+
+    def hold(self, request: Request, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Pin a ready block of the first tier for a request that waits for others."""
+        slot = status.block_id
+        users = self._held.get(slot, 0)
+        if block_hash not in request.holds and (users or len(self._held) < self._budget_slots):
+            status.ref_cnt += 1
+            request.holds[block_hash] = status
+            self._held[slot] = users + 1
+
+    def release(self, request: Request) -> None:
+        """The request is served, over, or waited too long: let go of its blocks."""
+        for status in request.holds.values():
+            status.ref_cnt -= 1
+            users = self._held.pop(status.block_id)
+            if users > 1:
+                self._held[status.block_id] = users - 1
+        request.holds.clear()
+        self._end_wait(request)
+
+    def release_expired(self) -> None:
+        """Let go of holds whose request has not come back within twice the deadline."""
+        oldest = self._flow.clock() - 2 * self._deadline_s
+        for request in list(self._waiting):
+            if request.waiting_since_s is None or request.waiting_since_s < oldest:
+                self.release(request)
+
+    def flush(self, protected: Container[BlockHash]) -> None:
+        """Give slots to what is queued, and start reading. Never evicts what is protected."""
+        for level, queue in enumerate(self._queued):
+            if queue:
+                self._queued[level] = self._flush_level(level, queue, protected)
+
+    def collect(self) -> int:
+        """Take in what the handlers finished; returns how many jobs ended."""
+        ended = 0
+        for level, jobs in enumerate(self._jobs):
+            if not jobs:
+                continue
+            for result in self._flow.links[level - 1].up.get_finished():
+                job = jobs.pop(result.job_id, None)
+                if job is None:
+                    continue
+                ended += 1
+                self._flow.counters.links[level - 1].promote_s += result.time_s
+                if job.is_orphan:
+                    release_orphan(self._flow, job)
+                else:
+                    self._land(job, level, outcomes_of(result, len(job.hashes)))
+        return ended
+
+    def orphan_all(self) -> list[Job]:
+        """The cache was reset: nothing under way may become a hit."""
+        self._pending.clear()
+        self._queued = [[] for _ in self._flow.levels]
+        for request in list(self._waiting):
+            request.holds.clear()
+            self._end_wait(request)
+        self._held.clear()
+        orphans = [job for jobs in self._jobs for job in jobs.values()]
+        for job in orphans:
+            job.is_orphan = True
+        return orphans
+
+    def _add_waiter(self, pending: Pending, request: Request) -> None:
+        pending.waiters[request] = None
+        request.has_promotions = True
+        self._begin_wait(request)
+
+    def _begin_wait(self, request: Request) -> None:
+        if request.waiting_since_s is None:
+            request.waiting_since_s = self._flow.clock()
+            self._waiting[request] = None
+
+    def _end_wait(self, request: Request) -> None:
+        request.waiting_since_s = None
+        request.has_promotions = False
+        self._waiting.pop(request, None)
+
+    def _no_budget(self, request: Request) -> LookupState:
+        """What is under way for this request is as far as it goes; others get a short wait."""
+        if not request.has_promotions:
+            self._begin_wait(request)
+            assert request.waiting_since_s is not None
+            if self._flow.clock() < request.waiting_since_s + min(BUDGET_WAIT_S, self._deadline_s):
+                return LookupState.RETRY
+        self._flow.counters.budget_misses += 1
+        return LookupState.MISS
+
+    def _flush_level(
+        self, level: int, queue: list[BlockHash], protected: Container[BlockHash]
+    ) -> list[BlockHash]:
+        """Start jobs for what is queued at a level; returns what must wait for a free job."""
+        source, target = self._flow.levels[level], self._flow.levels[level - 1]
+        may_drop = target.is_last or self._flow.clock() < source.blocked_until_s
+        batch = batch_blocks(source.block_size)
+        room = target.make_room(len(queue), protected, may_drop_dirty=may_drop)
+        for block_hash in queue[room:]:
+            self._fail(block_hash)
+        queue = queue[:room]
+        while queue and len(self._jobs[level]) < MAX_JOBS_IN_FLIGHT:
+            part, queue = queue[:batch], queue[batch:]
+            self._send(level, part)
+        return queue
+
+    def _send(self, level: int, hashes: list[BlockHash]) -> None:
+        source, target = self._flow.levels[level], self._flow.levels[level - 1]
+        present: list[BlockHash] = []
+        statuses: list[BlockStatus] = []
+        for block_hash in hashes:
+            status = source.policy.get(block_hash)
+            if status is None or status.ref_cnt < 0 or target.holds(block_hash):
+                self._fail(block_hash)
+            else:
+                present.append(block_hash)
+                statuses.append(status)
+        if not present:
+            return
+        for status in statuses:
+            status.ref_cnt += 1
+        targets = target.take(present)
+        job = Job(next(self._flow.job_ids), level, level - 1, present, statuses, targets)
+        spec = (
+            source.backend.get_load_store_spec(present, statuses),
+            target.backend.get_load_store_spec(present, targets),
+        )
+        if self._flow.links[level - 1].up.transfer_async(job.job_id, spec):
+            self._jobs[level][job.job_id] = job
+        else:
+            self._land(job, level, [BlockOutcome.CANCELLED] * len(present))
+
+    def _fail(self, block_hash: BlockHash) -> None:
+        """The block does not come up: a miss for everyone who waits for it."""
+        pending = self._pending.pop(block_hash, None)
+        if pending is not None:
+            for request in pending.waiters:
+                request.missed.add(block_hash)
+
+    def _land(self, job: Job, level: int, outcomes: Sequence[BlockOutcome]) -> None:
+        source, target = self._flow.levels[level], self._flow.levels[level - 1]
+        arrived: list[BlockHash] = []
+        for block_hash, below, status, outcome in zip(
+            job.hashes, job.sources, job.targets, outcomes, strict=True
+        ):
+            below.ref_cnt -= 1
+            if outcome is BlockOutcome.OK:
+                status.ref_cnt = 0
+                target.set_settled(status.block_id)
+                arrived.append(block_hash)
+                self._arrive(block_hash, status, level)
+            else:
+                target.drop(block_hash, status)
+                self._fail(block_hash)
+                self._count_failure(outcome, level)
+                if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+                    source.drop(block_hash, below)
+                    self._flow.lost_below(level, block_hash)
+        source.policy.touch(arrived)
+        self._flow.emit(arrived, target, removed=False)
+        counters = self._flow.counters.links[level - 1]
+        counters.promoted_blocks += len(arrived)
+        counters.promoted_bytes += len(arrived) * source.block_size
+
+    def _arrive(self, block_hash: BlockHash, status: BlockStatus, level: int) -> None:
+        pending = self._pending.get(block_hash)
+        if pending is None:
+            return
+        if level > 1:  # one hop done, the next one follows
+            pending.level = level - 1
+            self._queued[level - 1].append(block_hash)
+            return
+        del self._pending[block_hash]
+        self.origin[status.block_id] = pending.level
+        for request in pending.waiters:
+            if request in self._waiting:
+                self.hold(request, block_hash, status)
+
+    def _count_failure(self, outcome: BlockOutcome, level: int) -> None:
+        counters = self._flow.counters.links[level - 1]
+        if outcome is BlockOutcome.CORRUPT:
+            counters.promote_corrupt_blocks += 1
+        elif outcome is BlockOutcome.GONE:
+            counters.promote_gone_blocks += 1
+        else:
+            counters.promote_failed_blocks += 1

@@ -1,0 +1,35 @@
+"""What the manager remembers of one request between its first lookup and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..tiers.base import BlockHash, BlockStatus
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request; made by the adapter, handed to every call that concerns it."""
+
+    request_id: str = ""
+    allowed_media: frozenset[str] | None = None
+    """Media this request may read from; None means all."""
+    keys: dict[BlockHash, bool] = field(default_factory=dict)
+    """Blocks it used, in prefix order, and whether it brought them itself (or reused them): their
+    recency is set once, when it ends."""
+    missed: set[BlockHash] = field(default_factory=set)
+    """Blocks whose way up failed or took too long: a miss from now on."""
+    holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
+    """Ready blocks of the first tier that are pinned while others of its prefix are on the way."""
+    waiting_since_s: float | None = None
+    """When a lookup was first answered "ask again"; None while it does not wait."""
+
+    sources: dict[BlockHash, str] = field(default_factory=dict)
+    """Medium that a loaded block came from, where it is not the first tier's."""
+    has_promotions: bool = False
+    """True once a block was promoted for it while it waits."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while parts of its prefix are on their way."""
+        return self.waiting_since_s is not None

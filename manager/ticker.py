@@ -1,0 +1,41 @@
+"""A background thread that keeps the cascade going while the engine is idle.
+
+vLLM calls nothing between requests. Dirty blocks that come of age and transfers that end must not
+wait for the next one. The thread only calls `maintain`, which returns at once if the scheduler is
+at work, so it never holds anybody up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+STOP_WAIT_S = 5.0
+
+
+class Ticker:
+    """Calls `tick` every `interval_s` seconds on a daemon thread until `stop`."""
+
+    def __init__(self, tick: Callable[[], None], interval_s: float = TICK_S) -> None:
+        self._tick = tick
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcascade-ticker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; idempotent. Waits for a tick under way, `STOP_WAIT_S` at most."""
+        self._stopped.set()
+        self._thread.join(STOP_WAIT_S)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("background demotion stopped; blocks are still demoted on demand")
+                return

@@ -1,0 +1,261 @@
+"""Does it fit the machine? Asked of a twin, and of this machine without leaving a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcascade.config import parse
+from kvcascade.errors import ConfigError
+from kvcascade.machine import (
+    Disk,
+    Machine,
+    Memory,
+    PathKind,
+    ThisMachine,
+    check_machine,
+    cpu_capacity,
+    nvme_capacity,
+)
+
+GIB = 2**30
+SHM = Path("/dev/shm")
+
+
+@dataclass
+class Twin(Machine):
+    """A machine of 64 GiB memory and disks of 1 TiB with 500 GiB free, one per /mnt/N."""
+
+    folders: set[Path] = field(
+        default_factory=lambda: {Path(p) for p in ("/", "/dev/shm", "/mnt", "/mnt/0", "/mnt/1")}
+    )
+    files: set[Path] = field(default_factory=set)
+    read_only: set[Path] = field(default_factory=set)
+    available: int = 48 * GIB
+    shm_free: int = 40 * GIB
+    disk_free: int = 500 * GIB
+    used: dict[Path, int] = field(default_factory=dict)
+
+    def memory(self) -> Memory:
+        return Memory(total=64 * GIB, available=self.available)
+
+    def kind(self, path: Path) -> PathKind:
+        if path in self.folders:
+            return PathKind.FOLDER
+        return PathKind.OTHER if path in self.files else PathKind.MISSING
+
+    def writable(self, folder: Path) -> bool:
+        return folder not in self.read_only
+
+    def disk(self, folder: Path) -> Disk:
+        if folder == SHM:
+            return Disk(device=1, total=64 * GIB, free=self.shm_free)
+        device = 2 + int(folder.name) if folder.name.isdigit() else 0
+        return Disk(device=device, total=1024 * GIB, free=self.disk_free)
+
+    def used_by_namespaces(self, folder: Path) -> int:
+        return self.used.get(folder, 0)
+
+
+def configured(cpu: dict[str, Any] | None = None, **nvme: Any) -> Any:
+    cpu = {"type": "cpu", "capacity": "8GiB"} | (cpu or {})
+    disk = {"type": "nvme", "capacity": "100GiB", "path": "/mnt/0/kv"} | nvme
+    return parse({"tiers": [cpu, disk]})
+
+
+def message(config: Any, machine: Machine) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_machine(config, machine)
+    text = str(caught.value)
+    assert text.endswith(".") and ". " not in text.replace("/.. ", "") and "\n" not in text
+    assert ";" in text, f"a remedy follows the problem: {text}"
+    return text
+
+
+def test_a_machine_that_fits() -> None:
+    twin = Twin()
+    check_machine(configured(), twin)
+    check_machine(configured(path=["/mnt/0/kv", "/mnt/1/kv"], capacity="800GiB"), twin)
+    check_machine(configured({"capacity": "50%"}, capacity="40%"), twin)
+    check_machine(configured(path="/mnt/0"), twin)
+
+
+def test_shares_are_of_the_machine() -> None:
+    config, twin = (
+        configured({"capacity": "25%"}, capacity="10%", path=["/mnt/0", "/mnt/1"]),
+        Twin(),
+    )
+    assert cpu_capacity(config.cpu, twin) == 16 * GIB
+    assert nvme_capacity(config.nvme[0], twin) == 2048 * GIB // 10
+    one_disk = configured(capacity="10%", path=["/mnt/0/a", "/mnt/0/b"])
+    assert nvme_capacity(one_disk.nvme[0], twin) == 1024 * GIB // 10
+
+
+@pytest.mark.parametrize(
+    ("cpu", "nvme", "machine", "parts"),
+    [
+        (
+            {"capacity": "49GiB"},
+            {},
+            {"shm_free": 60 * GIB},
+            ['tiers[0].capacity: "49GiB"', "48.0 GiB available", "lower it"],
+        ),
+        (
+            {"capacity": "90%"},
+            {},
+            {},
+            ['tiers[0].capacity: "90% = 57.6 GiB"', "48.0 GiB available"],
+        ),
+        (
+            {"capacity": "44GiB"},
+            {},
+            {},
+            ['tiers[0].capacity: "44GiB"', "/dev/shm has free (40.0 GiB)", "tiers[0].arena_dir"],
+        ),
+        (
+            {"arena_dir": "/mnt/huge"},
+            {},
+            {},
+            ['tiers[0].arena_dir: "/mnt/huge"', "not a folder that exists"],
+        ),
+        ({}, {}, {"read_only": {SHM}}, ['tiers[0].arena_dir: "/dev/shm"', "cannot be written"]),
+        (
+            {},
+            {"capacity": "501GiB"},
+            {},
+            ['tiers[1].capacity: "501GiB"', "500.0 GiB for this tier on /mnt/0/kv", "lower it"],
+        ),
+        ({}, {"capacity": "60%"}, {}, ['tiers[1].capacity: "60% = 614.4 GiB"']),
+        (
+            {},
+            {"capacity": "480GiB"},
+            {},
+            ["tiers[1].min_free", '"5% = 51.2 GiB"', 'tiers[1].capacity "480GiB"', "lower one"],
+        ),
+        ({}, {"min_free": "100%"}, {}, ["tiers[1].min_free", "is all of the disk (1.0 TiB"]),
+        ({}, {"min_free": "2TiB"}, {}, ['tiers[1].min_free: "2TiB"', "is all of the disk"]),
+        (
+            {},
+            {},
+            {"files": {Path("/mnt/0/kv")}},
+            ['tiers[1].path: "/mnt/0/kv" is a file', "give a folder"],
+        ),
+        (
+            {},
+            {"path": "/mnt/0/kv/a/b"},
+            {"files": {Path("/mnt/0/kv")}},
+            ['tiers[1].path: "/mnt/0/kv/a/b"', "below /mnt/0/kv, which is a file"],
+        ),
+        (
+            {},
+            {"path": "/mnt/0"},
+            {"read_only": {Path("/mnt/0")}},
+            ['tiers[1].path: "/mnt/0" cannot be written', "permissions"],
+        ),
+        (
+            {},
+            {},
+            {"read_only": {Path("/mnt/0")}},
+            ['tiers[1].path: "/mnt/0/kv" cannot be created', "because /mnt/0 cannot be written"],
+        ),
+        (
+            {},
+            {"path": ["/mnt/0/kv", "/mnt/1/kv"]},
+            {"files": {Path("/mnt/1/kv")}},
+            ['tiers[1].path: "/mnt/1/kv" is a file'],
+        ),
+    ],
+)
+def test_refused(
+    cpu: dict[str, Any], nvme: dict[str, Any], machine: dict[str, Any], parts: list[str]
+) -> None:
+    text = message(configured(cpu, **nvme), Twin(**machine))
+    for part in parts:
+        assert part in text
+
+
+def test_a_share_of_nearly_nothing() -> None:
+    assert "is nothing on this machine" in message(
+        configured({"capacity": "0.0000000001%"}), Twin()
+    )
+    assert "is nothing on /mnt/0/kv" in message(configured(capacity="0.00000000001%"), Twin())
+
+
+def test_what_the_tier_holds_already_is_not_missed() -> None:
+    twin = Twin(disk_free=60 * GIB, used={Path("/mnt/0/kv"): 100 * GIB})
+    check_machine(configured(capacity="100GiB"), twin)
+    assert "160.0 GiB for this tier" in message(configured(capacity="170GiB"), twin)
+
+
+def test_two_paths_on_one_device_count_it_once() -> None:
+    both = configured(path=["/mnt/0/a", "/mnt/0/b"], capacity="600GiB")
+    assert "500.0 GiB for this tier" in message(both, Twin())
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every entry below a folder with its mode, change time and content."""
+    found = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = (status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("new/kv", {}),
+        ("data", {}),
+        ("data", {"capacity": "9000TiB"}),
+        ("new/kv", {"capacity": "9000TiB"}),
+        ("data", {"min_free": "100%"}),
+        ("file", {}),
+        ("file/below", {}),
+        ("nowhere", {}),
+    ],
+)
+def test_this_machine_is_left_as_it_was(tmp_path: Path, path: str, options: dict[str, Any]) -> None:
+    namespace = tmp_path / "data" / "model-0123"
+    (namespace / "segments").mkdir(parents=True)
+    (namespace / "namespace.json").write_text("{}")
+    (namespace / "segments" / "000000.safetensors").write_bytes(os.urandom(1 << 16))
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    before, shm = snapshot(tmp_path), sorted(os.listdir(SHM))
+    nvme = {"capacity": "1MiB", "path": str(tmp_path / path), "min_free": 0} | options
+    config = configured({"capacity": "1MiB"}, **nvme)
+    if path in {"new/kv", "data"} and not options:
+        check_machine(config, ThisMachine())
+    else:
+        assert message(config, ThisMachine())
+    assert snapshot(tmp_path) == before
+    assert sorted(os.listdir(SHM)) == shm
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    machine = ThisMachine()
+    memory, disk = machine.memory(), machine.disk(tmp_path)
+    assert 0 < memory.available <= memory.total
+    assert 0 < disk.free <= disk.total
+    assert machine.kind(tmp_path) is PathKind.FOLDER
+    assert machine.kind(tmp_path / "a" / "b") is PathKind.MISSING
+    assert machine.writable(tmp_path)
+    tmp_path.chmod(0o555)
+    assert machine.writable(tmp_path) is (os.geteuid() == 0), "permissions do not bind root"
+
+
+def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
+    machine = ThisMachine()
+    assert machine.used_by_namespaces(tmp_path / "missing") == 0
+    namespace, other = tmp_path / "model-01", tmp_path / "other"
+    for folder in (namespace, other):
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "data").write_bytes(os.urandom(1 << 20))
+    (namespace / "namespace.json").write_text(json.dumps({}))
+    assert 1 << 20 <= machine.used_by_namespaces(tmp_path) < 2 << 20

@@ -1,0 +1,319 @@
+"""Every wrong configuration is one sentence that names key, value and remedy; a right one is typed.
+
+Parsing is pure, so nothing on disk can change; `test_machine.py` shows that for the machine checks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcascade.config import (
+    VLLM_KEYS,
+    Admission,
+    CascadeConfig,
+    DirectIO,
+    Durability,
+    OnReset,
+    WriteMode,
+    parse,
+)
+from kvcascade.errors import ConfigError, ErrorKind
+from kvcascade.sizes import Blocks, Bytes, Share
+
+GOOD: dict[str, Any] = {
+    "spec_name": "CascadeOffloadingSpec",
+    "spec_module_path": "kvcascade.spec",
+    "tiers": [
+        {"type": "cpu", "capacity": "64GiB"},
+        {"type": "nvme", "capacity": "2TiB", "path": "/mnt/nvme/kv"},
+    ],
+}
+GONE = object()
+
+
+def changed(key: str, value: object) -> dict[str, Any]:
+    """`GOOD` with one option set, or removed by `GONE`; "cpu." and "nvme." name the tiers."""
+    config = copy.deepcopy(GOOD)
+    place = config
+    if key.startswith(("cpu.", "nvme.")):
+        tier, key = key.split(".")
+        place = config["tiers"][("cpu", "nvme").index(tier)]
+    if value is GONE:
+        del place[key]
+    else:
+        place[key] = value
+    return config
+
+
+def message(config: Any, **options: Any) -> str:
+    """The one sentence that refuses a configuration."""
+    before = copy.deepcopy(config)
+    with pytest.raises(ConfigError) as caught:
+        parse(config, **options)
+    assert config == before
+    assert caught.value.kind is ErrorKind.CONFIG
+    text = str(caught.value)
+    assert text.endswith(".") and ". " not in text and "\n" not in text, f"one sentence: {text}"
+    assert ";" in text, f"a remedy follows the problem: {text}"
+    return text
+
+
+def full_key(key: str) -> str:
+    return key.replace("cpu.", "tiers[0].").replace("nvme.", "tiers[1].")
+
+
+def test_defaults() -> None:
+    config = parse(GOOD)
+    assert config.cpu is config.tiers[0] and config.nvme == config.tiers[1:]
+    assert config.cpu.key == "tiers[0]" and config.nvme[0].key == "tiers[1]"
+    assert config.cpu.capacity == Bytes(64 * 2**30)
+    assert config.cpu.arena_dir == Path("/dev/shm") and config.cpu.prefault
+    assert config.cpu.low_watermark == Share(Fraction(10, 100))
+    assert config.cpu.high_watermark == Share(Fraction(20, 100))
+    nvme = config.nvme[0]
+    assert nvme.capacity == Bytes(2 * 2**40) and nvme.path == (Path("/mnt/nvme/kv"),)
+    assert (nvme.policy, config.cpu.policy) == ("lru", "lru")
+    assert (nvme.durability, nvme.admission) == (Durability.PROCESS, Admission.ALL)
+    assert (nvme.write_budget, nvme.io_threads) == (None, 2)
+    assert nvme.min_free == Share(Fraction(5, 100))
+    assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, Bytes(2**30))
+    assert (config.write_mode, config.on_reset) == (WriteMode.DEMOTE, OnReset.INVALIDATE)
+    assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, 20.0)
+    assert (config.promotion_deadline_s, config.label) == (10.0, "")
+    assert config.promotion_budget == Share(Fraction(1, 2))
+    assert config.weights_id is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("write_mode", "back", WriteMode.BACK),
+        ("on_reset", "keep", OnReset.KEEP),
+        ("dirty_age_s", 0, 0.0),
+        ("shutdown_flush_s", 1.5, 1.5),
+        ("promotion_budget", 32, Blocks(32)),
+        ("label", "team a", "team a"),
+        ("weights_id", "sha256:abc", "sha256:abc"),
+        ("weights_id", None, None),
+        ("cpu.capacity", 4096, Bytes(4096)),
+        ("cpu.policy", "arc", "arc"),
+        ("cpu.policy", "my.policies:Mine", "my.policies:Mine"),
+        ("cpu.prefault", False, False),
+        ("cpu.arena_dir", "/mnt/huge/", Path("/mnt/huge")),
+        ("nvme.path", ["/mnt/a", "/mnt/b/../c"], (Path("/mnt/a"), Path("/mnt/c"))),
+        ("nvme.durability", "power", Durability.POWER),
+        ("nvme.admission", "second_touch", Admission.SECOND_TOUCH),
+        ("nvme.write_budget", "500GB", Bytes(500 * 10**9)),
+        ("nvme.write_budget", None, None),
+        ("nvme.min_free", 0, Bytes(0)),
+        ("nvme.io_threads", 64, 64),
+        ("nvme.direct_io", True, DirectIO.ON),
+        ("nvme.direct_io", False, DirectIO.OFF),
+        ("nvme.direct_io", "auto", DirectIO.AUTO),
+        ("nvme.segment_size", "64MiB", Bytes(64 * 2**20)),
+    ],
+)
+def test_accepted(key: str, value: object, expected: object) -> None:
+    config = parse(changed(key, value))
+    place: object = config
+    if "." in key:
+        tier, key = key.split(".")
+        place = config.cpu if tier == "cpu" else config.nvme[0]
+    assert getattr(place, key) == expected
+    assert type(getattr(place, key)) is type(expected)
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert parse(changed("nvme.path", "~/kv")).nvme[0].path == (Path("/home/someone/kv"),)
+
+
+def test_one_tier_and_three() -> None:
+    assert parse({"tiers": GOOD["tiers"][:1]}).nvme == ()
+    slow = {"type": "nvme", "capacity": "9TB", "path": "/mnt/slow"}
+    assert [tier.key for tier in parse({"tiers": [*GOOD["tiers"], slow]}).nvme] == [
+        "tiers[1]",
+        "tiers[2]",
+    ]
+
+
+def test_vllm_keys_are_passed_over() -> None:
+    values = {key: "whatever" for key in VLLM_KEYS} | {"canonical_layout": False}
+    assert parse(GOOD | values) == parse(GOOD)
+
+
+def test_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        parse(GOOD).label = "x"  # type: ignore[misc]
+
+
+WRONG: list[tuple[str, object, str]] = [
+    # unknown keys
+    ("writemode", "back", 'did you mean "write_mode"?'),
+    ("zzz", 3, "known are tiers, write_mode"),
+    ("nvme.capcity", "1TiB", 'did you mean "capacity"?'),
+    ("nvme.arena_dir", "/x", "known are capacity, path"),
+    ("cpu.path", "/x", "known are capacity, policy"),
+    ("cpu_bytes_to_use", 5, "use tiers[0].capacity"),
+    ("eviction_policy", "lru", "use tiers[0].policy"),
+    ("canonical_layout", True, "leave it out"),
+    ("canonical_layout", "yes", "leave it out"),
+    # wrong types
+    ("write_mode", 3, '"demote", "back" or "through"'),
+    ("write_mode", "behind", '"demote", "back" or "through"'),
+    ("on_reset", None, '"invalidate" or "keep"'),
+    ("dirty_age_s", "5", "number of seconds"),
+    ("dirty_age_s", True, "number of seconds"),
+    ("dirty_age_s", -1, "number of seconds"),
+    ("shutdown_flush_s", math.inf, "number of seconds"),
+    ("shutdown_flush_s", math.nan, "number of seconds"),
+    ("promotion_deadline_s", 0, "number of seconds above 0"),
+    ("promotion_budget", 0, "number of blocks"),
+    ("promotion_budget", 0.5, "number of blocks"),
+    ("label", 7, "give a string"),
+    ("weights_id", " ", "leave it out"),
+    ("weights_id", 1, "give a string"),
+    ("cpu.prefault", 1, "true or false"),
+    ("nvme.io_threads", True, "whole number from 1 to 64"),
+    ("nvme.io_threads", 0, "whole number from 1 to 64"),
+    ("nvme.io_threads", 65, "whole number from 1 to 64"),
+    ("nvme.io_threads", 2.0, "whole number from 1 to 64"),
+    ("nvme.direct_io", "on", '"auto", true or false'),
+    ("nvme.direct_io", 1, '"auto", true or false'),
+    ("nvme.durability", "disk", '"process" or "power"'),
+    ("nvme.admission", ["all"], '"all" or "second_touch"'),
+    # sizes
+    ("cpu.capacity", 0, "64GiB"),
+    ("cpu.capacity", -1, "64GiB"),
+    ("cpu.capacity", True, "64GiB"),
+    ("cpu.capacity", 1.5, "64GiB"),
+    ("cpu.capacity", None, "64GiB"),
+    ("nvme.capacity", "lots", "64GiB"),
+    ("nvme.capacity", "12G", "GiB or GB"),
+    ("nvme.capacity", "150%", "50%"),
+    ("nvme.write_budget", "50%", "500GB"),
+    ("nvme.write_budget", 0, "500GB"),
+    ("nvme.segment_size", "5%", "500GB"),
+    ("nvme.min_free", "-5%", "50%"),
+    ("cpu.low_watermark", "1GiB", "50%"),
+    ("cpu.low_watermark", 0.1, "50%"),
+    ("cpu.high_watermark", "10%", "above low_watermark, which is 10%"),
+    # paths
+    ("nvme.path", "", "/mnt/nvme/kv"),
+    ("nvme.path", 3, "/mnt/nvme/kv"),
+    ("nvme.path", "/a\0b", "/mnt/nvme/kv"),
+    ("nvme.path", [], "one per device"),
+    ("nvme.path", "kv", "absolute path"),
+    ("cpu.arena_dir", "shm", "absolute path"),
+    # policies
+    ("cpu.policy", "lrru", 'did you mean "lru"?'),
+    ("nvme.policy", "fifo", '"lru" or "arc"'),
+    ("nvme.policy", 3, '"lru" or "arc"'),
+    ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
+    # tiers
+    ("tiers", [], '{"type": "cpu"'),
+    ("tiers", "cpu", '{"type": "cpu"'),
+    ("tiers", {"type": "cpu"}, '{"type": "cpu"'),
+    ("cpu.type", "nvme", '"cpu" for the first tier'),
+    ("cpu.type", ["cpu"], '"cpu" for the first tier'),
+    ("nvme.type", "cpu", '"nvme" for every other one'),
+    ("nvme.type", "tape", '"nvme" for every other one'),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "remedy"), WRONG)
+def test_refused(key: str, value: object, remedy: str) -> None:
+    text = message(changed(key, value))
+    assert text.startswith(full_key(key)), f"{text} names the key"
+    assert json.dumps(value) in text, f"{text} names the value"
+    assert remedy in text, f"{text} says what to do"
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("tiers", '"type": "cpu"'),
+        ("cpu.type", '"cpu" for the first tier'),
+        ("cpu.capacity", '"64GiB" or "50%"'),
+        ("nvme.capacity", '"64GiB" or "50%"'),
+        ("nvme.path", '"/mnt/nvme/kv"'),
+    ],
+)
+def test_missing(key: str, remedy: str) -> None:
+    text = message(changed(key, GONE))
+    assert text.startswith(f"{full_key(key)} is missing;") and remedy in text
+
+
+def test_item_of_a_path_list_is_named() -> None:
+    text = message(changed("nvme.path", ["/mnt/a", "b"]))
+    assert text.startswith('tiers[1].path[1]: "b"')
+
+
+@pytest.mark.parametrize("path", [["/mnt/a", "/mnt/x/../a"], "/mnt/nvme/kv"])
+def test_a_path_is_used_once(path: object) -> None:
+    config = changed("tiers", [*GOOD["tiers"], {"type": "nvme", "capacity": 1, "path": path}])
+    assert "already; give a folder that is used once" in message(config)
+
+
+@pytest.mark.parametrize("tier", [None, "cpu", 3, ["cpu"]])
+def test_a_tier_is_a_dictionary(tier: object) -> None:
+    text = message({"tiers": [tier]})
+    assert text.startswith(f"tiers[0]: {json.dumps(tier)}") and '{"type": ...' in text
+
+
+def test_too_many_tiers() -> None:
+    tier = GOOD["tiers"][1]
+    tiers = [GOOD["tiers"][0], *(tier | {"path": f"/mnt/{i}"} for i in range(8))]
+    assert "has 9 tiers; give 8 at most" in message({"tiers": tiers})
+
+
+@pytest.mark.parametrize("config", [None, [], "tiers", 3])
+def test_the_whole_is_a_dictionary(config: Any) -> None:
+    assert message(config).startswith("kv_connector_extra_config: ")
+
+
+def test_policies_come_from_the_caller() -> None:
+    assert parse(changed("cpu.policy", "sieve"), policies=["lru", "sieve"]).cpu.policy == "sieve"
+    assert 'use "lru" or "sieve"' in message(
+        changed("cpu.policy", "arc"), policies=["lru", "sieve"]
+    )
+
+
+def test_long_values_are_cut() -> None:
+    text = message(changed("write_mode", "x" * 10_000))
+    assert len(text) < 300 and "xxx… " in text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+KEYS = sorted({key for key, _, _ in WRONG})
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
+def test_any_json_is_a_config_or_a_config_error(changes: Mapping[str, object]) -> None:
+    config = copy.deepcopy(GOOD)
+    for key, value in changes.items():
+        place = config
+        if "." in key:
+            tier, key = key.split(".")
+            place = GOOD["tiers"][("cpu", "nvme").index(tier)] | {}
+            config["tiers"] = [place if t["type"] == tier else t for t in GOOD["tiers"]]
+        place[key] = value
+    try:
+        assert isinstance(parse(config), CascadeConfig)
+    except ConfigError as error:
+        assert str(error).endswith(".")

@@ -1,0 +1,37 @@
+"""What every test runs under: no network, Hypothesis profiles, tests that need a GPU skipped."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports vLLM: it must neither look for models outside nor report its use.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+
+_COMMON = settings(
+    deadline=None,  # time is the machine's business, not the property's
+    derandomize=False,
+    print_blob=True,  # a failure prints what replays it: @reproduce_failure(...)
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("test", _COMMON, max_examples=60)
+settings.register_profile("soak", _COMMON, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+
+@cache
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where there is none; torch is loaded for such tests only."""
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is false here")

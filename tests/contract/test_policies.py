@@ -1,0 +1,80 @@
+"""The contract suite of cache policies, for every built-in order."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from contract.policy_contract import CAPACITY, Make, PolicyContract, fill, key
+
+from kvcascade.errors import ConfigError
+from kvcascade.tiers.base import BlockStatus
+from kvcascade.tiers.policies import ORDERS, create, order_class
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+class TestPolicies(PolicyContract):
+    @pytest.fixture
+    def make(self, name: str) -> Make:
+        return lambda capacity: create(name, capacity)
+
+
+def test_unknown_policy_names_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="'nonsense' is unknown; use one of arc, lru"):
+        order_class("nonsense")
+    with pytest.raises(ConfigError, match="no EvictionOrder"):
+        order_class("json:JSONDecoder")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        order_class("json:Nothing")
+    assert order_class("kvcascade.tiers.policies.lru:LruOrder") is ORDERS["lru"]
+
+
+def test_lru_equals_an_ordered_dict_over_many_compactions() -> None:
+    rng = random.Random(7)
+    policy = create("lru", CAPACITY)
+    model: OrderedDict[int, int] = OrderedDict()
+    free = set(range(CAPACITY))
+    for _ in range(20_000):
+        i = rng.randrange(40)
+        if i in model:
+            policy.touch([key(i)])
+            model.move_to_end(i)
+            continue
+        if not free:
+            victim, slot = model.popitem(last=False)
+            evicted = policy.evict(1, ())
+            assert evicted is not None and evicted[0][0] == key(victim)
+            free.add(slot)
+        slot = free.pop()
+        policy.insert(key(i), BlockStatus(0, slot))
+        model[i] = slot
+    left = policy.coldest(CAPACITY)
+    assert [block_hash for block_hash, _ in left] == [key(i) for i in model]
+
+
+def test_arc_keeps_what_was_used_twice_through_a_scan() -> None:
+    policy = create("arc", CAPACITY)
+    fill(policy, 4)
+    policy.touch([key(i) for i in range(4)])
+    free = list(range(4, CAPACITY))
+    for i in range(1000, 1200):
+        if not free:
+            evicted = policy.evict(1, ())
+            assert evicted is not None
+            free.append(evicted[0][1].block_id)
+        policy.insert(key(i), BlockStatus(0, free.pop()))
+    assert all(policy.get(key(i)) is not None for i in range(4))
+
+
+def test_arc_learns_from_a_ghost() -> None:
+    policy = create("arc", 4)
+    fill(policy, 4)
+    evicted = policy.evict(1, ())
+    assert evicted == [(key(0), evicted[0][1])] if evicted else False
+    assert evicted is not None
+    policy.insert(key(0), evicted[0][1])  # back from B1: counts as used twice
+    again = policy.evict(3, ())
+    assert again is not None
+    assert {h for h, _ in again} == {key(1), key(2), key(3)}

@@ -1,0 +1,130 @@
+"""Every layout of the CPU tests on CUDA tensors, both ways, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.kv_layouts import (
+    NAMED_CASES,
+    Case,
+    make_job,
+    may_change_mask,
+    model_load,
+    model_store,
+    one_group,
+    written_mask,
+)
+
+from kvcascade.handlers.device import GpuBlocks
+from kvcascade.handlers.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.host_register import HostRegistration
+from kvcascade.tiers.cpu import Arena, ArenaRole
+
+pytestmark = pytest.mark.gpu
+
+LARGE = {
+    "llama_8b": one_group(*[65536] * 32, num_blocks=256, slots=192),
+    "mla": one_group(*[18432] * 61, num_blocks=256, slots=192),
+    "large_pages": one_group(*[1 << 20] * 8, num_blocks=64, slots=32),
+    "chunk_4_two_ranks": one_group(*[16384] * 16, chunk=4, world=2, rank=1, slots=48),
+}
+STAGING_BYTES = 16 << 20
+
+
+def open_arena(case: Case, tmp_path: Path) -> Arena:
+    role = ArenaRole.scheduler(expect_workers=False)
+    return Arena.open(case.geometry, "gpu-test", role, arena_dir=str(tmp_path))
+
+
+def to_device(pages: np.typing.NDArray[np.int8], gap: int) -> torch.Tensor:
+    """The pages on the GPU, in rows with the same gaps."""
+    blocks, page = pages.shape
+    whole = torch.zeros((blocks, page + gap), dtype=torch.int8, device="cuda")
+    rows = whole[:, :page]
+    rows.copy_(torch.from_numpy(np.ascontiguousarray(pages)))
+    return rows
+
+
+def unpinned() -> HostRegistration:
+    return HostRegistration(lambda address, length: False, lambda address: None)
+
+
+def check(case: Case, arena: Arena, seed: int, registration: HostRegistration | None) -> None:
+    rng = np.random.default_rng(seed)
+    tensors = case.tensors(rng)
+    slots = arena.slots
+    slots[:] = rng.integers(0, 256, slots.shape, dtype=np.uint8)
+    before, model = slots.copy(), slots.copy()
+    devices = [to_device(t, gap) for t, gap in zip(tensors, case.gaps, strict=True)]
+    copier = CudaDeviceCopier(
+        devices, case.layout, slots, registration=registration, staging_bytes=STAGING_BYTES
+    )
+    job = make_job(case, rng)
+    assert copier.submit_store(1, job.blocks, job.slots)
+    copier.wait({1, 99})
+    (result,) = copier.get_finished()
+    assert (result.job_id, result.success) == (1, True)
+    model_store(case, job, tensors, model)
+    pages, others = written_mask(case, job), ~may_change_mask(case, job)
+    assert (slots[pages] == model[pages]).all()
+    assert (slots[others] == before[others]).all()
+
+    job = make_job(case, rng)
+    assert copier.submit_load(2, job.blocks, job.slots)
+    copier.wait({2})
+    model_load(case, job, tensors, slots)
+    for device, want in zip(devices, tensors, strict=True):
+        assert (device.cpu().numpy() == want).all()
+    copier.shutdown()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "unpinned"])
+@pytest.mark.parametrize("name", [*NAMED_CASES, *LARGE])
+def test_moves_the_pages(name: str, is_pinned: bool, tmp_path: Path) -> None:
+    case = {**NAMED_CASES, **LARGE}[name]
+    with open_arena(case, tmp_path) as arena:
+        for seed in range(2 if name in LARGE else 6):
+            check(case, arena, seed, None if is_pinned else unpinned())
+
+
+def test_a_store_sees_what_the_compute_stream_was_given_before(tmp_path: Path) -> None:
+    case = LARGE["llama_8b"]
+    with open_arena(case, tmp_path) as arena:
+        devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
+        copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
+        cuda: Any = torch.cuda
+        cuda._sleep(200_000_000)  # keeps the compute stream busy on the device
+        for device in devices:
+            device.fill_(42)
+        ids = list(range(128))
+        slots = np.arange(128, dtype=np.int32)
+        copier.submit_store(1, GpuBlocks.of(ids, [128], [0]), slots)
+        assert copier.get_finished() == [], "submitting does not wait for the device"
+        copier.wait({1})
+        used = arena.slots[:128, : case.geometry.rank_bytes]
+        assert (used == 42).all()
+        copier.shutdown()
+
+
+def test_jobs_of_both_directions_on_one_block_keep_their_order(tmp_path: Path) -> None:
+    case = LARGE["mla"]
+    with open_arena(case, tmp_path) as arena:
+        devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
+        copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
+        want = [device[:64].cpu() for device in devices]
+        ids = GpuBlocks.of(list(range(64)), [64], [0])
+        away = GpuBlocks.of(list(range(64, 128)), [64], [0])
+        low, high = np.arange(64, dtype=np.int32), np.arange(64, 128, dtype=np.int32)
+        copier.submit_store(1, ids, low)
+        copier.submit_load(2, away, low)  # reads what 1 writes
+        copier.submit_store(3, away, high)  # reads what 2 writes
+        copier.wait({3})
+        assert {result.job_id for result in copier.get_finished()} == {1, 2, 3}
+        for device, expected in zip(devices, want, strict=True):
+            assert torch.equal(device[64:128].cpu(), expected)
+        assert (arena.slots[:64] == arena.slots[64:128]).all()
+        copier.shutdown()

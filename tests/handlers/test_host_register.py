@@ -1,0 +1,59 @@
+"""Pinning the arena in pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcascade.handlers import host_register
+from kvcascade.handlers.host_register import HostRegistration
+
+
+class FakeDriver:
+    """A CUDA runtime that pins up to `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.pinned: dict[int, int] = {}
+        self.calls = 0
+
+    def register(self, address: int, length: int) -> bool:
+        self.calls += 1
+        if sum(self.pinned.values()) + length > self.limit:
+            return False
+        self.pinned[address] = length
+        return True
+
+    def unregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_register, "REGISTER_PIECE_BYTES", 10_000)
+
+
+def test_pieces_are_bounded_and_end_on_slots() -> None:
+    driver = FakeDriver(1 << 30)
+    registration = HostRegistration(driver.register, driver.unregister)
+    assert registration.pin(4096, 7, 4096)
+    assert registration.is_pinned
+    assert driver.pinned == {4096: 8192, 12288: 8192, 20480: 8192, 28672: 4096}
+    registration.release()
+    registration.release()
+    assert driver.pinned == {} and not registration.is_pinned
+
+
+def test_a_slot_larger_than_a_piece_is_a_piece() -> None:
+    driver = FakeDriver(1 << 30)
+    registration = HostRegistration(driver.register, driver.unregister)
+    assert registration.pin(0, 3, 20_480)
+    assert driver.pinned == {0: 20_480, 20_480: 20_480, 40_960: 20_480}
+
+
+def test_a_failure_undoes_everything_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    driver = FakeDriver(20_000)
+    registration = HostRegistration(driver.register, driver.unregister)
+    assert not registration.pin(4096, 7, 4096)
+    assert driver.pinned == {} and not registration.is_pinned
+    assert len(caplog.records) == 1
+    assert driver.calls == 3, "no further piece is tried"

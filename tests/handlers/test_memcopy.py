@@ -1,0 +1,53 @@
+"""Scattered copies in few system calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcascade.handlers import memcopy
+from kvcascade.handlers.memcopy import copy_scattered, cut_long
+
+
+def addresses(data: np.typing.NDArray[np.uint8], offsets: list[int]) -> np.typing.NDArray[np.int64]:
+    return data.ctypes.data + np.array(offsets, dtype=np.int64)
+
+
+def test_copies_more_pieces_than_fit_into_one_call() -> None:
+    rng = np.random.default_rng(1)
+    source = rng.integers(0, 256, 5000, dtype=np.uint8)
+    target = np.zeros(5000, dtype=np.uint8)
+    order = rng.permutation(5000)
+    ones = np.ones(5000, dtype=np.int64)
+    assert copy_scattered(
+        addresses(target, order.tolist()), addresses(source, list(range(5000))), ones
+    )
+    assert (target[order] == source).all()
+
+
+def test_nothing_to_copy_is_fine() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    assert copy_scattered(none, none, none)
+
+
+def test_a_refused_call_is_told() -> None:
+    data = np.zeros(16, dtype=np.uint8)
+    one = np.array([16], dtype=np.int64)
+    assert not copy_scattered(np.array([8], dtype=np.int64), addresses(data, [0]), one)
+
+
+@given(st.lists(st.integers(1, 50), max_size=8), st.integers(1, 20))
+def test_long_pieces_are_cut_without_loss(sizes: list[int], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memcopy, "PIECE_BYTES_MAX", most)
+        starts = (np.arange(len(sizes)) * 1000).astype(np.int64)
+        to, come, size = cut_long(starts, starts + 7, np.array(sizes, dtype=np.int64))
+    whole = [1000 * i + k for i, length in enumerate(sizes) for k in range(length)]
+    cut = [
+        a + k for a, length in zip(to.tolist(), size.tolist(), strict=True) for k in range(length)
+    ]
+    assert cut == whole
+    assert (come - to == 7).all()
+    assert (size <= most).all()

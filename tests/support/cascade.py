@@ -1,0 +1,145 @@
+"""A cascading manager on memory backends, with its worker played by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcascade.handlers.memory import MemoryHandler
+from kvcascade.manager.admission import Admission, AdmitAll, WriteBudget
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.flow import Link
+from kvcascade.manager.level import Tier
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.memory import MemoryBackend
+from kvcascade.tiers.policies import create
+
+BLOCK_SIZE = 64
+
+
+def key(i: int) -> BlockHash:
+    """A block hash as vLLM makes them: 32 bytes and a group number."""
+    return BlockHash(i.to_bytes(4, "big") * 8 + b"\0\0\0\0")
+
+
+def block_bytes(block_hash: BlockHash) -> bytes:
+    """The one right content of a block."""
+    return (block_hash * 2)[:BLOCK_SIZE]
+
+
+class Cascade:
+    """Tiers of the given capacities (in slots), top first; `now_s` is the clock."""
+
+    def __init__(
+        self,
+        capacities: Sequence[int],
+        options: ManagerOptions | None = None,
+        policy: str = "lru",
+        is_immediate: bool = False,
+        admission: Admission | None = None,
+        bytes_per_day: int | None = None,
+    ) -> None:
+        self.now_s = 1000.0
+        self.backends = [
+            MemoryBackend(BLOCK_SIZE, n, medium=f"M{i}") for i, n in enumerate(capacities)
+        ]
+        pairs = list(zip(self.backends, self.backends[1:], strict=False))
+        self.down = [MemoryHandler(a, b, is_immediate) for a, b in pairs]
+        self.up = [MemoryHandler(b, a, is_immediate) for a, b in pairs]
+        self.policies = [create(policy, n) for n in capacities]
+        self.manager = CascadingOffloadingManager(
+            [
+                Tier(
+                    backend.medium,
+                    backend,
+                    self.policies[i],
+                    admission if admission and i else AdmitAll(),
+                    WriteBudget(bytes_per_day, lambda: self.now_s) if i else None,
+                )
+                for i, backend in enumerate(self.backends)
+            ],
+            [Link(down, up) for down, up in zip(self.down, self.up, strict=True)],
+            options,
+            clock=lambda: self.now_s,
+        )
+        self.seen: dict[str, set[BlockHash]] = {b.medium: set() for b in self.backends}
+        """What the events so far say lies where."""
+
+    @property
+    def handlers(self) -> list[MemoryHandler]:
+        return self.down + self.up
+
+    def handler(self, which: int) -> MemoryHandler:
+        """Any handler by a number of any size; a handler of no link if there is one tier."""
+        if not self.handlers:
+            return MemoryHandler(self.backends[0], self.backends[0])
+        return self.handlers[which % len(self.handlers)]
+
+    def write_top(self, slot: int, data: bytes) -> None:
+        """What a worker does when it stores."""
+        self.backends[0].view(slot)[:] = data
+
+    def read_top(self, slot: int) -> bytes:
+        """What a worker sees when it loads."""
+        return bytes(self.backends[0].view(slot))
+
+    def store(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Store blocks as one finished worker job; returns those that were taken."""
+        output = self.manager.prepare_store(hashes)
+        if output is None:
+            return []
+        slots = output.store_spec.slots.tolist()  # type: ignore[attr-defined]
+        for block_hash, slot in zip(output.block_hashes_to_store, slots, strict=True):
+            self.write_top(slot, block_bytes(block_hash))
+        self.manager.complete_store(set(output.block_hashes_to_store))
+        return output.block_hashes_to_store
+
+    def run_transfers(self) -> None:
+        """Let every queued transfer run, and the manager take the results in."""
+        for handler in self.handlers:
+            handler.wait(set(handler.queued))
+        self.manager.end_step()
+
+    def holds(self, index: int, block_hash: BlockHash) -> bool:
+        """True if a tier holds the block, ready."""
+        status = self.policies[index].get(block_hash)
+        return status is not None and status.ref_cnt >= 0
+
+    def apply_events(self) -> None:
+        """Take the events in and check that each one is news."""
+        for event in self.manager.take_events():
+            held = self.seen[event.medium]
+            if event.removed:
+                assert held.issuperset(event.block_hashes), "removed what was not there"
+                held.difference_update(event.block_hashes)
+            else:
+                assert held.isdisjoint(event.block_hashes), "stored twice"
+                held.update(event.block_hashes)
+
+    def forget_events(self) -> None:
+        """A reset removes everything without naming it."""
+        self.apply_events()
+        for held in self.seen.values():
+            held.clear()
+
+    def check_slots(self) -> None:
+        """No slot is lost or used twice."""
+        for backend, policy in zip(self.backends, self.policies, strict=True):
+            used = backend.capacity - backend.get_num_free_blocks()
+            assert used >= len(policy)
+
+    def check_settled(self) -> None:
+        """With nothing under way: every slot is free or holds a block that the events name."""
+        for backend, policy in zip(self.backends, self.policies, strict=True):
+            used = backend.capacity - backend.get_num_free_blocks()
+            held = policy.coldest(backend.capacity)
+            assert len(policy) == len(held), "a block is still pinned"
+            assert used - len(policy) == self.quarantined(backend)
+            assert {block_hash for block_hash, _ in held} == self.seen[backend.medium]
+
+    def quarantined(self, backend: MemoryBackend) -> int:
+        """Slots that wait for the workers to flush."""
+        if backend is not self.backends[0]:
+            return 0
+        before = backend.get_num_free_blocks()
+        self.manager.on_reset_flushed()
+        return backend.get_num_free_blocks() - before

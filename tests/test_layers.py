@@ -1,0 +1,162 @@
+"""Imports point one way: tools -> spec -> manager -> handlers -> tiers; vLLM and torch stay out.
+
+The line is drawn over the source, so imports inside functions and for type checkers count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tiers", "handlers", "manager", "tools")
+
+ORDER = ("base", "tiers", "handlers", "manager", "spec", "tools")
+"""Layers from the bottom up; a module may import its own layer and those below."""
+
+BASE = ("errors", "sizes", "options", "config", "machine")
+"""Modules that every layer may import, from the bottom up; each imports only those before it."""
+
+ENGINE_FREE = ("tiers", "manager")
+"""Folders that must not load torch: decisions and places, which run without a device."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as an absolute dotted name."""
+
+    source: str
+    target: str
+    line: int
+    at_module_level: bool
+
+    def __str__(self) -> str:
+        return f"{self.source} imports {self.target} (line {self.line})"
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Dotted module name and file of every module of the package."""
+    for folder in ("kvcascade", *FOLDERS):
+        prefix = "kvcascade" if folder == "kvcascade" else f"kvcascade.{folder}"
+        depth = "*.py" if folder == "kvcascade" else "**/*.py"
+        for path in sorted((ROOT / folder).glob(depth)):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield ".".join((prefix, *inner)).removesuffix(".__init__"), path
+
+
+MODULES = dict(sources())
+
+
+def imports_of(module: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import of a module; `from . import x` names `x` if that is a module."""
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    late = {id(inner) for function in functions for inner in ast.walk(function)}
+    late |= {id(inner) for node in tree.body if _for_checkers(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        for target in _targets(node, package):
+            yield Import(module, target, getattr(node, "lineno", 0), id(node) not in late)
+
+
+def _for_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _targets(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        parents = package.split(".")
+        above = parents[: len(parents) - node.level + 1] if node.level else []
+        base = ".".join([*above, *filter(None, [node.module])])
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            yield inner if inner in MODULES else base
+
+
+IMPORTS = [
+    found
+    for module, path in MODULES.items()
+    for found in imports_of(module, ast.parse(path.read_text(encoding="utf-8")))
+]
+
+
+def layer(module: str) -> str:
+    """Layer of a module of the package: its folder, `base`, or `spec` for the engine's entry."""
+    second = [*module.split("."), ""][1]
+    if second in FOLDERS:
+        return second
+    return "base" if second in BASE else "spec"
+
+
+def speaks_vllm(module: str) -> bool:
+    """Whether a module may import vLLM."""
+    return module == "kvcascade.spec" or module.rpartition(".")[2].startswith("vllm_")
+
+
+def test_every_module_is_seen() -> None:
+    assert {"kvcascade", "kvcascade.errors", "kvcascade.tiers.base"} <= MODULES.keys()
+    assert any(found.target == "kvcascade.errors" for found in IMPORTS)
+    unresolved = [
+        str(found)
+        for found in IMPORTS
+        if found.target.split(".")[0] == "kvcascade" and found.target not in MODULES
+    ]
+    assert not unresolved
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.source != "kvcascade" and found.target.startswith("kvcascade.")
+        if ORDER.index(layer(found.target)) > ORDER.index(layer(found.source))
+    ]
+    assert not wrong
+
+
+def test_base_modules_import_only_those_below() -> None:
+    place = {f"kvcascade.{name}": number for number, name in enumerate(BASE)}
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.source in place and found.target.startswith("kvcascade.")
+        if place.get(found.target, len(BASE)) >= place[found.source]
+    ]
+    assert not wrong
+
+
+def test_only_the_adapters_know_vllm() -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.target.split(".")[0] == "vllm" and not speaks_vllm(found.source)
+    ]
+    assert not wrong
+
+
+def test_decisions_and_places_do_not_load_torch() -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.at_module_level and found.target.split(".")[0] == "torch"
+        if layer(found.source) in (*ENGINE_FREE, "base")
+        if not speaks_vllm(found.source)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["kvcascade", "kvcascade.machine", "kvcascade.tools.__main__"])
+def test_importing_is_light(module: str) -> None:
+    heavy = {"torch", "vllm", "numpy", "lmdb", "transformers"}
+    code = f"import sys, {module}; print(sorted({heavy!r} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,189 @@
+"""The contracts of a tier: where blocks live (`Backend`) and who leaves next (`CachePolicy`).
+
+Names and semantics follow vLLM's offloading framework (`vllm.v1.kv_offload`), so that a reader of
+one finds the way in the other. Nothing here imports vLLM or torch.
+
+Threads: a `Backend` and a `CachePolicy` belong to the thread (or lock) of the manager that owns
+them; none of their methods may block on a file. Moving bytes is the job of `kvcascade.handlers`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+BlockHash = NewType("BlockHash", bytes)
+"""The chained prefix hash that identifies a block; opaque, of any length up to 255 bytes."""
+
+SlotArray = npt.NDArray[np.int32]
+"""Slot numbers, shape `(n,)`."""
+
+NOT_READY = -1
+"""`BlockStatus.ref_cnt` of a block whose bytes have not arrived yet."""
+
+
+class BlockStatus(ctypes.Structure):
+    """One block's place in a tier.
+
+    `ref_cnt`: -1 the bytes have not arrived, 0 idle, n > 0: n transfers read it now.
+    `block_id`: the slot. A status is a live view: writing `ref_cnt` takes effect for every holder.
+    """
+
+    _fields_ = [("ref_cnt", ctypes.c_int32), ("block_id", ctypes.c_int32)]
+
+    ref_cnt: int
+    block_id: int
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the block's bytes are complete and may be read."""
+        return self.ref_cnt >= 0
+
+
+class BlockOutcome(Enum):
+    """What became of one block of a transfer."""
+
+    OK = "ok"
+    GONE = "gone"  # the source no longer holds this block (evicted, replaced, reset)
+    CORRUPT = "corrupt"  # bytes arrived but length or checksum do not match
+    IO_ERROR = "io_error"  # the device failed; the block may still be there
+    NO_SPACE = "no_space"  # the destination is full
+    CANCELLED = "cancelled"  # never started
+
+
+class LoadStoreSpec(ABC):
+    """Where a list of blocks lies in one medium; picklable, travels to the workers."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """Name of the medium, such as `"CPU"`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec(LoadStoreSpec):
+    """Slots of a medium that is addressed by slot number alone."""
+
+    slots: SlotArray
+    """Slot numbers in the order of the blocks."""
+
+    @staticmethod
+    def medium() -> str:
+        return "CPU"
+
+
+class Backend(ABC):
+    """Slots that hold bytes. Knows nothing of recency; does no I/O on the caller's thread."""
+
+    def __init__(self, block_size: int, medium: str, capacity: int) -> None:
+        """`block_size` in bytes, `capacity` in slots."""
+        self.block_size = block_size
+        self.medium = medium
+        self.capacity = capacity
+
+    @abstractmethod
+    def get_num_free_blocks(self) -> int:
+        """Slots that `allocate_blocks` could give now."""
+
+    @abstractmethod
+    def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
+        """Take one slot per hash, adjacent where possible; each status has `ref_cnt == -1`.
+
+        Raises `NoSpaceError`, and takes nothing, if fewer slots are free.
+        """
+
+    @abstractmethod
+    def free(self, status: BlockStatus) -> None:
+        """Give a slot back, exactly once per allocation. Sets its `ref_cnt` to 0."""
+
+    @abstractmethod
+    def get_load_store_spec(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> LoadStoreSpec:
+        """Where these blocks lie, in this order."""
+
+    @abstractmethod
+    def reset(self) -> list[BlockStatus]:
+        """Free every idle slot at once; returns the busy ones (`ref_cnt != 0`).
+
+        Those stay allocated until `free`. The policy is cleared by the caller.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional for implementers
+        """Release everything; idempotent. No other method may be called afterwards."""
+
+
+SlotMask = npt.NDArray[np.bool_]
+"""One flag per slot of a tier, shape `(capacity,)`."""
+
+
+class CachePolicy(ABC):
+    """Which blocks a tier holds, and which leave next.
+
+    Organisation and replacement belong together: a policy may keep ghosts of what left.
+    """
+
+    @abstractmethod
+    def get(self, block_hash: BlockHash) -> BlockStatus | None:
+        """The block's status, or None. Does not change recency."""
+
+    @abstractmethod
+    def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Add a block that is not present; it becomes the most recent one."""
+
+    @abstractmethod
+    def remove(self, block_hash: BlockHash) -> BlockStatus | None:
+        """Forget a block, whatever its state; returns its status, None if it was not there."""
+
+    @abstractmethod
+    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+        """A use of these blocks, given in prefix order; unknown ones are ignored.
+
+        The first of them is the most recent afterwards, so that tails leave before heads.
+        """
+
+    @abstractmethod
+    def evict(
+        self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
+    ) -> list[tuple[BlockHash, BlockStatus]] | None:
+        """Remove exactly `n` idle, unprotected blocks and return them, coldest first.
+
+        Returns None, with no change of any state, if there are not that many. Blocks with
+        `ref_cnt != 0` never leave, nor do those whose slot is False in `mask`. The slots stay
+        allocated: the caller frees them.
+        """
+
+    @abstractmethod
+    def coldest(
+        self,
+        n: int,
+        protected: Container[BlockHash] = (),
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[tuple[BlockHash, BlockStatus]]:
+        """Up to `n` blocks that `evict` would take, in that order; changes nothing.
+
+        `window` bounds the search to about that many of the blocks that would leave next.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every block and every ghost. Slots stay allocated."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of blocks present."""
+
+    def insert_many(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> None:
+        """`insert` for a list in prefix order: the first is the most recent afterwards."""
+        for block_hash, status in zip(reversed(block_hashes), reversed(statuses), strict=True):
+            self.insert(block_hash, status)

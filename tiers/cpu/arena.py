@@ -1,0 +1,295 @@
+"""The CPU arena: one shared-memory file of slots, mapped by the scheduler and every worker.
+
+    | header 4096 | slot 0 | slot 1 | ...        slot: | rank 0 | rank 1 | ... | pad to 4096 |
+
+Guarantees:
+
+- All processes of an engine see the same memory, or `open` raises: the scheduler, which comes last,
+  checks that every rank has mapped this very file, so it can never sit on an empty second one.
+- Two engines with one engine_id never mix: a rank that a live process holds cannot be taken.
+- The name goes away as soon as the scheduler and all ranks have mapped the file, so kill -9 of
+  anything afterwards leaves nothing. Before that, whoever closes removes it; after kill -9 the
+  next `open` in the directory does (`sweep`).
+
+Not guaranteed: any order between processes. Who may write a slot when is the manager's business;
+a slot has one writer at a time and readers only after the manager was told that it is complete.
+
+`open` may take seconds (it reserves memory); nothing else blocks. The arrays and views may be used
+from any thread. `close` must come after the last transfer; views that outlive it keep the mapping
+and the locks alive until they are dropped, and stay valid.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import ClosedError, ConfigError, InUseError, os_errors
+from . import header as layout
+from .arena_file import (
+    JOIN_TIMEOUT_S,
+    POLL_S,
+    ArenaFile,
+    ArenaRequest,
+    Clock,
+    Probe,
+    Wait,
+    arena_path,
+    check_dir,
+    open_file,
+    sweep,
+    unlink_if_same,
+)
+from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
+from .locks import byte_locked_by_other, try_lock_byte
+from .machine import probe_machine, process_start_ticks
+from .prefault import PIECE_BYTES, Span, prefault
+
+ByteArray = npt.NDArray[np.uint8]
+
+DEFAULT_ARENA_DIR = "/dev/shm"
+_NO_DIGEST = bytes(layout.DIGEST_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRole:
+    """What the opening process is to the engine."""
+
+    rank: int | None
+    """The worker's rank, from 0; None for the scheduler."""
+    may_make: bool = True
+    """False for a scheduler that comes after its workers: it only joins what they made."""
+
+    @classmethod
+    def worker(cls, rank: int) -> ArenaRole:
+        """The worker process of this rank."""
+        return cls(rank)
+
+    @classmethod
+    def scheduler(cls, *, expect_workers: bool = True) -> ArenaRole:
+        """The scheduler. `expect_workers=False` (drivers, tools): it may be the first or alone."""
+        return cls(None, may_make=not expect_workers)
+
+    @property
+    def record(self) -> int:
+        """Number of the role's record in the header."""
+        return SCHEDULER_RECORD if self.rank is None else self.rank
+
+
+class Arena:
+    """The mapped arena; make it with `Arena.open`."""
+
+    def __init__(self, file: ArenaFile, role: ArenaRole) -> None:
+        """Map a ready file and take over its descriptor."""
+        self.geometry = file.header.geometry
+        self.role = role
+        self.path = file.path
+        self.token = file.header.token
+        self._fd = file.fd
+        self._may_unlink = file.is_made  # or, later, because it has a role here
+        with os_errors(f"mapping the CPU arena {file.path}"):
+            self._map: mmap.mmap | None = mmap.mmap(file.fd, file.size_bytes)
+        self._page: memoryview | None = memoryview(self._map)[:HEADER_BYTES]
+        flat = np.frombuffer(self._map, np.uint8, self.geometry.data_bytes, HEADER_BYTES)
+        self._slots: ByteArray | None = flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
+
+    @classmethod
+    def open(
+        cls,
+        geometry: ArenaGeometry,
+        engine_id: str,
+        role: ArenaRole,
+        *,
+        arena_dir: str = DEFAULT_ARENA_DIR,
+        clock: Clock = time.monotonic,
+        wait: Wait = time.sleep,
+        probe: Probe = probe_machine,
+    ) -> Arena:
+        """Make or join the arena of `engine_id` and claim this process's role in it.
+
+        Leftover arenas of dead processes in `arena_dir` are removed first. `clock`, `wait` and
+        `probe` are the machine's; tests pass their own.
+
+        Raises `ConfigError` (no room for it, bad directory or rank), `NoSpaceError`,
+        `FormatError` (a peer came to another geometry), `InUseError` (the role is taken by a live
+        process, the workers are not there), `TierIOError`.
+        """
+        if role.rank is not None and not 0 <= role.rank < geometry.world_size:
+            raise ConfigError(
+                f"rank {role.rank} of a world of {geometry.world_size} workers; "
+                f"the arena is for one host, where ranks are 0 to world_size - 1"
+            )
+        check_dir(arena_dir)
+        sweep(arena_dir)
+        path = arena_path(arena_dir, engine_id)
+        file = open_file(ArenaRequest(geometry, path, role.may_make, clock, wait, probe))
+        try:
+            arena = cls(file, role)
+        except BaseException:
+            if file.is_made:
+                unlink_if_same(path, file.fd)
+            os.close(file.fd)
+            raise
+        try:
+            arena._claim()
+            if not role.may_make:
+                arena._await_ranks(clock, wait)
+            arena._drop_name_if_complete()
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    @property
+    def slots(self) -> ByteArray:
+        """All slots, uint8 of shape `(slots, slot_bytes)`, over the shared memory."""
+        if self._slots is None:
+            raise ClosedError("the CPU arena is closed; open it again")
+        return self._slots
+
+    @property
+    def base_address(self) -> int:
+        """Address of slot 0 in this process, a multiple of 4096."""
+        return int(self.slots.ctypes.data)
+
+    def slot_view(self, slot: int) -> memoryview:
+        """The whole row of one slot, all ranks and the padding: `slot_bytes` writable bytes."""
+        return memoryview(self.slots[slot])
+
+    def rank_view(self, rank: int) -> ByteArray:
+        """One rank's part of every slot, shape `(slots, rank_bytes)`, strided by `slot_bytes`."""
+        start = self._part_offset(rank)
+        return self.slots[:, start : start + self.geometry.rank_bytes]
+
+    def publish_layout(self, digest: bytes) -> None:
+        """Worker: leave the 16-byte digest of this rank's KV tensor layout for the scheduler."""
+        assert self.role.rank is not None, "only a worker has a layout"
+        assert len(digest) == layout.DIGEST_BYTES
+        self._write_record(RecordState.PUBLISHED, digest)
+
+    def layout_digests(self) -> list[bytes | None]:
+        """What each rank published, by rank; None for one that has not."""
+        records = [
+            layout.read_record(self._header(), rank) for rank in range(self.geometry.world_size)
+        ]
+        return [
+            record.digest if record.state is RecordState.PUBLISHED else None for record in records
+        ]
+
+    def missing_ranks(self) -> list[int]:
+        """Ranks that no live process holds, this one left out."""
+        self._header()
+        return [
+            rank
+            for rank in range(self.geometry.world_size)
+            if rank != self.role.rank
+            and not byte_locked_by_other(self._fd, layout.record_offset(rank))
+        ]
+
+    def prefault(self, executor: Executor | None = None) -> None:
+        """Fault in the pages that this process will touch, in parallel; never changes a byte.
+
+        A worker takes its own part of every slot: page tables are per process, so nobody can do
+        this for another, and the pages of the others it never touches. All ranks run at the same
+        time, which spreads the zeroing of the memory over them. The scheduler, which moves whole
+        slots, takes everything, and may leave the call out: its I/O threads then fault pages as
+        they come, inside system calls. With GPU registration (which faults everything) the call is
+        not needed either. Raises `NoSpaceError`, `TierIOError`.
+        """
+        prefault(self._pieces(), executor)
+
+    def close(self) -> None:
+        """Unmap, give up the role, and remove the name if it is still this file's. Idempotent."""
+        if self._map is None or self._page is None:
+            return
+        if self._may_unlink:
+            unlink_if_same(self.path, self._fd)
+        mapping, self._map, self._slots = self._map, None, None
+        self._page.release()
+        self._page = None
+        os.close(self._fd)
+        with suppress(BufferError):  # a view is alive; the last one to go unmaps
+            mapping.close()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _header(self) -> memoryview:
+        if self._page is None:
+            raise ClosedError("the CPU arena is closed; open it again")
+        return self._page
+
+    def _part_offset(self, rank: int) -> int:
+        assert 0 <= rank < self.geometry.world_size
+        return 0 if self.geometry.replicated else rank * self.geometry.rank_bytes
+
+    def _claim(self) -> None:
+        if not try_lock_byte(self._fd, layout.record_offset(self.role.record)):
+            holder = layout.read_record(self._header(), self.role.record).pid
+            who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
+            raise InUseError(
+                f"{self.path}: the {who} is already there (process {holder}); two engines share "
+                f"one engine_id: stop the other one, or leave kv_transfer_config.engine_id unset"
+            )
+        self._may_unlink = True
+        self._write_record(RecordState.MAPPED, _NO_DIGEST)
+
+    def _write_record(self, state: RecordState, digest: bytes) -> None:
+        pid = os.getpid()
+        record = RankRecord(pid, state, process_start_ticks(pid), digest)
+        layout.write_record(self._header(), self.role.record, record)
+
+    def _await_ranks(self, clock: Clock, wait: Wait) -> None:
+        deadline = clock() + JOIN_TIMEOUT_S
+        missing = self.missing_ranks()
+        for _ in range(int(JOIN_TIMEOUT_S / POLL_S)):
+            if not missing or clock() >= deadline:
+                break
+            wait(POLL_S)
+            missing = self.missing_ranks()
+        if missing:
+            raise InUseError(
+                f"{self.path}: workers of rank {missing} have not mapped it within "
+                f"{JOIN_TIMEOUT_S:.0f} s; all must run on this host, share one arena_dir, and live"
+            )
+
+    def _drop_name_if_complete(self) -> None:
+        """Remove the name once everybody is in; whoever comes last sees it."""
+        scheduler = layout.record_offset(SCHEDULER_RECORD)
+        if self.role.rank is not None and not byte_locked_by_other(self._fd, scheduler):
+            return
+        if not self.missing_ranks():
+            unlink_if_same(self.path, self._fd)
+
+    def _pieces(self) -> Iterator[list[Span]]:
+        geometry = self.geometry
+        base = self.base_address
+        if self.role.rank is None or geometry.parts == 1:
+            for start in range(0, geometry.data_bytes, PIECE_BYTES):
+                yield [(base + start, min(PIECE_BYTES, geometry.data_bytes - start))]
+            return
+        base += self._part_offset(self.role.rank)
+        slots_per_piece = max(1, PIECE_BYTES // geometry.rank_bytes)
+        for first in range(0, geometry.slots, slots_per_piece):
+            last = min(first + slots_per_piece, geometry.slots)
+            yield [
+                (base + slot * geometry.slot_bytes, geometry.rank_bytes)
+                for slot in range(first, last)
+            ]

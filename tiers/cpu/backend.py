@@ -1,0 +1,110 @@
+"""The CPU tier's slots: who has which.
+
+Statuses are views over one C array, made once and kept: `ref_counts` is the same memory as numpy
+sees it, so a scan over all blocks is one vector operation. Belongs to the manager's thread.
+Allocation takes the slots freed last (their memory is warm in caches), in ascending order; in a
+larger allocation freed slots are put in order first, so that blocks that travel together lie next
+to each other and move as one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import NoSpaceError
+from ..base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec, SlotSpec
+from .arena import Arena
+
+SORT_FROM_BLOCKS = 4
+"""Allocations of at least this many blocks look for neighbours."""
+SORT_WINDOW_FACTOR = 4
+"""Free slots looked at per block of such an allocation."""
+
+_block_id = attrgetter("block_id")
+
+
+class CpuBackend(Backend):
+    """Slots of the CPU arena, medium `"CPU"`."""
+
+    def __init__(self, block_size: int, capacity: int, arena: Arena | None = None) -> None:
+        """`capacity` slots of `block_size` bytes; `close` closes the arena, if one is given."""
+        super().__init__(block_size, "CPU", capacity)
+        self.arena = arena
+        table = (BlockStatus * capacity)()
+        fields = np.frombuffer(memoryview(table), np.int32).reshape(capacity, 2)
+        fields[:, 1] = np.arange(capacity, dtype=np.int32)
+        self.ref_counts: npt.NDArray[np.int32] = fields[:, 0]
+        """`ref_cnt` of every slot, shape `(capacity,)`, live; 0 for free ones."""
+        self._statuses = list(table)
+        self._taken = bytearray(capacity)
+        self._taken_flags: npt.NDArray[np.uint8] = np.frombuffer(self._taken, dtype=np.uint8)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._unsorted = False
+
+    @classmethod
+    def over(cls, arena: Arena) -> CpuBackend:
+        """The backend of a mapped arena, which it closes."""
+        return cls(arena.geometry.slot_bytes, arena.geometry.slots, arena)
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
+        n = len(block_hashes)
+        free = self._free
+        if n > len(free):
+            raise NoSpaceError(
+                f"{n} CPU slots were asked for, {len(free)} of {self.capacity} are free; "
+                f"evict first or raise the capacity of the cpu tier"
+            )
+        if n == 0:
+            return []
+        if self._unsorted and n >= SORT_FROM_BLOCKS:
+            self._sort_tail(n * SORT_WINDOW_FACTOR)
+        slots = free[-n:]
+        del free[-n:]
+        slots.sort()
+        statuses, taken = self._statuses, self._taken
+        allocated = [statuses[slot] for slot in slots]
+        for status in allocated:
+            status.ref_cnt = NOT_READY
+        for slot in slots:
+            taken[slot] = 1
+        return allocated
+
+    def free(self, status: BlockStatus) -> None:
+        slot = status.block_id
+        assert self._taken[slot], f"slot {slot} was freed twice"
+        self._taken[slot] = 0
+        status.ref_cnt = 0
+        self._free.append(slot)
+        self._unsorted = True
+
+    def get_load_store_spec(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> LoadStoreSpec:
+        assert len(block_hashes) == len(statuses)
+        return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, len(statuses)))
+
+    def reset(self) -> list[BlockStatus]:
+        is_busy = (self._taken_flags != 0) & (self.ref_counts != 0)
+        self._taken_flags[:] = is_busy
+        self._free = np.flatnonzero(~is_busy)[::-1].tolist()
+        self._unsorted = False
+        return [self._statuses[slot] for slot in np.flatnonzero(is_busy).tolist()]
+
+    def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+    def _sort_tail(self, window: int) -> None:
+        """Put the slots that leave next in descending order (they are taken from the end)."""
+        tail = self._free[-window:]
+        tail.sort(reverse=True)
+        self._free[-window:] = tail
+        self._unsorted = len(tail) < len(self._free)

@@ -1,0 +1,243 @@
+"""The first 4096 bytes of the CPU arena: what it is, who made it, who has mapped it.
+
+All integers are little-endian.
+
+| bytes       | field                                                                           |
+|-------------|---------------------------------------------------------------------------------|
+| 0..8        | magic `KVCARENA`                                                                |
+| 8..12       | version, uint32                                                                 |
+| 12..16      | crc32 of bytes 16..128                                                          |
+| 16..40      | slots, slot_bytes, rank_bytes: uint64 each                                      |
+| 40..48      | world_size, flags (bit 0: replicated): uint32 each                              |
+| 48..64      | creator: pid uint32, 4 zero bytes, start time uint64 (clock ticks since boot)   |
+| 64..80      | random token of this arena                                                      |
+| 80..128     | zero                                                                            |
+| 128..132    | state, uint32: 0 being made, 1 ready                                            |
+| 512..2560   | one record of 32 bytes per rank: pid uint32, state uint32 (0 free, 1 mapped,    |
+|             | 2 layout published), start time uint64, 16-byte digest of the KV tensor layout  |
+| 2560..2592  | the scheduler's record, the same fields                                         |
+
+Shared memory: bytes 0..128 are written once, before the state becomes ready. A record has one
+writer, the process that holds the kernel lock of its rank (see `arena_file`), and its state is
+written last. A reader on another core may see the state before the bytes it stands for: the
+checksum covers the fixed part; a digest is read again until two reads agree (`read_record`).
+Nothing here knows of processes or files.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ...errors import ConfigError, FormatError
+
+MAGIC = b"KVCARENA"
+VERSION = 1
+HEADER_BYTES = 4096
+SLOT_ALIGN_BYTES = 4096
+MAX_RANKS = 64
+DIGEST_BYTES = 16
+TOKEN_BYTES = 16
+
+_PREFIX = struct.Struct("<8sII")
+_FIXED = struct.Struct("<QQQIIIIQ16s")
+_FIXED_START = 16
+_FIXED_END = 128
+_STATE = struct.Struct("<I")
+_STATE_OFFSET = 128
+_RECORD = struct.Struct("<IIQ16s")
+_RECORDS_OFFSET = 512
+_RECORD_READS_MAX = 16
+_FLAG_REPLICATED = 1
+
+SCHEDULER_RECORD = MAX_RANKS
+"""Number of the scheduler's record, behind the records of the ranks."""
+
+assert _FIXED_START + _FIXED.size <= _FIXED_END <= _STATE_OFFSET
+assert _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size <= HEADER_BYTES
+
+
+class RecordState(IntEnum):
+    """How far a rank has come."""
+
+    FREE = 0
+    MAPPED = 1
+    PUBLISHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaGeometry:
+    """Shape of the arena; every process of an engine must come to the same one."""
+
+    slots: int
+    """Number of blocks that fit."""
+    rank_bytes: int
+    """Bytes of one block that belong to one worker."""
+    world_size: int
+    """Number of worker processes that map the arena."""
+    replicated: bool = False
+    """True if all ranks hold the same bytes: a slot then has one part, which all of them use."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.rank_bytes < 1:
+            raise ConfigError(
+                f"capacity: {self.slots} slots of {self.rank_bytes} bytes per rank cannot be made;"
+                f" give the cpu tier room for at least one block"
+            )
+        if not 1 <= self.world_size <= MAX_RANKS:
+            raise ConfigError(
+                f"world_size: {self.world_size} workers cannot share one arena; "
+                f"allowed are 1 to {MAX_RANKS} on one host"
+            )
+
+    @property
+    def parts(self) -> int:
+        """Number of rank parts in a slot."""
+        return 1 if self.replicated else self.world_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next: all parts, padded to 4096."""
+        return round_up(self.rank_bytes * self.parts, SLOT_ALIGN_BYTES)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_bytes
+
+    @classmethod
+    def fit(
+        cls, capacity_bytes: int, rank_bytes: int, world_size: int, replicated: bool = False
+    ) -> ArenaGeometry:
+        """The geometry with as many slots as `capacity_bytes` holds, header included."""
+        slot_bytes = cls(1, rank_bytes, world_size, replicated).slot_bytes
+        slots = (capacity_bytes - HEADER_BYTES) // slot_bytes
+        if slots < 1:
+            raise ConfigError(
+                f"capacity: {capacity_bytes} bytes hold no block; one block of this model takes "
+                f"{slot_bytes} bytes, so give the cpu tier at least {slot_bytes + HEADER_BYTES}"
+            )
+        return cls(slots, rank_bytes, world_size, replicated)
+
+
+@dataclass(frozen=True, slots=True)
+class Creator:
+    """The process that made an arena."""
+
+    pid: int
+    start_ticks: int
+    """Start of the process in clock ticks since boot, which tells it from a reused pid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHeader:
+    """The fixed part of the header."""
+
+    geometry: ArenaGeometry
+    creator: Creator
+    token: bytes
+    """16 random bytes: two processes that see the same token share the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one process wrote about itself."""
+
+    pid: int
+    state: RecordState
+    start_ticks: int
+    digest: bytes
+
+
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `value`."""
+    return -(-value // step) * step
+
+
+def write_fixed(page: memoryview, header: ArenaHeader) -> None:
+    """Write the fixed part, checksum included; the state stays as it is."""
+    geometry, creator = header.geometry, header.creator
+    fixed = _FIXED.pack(
+        geometry.slots,
+        geometry.slot_bytes,
+        geometry.rank_bytes,
+        geometry.world_size,
+        _FLAG_REPLICATED if geometry.replicated else 0,
+        creator.pid,
+        0,
+        creator.start_ticks,
+        header.token,
+    ).ljust(_FIXED_END - _FIXED_START, b"\0")
+    page[_FIXED_START:_FIXED_END] = fixed
+    page[:_FIXED_START] = _PREFIX.pack(MAGIC, VERSION, zlib.crc32(fixed))
+
+
+def mark_ready(page: memoryview) -> None:
+    """Let others in: the fixed part is complete and the memory reserved."""
+    _STATE.pack_into(page, _STATE_OFFSET, 1)
+
+
+def is_ready(page: bytes) -> bool:
+    """True if the maker has finished; `page` may be shorter than a header."""
+    return len(page) >= HEADER_BYTES and _STATE.unpack_from(page, _STATE_OFFSET)[0] == 1
+
+
+def looks_like_arena(page: bytes) -> bool:
+    """True for an arena and for the stub of one whose maker died before it wrote the header."""
+    return page[:8] == MAGIC or not page.strip(b"\0")
+
+
+def read_fixed(page: bytes, name: str) -> ArenaHeader:
+    """Parse the fixed part. Raises `FormatError`; `name` says which file in the message."""
+    if len(page) < HEADER_BYTES or page[:8] != MAGIC:
+        raise FormatError(f"{name} is no kvcascade arena; remove the file or set arena_dir")
+    _, version, crc = _PREFIX.unpack_from(page, 0)
+    if version != VERSION:
+        raise FormatError(
+            f"{name} has arena format {version}, this kvcascade knows {VERSION}; "
+            f"run the same version in all processes of the engine"
+        )
+    if zlib.crc32(page[_FIXED_START:_FIXED_END]) != crc:
+        raise FormatError(f"{name} has a damaged header; remove the file and start the engine")
+    slots, slot_bytes, rank_bytes, world, flags, pid, _, ticks, token = _FIXED.unpack_from(
+        page, _FIXED_START
+    )
+    try:
+        geometry = ArenaGeometry(slots, rank_bytes, world, bool(flags & _FLAG_REPLICATED))
+    except ConfigError as error:
+        raise FormatError(f"{name} has an impossible header; remove the file: {error}") from error
+    if geometry.slot_bytes != slot_bytes:
+        raise FormatError(f"{name} has slots of {slot_bytes} bytes; remove the file")
+    return ArenaHeader(geometry, Creator(pid, ticks), token)
+
+
+def record_offset(number: int) -> int:
+    """Offset in bytes of a rank's record, or of `SCHEDULER_RECORD`."""
+    assert 0 <= number <= SCHEDULER_RECORD
+    return _RECORDS_OFFSET + number * _RECORD.size
+
+
+def write_record(page: memoryview, number: int, record: RankRecord) -> None:
+    """Write a record, its state last. Only the holder of the rank may call this."""
+    offset = record_offset(number)
+    packed = _RECORD.pack(record.pid, record.state, record.start_ticks, record.digest)
+    page[offset + 8 : offset + _RECORD.size] = packed[8:]
+    page[offset : offset + 4] = packed[:4]
+    page[offset + 4 : offset + 8] = packed[4:8]
+
+
+def read_record(page: memoryview, number: int) -> RankRecord:
+    """Read a record that its owner may be writing. Raises `FormatError` if it is nonsense."""
+    offset = record_offset(number)
+    raw = bytes(page[offset : offset + _RECORD.size])
+    for _ in range(_RECORD_READS_MAX):
+        again = bytes(page[offset : offset + _RECORD.size])
+        if again == raw:
+            break
+        raw = again
+    pid, state, ticks, digest = _RECORD.unpack(raw)
+    if state not in RecordState.__members__.values():
+        raise FormatError(f"record {number} of the arena header is damaged; restart the engine")
+    return RankRecord(pid, RecordState(state), ticks, digest)

@@ -1,0 +1,51 @@
+"""Kernel locks on the arena file: who is alive is asked of the kernel, never of a pid.
+
+Two kinds, which do not interact, both bound to the open file (not to the process), both released by
+the kernel when the last descriptor and mapping of that open file is gone, however its owner dies:
+
+- `flock`: every opener holds a shared one. If an exclusive one can be had, nobody is alive.
+- open-file-description byte locks: one byte per role (maker, each rank, scheduler), exclusive. Two
+  opens of one file conflict even inside one process, so a test needs no second process.
+
+A child made by fork shares its parent's locks until it exits or closes the descriptor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+
+def _request(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+def try_flock(fd: int, exclusive: bool) -> bool:
+    """Take the whole-file lock without waiting; False if a live process is in the way.
+
+    A failed change from shared to exclusive may lose the shared lock.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def try_lock_byte(fd: int, byte: int) -> bool:
+    """Take a role without waiting; False if a live open file holds it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def byte_locked_by_other(fd: int, byte: int) -> bool:
+    """True if another open file (in any process, this one included) holds the role."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
+    assert isinstance(answer, bytes)
+    return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK

@@ -1,0 +1,77 @@
+"""Fault pages in before they are used, in parallel and without holding the interpreter lock.
+
+`mmap.madvise` keeps the GIL while the kernel zeroes pages (a 64 MiB piece stalls every other
+thread for its whole length), so the call goes through ctypes, which releases it.
+
+The pages are shared with other processes, which may be using them already. Faulting in never
+changes a byte: where the kernel lacks MADV_POPULATE_WRITE the fallback reads one byte per page
+(a read-modify-write could undo another process's write in between). The space must have been
+reserved before (`posix_fallocate`), or a fault can end in SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import numpy as np
+
+from ...errors import NoSpaceError, from_os_error
+
+PAGE_BYTES = 4096
+PIECE_BYTES = 64 << 20
+"""Memory that one task faults in."""
+PREFAULT_THREADS_MAX = 8
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+Span = tuple[int, int]
+"""(address, length in bytes)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise.restype = ctypes.c_int
+
+
+def prefault(pieces: Iterable[list[Span]], executor: Executor | None = None) -> None:
+    """Fault in all spans, one task per piece; returns when all are there.
+
+    Without an executor a pool of up to `PREFAULT_THREADS_MAX` threads is made for the call.
+    Raises `NoSpaceError` if memory runs out, `TierIOError` otherwise.
+    """
+    if executor is not None:
+        for _ in executor.map(populate, pieces):
+            pass
+        return
+    threads = min(os.cpu_count() or 1, PREFAULT_THREADS_MAX)
+    with ThreadPoolExecutor(threads, "kvcascade-prefault") as own:
+        for _ in own.map(populate, pieces):
+            pass
+
+
+def populate(spans: list[Span]) -> None:
+    """Fault in each span; addresses and lengths need no alignment."""
+    for address, length in spans:
+        start = address // PAGE_BYTES * PAGE_BYTES
+        end = -(-(address + length) // PAGE_BYTES) * PAGE_BYTES
+        if _madvise(start, end - start, _MADV_POPULATE_WRITE) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number == errno.EINVAL:
+            touch(start, end - start)
+        elif number in (errno.EFAULT, errno.ENOMEM):
+            raise NoSpaceError(
+                "no memory left while faulting in the CPU arena; lower capacity or free memory"
+            )
+        else:
+            raise from_os_error(OSError(number, os.strerror(number)), "faulting in the CPU arena")
+
+
+def touch(start: int, length: int) -> None:
+    """Read one byte of every page; `start` is page-aligned."""
+    pages = np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(start)), np.uint8)
+    pages[::PAGE_BYTES].max(initial=0)

@@ -1,0 +1,123 @@
+"""Arrays in mapped files: what the policy knows about each slot, kept over restarts.
+
+Changed by the manager's thread by plain memory writes; no system call, nothing to flush for
+`kill -9`. After a loss of power the contents may be old; nothing depends on them being right.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import os_errors
+from .filesystem import File, FileSystem
+
+HEADER_BYTES = 64
+MAX_ARRAY_BYTES = 1 << 40
+_HEADER = struct.Struct("<8s8sQQ32x")
+_MAGIC = b"KVCARR1\0"
+_NAME = re.compile(r"[a-z0-9_]{1,48}")
+assert _HEADER.size == HEADER_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+class MappedArrays:
+    """An `ArraySource` over the files of one directory.
+
+    `session` numbers the times the tier was opened. An array that was not in use in the session
+    before says nothing about what happened in it.
+    """
+
+    def __init__(self, fs: FileSystem, folder: Path, session: int) -> None:
+        self._fs = fs
+        self._folder = folder
+        self._session = session
+        self._files: list[File] = []
+        self.was_replaced = False
+        """True once an array was not there, stale, or not as it was asked for."""
+
+    def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """The array as it was left; zeros where it is new. Raises one of our errors.
+
+        If the length changed, what both have in common is kept and `was_replaced` is set.
+        """
+        assert _NAME.fullmatch(name), "array names are short and plain"
+        kind = np.dtype(dtype)
+        path = self._folder / f"{name}.arr"
+        with os_errors(f"mapping {path}"):
+            old = self._load(path, kind, length)
+            if old is None or len(old) != length:
+                self.was_replaced = True
+                self._rewrite(path, kind, length, old)
+            file = self._fs.open(path)
+            self._files.append(file)
+            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session)
+            file.pwritev([memoryview(header)], 0)
+            view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
+        return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
+
+    def sync(self) -> None:
+        """Make all arrays durable. Raises one of our errors."""
+        with os_errors(f"writing {self._folder}"):
+            for file in self._files:
+                file.sync()
+
+    def close(self) -> None:
+        """Close the files; the arrays stay mapped while anybody holds them."""
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def _load(self, path: Path, kind: np.dtype[Any], length: int) -> npt.NDArray[Any] | None:
+        """What is stored, whatever its length; None if it is not there or not an array."""
+        if not self._fs.exists(path):
+            return None
+        file = self._fs.open(path)
+        try:
+            size = file.size()
+            head = bytearray(HEADER_BYTES)
+            if HEADER_BYTES <= size <= MAX_ARRAY_BYTES:
+                file.preadv([memoryview(head)], 0)
+            magic, stored_kind, stored_length, session = _HEADER.unpack(head)
+            expected_size = HEADER_BYTES + stored_length * kind.itemsize
+            if magic != _MAGIC or stored_kind != _kind_name(kind) or size != expected_size:
+                _log.warning("%s is damaged; recency starts anew from the index", path)
+                return None
+            if session != self._session - 1:
+                self.was_replaced = True
+            if not stored_length:
+                return None
+            view = file.map(0, expected_size, writable=False)
+            return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
+        finally:
+            file.close()
+
+    def _rewrite(
+        self, path: Path, kind: np.dtype[Any], length: int, old: npt.NDArray[Any] | None
+    ) -> None:
+        temporary = path.with_suffix(".new")
+        if self._fs.exists(temporary):
+            self._fs.unlink(temporary)
+        file = self._fs.open(temporary, create=True)
+        try:
+            file.preallocate(HEADER_BYTES + length * kind.itemsize)
+            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session)
+            file.pwritev([memoryview(header)], 0)
+            if old is not None:
+                common = old[:length]
+                file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
+            file.sync()
+        finally:
+            file.close()
+        self._fs.rename(temporary, path)
+
+
+def _kind_name(kind: np.dtype[Any]) -> bytes:
+    return kind.str.encode().ljust(8, b"\0")

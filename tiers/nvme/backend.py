@@ -1,0 +1,218 @@
+"""`NvmeBackend`: slots in segment files. Used by the manager's thread only; does no I/O.
+
+A slot whose block was committed may be taken again at once: the entry that must leave the index
+travels with the next store (`NvmeSpec.removals`) and is committed before anything is written.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import NoSpaceError
+from ..base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec, SlotArray
+from .directory import IndexDirectory
+from .extents import Extent, ExtentPool, complement
+from .growth import SegmentGrowth
+from .index import Removal
+
+MEDIUM = "NVME"
+MIN_SPREAD_BLOCKS = 16
+"""Fewer blocks than this go to one path, in turn: large transfers are worth more than many."""
+REMOVALS_PER_JOB = 1024
+"""So many entries that wait to leave the index are committed without waiting for a store."""
+_STATUS_BYTES = 8
+
+CommitRemovals = Callable[[Sequence[Removal], int], None]
+"""`commit(removals, epoch)` queues an index commit on an I/O thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeSpec(LoadStoreSpec):
+    """Blocks of the NVMe tier."""
+
+    hashes: tuple[BlockHash, ...]
+    slots: SlotArray
+    epoch: int
+    """The reset that these blocks belong to."""
+    values: tuple[bytes | None, ...] | None = None
+    """For a load: the index entries; the blocks are pinned, so they stay right."""
+    removals: tuple[Removal, ...] = ()
+    """For a store: entries to remove first."""
+
+    @staticmethod
+    def medium() -> str:
+        return MEDIUM
+
+
+class StatusTable:
+    """The status of every slot: 8 bytes each, and one flag for slots in use."""
+
+    def __init__(self, capacity: int) -> None:
+        self._bytes = mmap.mmap(-1, max(1, capacity) * _STATUS_BYTES)
+        self._table = np.frombuffer(self._bytes, dtype=np.int32).reshape(-1, 2)[:capacity]
+        self.is_used: npt.NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
+
+    def at(self, slot: int) -> BlockStatus:
+        """The live status of a slot."""
+        status = BlockStatus.from_buffer(self._bytes, slot * _STATUS_BYTES)
+        status.block_id = slot
+        return status
+
+    def hand_out(self, extents: Iterable[Extent]) -> list[BlockStatus]:
+        """Mark slots as used and not ready."""
+        statuses: list[BlockStatus] = []
+        for start, length in extents:
+            self._table[start : start + length, 0] = NOT_READY
+            self.is_used[start : start + length] = True
+            statuses.extend(map(self.at, range(start, start + length)))
+        return statuses
+
+    def busy(self) -> list[BlockStatus]:
+        """Slots in use by a transfer."""
+        return [self.at(slot) for slot in np.flatnonzero(self.is_used & (self._table[:, 0] != 0))]
+
+
+class NvmeBackend(Backend):
+    """Slots of one namespace. `capacity` is the final number; segments come ahead of need."""
+
+    def __init__(
+        self,
+        block_size: int,
+        table: StatusTable,
+        directory: IndexDirectory,
+        pools: Sequence[ExtentPool],
+        growth: SegmentGrowth,
+        slots_per_segment: int,
+        commit_removals: CommitRemovals,
+    ) -> None:
+        """One pool per path, holding the free slots of the segments that exist."""
+        super().__init__(block_size, MEDIUM, len(table.is_used))
+        self._table = table
+        self._directory = directory
+        self._pools = list(pools)
+        self._growth = growth
+        self._slots_per_segment = slots_per_segment
+        self._commit_removals = commit_removals
+        self._next_path = 0
+
+    def get_num_free_blocks(self) -> int:
+        self._take_arrived()
+        free = sum(map(len, self._pools))
+        if free < self._slots_per_segment:
+            self._growth.want_more()
+            self._take_arrived()
+            free = sum(map(len, self._pools))
+        return free
+
+    def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
+        free = self.get_num_free_blocks()
+        if len(block_hashes) > free:
+            raise NoSpaceError(f"{len(block_hashes)} slots asked for, {free} free; evict first")
+        return self._table.hand_out(self._take(len(block_hashes)))
+
+    def free(self, status: BlockStatus) -> None:
+        slot = status.block_id
+        assert self._table.is_used[slot], "a slot may be freed only once"
+        self._table.is_used[slot] = False
+        status.ref_cnt = 0
+        self._directory.released(slot)
+        self._pool_of(slot).free(slot)
+        if self._directory.pending_removals >= REMOVALS_PER_JOB:
+            self.flush_removals()
+
+    def get_load_store_spec(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> NvmeSpec:
+        slots = np.array([status.block_id for status in statuses], dtype=np.int32)
+        hashes, epoch = tuple(block_hashes), self._directory.epoch
+        if statuses and statuses[0].ref_cnt == NOT_READY:
+            removals = tuple(self._directory.take_removals())
+            return NvmeSpec(hashes, slots, epoch, removals=removals)
+        values = tuple(self._directory.values_of(list(block_hashes)))
+        return NvmeSpec(hashes, slots, epoch, values=values)
+
+    def reset(self) -> list[BlockStatus]:
+        busy = self._table.busy()
+        self._take_arrived()
+        exists = self._existing_mask()
+        self._table.is_used[:] = False
+        for status in busy:
+            self._table.is_used[status.block_id] = True
+        self._pools = free_pools(self._table.is_used, exists, self._slots_per_segment, self._paths)
+        self.flush_removals()
+        return busy
+
+    def flush_removals(self) -> None:
+        """Queue a commit of what waits to leave the index, and of the epoch if it is new."""
+        self._commit_removals(self._directory.take_removals(), self._directory.epoch)
+
+    def free_extents(self) -> npt.NDArray[np.int32]:
+        """All free runs, ascending: shape `(n, 2)`."""
+        self._take_arrived()
+        extents = np.concatenate([pool.to_array() for pool in self._pools])
+        return extents[np.argsort(extents[:, 0])]
+
+    @property
+    def available(self) -> int:
+        """Slots of the segments that exist, free or not."""
+        return sum(map(len, self._pools)) + int(np.count_nonzero(self._table.is_used))
+
+    def close(self) -> None:
+        self._pools = [ExtentPool()]
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _paths(self) -> int:
+        return len(self._pools)
+
+    def _pool_of(self, slot: int) -> ExtentPool:
+        return self._pools[slot // self._slots_per_segment % self._paths]
+
+    def _take_arrived(self) -> None:
+        for number in self._growth.poll():
+            first = number * self._slots_per_segment
+            self._pool_of(first).free(first, self._slots_per_segment)
+
+    def _take(self, n: int) -> list[Extent]:
+        """Take `n` slots, evenly over the paths as far as they have room."""
+        first, self._next_path = self._next_path, (self._next_path + 1) % self._paths
+        order = [self._pools[(first + i) % self._paths] for i in range(self._paths)]
+        share = n if n < MIN_SPREAD_BLOCKS else -(-n // self._paths)
+        extents: list[Extent] = []
+        for limit in (share, n):  # the second round takes what the first found no room for
+            for pool in order:
+                wanted = min(n - sum(length for _, length in extents), limit, len(pool))
+                extents.extend(pool.take(wanted))
+        return extents
+
+    def _existing_mask(self) -> npt.NDArray[np.bool_]:
+        exists = self._table.is_used.copy()
+        for pool in self._pools:
+            for start, length in pool.extents():
+                exists[start : start + length] = True
+        return exists
+
+
+def free_pools(
+    is_used: npt.NDArray[np.bool_],
+    exists: npt.NDArray[np.bool_],
+    slots_per_segment: int,
+    paths: int,
+) -> list[ExtentPool]:
+    """The free slots of the segments that exist, as one pool per path."""
+    pools = [ExtentPool() for _ in range(paths)]
+    for number in range(len(is_used) // slots_per_segment):
+        first = number * slots_per_segment
+        end = first + slots_per_segment
+        if not exists[first]:
+            continue
+        used = np.flatnonzero(is_used[first:end]).astype(np.int64) + first
+        for start, length in complement(used, first, end):
+            pools[number % paths].free(start, length)
+    return pools

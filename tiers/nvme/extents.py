@@ -1,0 +1,105 @@
+"""Free slots as runs of adjacent ones, so that blocks that travel together lie together.
+
+Used by one thread at a time (the manager's).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Extent = tuple[int, int]
+"""(first slot, number of slots)."""
+
+_STALE_HEAP_FACTOR = 4
+_STALE_HEAP_SLACK = 64
+
+
+class ExtentPool:
+    """A set of free slots. `take` and `free` cost O(log n) per run in the number of runs."""
+
+    def __init__(self, extents: Iterable[Extent] = ()) -> None:
+        self._length_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+        """(-length, start), entries that no longer exist included."""
+        self._free = 0
+        for start, length in extents:
+            self.free(start, length)
+
+    def __len__(self) -> int:
+        """Number of free slots."""
+        return self._free
+
+    @property
+    def largest(self) -> int:
+        """Length of the longest run; 0 if there is none."""
+        self._drop_stale()
+        return -self._heap[0][0] if self._heap else 0
+
+    def take(self, n: int) -> list[Extent]:
+        """Take `n` slots, from the longest runs first; there must be that many."""
+        assert 0 <= n <= self._free, "more slots asked for than are free"
+        taken: list[Extent] = []
+        while n > 0:
+            self._drop_stale()
+            _, start = heapq.heappop(self._heap)
+            length = self._remove(start)
+            used = min(length, n)
+            if used < length:
+                self._add(start + used, length - used)
+            taken.append((start, used))
+            n -= used
+        return taken
+
+    def free(self, start: int, length: int = 1) -> None:
+        """Give a run back; it joins its neighbours. None of it may be free already."""
+        end = start + length
+        before = self._start_of_end.get(start)
+        if before is not None:
+            length += self._remove(before)
+            start = before
+        if end in self._length_at:
+            length += self._remove(end)
+        self._add(start, length)
+
+    def extents(self) -> list[Extent]:
+        """All runs, ascending."""
+        return sorted(self._length_at.items())
+
+    def to_array(self) -> npt.NDArray[np.int32]:
+        """All runs, ascending: shape `(n, 2)`."""
+        return np.array(self.extents(), dtype=np.int32).reshape(-1, 2)
+
+    def _add(self, start: int, length: int) -> None:
+        self._length_at[start] = length
+        self._start_of_end[start + length] = start
+        self._free += length
+        heapq.heappush(self._heap, (-length, start))
+        if len(self._heap) > _STALE_HEAP_FACTOR * len(self._length_at) + _STALE_HEAP_SLACK:
+            self._heap = [(-length, start) for start, length in self._length_at.items()]
+            heapq.heapify(self._heap)
+
+    def _remove(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._start_of_end[start + length]
+        self._free -= length
+        return length
+
+    def _drop_stale(self) -> None:
+        heap = self._heap
+        while heap and self._length_at.get(heap[0][1]) != -heap[0][0]:
+            heapq.heappop(heap)
+
+
+def complement(used: npt.NDArray[np.int64], first: int, end: int) -> list[Extent]:
+    """The runs of `first .. end - 1` that `used` (ascending, distinct, within) leaves free."""
+    bounds = np.concatenate(([first - 1], used, [end])).astype(np.int64)
+    starts = bounds[:-1] + 1
+    lengths = bounds[1:] - starts
+    keep = lengths > 0
+    pairs = zip(starts[keep].tolist(), lengths[keep].tolist(), strict=True)
+    return [(int(start), int(length)) for start, length in pairs]

@@ -1,0 +1,264 @@
+"""`MemoryFileSystem`: files in memory that fail on command; the twin of the real one in tests.
+
+It knows what was synced, so a loss of power can be played: `lose_power` drops or tears whatever
+was written since. Mapped memory that changed without a sync keeps or loses its changes as one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import InUseError
+from .filesystem import File, FileLock, FileSystem, lock_message
+
+SECTOR_BYTES = 512
+STALL_LIMIT_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One file: its bytes now, the bytes that are safe, and the writes in between."""
+
+    data: bytearray
+    durable: bytes = b""
+    unsynced: list[tuple[int, bytes]] = field(default_factory=list)
+    maps: int = 0
+
+
+@dataclass(slots=True)
+class _Fault:
+    """What happens to the next `times` calls of an operation, after `skip` good ones."""
+
+    number: int
+    skip: int
+    times: int
+
+
+class MemoryFileSystem(FileSystem):
+    """All files in dictionaries. Operations are named like the methods, such as `"pwritev"`."""
+
+    def __init__(self, size_bytes: int = 1 << 40) -> None:
+        self.size_bytes = size_bytes
+        self.gate: threading.Event | None = None
+        """While set to an event that is clear, every transfer waits for it."""
+        self.short_transfers = False
+        """Every transfer moves about half of what it was asked to."""
+        self.calls: Counter[str] = Counter()
+        self._nodes: dict[Path, _Node] = {}
+        self._folders: set[Path] = set()
+        self._locked: set[Path] = set()
+        self._faults: dict[str, list[_Fault]] = {}
+        self._lock = threading.RLock()
+
+    # -- commands for tests --------------------------------------------------------------------
+
+    def fail(self, operation: str, number: int, *, skip: int = 0, times: int = 1) -> None:
+        """Let `times` calls of an operation fail with an errno, after `skip` good ones."""
+        self._faults.setdefault(operation, []).append(_Fault(number, skip, times))
+
+    def heal(self) -> None:
+        """Forget every failure that has not happened."""
+        self._faults.clear()
+
+    def lose_power(self, rng: random.Random) -> None:
+        """Keep what was synced; of each later write keep all, a part, or nothing."""
+        for node in self._nodes.values():
+            if node.maps and rng.random() < 0.5:
+                survived = bytearray(node.data)
+            else:
+                survived = bytearray(node.durable.ljust(len(node.data), b"\0"))
+            for offset, written in node.unsynced:
+                sectors = -(-len(written) // SECTOR_BYTES)
+                keep = rng.choice((0, sectors, rng.randint(0, sectors))) * SECTOR_BYTES
+                part = written[:keep]
+                survived[offset : offset + len(part)] = part
+            node.data[:] = survived
+            node.durable, node.unsynced = bytes(survived), []
+        self._locked.clear()
+
+    def damage(self, path: Path, offset: int, data: bytes) -> None:
+        """Overwrite bytes behind everybody's back."""
+        node = self._nodes[path]
+        node.data[offset : offset + len(data)] = data
+        node.durable = bytes(node.data)
+
+    # -- the file system -----------------------------------------------------------------------
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
+        self.enter("open")
+        with self._lock:
+            if create:
+                if path in self._nodes:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+                self._nodes[path] = _Node(bytearray())
+            if path not in self._nodes:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return MemoryFile(self, self._nodes[path])
+
+    def make_dir(self, path: Path) -> None:
+        self.enter("make_dir")
+        self._folders.add(path)
+
+    def check_dir(self, path: Path) -> None:
+        if not self.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def list_dir(self, path: Path) -> list[str]:
+        self.enter("list_dir")
+        names = self._folders | set(self._nodes)
+        return sorted(name.name for name in names if name.parent == path)
+
+    def exists(self, path: Path) -> bool:
+        below = any(path in name.parents for name in self._folders | set(self._nodes))
+        return below or path in self._nodes or path in self._folders or path.is_dir()
+
+    def unlink(self, path: Path) -> None:
+        self.enter("unlink")
+        del self._nodes[path]
+
+    def remove_tree(self, path: Path) -> None:
+        self.enter("remove_tree")
+        self._folders = {name for name in self._folders if not name.is_relative_to(path)}
+        for name in [name for name in self._nodes if name.is_relative_to(path)]:
+            del self._nodes[name]
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.enter("rename")
+        self._nodes[target] = self._nodes.pop(source)
+
+    def sync_dir(self, path: Path) -> None:
+        self.enter("sync_dir")
+
+    def free_bytes(self, path: Path) -> int:
+        self.enter("free_bytes")
+        return self.size_bytes - sum(len(node.data) for node in self._nodes.values())
+
+    def total_bytes(self, path: Path) -> int:
+        return self.size_bytes
+
+    def used_bytes(self, path: Path) -> int:
+        inside = (name for name in self._nodes if name.is_relative_to(path))
+        return sum(len(self._nodes[name].data) for name in inside)
+
+    def modified_at(self, path: Path) -> float:
+        return float(list(self._nodes).index(path)) if path in self._nodes else 0.0
+
+    def lock(self, path: Path) -> FileLock:
+        self.enter("lock")
+        with self._lock:
+            if path in self._locked:
+                raise InUseError(lock_message(path, str(os.getpid())))
+            self._locked.add(path)
+            self._nodes.setdefault(path, _Node(bytearray()))
+        return _MemoryLock(self._locked, path)
+
+    # -- for the files -------------------------------------------------------------------------
+
+    def enter(self, operation: str) -> None:
+        """Count a call, and fail it if that was ordered."""
+        with self._lock:
+            self.calls[operation] += 1
+            for fault in self._faults.get(operation, ()):
+                if fault.skip > 0:
+                    fault.skip -= 1
+                elif fault.times > 0:
+                    fault.times -= 1
+                    raise OSError(fault.number, os.strerror(fault.number))
+
+    def pass_gate(self) -> None:
+        """Wait while the device stalls."""
+        if self.gate is not None and not self.gate.wait(STALL_LIMIT_S):
+            raise OSError(errno.ETIMEDOUT, "the test kept the gate shut")
+
+    def limit(self, wanted: int) -> int:
+        """How much of a transfer gets through."""
+        return (wanted + 1) // 2 if self.short_transfers else wanted
+
+    def reserve(self, more: int) -> None:
+        """Take disk space, or fail with ENOSPC."""
+        if more > self.free_bytes(Path("/")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _MemoryLock(FileLock):
+    def __init__(self, locked: set[Path], path: Path) -> None:
+        self._locked = locked
+        self._path = path
+
+    def release(self) -> None:
+        self._locked.discard(self._path)
+
+
+class MemoryFile(File):
+    """A handle on a file in memory."""
+
+    def __init__(self, fs: MemoryFileSystem, node: _Node) -> None:
+        self._fs = fs
+        self._node = node
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fs.enter("preadv")
+        self._fs.pass_gate()
+        wanted = sum(len(buffer) for buffer in buffers)
+        data = bytes(self._node.data[offset : offset + self._fs.limit(wanted)])
+        done = 0
+        for buffer in buffers:
+            part = data[done : done + len(buffer)]
+            buffer[: len(part)] = part
+            done += len(part)
+        return done
+
+    def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
+        self._fs.enter("pwritev")
+        self._fs.pass_gate()
+        joined = b"".join(buffers)
+        data = joined[: self._fs.limit(len(joined))]
+        node = self._node
+        if offset + len(data) > len(node.data):
+            self._resize(offset + len(data))
+        node.data[offset : offset + len(data)] = data
+        node.unsynced.append((offset, data))
+        return len(data)
+
+    def preallocate(self, size: int) -> None:
+        self._fs.enter("preallocate")
+        if size > len(self._node.data):
+            self._resize(size)
+
+    def truncate(self, size: int) -> None:
+        self._fs.enter("truncate")
+        self._resize(size)
+
+    def sync(self) -> None:
+        self._fs.enter("sync")
+        self._node.durable = bytes(self._node.data)
+        self._node.unsynced.clear()
+
+    def size(self) -> int:
+        return len(self._node.data)
+
+    def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
+        self._fs.enter("map")
+        if offset + length > len(self._node.data):
+            raise OSError(errno.EINVAL, "a mapping beyond the end")
+        self._node.maps += int(writable)
+        view = memoryview(self._node.data)[offset : offset + length]
+        return view if writable else view.toreadonly()
+
+    def close(self) -> None:
+        return
+
+    def _resize(self, size: int) -> None:
+        data = self._node.data
+        if size > len(data):
+            self._fs.reserve(size - len(data))
+            data.extend(bytes(size - len(data)))
+        else:
+            del data[size:]

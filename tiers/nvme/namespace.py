@@ -1,0 +1,230 @@
+"""Namespace directories: who may share blocks, who owns a directory, what others take up.
+
+A namespace is one directory per path, named after its label and the fingerprint of its fields. It
+is owned by one process at a time (a lock file in each directory). All methods raise one of our
+errors; nothing that belongs to anybody else is followed or touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...errors import ConfigError, CorruptionError, InUseError, os_errors
+from .filesystem import FileLock, FileSystem
+from .format import FORMAT_VERSION, MAX_DESCRIPTION_BYTES, parse_description
+
+SHORT_FINGERPRINT_DIGITS = 12
+MAX_NAME_CHARS = 64
+DESCRIPTION = "namespace.json"
+LOCK = "lock"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{12}")
+_FOLDERS = ("index", "state", "segments")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceKey:
+    """What makes two configurations share blocks: every field equal."""
+
+    label: str
+    """For people, such as the model's name; part of the directory's name."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Everything that the bytes of a block depend on; JSON values."""
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 over the canonical JSON of the fields."""
+        text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).digest()
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest in hex."""
+        return self.digest.hex()
+
+    @property
+    def directory_name(self) -> str:
+        """Safe as a file name, whatever the label."""
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label)[:MAX_NAME_CHARS].strip(".-")
+        return f"{name or 'blocks'}-{self.fingerprint[:SHORT_FINGERPRINT_DIGITS]}"
+
+
+@dataclass(slots=True)
+class Namespace:
+    """An open namespace: one directory in each path, locked by this process."""
+
+    folders: tuple[Path, ...]
+    created: datetime
+    locks: list[FileLock]
+    was_described: bool
+    """False while it is being created, or if its description was lost."""
+
+    @property
+    def index_folder(self) -> Path:
+        """The LMDB environment."""
+        return self.folders[0] / "index"
+
+    @property
+    def state_folder(self) -> Path:
+        """Arrays of the policy."""
+        return self.folders[0] / "state"
+
+    @property
+    def segment_folders(self) -> list[Path]:
+        """Where segments lie, one folder per path."""
+        return [folder / "segments" for folder in self.folders]
+
+    def close(self) -> None:
+        """Let another process have it; idempotent."""
+        for lock in self.locks:
+            lock.release()
+        self.locks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNamespace:
+    """A namespace directory of anybody's under a path."""
+
+    path: Path
+    used_bytes: int
+    last_used: float
+    """Seconds of the wall clock."""
+
+
+def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> Namespace:
+    """Create or open the directories of `key` under the roots and lock them.
+
+    What is new is described by `describe_namespace` once the rest is there.
+
+    Raises `InUseError` if another process has them, `ConfigError` if a root is not usable,
+    `CorruptionError` or `FormatError` if what is there is not ours to use.
+    """
+    folders = tuple(root / key.directory_name for root in roots)
+    locks: list[FileLock] = []
+    created: datetime | None = None
+    try:
+        for part, (root, folder) in enumerate(zip(roots, folders, strict=True)):
+            if not fs.exists(root):
+                raise ConfigError(f"path {str(root)!r} does not exist; create it")
+            with os_errors(f"opening the namespace {folder}"):
+                fs.make_dir(folder)
+                locks.append(fs.lock(folder / LOCK))
+                for name in _FOLDERS if part == 0 else ("segments",):
+                    fs.make_dir(folder / name)
+                document = _read_description(fs, folder)
+            if document is not None:
+                _check_description(document, key, folder, part, len(roots))
+                created = _created(document)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
+    return Namespace(folders, created or datetime.now(UTC), locks, created is not None)
+
+
+def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
+    """Every namespace directory in a path, the one that was used longest ago first."""
+    found: list[FoundNamespace] = []
+    with os_errors(f"listing {root}"):
+        for name in fs.list_dir(root):
+            path = root / name
+            if not _NAME.fullmatch(name) or not fs.exists(path / LOCK):
+                continue
+            try:
+                fs.check_dir(path)
+                last_used = fs.modified_at(path / LOCK)
+                found.append(FoundNamespace(path, fs.used_bytes(path), last_used))
+            except (FileNotFoundError, PermissionError):  # just removed, or not ours
+                continue
+    return sorted(found, key=lambda one: one.last_used)
+
+
+def remove_namespace(fs: FileSystem, path: Path) -> bool:
+    """Delete a namespace directory unless a process owns it; True if it is gone."""
+    try:
+        lock = fs.lock(path / LOCK)
+    except InUseError:
+        return False
+    try:
+        with os_errors(f"removing {path}"):
+            fs.remove_tree(path)
+    finally:
+        lock.release()
+    return True
+
+
+def _read_description(fs: FileSystem, folder: Path) -> Mapping[str, object] | None:
+    path = folder / DESCRIPTION
+    if not fs.exists(path):
+        return None
+    return parse_description(fs.read(path, MAX_DESCRIPTION_BYTES), str(folder))
+
+
+def _check_description(
+    document: Mapping[str, object], key: NamespaceKey, folder: Path, part: int, parts: int
+) -> None:
+    if document["fields"] != json.loads(json.dumps(key.fields)):
+        raise CorruptionError(
+            f"{folder} describes other blocks than its name says; remove that directory to "
+            "start empty"
+        )
+    if (document.get("part"), document.get("parts")) != (part, parts):
+        raise ConfigError(
+            f"path: {folder} was part {document.get('part')} of {document.get('parts')} paths, "
+            f"not {part} of {parts}; give the paths as before or remove that directory"
+        )
+
+
+def describe_namespace(
+    fs: FileSystem,
+    namespace: Namespace,
+    key: NamespaceKey,
+    block_bytes: int,
+    slots_per_segment: int,
+) -> None:
+    """Write `namespace.json` where it is missing: from now on the namespace must be complete."""
+    for part, folder in enumerate(namespace.folders):
+        if fs.exists(folder / DESCRIPTION):
+            continue
+        document = {
+            "format": "kvcascade-namespace",
+            "format_version": FORMAT_VERSION,
+            "label": key.label,
+            "fingerprint": key.fingerprint,
+            "fields": dict(key.fields),
+            "block_bytes": block_bytes,
+            "slots_per_segment": slots_per_segment,
+            "part": part,
+            "parts": len(namespace.folders),
+            "created": namespace.created.isoformat(),
+        }
+        with os_errors(f"writing {folder / DESCRIPTION}"):
+            fs.replace(folder / DESCRIPTION, json.dumps(document, indent=2).encode() + b"\n")
+
+
+def stored_slots_per_segment(fs: FileSystem, root: Path, key: NamespaceKey) -> int | None:
+    """What an existing namespace was laid out with; None if there is none yet."""
+    folder = root / key.directory_name
+    with os_errors(f"reading {folder}"):
+        if not fs.exists(folder):
+            return None
+        fs.check_dir(folder)
+        document = _read_description(fs, folder)
+    if document is None:
+        return None
+    slots = document["slots_per_segment"]
+    assert isinstance(slots, int)
+    return slots
+
+
+def _created(document: Mapping[str, object]) -> datetime:
+    try:
+        created = datetime.fromisoformat(str(document.get("created")))
+    except ValueError:
+        return datetime.now(UTC)
+    return created if created.tzinfo else created.replace(tzinfo=UTC)

@@ -1,0 +1,250 @@
+"""Segment files: blocks in slots, each slot with a record that says what it holds.
+
+`BlockStore` moves bytes through here on I/O threads; the manager's thread reads slot records
+through a shared mapping. A run of slots never crosses a segment. Methods raise `OSError`.
+
+Durability: nothing before `sync`. A segment is never trusted: what is wrong with a file is made
+whole at open, and the checksum in the index tells which blocks survived.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import os_errors
+from .filesystem import File, FileSystem
+from .format import SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
+
+MAX_BUFFERS_PER_CALL = 1024
+"""`IOV_MAX` of Linux."""
+MAX_BYTES_PER_CALL = 64 << 20
+MAX_SHORT_TRANSFERS = 1000
+"""Per call; a device that keeps moving less than it was asked to is broken."""
+_SUFFIX = ".safetensors"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An open segment file."""
+
+    number: int
+    path: Path
+    payload: File
+    records: File
+    mapped_records: memoryview
+
+    def close(self) -> None:
+        """Close the files. The mapping lives as long as somebody reads through it."""
+        self.payload.close()
+        self.records.close()
+
+
+class SegmentSet:
+    """All segments of a namespace; segment `i` lies in `folders[i % len(folders)]`.
+
+    Transfers may come from any thread; opening, creating and closing from one at a time.
+    """
+
+    def __init__(self, fs: FileSystem, folders: Sequence[Path], layout: SegmentLayout) -> None:
+        self.layout = layout
+        self.repaired = 0
+        """Segments whose size or header had to be put right."""
+        self.unusable: set[int] = set()
+        """Segments that are there but could not be opened."""
+        self._fs = fs
+        self._folders = tuple(folders)
+        self._header_bytes = layout.header_bytes
+        self._open: dict[int, Segment] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the open segments, ascending."""
+        return sorted(self._open)
+
+    def path_of(self, number: int) -> Path:
+        """Where a segment lies."""
+        folder = self._folders[number % len(self._folders)]
+        return folder / f"{number:06d}{_SUFFIX}"
+
+    def found(self) -> list[int]:
+        """Numbers of the segment files that are there, ascending."""
+        numbers: list[int] = []
+        for index, folder in enumerate(self._folders):
+            for name in self._fs.list_dir(folder):
+                stem = name.removesuffix(_SUFFIX)
+                if stem != name and stem.isascii() and stem.isdigit() and len(stem) == 6:
+                    if int(stem) % len(self._folders) == index:
+                        numbers.append(int(stem))
+        return sorted(numbers)
+
+    def create(self, number: int) -> None:
+        """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`."""
+        path = self.path_of(number)
+        with os_errors(f"creating {path}"):
+            file = self._fs.open(path, create=True)
+            try:
+                file.preallocate(self.layout.file_bytes)
+                _write_all(file, [memoryview(self.layout.header(number))], 0)
+                file.sync()
+                self._fs.sync_dir(path.parent)
+            except BaseException:
+                file.close()
+                self._fs.unlink(path)
+                raise
+            file.close()
+            self._open[number] = self._open_files(number, path)
+
+    def open(self, number: int) -> None:
+        """Open a segment that is there, and make it whole.
+
+        Raises one of our errors; the segment is then `unusable`.
+        """
+        path = self.path_of(number)
+        self.unusable.add(number)
+        with os_errors(f"opening {path}"):
+            file = self._fs.open(path)
+            try:
+                self._make_whole(file, number)
+            finally:
+                file.close()
+            self._open[number] = self._open_files(number, path)
+        self.unusable.discard(number)
+
+    def remove(self, number: int) -> None:
+        """Delete a segment file, open or not."""
+        segment = self._open.pop(number, None)
+        if segment is not None:
+            segment.close()
+        with os_errors(f"removing {self.path_of(number)}"):
+            self._fs.unlink(self.path_of(number))
+
+    def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Write whole slots, adjacent ones from `first_slot` on."""
+        segment, offset = self._locate(first_slot, len(buffers))
+        for part, position in self._calls(buffers, offset):
+            _write_all(segment.payload, part, position)
+
+    def write_records(self, first_slot: int, records: Sequence[bytes]) -> None:
+        """Write the records of adjacent slots."""
+        number, index = divmod(first_slot, self.layout.slots)
+        offset = self.layout.records_offset + index * SLOT_RECORD_BYTES
+        _write_all(self._segment(number).records, [memoryview(b"".join(records))], offset)
+
+    def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
+        segment, offset = self._locate(first_slot, len(buffers))
+        for part, position in self._calls(buffers, offset):
+            _read_all(segment.payload, part, position)
+
+    def sync(self, number: int) -> None:
+        """Make everything written to a segment durable."""
+        self._segment(number).payload.sync()
+
+    def record(self, slot: int) -> SlotRecord | None:
+        """What a slot says it holds, read through the mapping; None if unwritten or damaged."""
+        number, index = divmod(slot, self.layout.slots)
+        segment = self._open.get(number)
+        if segment is None:
+            return None
+        start = index * SLOT_RECORD_BYTES
+        return parse_record(bytes(segment.mapped_records[start : start + SLOT_RECORD_BYTES]))
+
+    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Group positions of an ascending slot list into runs: (begin, end) positions."""
+        found: list[tuple[int, int]] = []
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
+            if not is_next or slots[i] % self.layout.slots == 0:
+                found.append((begin, i))
+                begin = i
+        return found
+
+    def close(self) -> None:
+        """Close every file; idempotent."""
+        for segment in self._open.values():
+            segment.close()
+        self._open.clear()
+
+    def _segment(self, number: int) -> Segment:
+        segment = self._open.get(number)
+        if segment is None:
+            raise OSError(errno.ENOENT, "the segment is not there", str(self.path_of(number)))
+        return segment
+
+    def _locate(self, first_slot: int, count: int) -> tuple[Segment, int]:
+        number, index = divmod(first_slot, self.layout.slots)
+        assert index + count <= self.layout.slots, "a run may not cross a segment"
+        return self._segment(number), self._header_bytes + index * self.layout.block_bytes
+
+    def _calls(
+        self, buffers: Sequence[memoryview], offset: int
+    ) -> Iterator[tuple[Sequence[memoryview], int]]:
+        size = self.layout.block_bytes
+        step = max(1, min(MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL // size))
+        for start in range(0, len(buffers), step):
+            yield buffers[start : start + step], offset + start * size
+
+    def _open_files(self, number: int, path: Path) -> Segment:
+        payload = self._fs.open(path, direct=True)
+        records = self._fs.open(path)
+        length = self.layout.slots * SLOT_RECORD_BYTES
+        mapped = records.map(self.layout.records_offset, length, writable=False)
+        return Segment(number, path, payload, records, mapped)
+
+    def _make_whole(self, file: File, number: int) -> None:
+        expected = self.layout.header(number)
+        size = file.size()
+        header = bytearray(min(size, len(expected)))
+        if header:
+            file.preadv([memoryview(header)], 0)
+        if size == self.layout.file_bytes and header == expected:
+            return
+        self.repaired += 1
+        _log.warning("segment %s was damaged; what it still holds is kept", self.path_of(number))
+        if size > self.layout.file_bytes:
+            file.truncate(self.layout.file_bytes)
+        file.preallocate(self.layout.file_bytes)
+        _write_all(file, [memoryview(expected)], 0)
+        file.sync()
+
+
+def _write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    for _ in range(MAX_SHORT_TRANSFERS):
+        done += file.pwritev(buffers if not done else _after(buffers, done), offset + done)
+        if done >= wanted:
+            return
+    raise OSError(errno.EIO, "the device keeps writing less than asked")
+
+
+def _read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    for _ in range(MAX_SHORT_TRANSFERS):
+        moved = file.preadv(buffers if not done else _after(buffers, done), offset + done)
+        done += moved
+        if done >= wanted:
+            return
+        if moved == 0:
+            raise OSError(errno.EIO, "the file ends before the block does")
+    raise OSError(errno.EIO, "the device keeps reading less than asked")
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of a vector after its first `done` bytes."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        if done >= len(buffer):
+            done -= len(buffer)
+            continue
+        left.append(buffer[done:])
+        done = 0
+    return left

@@ -1,0 +1,303 @@
+"""Moves the bytes of blocks between memory and segments, for I/O threads.
+
+Guarantees: a block is in the index only after its payload was written (and, with `power`
+durability, synced); entries that leave are gone from the index before their slots are written
+again; a block that was read matches its length and its checksum, or the outcome says so. Nothing
+that the device does is raised: it is an outcome per block.
+
+Threads: `write`, `read` and `remove` may be called by several threads at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from time import perf_counter_ns
+
+from ...errors import ErrorKind, from_os_error
+from ..base import BlockHash, BlockOutcome
+from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
+from .index import BlockIndex, CommitOutcome, Removal
+from .segments import SegmentSet
+
+_log = logging.getLogger(__name__)
+
+_OF_COMMIT = {
+    CommitOutcome.DONE: BlockOutcome.OK,
+    CommitOutcome.STALE_EPOCH: BlockOutcome.GONE,
+    CommitOutcome.NO_SPACE: BlockOutcome.NO_SPACE,
+    CommitOutcome.IO_ERROR: BlockOutcome.IO_ERROR,
+}
+
+
+class Durability(Enum):
+    """What survives once a block is reported as stored."""
+
+    PROCESS = "process"
+    """The death of the process."""
+    POWER = "power"
+    """A loss of power."""
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What a store did since it was opened."""
+
+    blocks_written: int = 0
+    bytes_written: int = 0
+    write_ns: int = 0
+    blocks_read: int = 0
+    bytes_read: int = 0
+    read_ns: int = 0
+    corrupt: int = 0
+    gone: int = 0
+    io_errors: int = 0
+    no_space: int = 0
+    refused_keys: int = 0
+    removed: int = 0
+
+
+@dataclass(slots=True)
+class _Write:
+    """One block of a write, in the order of the slots."""
+
+    position: int
+    key: BlockHash
+    slot: int
+    payload: memoryview
+    entry: IndexEntry | None = None
+
+
+class BlockStore:
+    """Reads and writes blocks by slot."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        segments: SegmentSet,
+        durability: Durability,
+        first_generation: int,
+    ) -> None:
+        self.block_bytes = segments.layout.block_bytes
+        self.counters = StoreCounters()
+        self._index = index
+        self._segments = segments
+        self._durability = durability
+        self._generations = itertools.count(first_generation)
+        self._lock = threading.Lock()
+        self._owed: list[Removal] = []
+        self._owed_epoch = 0
+
+    def write(
+        self,
+        keys: Sequence[BlockHash],
+        slots: Sequence[int],
+        buffers: Sequence[memoryview],
+        epoch: int,
+        removals: Sequence[Removal] = (),
+    ) -> list[BlockOutcome]:
+        """Write blocks into slots that are theirs; one outcome per block, in the given order.
+
+        `removals` are committed first. What is owed from a failed job before is tried again.
+        """
+        outcomes = [BlockOutcome.CANCELLED] * len(keys)
+        started = perf_counter_ns()
+        failure = self._commit_removals(removals, epoch)
+        if failure is not None:
+            return self._count_write([failure] * len(keys), started)
+        writes = [
+            _Write(i, key, slot, buffer)
+            for i, (key, slot, buffer) in enumerate(zip(keys, slots, buffers, strict=True))
+            if 0 < len(key) <= MAX_KEY_BYTES
+        ]
+        self._count(refused_keys=len(keys) - len(writes))
+        writes.sort(key=lambda write: write.slot)
+        for write in writes:
+            write.entry = self._entry_for(write)
+        for begin, end in self._segments.runs([write.slot for write in writes]):
+            run = writes[begin:end]
+            _note(outcomes, run, self._write_run(run, epoch))
+        written = [w for w in writes if outcomes[w.position] is BlockOutcome.OK]
+        if self._durability is Durability.POWER:
+            written = self._sync(written, outcomes)
+        puts = [(w.key, w.entry) for w in written if w.entry is not None]
+        if puts:
+            _note(outcomes, written, _OF_COMMIT[self._index.commit(epoch, (), puts)])
+        return self._count_write(outcomes, started)
+
+    def read(
+        self,
+        keys: Sequence[BlockHash],
+        slots: Sequence[int],
+        buffers: Sequence[memoryview],
+        values: Sequence[bytes | None] | None = None,
+    ) -> list[BlockOutcome]:
+        """Read blocks into buffers of `block_bytes`; one outcome per block, in the given order.
+
+        `values` are the raw index entries if the caller has looked them up (it holds a pin).
+        """
+        started = perf_counter_ns()
+        outcomes = [BlockOutcome.GONE] * len(keys)
+        entries = self._entries(keys, values)
+        order: list[int] = []
+        for i in sorted(range(len(keys)), key=slots.__getitem__):
+            entry = entries[i]
+            if entry is not None and entry.slot == slots[i]:
+                outcomes[i] = BlockOutcome.OK
+                order.append(i)
+        for begin, end in self._segments.runs([slots[i] for i in order]):
+            run = order[begin:end]
+            outcome = self._read_run(slots[run[0]], [buffers[i] for i in run])
+            for i in run:
+                outcomes[i] = outcome
+        for i in order:
+            entry = entries[i]
+            if outcomes[i] is BlockOutcome.OK and entry is not None:
+                outcomes[i] = self._verify(keys[i], entry, buffers[i])
+        return self._count_read(outcomes, started)
+
+    def remove(self, removals: Sequence[Removal], epoch: int) -> bool:
+        """Commit removals, and the epoch if it is new; False if they must be tried again."""
+        failure = self._commit_removals(removals, epoch)
+        return failure is None or failure is BlockOutcome.GONE
+
+    def owe(self, removals: Iterable[Removal], epoch: int) -> None:
+        """Removals of a job that never ran: the next one commits them."""
+        with self._lock:
+            self._owed.extend(removals)
+            self._owed_epoch = max(self._owed_epoch, epoch)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
+        """Why the write cannot go on, or None."""
+        with self._lock:
+            due, self._owed = [*self._owed, *removals], []
+        if not due and epoch == self._index.epoch:
+            return None
+        outcome = self._index.commit(epoch, due)
+        if outcome is CommitOutcome.DONE:
+            self._count(removed=len(due))
+            return None
+        if outcome is not CommitOutcome.STALE_EPOCH:  # after a reset there is nothing to remove
+            self.owe(due, epoch)
+        return _OF_COMMIT[outcome]
+
+    def _entry_for(self, write: _Write) -> IndexEntry:
+        return IndexEntry(
+            write.slot,
+            len(write.payload),
+            block_checksum(write.key, write.payload),
+            next(self._generations),
+        )
+
+    def _write_run(self, run: Sequence[_Write], epoch: int) -> BlockOutcome:
+        records: list[bytes] = []
+        for write in run:
+            entry = write.entry
+            assert entry is not None and entry.length == self.block_bytes
+            record = SlotRecord(write.key, entry.generation, entry.checksum, entry.length, epoch)
+            records.append(record.pack())
+        try:
+            self._segments.write_run(run[0].slot, [write.payload for write in run])
+            self._segments.write_records(run[0].slot, records)
+        except OSError as error:
+            return self._failed(error, "writing blocks")
+        return BlockOutcome.OK
+
+    def _sync(self, written: Sequence[_Write], outcomes: list[BlockOutcome]) -> list[_Write]:
+        slots_per_segment = self._segments.layout.slots
+        durable: list[_Write] = []
+        for number in sorted({write.slot // slots_per_segment for write in written}):
+            part = [write for write in written if write.slot // slots_per_segment == number]
+            try:
+                self._segments.sync(number)
+                durable.extend(part)
+            except OSError as error:
+                _note(outcomes, part, self._failed(error, "syncing blocks"))
+        return durable
+
+    def _entries(
+        self, keys: Sequence[BlockHash], values: Sequence[bytes | None] | None
+    ) -> list[IndexEntry | None]:
+        if values is None:
+            return [self._index.entry(key) for key in keys]
+        return [
+            None if value is None else parse_entry(key, value)
+            for key, value in zip(keys, values, strict=True)
+        ]
+
+    def _read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> BlockOutcome:
+        try:
+            self._segments.read_run(first_slot, buffers)
+        except OSError as error:
+            return self._failed(error, "reading blocks")
+        return BlockOutcome.OK
+
+    def _verify(self, key: BlockHash, entry: IndexEntry, payload: memoryview) -> BlockOutcome:
+        if entry.length == len(payload) and entry.checksum == block_checksum(key, payload):
+            return BlockOutcome.OK
+        now = self._index.entry(key)
+        if now is None or now.generation != entry.generation:
+            return BlockOutcome.GONE
+        return BlockOutcome.CORRUPT
+
+    def _failed(self, error: OSError, doing: str) -> BlockOutcome:
+        mapped = from_os_error(error, doing)
+        is_full = mapped.kind is ErrorKind.NO_SPACE
+        seen = self.counters.no_space if is_full else self.counters.io_errors
+        if seen == 0:
+            _log.warning("%s", mapped)
+        return BlockOutcome.NO_SPACE if is_full else BlockOutcome.IO_ERROR
+
+    def _count_write(self, outcomes: list[BlockOutcome], started: int) -> list[BlockOutcome]:
+        done = outcomes.count(BlockOutcome.OK)
+        self._count(
+            blocks_written=done,
+            bytes_written=done * self.block_bytes,
+            write_ns=perf_counter_ns() - started,
+            **_failures(outcomes),
+        )
+        return outcomes
+
+    def _count_read(self, outcomes: list[BlockOutcome], started: int) -> list[BlockOutcome]:
+        done = outcomes.count(BlockOutcome.OK)
+        corrupt = outcomes.count(BlockOutcome.CORRUPT)
+        if corrupt:
+            _log.warning("%d blocks did not match their checksums; they count as misses", corrupt)
+        self._count(
+            blocks_read=done,
+            bytes_read=done * self.block_bytes,
+            read_ns=perf_counter_ns() - started,
+            **_failures(outcomes),
+        )
+        return outcomes
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self.counters, name, getattr(self.counters, name) + value)
+
+
+def _note(outcomes: list[BlockOutcome], writes: Sequence[_Write], outcome: BlockOutcome) -> None:
+    for write in writes:
+        outcomes[write.position] = outcome
+
+
+def _failures(outcomes: Sequence[BlockOutcome]) -> dict[str, int]:
+    return {
+        "corrupt": outcomes.count(BlockOutcome.CORRUPT),
+        "gone": outcomes.count(BlockOutcome.GONE),
+        "io_errors": outcomes.count(BlockOutcome.IO_ERROR),
+        "no_space": outcomes.count(BlockOutcome.NO_SPACE),
+    }
+
+
+def add_counters(total: StoreCounters, more: StoreCounters) -> None:
+    """Add `more` to `total`, field by field."""
+    for one in fields(StoreCounters):
+        setattr(total, one.name, getattr(total, one.name) + getattr(more, one.name))

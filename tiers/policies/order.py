@@ -1,0 +1,77 @@
+"""The replacement half of a cache policy: an order over slot numbers, held in arrays.
+
+State is flat arrays, so that millions of slots cost bytes instead of objects and the arrays of a
+persistent tier can lie in a mapped file and survive a restart (`ArraySource`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base import SlotMask
+
+ArraySource = Callable[[str, int, type[np.generic]], npt.NDArray[Any]]
+"""`source(name, length, dtype)` gives an array: zeros the first time, afterwards (for a persistent
+tier) what it held when the tier was last open."""
+
+
+def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """The `ArraySource` of tiers that live in memory."""
+    return np.zeros(length, dtype=dtype)
+
+
+class EvictionOrder(ABC):
+    """Which of the slots in use leaves next. Slots are `0 .. capacity - 1`.
+
+    `tags` are 64-bit digests of block hashes, for policies that remember what left (ghosts).
+    """
+
+    def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
+        self.capacity = capacity
+
+    @abstractmethod
+    def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        """Add slots that are not present, least recent first."""
+
+    @abstractmethod
+    def touch(self, slots: Sequence[int]) -> None:
+        """A use of slots that are present, least recent first."""
+
+    @abstractmethod
+    def remove(self, slots: Sequence[int]) -> None:
+        """Forget slots without a ghost (their blocks are gone for other reasons)."""
+
+    @abstractmethod
+    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        """Forget slots because their blocks were evicted; ghosts may be kept."""
+
+    @abstractmethod
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        """Up to `limit` slots that `wanted` accepts, in the order they would leave; no change.
+
+        Slots that are False in `mask` are passed over before `wanted` is asked. `window` bounds
+        how many of the coldest slots are looked at.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all slots and ghosts."""
+
+    @abstractmethod
+    def reconcile(self, present: npt.NDArray[Any]) -> None:
+        """After a crash: hold exactly the slots in `present` (ascending), order kept as known."""
+
+    @abstractmethod
+    def __contains__(self, slot: object) -> bool:
+        """True if the slot is in the order."""

@@ -1,0 +1,106 @@
+"""`OrderedPolicy`: a directory (where is it) and an order (who leaves) make one `CachePolicy`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
+from .directory import BlockDirectory
+from .order import EvictionOrder
+
+Pairs = list[tuple[BlockHash, BlockStatus]]
+
+
+def tag_of(block_hash: BlockHash) -> int:
+    """A 64-bit digest for ghosts. Block hashes are cryptographic, so a part of one will do.
+
+    Folds the first and last eight bytes, since the last four of vLLM's keys are a group number.
+    """
+    return int.from_bytes(block_hash[:8], "little") ^ int.from_bytes(block_hash[-8:], "little")
+
+
+class OrderedPolicy(CachePolicy):
+    """Any eviction order over any directory."""
+
+    def __init__(self, directory: BlockDirectory, order: EvictionOrder) -> None:
+        self._directory = directory
+        self._order = order
+        # The hot path of every lookup: no call of our own between the manager and the directory.
+        setattr(self, "get", directory.get)  # noqa: B010 - a method may not be assigned to
+
+    def get(self, block_hash: BlockHash) -> BlockStatus | None:
+        return self._directory.get(block_hash)
+
+    def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
+        self._directory.put(block_hash, status)
+        self._order.insert([status.block_id], [tag_of(block_hash)])
+
+    def insert_many(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> None:
+        put = self._directory.put
+        for block_hash, status in zip(block_hashes, statuses, strict=True):
+            put(block_hash, status)
+        self._order.insert(
+            [status.block_id for status in reversed(statuses)],
+            [tag_of(block_hash) for block_hash in reversed(block_hashes)],
+        )
+
+    def remove(self, block_hash: BlockHash) -> BlockStatus | None:
+        status = self._directory.pop(block_hash)
+        if status is not None:
+            self._order.remove([status.block_id])
+        return status
+
+    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+        get = self._directory.get
+        slots = [s.block_id for s in map(get, block_hashes) if s is not None]
+        slots.reverse()
+        self._order.touch(slots)
+
+    def evict(
+        self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
+    ) -> Pairs | None:
+        chosen = self.coldest(n, protected, mask)
+        if len(chosen) < n:
+            return None
+        slots = [status.block_id for _, status in chosen]
+        self._order.evicted(slots, [tag_of(block_hash) for block_hash, _ in chosen])
+        pop = self._directory.pop
+        for block_hash, _ in chosen:
+            pop(block_hash)
+        return chosen
+
+    def coldest(
+        self,
+        n: int,
+        protected: Container[BlockHash] = (),
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> Pairs:
+        at_slot = self._directory.at_slot
+        found: dict[int, tuple[BlockHash, BlockStatus]] = {}
+
+        def may_leave(slot: int) -> bool:
+            pair = at_slot(slot)
+            if pair is None or pair[1].ref_cnt != 0 or pair[0] in protected:
+                return False
+            found[slot] = pair
+            return True
+
+        # An order may ask about more slots than it returns (ARC looks ahead in both lists).
+        return [found[slot] for slot in self._order.victims(n, may_leave, mask, window)]
+
+    def clear(self) -> None:
+        self._directory.clear()
+        self._order.clear()
+
+    def reconcile(self, present: npt.NDArray[Any]) -> None:
+        """After a crash: the directory holds exactly the slots in `present` (ascending)."""
+        self._order.reconcile(present)
+
+    def __len__(self) -> int:
+        return len(self._directory)

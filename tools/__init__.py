@@ -1,0 +1,1 @@
+"""Views and maintenance: what a person runs, and what `make` runs."""
