@@ -186,6 +186,7 @@ class CpuDeviceCopier(DeviceCopier):
                 self._unfinished.discard(job.job_id)
                 self._finished.append(result)
                 self._changed.notify_all()
+            self._start(direction.other)
 
     def _perform(self, direction: Direction, job: _Job) -> TransferResult:
         start = self._clock()

@@ -80,8 +80,6 @@ class CudaDeviceCopier(DeviceCopier):
         self._layout = layout
         self._device = tensors[0].device
         self._slots = slots
-        self._registration = registration or cuda_registration(self._device)
-        self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
         arena = torch.from_numpy(slots).view(torch.int8)
         self._copiers = tuple(
             StagedCopier(tensors, layout, arena, staging_bytes=staging_bytes) for _ in Direction
@@ -93,6 +91,9 @@ class CudaDeviceCopier(DeviceCopier):
         self._board = HazardBoard(blocks, layout.slots)
         self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
         self._is_shut = False
+        # Last: nothing after it can fail and leave memory pinned that its owner will unmap.
+        self._registration = registration or cuda_registration(self._device)
+        self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
 
     def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
         return self._submit(Direction.STORE, job_id, blocks, slots)

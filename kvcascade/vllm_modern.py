@@ -47,6 +47,8 @@ from .tiers.base import BlockHash, SlotSpec
 from .tiers.policies import ORDERS
 
 logger = logging.getLogger(__name__)
+# vLLM sets up handlers for its own logger only: our lines shall appear beside its own.
+logging.getLogger(__package__).parent = logging.getLogger("vllm")
 
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
@@ -129,6 +131,7 @@ class CascadeManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._manager.finish_request(self._request_of(req_context))
+        self._stats_due_s = 0.0  # an engine that goes idle now shall not sit on its last numbers
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._manager.end_step()

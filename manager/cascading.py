@@ -75,6 +75,7 @@ class CascadingOffloadingManager(OffloadingManager):
             level.on_evicted = partial(self._note_evicted, index)
         low, high = self.options.low_watermark, self.options.high_watermark
         self._demoters = [Demoter(self._flow, i, low, high) for i in range(len(links))]
+        self._flow.clean_ahead = self._clean_ahead
         budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
         self._promoter = Promoter(self._flow, budget, self.options.promotion_deadline_s)
         self._get = self._top.policy.get
@@ -93,6 +94,13 @@ class CascadingOffloadingManager(OffloadingManager):
         self._flow.on_evicted(index, evicted)
         if index == 0:
             self._evicted += [block_hash for block_hash, _ in evicted]
+
+    def _clean_ahead(self, index: int, n: int) -> bool:
+        if index >= len(self._demoters):
+            return False
+        demoter = self._demoters[index]
+        demoter.demote_coldest(n)
+        return demoter.jobs_in_flight > 0
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -340,13 +348,11 @@ class CascadingOffloadingManager(OffloadingManager):
         """
         with self.lock:
             self._step += 1
-            if self._promoter.is_queued:
-                self._promoter.flush(_Protected(set(self._answered), ()))
+            self._maintain()
             self._answered.clear()
             self._asking = None
             if self._quarantine and self._quarantine[0][0] <= self._step:
                 self._release_quarantine(self._step)
-            self._maintain()
 
     def maintain(self) -> None:
         """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
@@ -359,8 +365,8 @@ class CascadingOffloadingManager(OffloadingManager):
     def _maintain(self) -> None:
         self._collect()
         self._promoter.release_expired()
-        if self._promoter.is_queued and len(self._levels) > 2:
-            self._promoter.flush(_Protected(set(self._answered), ()))  # the next hop
+        if self._promoter.is_queued:  # slots or jobs may have become free
+            self._promoter.flush(_Protected(set(self._answered), ()))
         for demoter in self._demoters:
             demoter.keep_ahead()
         if self._aging:

@@ -64,6 +64,9 @@ class Flow:
     events: list[BlockEvent] = field(default_factory=list)
     job_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     with_events: bool = True
+    clean_ahead: Callable[[int, int], bool] = lambda level, n: False
+    """`clean_ahead(level, n)`: write `n` more of a level's coldest blocks down; True if clean slots
+    are on their way."""
 
     def emit(self, block_hashes: Sequence[BlockHash], level: Level, removed: bool) -> None:
         """Note that blocks came to or left a level."""

@@ -203,16 +203,27 @@ class Promoter:
     ) -> list[BlockHash]:
         """Start jobs for what is queued at a level; returns what must wait for a free job."""
         source, target = self._flow.levels[level], self._flow.levels[level - 1]
-        may_drop = target.is_last or self._flow.clock() < source.blocked_until_s
         batch = batch_blocks(source.block_size)
-        room = target.make_room(len(queue), protected, may_drop_dirty=may_drop)
-        for block_hash in queue[room:]:
+        free_jobs = MAX_JOBS_IN_FLIGHT - len(self._jobs[level])
+        wanted = min(len(queue), free_jobs * batch)
+        may_drop = target.is_last or self._flow.clock() < source.blocked_until_s
+        room = target.make_room(wanted, protected, may_drop_dirty=may_drop)
+        for start in range(0, room, batch):
+            self._send(level, queue[start : min(start + batch, room)])
+        queue = queue[room:]
+        if room < wanted and not self._flow.clean_ahead(level - 1, wanted - room):
+            for block_hash in queue:
+                self._fail(block_hash)
+            return []
+        return self._in_time(queue)
+
+    def _in_time(self, queue: list[BlockHash]) -> list[BlockHash]:
+        """What of a queue is still waited for."""
+        now = self._flow.clock()
+        late = [h for h in queue if (p := self._pending.get(h)) is None or p.deadline_s <= now]
+        for block_hash in late:
             self._fail(block_hash)
-        queue = queue[:room]
-        while queue and len(self._jobs[level]) < MAX_JOBS_IN_FLIGHT:
-            part, queue = queue[:batch], queue[batch:]
-            self._send(level, part)
-        return queue
+        return [h for h in queue if h in self._pending] if late else queue
 
     def _send(self, level: int, hashes: list[BlockHash]) -> None:
         source, target = self._flow.levels[level], self._flow.levels[level - 1]

@@ -38,7 +38,7 @@ say "dependencies ($(grep -c == "$pins/run.txt") packages)"
 install -r "$pins/run.txt"
 say "tools for tests and checks ($(grep -c == "$pins/dev.txt") packages)"
 install -r "$pins/dev.txt"
-say "engine for $engine: $(grep -v '^#' "$pins/$engine.txt")"
+say "engine for $engine: $(grep '^vllm' "$pins/$engine.txt")"
 if [ "$engine" = cuda ]; then
     install -c "$pins/run.txt" -c "$pins/torch.txt" -r "$pins/cuda.txt"
 else
