@@ -34,7 +34,7 @@ test: $(STAMP) ## run the whole test suite, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)
 
 soak: $(STAMP) ## run the tests that take long
-	@$(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)
+	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)
 
 lint: $(STAMP) ## ruff, mypy (package, then tests) and pyright
 	@$(BIN)/ruff check .

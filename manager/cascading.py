@@ -312,7 +312,9 @@ class CascadingOffloadingManager(OffloadingManager):
             self._flow.emit(stored, self._top, removed=False)
             if stored and self._demoters and self.options.write_mode is not WriteMode.DEMOTE:
                 now = self._clock()
-                self._aging.extend((now, block_hash) for block_hash in stored)
+                # A worker reports a set: slots, taken in prefix order, bring that order back.
+                in_order = sorted(zip(slots, stored, strict=True))
+                self._aging.extend((now, block_hash) for _, block_hash in in_order)
 
     # ---- recency, requests, steps --------------------------------------------------------
 

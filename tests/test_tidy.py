@@ -34,6 +34,7 @@ HOST_NAMES = re.compile(
     r"pypi[.]org|pythonhosted[.]org|npmjs[.]org|download[.]pytorch|deb[.]debian"
 )
 UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b")
+ADAPTERS = re.compile(r"(?:^kvcascade/spec|/vllm_\w+)[.]py$")
 MOCKS = re.compile(r"\bMagic[M]ock\b|\bunittest[.]mock\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -167,7 +168,8 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.ClassDef | Functio
 def test_public_names_are_documented() -> None:
     """A method needs no words of its own where a method of that name says what it does.
 
-    That is how an implementation of a contract refers to the contract.
+    That is how an implementation of a contract refers to the contract. The contract of the modules
+    that adapt to vLLM is in vLLM.
     """
     trees = list(modules(*PACKAGE_FOLDERS))
     described = {
@@ -181,7 +183,8 @@ def test_public_names_are_documented() -> None:
         f"{name}:{node.lineno} {qualified}"
         for name, tree in trees
         for qualified, node, is_method in _definitions(tree)
-        if not ast.get_docstring(node) and not (is_method and node.name in described)
+        if not ast.get_docstring(node)
+        if not (is_method and (node.name in described or ADAPTERS.search(name)))
     ]
     assert not bare
 

@@ -1,0 +1,59 @@
+"""The plugin that vLLM loads at the start of every process, before any model is loaded.
+
+It makes `"spec_name": "CascadeOffloadingSpec"` enough to find the spec, and checks the
+configuration while a mistake still costs seconds: vLLM itself would make the spec, and meet the
+mistake, only after the weights are in memory. vLLM hands nothing to a plugin, so the configuration
+is looked for in the frames that are loading it; where it is not found (a command line that is not
+parsed yet), a later process of the same engine finds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from .config import parse
+from .machine import ThisMachine, check_machine
+from .tiers.policies import ORDERS
+
+SPEC_NAME = "CascadeOffloadingSpec"
+MAX_FRAMES = 12
+"""How far up the stack the configuration is looked for."""
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`. Raises `ConfigError` for a bad one."""
+    extra_config = _find_extra_config(inspect.currentframe())
+    if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
+        check_machine(parse(extra_config, tuple(ORDERS)), ThisMachine())
+    _register_spec()
+
+
+def _register_spec() -> None:
+    try:
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    except ImportError:  # a vLLM without offloading: nothing to register with
+        return
+    try:
+        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
+    except ValueError:  # registered already
+        return
+
+
+def _find_extra_config(frame: FrameType | None) -> Mapping[str, Any] | None:
+    """`kv_connector_extra_config` of the engine that is being made further up the stack."""
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return None
+        for name in ("vllm_config", "self"):
+            transfer = getattr(frame.f_locals.get(name), "kv_transfer_config", None)
+            if isinstance(transfer, Mapping):
+                extra = transfer.get("kv_connector_extra_config")
+            else:
+                extra = getattr(transfer, "kv_connector_extra_config", None)
+            if isinstance(extra, Mapping):
+                return extra
+        frame = frame.f_back
+    return None

@@ -1,0 +1,427 @@
+"""What the cascading manager promises, one promise per test, on tiers in memory."""
+
+from __future__ import annotations
+
+import pytest
+from support.cascade import BLOCK_SIZE, Cascade, block_bytes, key
+
+from kvcascade.config import WriteMode
+from kvcascade.manager.admission import DAY_S, AdmitSecondTouch
+from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+
+HIT, MISS, PENDING, RETRY = (
+    LookupState.HIT,
+    LookupState.MISS,
+    LookupState.PENDING,
+    LookupState.RETRY,
+)
+
+
+def keys(start: int, stop: int) -> list[BlockHash]:
+    return [key(i) for i in range(start, stop)]
+
+
+def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
+    return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
+
+
+def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:
+    """Bring blocks to the second tier and out of the first."""
+    cascade.store(hashes)
+    cascade.manager.flush_dirty(cascade.now_s + 60)
+    evicted = cascade.policies[0].evict(len(hashes), ())
+    assert evicted is not None
+    for _, status in evicted:
+        cascade.backends[0].free(status)
+    assert all(cascade.holds(1, block_hash) for block_hash in hashes)
+
+
+class TestStore:
+    def test_blocks_become_hits_only_when_complete(self) -> None:
+        cascade = Cascade((8, 16))
+        request = Request()
+        output = cascade.manager.prepare_store(keys(0, 3), request)
+        assert output is not None and output.block_hashes_to_store == keys(0, 3)
+        assert states(cascade, request, keys(0, 2)) == [PENDING, PENDING]
+        cascade.manager.complete_store(set(keys(0, 3)))
+        assert states(cascade, request, keys(0, 4)) == [HIT, HIT, HIT, MISS]
+
+    def test_what_is_present_is_not_stored_again(self) -> None:
+        cascade = Cascade((8, 16))
+        cascade.store(keys(0, 3))
+        assert cascade.store(keys(1, 5)) == keys(3, 5)
+
+    def test_a_failed_store_leaves_nothing(self) -> None:
+        cascade = Cascade((8, 16))
+        cascade.manager.prepare_store(keys(0, 3))
+        cascade.manager.complete_store(set(keys(0, 3)), success=False)
+        assert cascade.manager.lookup(keys(0, 3)) == 0
+        assert cascade.backends[0].get_num_free_blocks() == 8
+
+    def test_lookup_counts_the_leading_run(self) -> None:
+        cascade = Cascade((8, 16))
+        cascade.store([key(0), key(1), key(3)])
+        assert cascade.manager.lookup(iter(keys(0, 5))) == 2
+        assert cascade.manager.lookup([]) == 0
+
+    def test_a_list_that_cannot_fit_is_taken_from_its_start(self) -> None:
+        cascade = Cascade((8, 64), is_immediate=True)
+        assert cascade.store(keys(0, 20)) == keys(0, 8)
+        assert cascade.manager.counters.store_truncated_blocks == 12
+
+    def test_none_while_every_slot_is_being_written(self) -> None:
+        cascade = Cascade((4, 16), is_immediate=True)
+        cascade.manager.prepare_store(keys(0, 4))
+        assert cascade.manager.prepare_store(keys(4, 6)) is None
+        assert cascade.manager.counters.store_refused_busy == 1
+        cascade.manager.complete_store(set(keys(0, 4)))
+        assert cascade.store(keys(4, 6)) == keys(4, 6)
+
+    def test_none_while_dirty_blocks_are_on_their_way_down(self) -> None:
+        cascade = Cascade((4, 16))
+        cascade.store(keys(0, 4))
+        assert cascade.manager.prepare_store(keys(4, 8)) is None
+        cascade.run_transfers()
+        assert cascade.store(keys(4, 8)) == keys(4, 8)
+        assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_offered_blocks_are_not_evicted_for_one_another(self) -> None:
+        cascade = Cascade((4,))
+        cascade.store(keys(0, 4))
+        assert cascade.store([key(0), key(9), key(1)]) == [key(9)]
+        assert cascade.manager.lookup([key(0)]) == 1
+        assert cascade.manager.lookup([key(1)]) == 1
+
+
+class TestDemotion:
+    def test_the_cold_end_is_kept_clean_ahead_of_demand(self) -> None:
+        cascade = Cascade((20, 100), ManagerOptions(low_watermark=0.1, high_watermark=0.3))
+        for i in range(20):
+            cascade.store([key(i)])
+            cascade.run_transfers()
+        on_disk = [i for i in range(20) if cascade.holds(1, key(i))]
+        assert on_disk == list(range(len(on_disk))), "the coldest go first"
+        assert 2 <= len(on_disk) <= 8, "no more than the high watermark asks for"
+        assert all(cascade.holds(0, key(i)) for i in range(20)), "clean blocks stay readable"
+        assert cascade.store([key(100)]) == [key(100)], "and their slots are there at once"
+
+    def test_nothing_leaves_without_a_copy_below(self) -> None:
+        cascade = Cascade((8, 200))
+        for i in range(60):
+            while not cascade.store([key(i)]):
+                cascade.run_transfers()
+        cascade.run_transfers()
+        assert all(cascade.holds(0, key(i)) or cascade.holds(1, key(i)) for i in range(60))
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_a_failed_block_stays_dirty_and_is_offered_again(self) -> None:
+        cascade = Cascade((4, 16))
+        cascade.store(keys(0, 4))
+        cascade.down[0].fate = lambda source, target: BlockOutcome.IO_ERROR
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert not any(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
+        assert cascade.manager.counters.links[0].demote_failed_blocks == 4
+        cascade.down[0].fate = lambda source, target: BlockOutcome.OK
+        cascade.now_s += 60
+        assert cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
+
+    def test_stores_go_on_when_the_tier_below_fails(self) -> None:
+        cascade = Cascade((4, 16), is_immediate=True)
+        cascade.down[0].accepts = False
+        cascade.store(keys(0, 4))
+        assert cascade.store(keys(4, 8)) == keys(4, 8)
+        assert cascade.manager.counters.dropped_dirty_blocks == 4
+
+    def test_a_block_that_the_tier_below_lost_is_dirty_again(self) -> None:
+        cascade = Cascade((6, 6), is_immediate=True)
+        cascade.store(keys(0, 3))
+        assert cascade.manager.flush_dirty(cascade.now_s + 1)
+        cascade.store(keys(10, 13))
+        assert cascade.manager.flush_dirty(cascade.now_s + 1)
+        cascade.store([key(20)])
+        assert cascade.manager.flush_dirty(cascade.now_s + 1)
+        lost = [i for i in range(3) if cascade.holds(0, key(i)) and not cascade.holds(1, key(i))]
+        assert lost == [], "what only the first tier held was written again"
+
+    def test_write_through_writes_every_block_at_once(self) -> None:
+        cascade = Cascade((8, 16), ManagerOptions(write_mode=WriteMode.THROUGH), is_immediate=True)
+        cascade.store(keys(0, 3))
+        cascade.manager.end_step()
+        cascade.manager.end_step()
+        assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 3))
+
+    def test_write_back_writes_what_has_come_of_age(self) -> None:
+        options = ManagerOptions(write_mode=WriteMode.BACK, dirty_age_s=5.0)
+        cascade = Cascade((50, 60), options, is_immediate=True)
+        cascade.store(keys(0, 3))
+        cascade.manager.maintain()
+        assert not cascade.holds(1, key(0))
+        cascade.now_s += 5.1
+        cascade.manager.maintain()
+        cascade.run_transfers()
+        assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 3))
+
+    def test_second_touch_admits_what_is_used_again(self) -> None:
+        cascade = Cascade((8, 16), is_immediate=True, admission=AdmitSecondTouch())
+        cascade.store(keys(0, 4))
+        request = Request()
+        assert states(cascade, request, keys(0, 2)) == [HIT, HIT]
+        cascade.manager.prepare_load(keys(0, 2), request)
+        cascade.manager.complete_load(set(keys(0, 2)))
+        cascade.manager.finish_request(request)
+        assert cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert [cascade.holds(1, key(i)) for i in range(4)] == [True, True, False, False]
+        assert cascade.manager.counters.links[0].demote_refused_blocks == 2
+
+    def test_a_refused_block_gets_another_chance(self) -> None:
+        cascade = Cascade((8, 16), is_immediate=True, admission=AdmitSecondTouch())
+        cascade.store([key(0)])
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        request = Request()
+        cascade.manager.prepare_store([key(0)], request)
+        cascade.manager.finish_request(request)
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert cascade.holds(1, key(0))
+
+    def test_the_write_budget_holds_over_a_sliding_day(self) -> None:
+        cascade = Cascade((16, 64), is_immediate=True, bytes_per_day=3 * BLOCK_SIZE)
+        cascade.store(keys(0, 5))
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert sum(cascade.holds(1, key(i)) for i in range(5)) == 3
+        cascade.now_s += DAY_S * 1.1
+        cascade.store(keys(5, 8))
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert sum(cascade.holds(1, key(i)) for i in range(8)) == 6
+
+    def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
+        cascade = Cascade((8, 16))
+        cascade.store(keys(0, 6))
+        cascade.manager.touch(keys(0, 2))
+        cascade.manager.shutdown()
+        assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 6))
+        coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
+        assert coldest == [key(5), key(4), key(3), key(2), key(1), key(0)]
+
+
+class TestPromotion:
+    def test_a_block_below_is_pending_then_a_hit_with_its_bytes(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 3))
+        request = Request()
+        assert states(cascade, request, keys(0, 4)) == [PENDING, PENDING, PENDING, MISS]
+        assert cascade.manager.has_pending_work()
+        cascade.manager.end_step()
+        assert len(cascade.up[0].queued) == 1, "what one step asks for travels together"
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 3)) == [HIT, HIT, HIT]
+        spec = cascade.manager.prepare_load(keys(0, 3), request)
+        slots = spec.slots.tolist()  # type: ignore[attr-defined]
+        assert [cascade.read_top(slot) for slot in slots] == list(map(block_bytes, keys(0, 3)))
+        assert request.sources == dict.fromkeys(keys(0, 3), "M1")
+        assert cascade.manager.counters.loaded_blocks == [0, 3]
+        assert not cascade.manager.has_pending_work()
+
+    @pytest.mark.parametrize("outcome", [BlockOutcome.CORRUPT, BlockOutcome.GONE])
+    def test_a_bad_block_is_a_miss_and_leaves_the_tier(self, outcome: BlockOutcome) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 3))
+        request = Request()
+        states(cascade, request, keys(0, 3))
+        bad = cascade.policies[1].get(key(1))
+        assert bad is not None
+        cascade.up[0].fate = lambda source, _: (
+            outcome if source == bad.block_id else BlockOutcome.OK
+        )
+        cascade.manager.end_step()
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 3)) == [HIT, MISS, HIT]
+        assert not cascade.holds(1, key(1))
+        assert states(cascade, Request(), [key(1)]) == [MISS]
+
+    def test_an_unreadable_block_is_a_miss_for_this_request_only(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 1))
+        request = Request()
+        states(cascade, request, keys(0, 1))
+        cascade.up[0].fate = lambda source, target: BlockOutcome.IO_ERROR
+        cascade.manager.end_step()
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 1)) == [MISS]
+        assert states(cascade, Request(), keys(0, 1)) == [PENDING]
+        assert cascade.manager.counters.links[0].promote_failed_blocks == 1
+
+    def test_a_stalled_read_becomes_a_miss_by_the_deadline(self) -> None:
+        cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=3.0))
+        below_only(cascade, keys(0, 2))
+        request = Request()
+        states(cascade, request, keys(0, 2))
+        cascade.manager.end_step()
+        cascade.now_s += 2.9
+        assert states(cascade, request, keys(0, 2)) == [PENDING, PENDING]
+        cascade.now_s += 0.2
+        assert states(cascade, request, keys(0, 2)) == [MISS, MISS]
+        assert cascade.manager.counters.deadline_misses == 2
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 2)) == [HIT, HIT], "late, but verified: a hit"
+
+    def test_hits_of_the_step_stay_while_promotions_take_slots(self) -> None:
+        cascade = Cascade((4, 16), ManagerOptions(promotion_budget_slots=4))
+        below_only(cascade, keys(10, 14))
+        cascade.store(keys(0, 4))
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        first, second = Request("first"), Request("second")
+        assert states(cascade, first, keys(0, 3)) == [HIT, HIT, HIT]
+        states(cascade, second, keys(10, 14))
+        cascade.manager.maintain()
+        cascade.run_transfers()
+        assert all(cascade.holds(0, block_hash) for block_hash in keys(0, 3))
+
+    def test_hits_before_a_pending_block_are_held_until_the_load(self) -> None:
+        cascade = Cascade((6, 32), ManagerOptions(promotion_budget_slots=5))
+        below_only(cascade, keys(3, 5))
+        cascade.store(keys(0, 3))
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        request = Request()
+        assert states(cascade, request, keys(0, 5)) == [HIT, HIT, HIT, PENDING, PENDING]
+        cascade.manager.end_step()
+        cascade.store(keys(20, 26))  # a flood that would evict everything idle
+        cascade.run_transfers()
+        cascade.store(keys(30, 36))
+        assert states(cascade, request, keys(0, 5)) == [HIT] * 5
+        cascade.manager.prepare_load(keys(0, 5), request)
+        cascade.manager.complete_load(set(keys(0, 5)))
+        cascade.manager.finish_request(request)
+        cascade.run_transfers()
+        cascade.run_transfers()
+        assert len(cascade.policies[0].coldest(6)) == 6, "nothing is pinned any more"
+
+    def test_a_prefix_beyond_the_budget_is_promoted_as_far_as_it_goes(self) -> None:
+        cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
+        below_only(cascade, keys(0, 8))
+        request = Request()
+        assert states(cascade, request, keys(0, 5)) == [PENDING] * 3 + [MISS] * 2
+        cascade.manager.end_step()
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 4)) == [HIT] * 3 + [MISS]
+
+    def test_others_wait_a_moment_for_the_budget_and_no_longer(self) -> None:
+        cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
+        below_only(cascade, keys(0, 8))
+        states(cascade, Request("first"), keys(0, 3))
+        second = Request("second")
+        assert states(cascade, second, keys(4, 5)) == [RETRY]
+        cascade.now_s += 1.1
+        assert states(cascade, second, keys(4, 5)) == [MISS]
+
+    def test_requests_that_share_a_prefix_share_its_promotion(self) -> None:
+        cascade = Cascade((16, 64))
+        below_only(cascade, keys(0, 4))
+        first, second = Request("first"), Request("second")
+        states(cascade, first, keys(0, 4))
+        assert states(cascade, second, keys(0, 4)) == [PENDING] * 4
+        cascade.manager.end_step()
+        cascade.run_transfers()
+        assert cascade.manager.counters.links[0].promoted_blocks == 4
+        assert states(cascade, first, keys(0, 4)) == [HIT] * 4
+        assert states(cascade, second, keys(0, 4)) == [HIT] * 4
+
+    def test_promotion_waits_for_dirty_blocks_to_be_written(self) -> None:
+        cascade = Cascade((4, 32), ManagerOptions(promotion_budget_slots=4))
+        below_only(cascade, keys(0, 4))
+        cascade.store(keys(10, 14))  # the first tier is all dirty
+        request = Request()
+        assert states(cascade, request, keys(0, 4)) == [PENDING] * 4
+        for _ in range(4):
+            cascade.manager.end_step()
+            cascade.run_transfers()
+        assert states(cascade, request, keys(0, 4)) == [HIT] * 4
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_promotion_climbs_through_every_tier(self) -> None:
+        cascade = Cascade((4, 8, 32))
+        below_only(cascade, keys(0, 2))
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        for block_hash in keys(0, 2):
+            status = cascade.policies[1].remove(block_hash)
+            assert status is not None
+            cascade.backends[1].free(status)
+        request = Request()
+        assert states(cascade, request, keys(0, 2)) == [PENDING, PENDING]
+        for _ in range(4):
+            cascade.manager.end_step()
+            cascade.run_transfers()
+        assert states(cascade, request, keys(0, 2)) == [HIT, HIT]
+        assert cascade.holds(1, key(0)), "a copy stays on the way"
+
+    def test_a_request_reads_only_from_media_it_allows(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 1))
+        cascade.store(keys(1, 2))
+        only_top = Request(allowed_media=frozenset({"M0"}))
+        assert states(cascade, only_top, keys(0, 2)) == [MISS, HIT]
+        only_below = Request(allowed_media=frozenset({"M1"}))
+        assert states(cascade, only_below, keys(0, 2)) == [PENDING, MISS]
+
+
+class TestReset:
+    def test_everything_before_is_unreachable(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 2))
+        cascade.store(keys(2, 4))
+        cascade.manager.reset_cache()
+        assert states(cascade, Request(), keys(0, 4)) == [MISS] * 4
+        assert cascade.store(keys(0, 4)) == keys(0, 4)
+
+    def test_slots_that_workers_may_still_write_stay_out_of_use(self) -> None:
+        cascade = Cascade((4, 16), ManagerOptions(steps_until_flushed=3))
+        output = cascade.manager.prepare_store(keys(0, 3))
+        assert output is not None
+        cascade.manager.reset_cache()
+        assert cascade.backends[0].get_num_free_blocks() == 1
+        for _ in range(2):
+            cascade.manager.end_step()
+        assert cascade.backends[0].get_num_free_blocks() == 1
+        cascade.manager.end_step()
+        assert cascade.backends[0].get_num_free_blocks() == 4
+
+    def test_an_engine_that_says_so_need_not_wait(self) -> None:
+        cascade = Cascade((4, 16))
+        cascade.store(keys(0, 2))
+        cascade.manager.prepare_load(keys(0, 2))
+        cascade.manager.reset_cache()
+        assert cascade.backends[0].get_num_free_blocks() == 2
+        cascade.manager.on_reset_flushed()
+        assert cascade.backends[0].get_num_free_blocks() == 4
+
+    def test_a_read_that_outlives_the_reset_is_no_hit(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 2))
+        request = Request()
+        states(cascade, request, keys(0, 2))
+        cascade.manager.end_step()
+        cascade.manager.reset_cache()
+        assert cascade.backends[0].get_num_free_blocks() == 6, "its slots are still written"
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 2)) == [MISS, MISS]
+        assert cascade.backends[0].get_num_free_blocks() == 8
+        assert cascade.backends[1].get_num_free_blocks() == 16
+
+
+def test_events_tell_what_lies_where() -> None:
+    cascade = Cascade((2, 8), is_immediate=True)
+    cascade.store(keys(0, 2))
+    cascade.manager.flush_dirty(cascade.now_s + 1)
+    cascade.store(keys(2, 3))
+    first, *others = cascade.manager.take_events()
+    assert (set(first.block_hashes), first.medium, first.removed) == (set(keys(0, 2)), "M0", False)
+    assert others == [
+        BlockEvent((key(0), key(1)), "M1", removed=False),
+        BlockEvent((key(1),), "M0", removed=True),
+        BlockEvent((key(2),), "M0", removed=False),
+    ]
+    assert cascade.manager.take_events() == []
