@@ -92,9 +92,7 @@ def open_worker(
     )
     arena_dir = str(settings.cpu.arena_dir)
     with ExitStack() as undo:
-        arena = Arena.open(
-            arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir
-        )
+        arena = Arena.open(arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir)
         undo.callback(arena.close)
         arena.publish_layout(layout.digest())
         executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
@@ -181,9 +179,7 @@ def open_cascade(
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
     with ExitStack() as undo:
-        arena = Arena.open(
-            arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir)
-        )
+        arena = Arena.open(arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir))
         undo.callback(arena.close)
         digests = [d.hex() if d else "none" for d in arena.layout_digests()]
         key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)})
@@ -251,7 +247,7 @@ def _io_threads(
 def _open_nvme(
     options: NvmeTier, block_bytes: int, key: NamespaceKey, executor: ThreadPoolExecutor
 ) -> nvme.NvmeTier:
-    machine = ThisMachine()
+    machine, segment_size = ThisMachine(), options.segment_size
     for path in options.path:
         with os_errors(f"creating {path} ({options.key}.path)"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -262,7 +258,7 @@ def _open_nvme(
         key=key,
         durability=Durability(str(options.durability)),
         min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
-        slots_per_segment=max(1, options.segment_size.of(0) // block_bytes),
+        slots_per_segment=segment_size and max(1, segment_size.of(0) // block_bytes),
     )
     return nvme.open_nvme_tier(
         config, executor, RealFileSystem(direct=options.direct_io is not DirectIO.OFF)

@@ -160,8 +160,8 @@ class NvmeTier:
     """Threads that read and write."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
     """Whether payload passes by the page cache; `auto`: where the file system can."""
-    segment_size: Annotated[Bytes, sized(sizes.parse_bytes)] = Bytes(2**30)
-    """Bytes of one segment file, about."""
+    segment_size: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
+    """Bytes of one segment file, about; `None`: 1 GiB, less in small tiers, more in large ones."""
 
 
 TierConfig = CpuTier | NvmeTier

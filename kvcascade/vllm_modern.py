@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -43,7 +43,7 @@ from .handlers.device import GpuBlocks
 from .identity import is_shareable, weights_identity
 from .manager.base import LookupState
 from .manager.request import Request
-from .tiers.base import BlockHash, SlotSpec
+from .tiers.base import BlockHash, BlockStatus, SlotSpec
 from .tiers.policies import ORDERS
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ logging.getLogger(__package__).parent = logging.getLogger("vllm")
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
 
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
@@ -70,7 +71,8 @@ class CascadeManager(OffloadingManager):
         self._stats_due_s = 0.0
         self._context: ReqContext | None = None
         self._request = Request()
-        self._look_up = cascade.manager.lookup_block
+        self._top_get = cascade.manager.top_get
+        self._answer = cascade.manager.answered.append
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -78,13 +80,21 @@ class CascadeManager(OffloadingManager):
         return self._manager.lock
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # Asked for every block of every waiting request at every step: the plain hit is inlined.
         if req_context is not self._context:
             self._switch(req_context)
-        state = self._look_up(key, self._request)  # type: ignore[arg-type]
-        if state is LookupState.HIT:
-            return LookupResult.HIT
+        status = self._top_get(key)  # type: ignore[arg-type]
+        if status is not None and status.ref_cnt >= 0 and self._request.is_plain:
+            self._answer(key)  # type: ignore[arg-type]
+            return _HIT
+        return self._look_below(key, status)  # type: ignore[arg-type]
+
+    def _look_below(self, key: BlockHash, status: BlockStatus | None) -> LookupResult:
+        state = self._manager.look_below(key, status, self._request)
         if state is LookupState.MISS:
-            return LookupResult.MISS
+            return _MISS
+        if state is LookupState.HIT:
+            return _HIT
         return LookupResult.HIT_PENDING if state is LookupState.PENDING else LookupResult.RETRY
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
@@ -95,35 +105,34 @@ class CascadeManager(OffloadingManager):
         return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        hashes = [BlockHash(key) for key in keys]
-        return _to_vllm(self._manager.prepare_load(hashes, self._request_of(req_context)))
+        request = self._request_of(req_context)
+        return _to_vllm(self._manager.prepare_load(_hashes(keys), request))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._manager.complete_load(keys)  # type: ignore[arg-type]
+        self._manager.complete_load(cast(Collection[BlockHash], keys))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Up to 0.30 called at every step of a running request: noted, and counted once."""
         noted = self._request_of(req_context).keys
-        for key in keys:
-            noted.setdefault(BlockHash(key), False)
+        for key in _hashes(keys):
+            noted.setdefault(key, False)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        hashes = [BlockHash(key) for key in keys]
-        output = self._manager.prepare_store(hashes, self._request_of(req_context))
+        output = self._manager.prepare_store(_hashes(keys), self._request_of(req_context))
         if output is None:
             return None
         return PrepareStoreOutput(
-            keys_to_store=[OffloadKey(h) for h in output.block_hashes_to_store],
+            keys_to_store=_keys(output.block_hashes_to_store),
             store_spec=_to_vllm(output.store_spec),
-            evicted_keys=[OffloadKey(h) for h in output.block_hashes_evicted],
+            evicted_keys=_keys(output.block_hashes_evicted),
         )
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        self._manager.complete_store(keys, success)  # type: ignore[arg-type]
+        self._manager.complete_store(cast(Collection[BlockHash], keys), success)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._switch(req_context)
@@ -135,11 +144,12 @@ class CascadeManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._manager.end_step()
+        self._context = None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
             OffloadingEvent(
-                keys=[OffloadKey(block_hash) for block_hash in event.block_hashes],
+                keys=_keys(list(event.block_hashes)),
                 medium=_MEDIA[event.medium],
                 removed=event.removed,
             )
@@ -182,6 +192,7 @@ class CascadeManager(OffloadingManager):
             request = Request(context.req_id, _allowed_media(context))
             context.set_state(request)
         self._context, self._request = context, request
+        self._manager.begin_asking(request)
 
 
 class CascadeWorker(OffloadingWorker):
@@ -328,6 +339,15 @@ def _facts(
     model, revision, is_real = vllm_facts.weights_facts(engine_config)
     facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
     return facts
+
+
+def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
+    """vLLM's keys are our hashes; only the type checker sees a difference."""
+    return cast(list[BlockHash], keys if isinstance(keys, list) else list(keys))
+
+
+def _keys(hashes: list[BlockHash]) -> list[OffloadKey]:
+    return cast(list[OffloadKey], hashes)
 
 
 def _gpu_blocks(spec: GPULoadStoreSpec) -> GpuBlocks:

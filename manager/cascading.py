@@ -78,8 +78,10 @@ class CascadingOffloadingManager(OffloadingManager):
         self._flow.clean_ahead = self._clean_ahead
         budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
         self._promoter = Promoter(self._flow, budget, self.options.promotion_deadline_s)
-        self._get = self._top.policy.get
-        self._answered: list[BlockHash] = []
+        self.top_get = self._top.policy.get
+        """The status of a block in the first tier; for adapters that inline the plain hit."""
+        self.answered: list[BlockHash] = []
+        """Hits of this step, which stay until its end; one list for ever."""
         self._asking: Request | None = None
         self._asked_from = 0
         self._aging: deque[tuple[float, BlockHash]] = deque()
@@ -125,39 +127,52 @@ class CascadingOffloadingManager(OffloadingManager):
         Lock-free while the block is ready in the first tier.
         """
         if request is not self._asking:
-            self._asking = request
-            self._asked_from = len(self._answered)
-        status = self._get(block_hash)
-        if status is not None and status.ref_cnt >= 0 and request.allowed_media is None:
-            self._answered.append(block_hash)
-            if request.waiting_since_s is not None and block_hash not in request.holds:
-                with self.lock:
-                    self._promoter.hold(request, block_hash, status)
+            self.begin_asking(request)
+        status = self.top_get(block_hash)
+        if status is not None and status.ref_cnt >= 0 and request.is_plain:
+            self.answered.append(block_hash)
             return LookupState.HIT
-        with self.lock:
-            return self._lookup_below(block_hash, status, request)
+        return self.look_below(block_hash, status, request)
 
-    def _lookup_below(
+    def begin_asking(self, request: Request) -> None:
+        """The lookups that follow are for this request, until the end of the step."""
+        self._asking = request
+        self._asked_from = len(self.answered)
+
+    def look_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
+        """`lookup_block` for what is no plain hit; `status` is what `top_get` returned."""
+        if status is None and not self._demoters:
+            return self._miss()
+        with self.lock:
+            state = self._state_below(block_hash, status, request)
+            if state is LookupState.MISS:
+                return self._miss()
+            if state is not LookupState.HIT:
+                self._hold_answered(request)
+            return state
+
+    def _state_below(
+        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
+    ) -> LookupState:
+        if status is not None and status.ref_cnt >= 0 and self._may_read(request, self._top):
+            self.answered.append(block_hash)
+            if request.is_waiting:
+                self._promoter.hold(request, block_hash, status)
+            return LookupState.HIT
         if block_hash in request.missed:
-            return self._miss()
+            return LookupState.MISS
         state = self._promoter.ask(block_hash, request)
-        if state is None and status is not None and self._may_read(request, self._top):
-            if status.ref_cnt >= 0:
-                self._answered.append(block_hash)
-                return LookupState.HIT
-            state = self._promoter.wait_for_store(block_hash, request)
-        if state is None:
-            for index, level in enumerate(self._levels[1:], start=1):
-                below = level.policy.get(block_hash) if self._may_read(request, level) else None
-                if below is not None and below.ref_cnt >= 0:
-                    state = self._promoter.start(block_hash, index, request)
-                    break
-        if state is None or state is LookupState.MISS:
-            return self._miss()
-        self._hold_answered(request)
-        return state
+        if state is not None:
+            return state
+        if status is not None and self._may_read(request, self._top):
+            return self._promoter.wait_for_store(block_hash, request)
+        for index, level in enumerate(self._levels[1:], start=1):
+            below = level.policy.get(block_hash) if self._may_read(request, level) else None
+            if below is not None and below.ref_cnt >= 0:
+                return self._promoter.start(block_hash, index, request)
+        return LookupState.MISS
 
     @staticmethod
     def _may_read(request: Request, level: Level) -> bool:
@@ -171,8 +186,8 @@ class CascadingOffloadingManager(OffloadingManager):
         """The request begins to wait: the hits it was just given shall still be there then."""
         if request.holds:
             return
-        for block_hash in self._answered[self._asked_from :]:
-            status = self._get(block_hash)
+        for block_hash in self.answered[self._asked_from :]:
+            status = self.top_get(block_hash)
             if status is not None and status.ref_cnt >= 0:
                 self._promoter.hold(request, block_hash, status)
 
@@ -182,7 +197,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self, block_hashes: Collection[BlockHash], request: Request | None = None
     ) -> LoadStoreSpec:
         with self.lock:
-            get, loads = self._get, self._worker_loads
+            get, loads = self.top_get, self._worker_loads
             statuses: list[BlockStatus] = []
             for block_hash in block_hashes:
                 status = get(block_hash)
@@ -212,7 +227,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
         with self.lock:
-            get, loads = self._get, self._worker_loads
+            get, loads = self.top_get, self._worker_loads
             for block_hash in block_hashes:
                 left = loads.pop(block_hash, 0)
                 if left == 0:  # from before a reset
@@ -229,7 +244,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self, block_hashes: Sequence[BlockHash], request: Request | None = None
     ) -> PrepareStoreOutput | None:
         with self.lock:
-            get = self._get
+            get = self.top_get
             self._evicted.clear()
             new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
             if len(new) > 1:
@@ -245,42 +260,41 @@ class CascadingOffloadingManager(OffloadingManager):
             self._worker_stores.update(zip(new, statuses, strict=True))
             if request is not None:
                 request.keys.update(dict.fromkeys(block_hashes, False))
-                request.keys.update(dict.fromkeys(new, True))
+                if self._counts_uses:
+                    request.keys.update(dict.fromkeys(new, True))
             for demoter in self._demoters[:1]:
                 demoter.note_taken(len(new))
             evicted, self._evicted = self._evicted, []
             spec = self._top.backend.get_load_store_spec(new, statuses)
             return PrepareStoreOutput(new, spec, evicted)
 
-    def _room_for_store(
-        self, new: list[BlockHash], offered: Sequence[BlockHash]
-    ) -> int | None:
+    def _room_for_store(self, new: list[BlockHash], offered: Sequence[BlockHash]) -> int | None:
         """Slots for the new blocks, evicting; None if waiting a little gives more."""
         need = len(new)
         if need <= self._top.backend.get_num_free_blocks():
             return need
-        protected = _Protected(set(offered), set(self._answered))
-        wanted = min(need, self._top.capacity)
+        protected = {*offered, *self.answered}
         may_drop = not self._demoters or self._demoters[0].is_blocked
-        possible = self._possible_room(wanted, protected, may_drop)
-        if possible < wanted and self._demoters and not may_drop:
-            self._demoters[0].demote_coldest(wanted - possible)
+        if need <= self._top.capacity and self._top.make_all_room(need, protected, may_drop):
+            return need
+        return self._room_under_pressure(need, protected, may_drop)
+
+    def _room_under_pressure(
+        self, need: int, protected: set[BlockHash], may_drop: bool
+    ) -> int | None:
+        """There is not room for all: free slots by writing blocks down, or take what there is."""
+        wanted = min(need, self._top.capacity)
+        if not may_drop:
+            self._demoters[0].demote_coldest(wanted)
             self._collect()
             if self._demoters[0].jobs_in_flight:
                 return None
             # Nothing below takes anything: better lose the coldest than the newest.
-            possible = self._possible_room(wanted, protected, may_drop=True)
-            may_drop = True
-        if possible < wanted and wanted == need and self._is_busy():
+        if self._top.make_all_room(wanted, protected, may_drop_dirty=True):
+            return wanted
+        if wanted == need and self._is_busy():
             return None
-        return self._top.make_room(possible, protected, may_drop)
-
-    def _possible_room(self, n: int, protected: _Protected, may_drop: bool) -> int:
-        free = self._top.backend.get_num_free_blocks()
-        if free >= n:
-            return n
-        mask = None if may_drop or self._top.is_last else self._top.settled_mask
-        return free + len(self._top.policy.coldest(n - free, protected, mask))
+        return self._top.make_room(wanted, protected, may_drop_dirty=True)
 
     def _is_busy(self) -> bool:
         """True if slots of the first tier will be given back without anyone's doing."""
@@ -338,7 +352,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _note_reuse(self, request: Request) -> None:
         reused = [h for h, is_new in request.keys.items() if not is_new]
-        found = [(h, s) for h in reused if (s := self._get(h)) is not None and s.ref_cnt >= 0]
+        found = [(h, s) for h in reused if (s := self.top_get(h)) is not None and s.ref_cnt >= 0]
         self._top.note_reuse([status for _, status in found])
         below = self._levels[1]
         self._top.set_dirty([s.block_id for h, s in found if not below.holds(h)])
@@ -351,7 +365,7 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             self._step += 1
             self._maintain()
-            self._answered.clear()
+            self.answered.clear()
             self._asking = None
             if self._quarantine and self._quarantine[0][0] <= self._step:
                 self._release_quarantine(self._step)
@@ -368,7 +382,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self._collect()
         self._promoter.release_expired()
         if self._promoter.is_queued:  # slots or jobs may have become free
-            self._promoter.flush(_Protected(set(self._answered), ()))
+            self._promoter.flush(set(self.answered))
         for demoter in self._demoters:
             demoter.keep_ahead()
         if self._aging:
@@ -423,7 +437,7 @@ class CascadingOffloadingManager(OffloadingManager):
             status.ref_cnt = 1
             held.append(status)
         for block_hash, count in self._worker_loads.items():
-            status_loaded = self._get(block_hash)
+            status_loaded = self.top_get(block_hash)
             assert status_loaded is not None, "a loading block is pinned"
             # Reading old bytes harms nobody: the destination is thrown away by the engine.
             status_loaded.ref_cnt -= count
@@ -434,7 +448,7 @@ class CascadingOffloadingManager(OffloadingManager):
         for demoter in self._demoters:
             jobs += demoter.orphan_all()
         worker = [*self._worker_stores.values()]
-        worker += [s for s in map(self._get, self._worker_loads) if s is not None]
+        worker += [s for s in map(self.top_get, self._worker_loads) if s is not None]
         users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
         quarantined = (status for _, statuses in self._quarantine for status in statuses)
         users.update((0, status.block_id) for status in chain(worker, quarantined))
@@ -445,7 +459,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 if count == 0:
                     level.backend.free(status)
         self._aging.clear()
-        self._answered.clear()
+        self.answered.clear()
         self._asking = None
         self._quarantine_slots(worker)
 
@@ -509,19 +523,6 @@ class CascadingOffloadingManager(OffloadingManager):
                 (lv.name, len(lv.policy), lv.capacity, int(lv.dirty_mask.sum()))
                 for lv in self._levels
             ]
-
-
-class _Protected:
-    """Blocks that may not be evicted now."""
-
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: Collection[BlockHash], second: Collection[BlockHash]) -> None:
-        self._first = first
-        self._second = second
-
-    def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._first or block_hash in self._second
 
 
 __all__ = [

@@ -83,9 +83,7 @@ class Demoter:
         started = 0
         while started < n and self._may_start():
             limit = min(n - started, self._batch)
-            cold = self._upper.policy.coldest(
-                limit, mask=self._upper.dirty_mask, window=window
-            )
+            cold = self._upper.policy.coldest(limit, mask=self._upper.dirty_mask, window=window)
             sent = self._send(cold)
             if sent is None:
                 break

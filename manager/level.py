@@ -90,22 +90,32 @@ class Level:
             slot = status.block_id
             self._uses[slot] = min(255, self._uses[slot] + 1)
 
+    def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
+        """Evict so that `n` slots are free; False, and nothing is evicted, if that cannot be."""
+        missing = n - self.backend.get_num_free_blocks()
+        if missing <= 0:
+            return True
+        evicted = self.policy.evict(missing, protected, self._may_leave(may_drop_dirty))
+        if evicted is None:
+            return False
+        if self.on_evicted is not None:
+            self.on_evicted(evicted)
+        free = self.backend.free
+        for _, status in evicted:
+            free(status)
+        return self.backend.get_num_free_blocks() >= n
+
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
         """Evict so that up to `n` slots are free; returns how many are (at most `n`)."""
-        missing = n - self.backend.get_num_free_blocks()
-        if missing > 0:
-            mask = None if may_drop_dirty or self.is_last else self.settled_mask
-            evicted = self.policy.evict(missing, protected, mask)
-            if evicted is None:
-                possible = len(self.policy.coldest(missing, protected, mask))
-                evicted = self.policy.evict(possible, protected, mask) if possible else []
-            if evicted:
-                if self.on_evicted is not None:
-                    self.on_evicted(evicted)
-                free = self.backend.free
-                for _, status in evicted:
-                    free(status)
+        if not self.make_all_room(n, protected, may_drop_dirty):
+            free = self.backend.get_num_free_blocks()
+            mask = self._may_leave(may_drop_dirty)
+            possible = len(self.policy.coldest(n - free, protected, mask))
+            self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
+
+    def _may_leave(self, may_drop_dirty: bool) -> SlotMask | None:
+        return None if may_drop_dirty or self.is_last else self.settled_mask
 
     def take(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
         """Allocate and insert; the blocks are not ready. There must be room."""

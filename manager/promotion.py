@@ -180,12 +180,11 @@ class Promoter:
 
     def _begin_wait(self, request: Request) -> None:
         if request.waiting_since_s is None:
-            request.waiting_since_s = self._flow.clock()
+            request.begin_wait(self._flow.clock())
             self._waiting[request] = None
 
     def _end_wait(self, request: Request) -> None:
-        request.waiting_since_s = None
-        request.has_promotions = False
+        request.end_wait()
         self._waiting.pop(request, None)
 
     def _no_budget(self, request: Request) -> LookupState:

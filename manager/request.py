@@ -29,6 +29,23 @@ class Request:
     has_promotions: bool = False
     """True once a block was promoted for it while it waits."""
 
+    is_plain: bool = True
+    """True while a ready block is a hit and nothing else need be thought of."""
+
+    def __post_init__(self) -> None:
+        self.is_plain = self.allowed_media is None
+
+    def begin_wait(self, now_s: float) -> None:
+        """Parts of its prefix are on their way from now on."""
+        self.waiting_since_s = now_s
+        self.is_plain = False
+
+    def end_wait(self) -> None:
+        """It is served, over, or waited too long."""
+        self.waiting_since_s = None
+        self.has_promotions = False
+        self.is_plain = self.allowed_media is None
+
     @property
     def is_waiting(self) -> bool:
         """True while parts of its prefix are on their way."""

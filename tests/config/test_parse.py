@@ -87,7 +87,7 @@ def test_defaults() -> None:
     assert (nvme.durability, nvme.admission) == (Durability.PROCESS, Admission.ALL)
     assert (nvme.write_budget, nvme.io_threads) == (None, 2)
     assert nvme.min_free == Share(Fraction(5, 100))
-    assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, Bytes(2**30))
+    assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
     assert (config.write_mode, config.on_reset) == (WriteMode.DEMOTE, OnReset.INVALIDATE)
     assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, 20.0)
     assert (config.promotion_deadline_s, config.label) == (10.0, "")

@@ -27,6 +27,8 @@ _TARGET_SCALE = 1_000_000
 class ArcOrder(EvictionOrder):
     """ARC over slots; ghosts are 64-bit tags. Ghosts are forgotten at a restart, lists are not."""
 
+    wants_tags = True
+
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)
         self._t1 = RecencyLog("arc_t1", capacity, arrays)

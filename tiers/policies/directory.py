@@ -7,7 +7,7 @@ used by one thread (or under one lock) at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..base import BlockHash, BlockStatus
 
@@ -25,6 +25,11 @@ class BlockDirectory(ABC):
     @abstractmethod
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         """Remove a block; None if it was not there."""
+
+    def put_many(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
+        """`put` for many."""
+        for block_hash, status in zip(block_hashes, statuses, strict=True):
+            self.put(block_hash, status)
 
     @abstractmethod
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
@@ -51,6 +56,14 @@ class DictDirectory(BlockDirectory):
         assert block_hash not in self._status_of, "a block may be inserted only once"
         self._status_of[block_hash] = status
         self._hash_at[status.block_id] = block_hash
+
+    def put_many(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
+        status_of, hash_at = self._status_of, self._hash_at
+        before = len(status_of)
+        for block_hash, status in zip(block_hashes, statuses, strict=True):
+            status_of[block_hash] = status
+            hash_at[status.block_id] = block_hash
+        assert len(status_of) == before + len(statuses), "a block may be inserted only once"
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         status = self._status_of.pop(block_hash, None)

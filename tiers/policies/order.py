@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,11 @@ def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[
 class EvictionOrder(ABC):
     """Which of the slots in use leaves next. Slots are `0 .. capacity - 1`.
 
-    `tags` are 64-bit digests of block hashes, for policies that remember what left (ghosts).
+    `tags` are 64-bit digests of block hashes, for orders that remember what left (ghosts); others
+    leave `wants_tags` False and are given none.
     """
+
+    wants_tags: ClassVar[bool] = False
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         self.capacity = capacity

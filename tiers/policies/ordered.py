@@ -36,18 +36,18 @@ class OrderedPolicy(CachePolicy):
 
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
         self._directory.put(block_hash, status)
-        self._order.insert([status.block_id], [tag_of(block_hash)])
+        self._order.insert([status.block_id], self._tags([block_hash]))
 
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
-        put = self._directory.put
-        for block_hash, status in zip(block_hashes, statuses, strict=True):
-            put(block_hash, status)
-        self._order.insert(
-            [status.block_id for status in reversed(statuses)],
-            [tag_of(block_hash) for block_hash in reversed(block_hashes)],
-        )
+        self._directory.put_many(block_hashes, statuses)
+        slots = [status.block_id for status in statuses]
+        slots.reverse()
+        self._order.insert(slots, self._tags(block_hashes[::-1]))
+
+    def _tags(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        return list(map(tag_of, block_hashes)) if self._order.wants_tags else []
 
     def remove(self, block_hash: BlockHash) -> BlockStatus | None:
         status = self._directory.pop(block_hash)
@@ -67,10 +67,10 @@ class OrderedPolicy(CachePolicy):
         chosen = self.coldest(n, protected, mask)
         if len(chosen) < n:
             return None
-        slots = [status.block_id for _, status in chosen]
-        self._order.evicted(slots, [tag_of(block_hash) for block_hash, _ in chosen])
+        hashes = [block_hash for block_hash, _ in chosen]
+        self._order.evicted([status.block_id for _, status in chosen], self._tags(hashes))
         pop = self._directory.pop
-        for block_hash, _ in chosen:
+        for block_hash in hashes:
             pop(block_hash)
         return chosen
 

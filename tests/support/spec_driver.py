@@ -1,0 +1,537 @@
+"""The spec driven as vLLM's scheduler and workers drive it, without an engine.
+
+One process plays everybody: the workers open first, the manager last, over a real arena and real
+NVMe tiers. Every chunk has bytes of its own, made from its key, so every load can be compared. The
+calls, their order and their arguments are vLLM's; what the model would compute is the pattern.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from kvcascade.spec import CascadeOffloadingSpec
+from kvcascade.vllm_modern import CascadeManager, CascadeWorker
+
+Made = TypeVar("Made")
+Pages = npt.NDArray[np.int8]
+
+TOKENS_PER_BLOCK = 16
+ROUNDS_MAX = 400
+"""Longest run of steps that a driver waits for something to end."""
+_engines = itertools.count()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the engine's KV cache looks like."""
+
+    pages: tuple[int, ...] = (1024, 3072)
+    """Bytes of one block in each KV tensor."""
+    groups: tuple[tuple[int, ...], ...] = ((0, 1),)
+    """Per KV group, the tensors of its layers."""
+    chunk: int = 1
+    """Device blocks in one offloaded chunk."""
+    world: int = 1
+    """Workers."""
+    blocks: int = 256
+    """Device blocks."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one chunk in the arena, all workers together."""
+        row = sum(self.pages) * self.chunk * self.world
+        return -(-row // 4096) * 4096
+
+
+def tiers(shape: Shape, path: Path | None, cpu: int, nvme: int = 0, **options: Any) -> list[Any]:
+    """The `tiers` of a configuration: capacities in chunks; `options` go to the NVMe tier."""
+    found: list[Any] = [{"type": "cpu", "capacity": cpu * shape.slot_bytes + 4096}]
+    if path is not None:
+        per_segment = 16
+        segment = per_segment * (shape.slot_bytes + 128) + 4096
+        capacity = (-(-nvme // per_segment) * segment) * 16 // 15 + 8192
+        found.append(
+            {
+                "type": "nvme",
+                "path": str(path),
+                "capacity": capacity,
+                "segment_size": per_segment * shape.slot_bytes,
+                "min_free": 0,
+                **options,
+            }
+        )
+    return found
+
+
+def make(cls: type[Made], **values: Any) -> Made:
+    """A vLLM dataclass, without the fields that the installed version does not know."""
+    known = {each.name for each in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def offloading_config(
+    shape: Shape, extra_config: dict[str, Any], engine_id: str, rank: int
+) -> OffloadingConfig:
+    """What vLLM hands to the spec in the process of this rank; the scheduler's rank is 0."""
+    groups = tuple(
+        make(
+            OffloadingGroupConfig,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            layer_names=tuple(f"layer.{number}.{tensor}" for tensor in tensors),
+            group_id=number,
+            sliding_window_size_in_chunks=None,
+        )
+        for number, tensors in enumerate(shape.groups)
+    )
+    parallel = make(
+        OffloadingParallelConfig,
+        rank=rank,
+        world_size=shape.world,
+        tp_size=shape.world,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    )
+    return make(
+        OffloadingConfig,
+        groups=groups,
+        worker_kv_bytes_per_block=sum(shape.pages),
+        enable_kv_cache_events=True,
+        extra_config={"weights_id": "test", **extra_config},
+        engine_id=engine_id,
+        model=make(OffloadingModelConfig, name="test/model", dtype="float16", max_model_len=4096),
+        cache=OffloadingCacheConfig(TOKENS_PER_BLOCK, shape.chunk),
+        parallel=parallel,
+        kv_cache_layout="LBHNC",
+    )
+
+
+def page(key: bytes, rank: int, tensor: int, sub: int, size: int) -> Pages:
+    """The one right content of a page: block `sub` of the chunk `key`, in one worker's tensor."""
+    name = key + bytes([rank, tensor, sub])
+    return np.frombuffer(hashlib.shake_128(name).digest(size), dtype=np.int8)
+
+
+@dataclass
+class Request:
+    """A request: a prompt of `chunks` chunks, named by the text it begins with."""
+
+    context: ReqContext
+    keys: list[list[OffloadKey]]
+    """Per KV group, one key per chunk."""
+
+    def span(self, start: int, end: int) -> list[OffloadKey]:
+        """Keys of chunks `start .. end - 1`, group-major, as the connector lists them."""
+        return [key for group in self.keys for key in group[start:end]]
+
+
+@dataclass
+class Job:
+    """A transfer that every worker has been given."""
+
+    job_id: int
+    request: Request
+    keys: list[OffloadKey]
+    is_store: bool
+    waiting: set[int]
+    """Ranks that have not reported it."""
+    blocks: list[int]
+    """Device blocks it uses."""
+    pages: list[tuple[OffloadKey, int, int, int]] = field(default_factory=list)
+    """Of a load, per device block: key, place in the chunk, KV group, device block."""
+    is_stale: bool = False
+    """From before a reset: nobody tells the manager when it ends."""
+
+
+class Worker:
+    """One worker process: its KV tensors and its side of the spec."""
+
+    def __init__(
+        self, shape: Shape, extra_config: dict[str, Any], engine_id: str, rank: int
+    ) -> None:
+        self.rank = rank
+        config = offloading_config(shape, extra_config, engine_id, rank)
+        self.tensors = [torch.zeros((shape.blocks, n), dtype=torch.int8) for n in shape.pages]
+        refs = [
+            [CanonicalKVCacheRef(tensor, shape.pages[tensor]) for tensor in group]
+            for group in shape.groups
+        ]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(t, t.shape[1]) for t in self.tensors], refs
+        )
+        worker = CascadeOffloadingSpec(config).get_worker(caches)
+        assert isinstance(worker, CascadeWorker)
+        self.worker = worker
+
+
+class Driver:
+    """An engine without a model. Context manager: leaving it is a clean shutdown."""
+
+    def __init__(
+        self, shape: Shape, tier_options: Sequence[Any], is_late: bool = False, **options: Any
+    ) -> None:
+        """`is_late`: `on_schedule_end` comes at the end of a step (0.33), not before the stores."""
+        self.shape = shape
+        self.is_late = is_late
+        self.extra_config = {"tiers": list(tier_options), **options}
+        engine_id = f"driver-{next(_engines)}-{id(self):x}"
+        self.workers: list[Worker] = []
+        try:
+            for rank in range(shape.world):
+                self.workers.append(Worker(shape, self.extra_config, engine_id, rank))
+            config = offloading_config(shape, self.extra_config, engine_id, rank=0)
+            manager = CascadeOffloadingSpec(config).get_manager()
+        except BaseException:
+            self._close_workers()
+            raise
+        assert isinstance(manager, CascadeManager)
+        self.manager = manager
+        self.cascade = manager._cascade
+        self._job_ids = itertools.count()
+        self._request_ids = itertools.count()
+        self._free = list(range(1, shape.blocks))
+        self.jobs: dict[int, Job] = {}
+        self.queued: list[tuple[Job, GPULoadStoreSpec, LoadStoreSpec]] = []
+        """Stores that the workers are given at the start of the next step."""
+        self.flush: set[int] = set()
+        self.seen: dict[str, set[OffloadKey]] = {}
+        """What the events so far say lies in each medium."""
+        self.metrics: dict[str, float] = {}
+        """Sum of every counter that was sent, by name and labels."""
+        self.declared = CascadeOffloadingSpec.build_metric_definitions(self.extra_config)
+        self.loaded_chunks = 0
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Clean shutdown in vLLM's order: workers first."""
+        self._close_workers()
+        self.manager.shutdown()
+
+    def _close_workers(self) -> None:
+        for worker in self.workers:
+            worker.worker.shutdown()
+
+    # ---- requests ------------------------------------------------------------------------
+
+    def request(self, text: str, chunks: int, **context: Any) -> Request:
+        """A new request; those with the same `text` share their prefix."""
+        name = f"{text}/{next(self._request_ids)}"
+        made = ReqContext(name, **context)
+        hashes = [hashlib.sha256(f"{text}:{i}".encode()).digest() for i in range(chunks)]
+        keys = [[make_offload_key(h, g) for h in hashes] for g in range(len(self.shape.groups))]
+        self.manager.on_new_request(made)
+        return Request(made, keys)
+
+    def finish(self, request: Request) -> None:
+        """The request ended."""
+        self.manager.on_request_finished(request.context)
+
+    # ---- lookups and loads ---------------------------------------------------------------
+
+    def look_up(self, request: Request, start: int = 0, end: int | None = None) -> int | None:
+        """Chunks from `start` that can be loaded, over all groups; None: ask again."""
+        hits = len(request.keys[0][start:end])
+        is_deferred = False
+        for keys in request.keys:
+            count = 0
+            for key in keys[start : start + hits]:
+                result = self.manager.lookup(key, request.context)
+                if result is LookupResult.MISS:
+                    break
+                is_deferred |= result is not LookupResult.HIT
+                count += result is not LookupResult.RETRY
+            hits = min(hits, count)
+        return None if is_deferred else hits
+
+    def await_hits(self, request: Request, start: int = 0, end: int | None = None) -> int:
+        """Step until a lookup has an answer; it holds until the end of this step."""
+        for _ in range(ROUNDS_MAX):
+            hits = self.look_up(request, start, end)
+            if hits is not None:
+                return hits
+            self.step()
+            self.wait_for_transfers()
+        raise AssertionError("a lookup never ended")
+
+    def begin_load(
+        self, request: Request, hits: int, start: int = 0, skip: int = 0, cut: int = 0,
+        expedited: bool = False,
+    ) -> Job:  # fmt: skip
+        """Load chunks `start .. start + hits - 1`, without their first `skip` and last `cut`
+        device blocks, into fresh device blocks that hold other bytes."""
+        chunk = self.shape.chunk
+        keys = request.span(start, start + hits)
+        source = self.manager.prepare_load(keys, request.context)
+        first, last = start * chunk + skip, (start + hits) * chunk - cut
+        job = Job(next(self._job_ids), request, keys, False, set(), [])
+        for group in range(len(self.shape.groups)):
+            for at in range(first, last):
+                block = self._take_block(job)
+                job.pages.append((request.keys[group][at // chunk], at % chunk, group, block))
+        groups = len(self.shape.groups)
+        target = GPULoadStoreSpec(job.blocks, [last - first] * groups, [first] * groups)
+        self._start(job)
+        for worker in self.workers:
+            arguments: dict[str, Any] = {"expedited": True} if expedited else {}
+            assert worker.worker.submit_load(job.job_id, source, target, **arguments)
+        self.loaded_chunks += len(keys)
+        return job
+
+    def load(self, request: Request, hits: int, **options: Any) -> None:
+        """Load and compare every byte."""
+        job = self.begin_load(request, hits, **options)
+        self.finish_jobs([job])
+
+    # ---- stores --------------------------------------------------------------------------
+
+    def offer(self, request: Request, start: int, end: int) -> list[OffloadKey] | None:
+        """Offer chunks; what the manager takes goes to the workers at the next step."""
+        offered = request.span(start, end)
+        output = self.manager.prepare_store(offered, request.context)
+        if output is None:
+            return None
+        taken = set(output.keys_to_store)
+        assert output.keys_to_store == [key for key in offered if key in taken], "order is kept"
+        if not taken:
+            return []
+        job = Job(next(self._job_ids), request, output.keys_to_store, True, set(), [])
+        sizes, indices = [], []
+        for group, keys in enumerate(request.keys):
+            chosen = [i for i in range(start, end) if keys[i] in taken]
+            for i in chosen:
+                for sub in range(self.shape.chunk):
+                    self._compute(self._take_block(job), group, keys[i], sub)
+            sizes.append(len(chosen) * self.shape.chunk)
+            indices.append(chosen[0] * self.shape.chunk if chosen else 0)
+        source = GPULoadStoreSpec(job.blocks, sizes, indices)
+        self._start(job)
+        self.queued.append((job, source, output.store_spec))
+        return output.keys_to_store
+
+    def store(self, request: Request, start: int = 0, end: int | None = None) -> None:
+        """Offer chunks until everything that can be taken is taken, and wait until it is there."""
+        end = len(request.keys[0]) if end is None else end
+        for _ in range(ROUNDS_MAX):
+            taken = self.offer(request, start, end)
+            self.step()
+            self.finish_jobs([job for job in self.jobs.values() if job.is_store])
+            if taken is not None:
+                return
+            self.wait_for_transfers()
+        raise AssertionError("a store was refused for ever")
+
+    def serve(self, text: str, chunks: int, **context: Any) -> int:
+        """A whole request; returns how many chunks were loaded."""
+        request = self.request(text, chunks, **context)
+        hits = self.await_hits(request)
+        if hits:
+            self.load(request, hits)
+        if hits < chunks:
+            self.store(request, hits)
+        self.finish(request)
+        self.step()
+        return hits
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End a scheduler step and play the workers' part of it."""
+        if not self.is_late:
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        for job, source, target in self.queued:
+            for worker in self.workers:
+                assert worker.worker.submit_store(job.job_id, source, target)
+        self.queued.clear()
+        if self.flush:
+            for worker in self.workers:
+                worker.worker.wait(self.flush | {10**9})  # ids it never saw are ignored
+            self.flush.clear()
+        self.collect()
+        if self.is_late:
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.take_events()
+        self.take_stats()
+
+    def collect(self) -> None:
+        """Take in what the workers finished; a job ends when all of them reported it."""
+        for worker in self.workers:
+            for result in worker.worker.get_finished():
+                assert result.success, "a failed transfer would end the engine"
+                job = self.jobs[result.job_id]
+                job.waiting.remove(worker.rank)
+                if not job.waiting:
+                    self._end(job)
+
+    def finish_jobs(self, jobs: Iterable[Job]) -> None:
+        """Wait until the workers have ended these jobs, and take them in."""
+        ids = {job.job_id for job in jobs}
+        for worker in self.workers:
+            worker.worker.wait(ids)
+        self.collect()
+        assert ids.isdisjoint(self.jobs), "every job that was waited for is reported"
+
+    def wait_for_transfers(self) -> None:
+        """Wait until the transfers between tiers that are under way now have ended."""
+        manager = self.cascade.manager
+        for level, link in enumerate(manager._flow.links, start=1):
+            with manager.lock:
+                ups = manager._promoter.job_ids(level)
+                downs = manager._demoters[level - 1].job_ids
+            link.up.wait(ups)
+            link.down.wait(downs)
+
+    def settle(self) -> None:
+        """Step until nothing moves any more."""
+        manager = self.cascade.manager
+        for _ in range(ROUNDS_MAX):
+            self.step()
+            self.wait_for_transfers()
+            self.finish_jobs(list(self.jobs.values()))
+            self.step()
+            busy = any(demoter.jobs_in_flight for demoter in manager._demoters)
+            if not busy and not self.manager.has_pending_work():
+                return
+        raise AssertionError("the cascade never came to rest")
+
+    def reset(self) -> set[int]:
+        """Reset the cache as the connector does; the old jobs, which the next step flushes."""
+        self.take_events()
+        self.manager.reset_cache()
+        self.take_events()
+        for held in self.seen.values():
+            held.clear()
+        old = set(self.jobs)
+        for job in self.jobs.values():
+            job.is_stale = True
+        self.flush |= old
+        return old
+
+    # ---- events and metrics --------------------------------------------------------------
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Take events in; each one must be news."""
+        events = list(self.manager.take_events())
+        for event in events:
+            held = self.seen.setdefault(event.medium.name, set())
+            if event.removed:
+                assert held.issuperset(event.keys), "removed what was not there"
+                held.difference_update(event.keys)
+            else:
+                assert held.isdisjoint(event.keys), "stored twice"
+                held.update(event.keys)
+        return events
+
+    def take_stats(self) -> None:
+        """Take metrics in; every one must have been declared, with as many labels."""
+        stats = self.manager.get_stats()
+        if stats is None:
+            return
+        for name, by_labels in stats.data["data"].items():
+            assert name in self.declared, f"{name} was not declared"
+            for labels, value in by_labels.items():
+                assert len(labels) == len(self.declared[name].labelnames)
+                where = f"{name}{list(labels)}" if labels else name
+                is_counter = stats.data["types"][name] == "counter"
+                self.metrics[where] = value + (self.metrics.get(where, 0) if is_counter else 0)
+
+    @property
+    def counters(self) -> Any:
+        """The manager's own counters."""
+        return self.cascade.manager.counters
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def _take_block(self, job: Job) -> int:
+        block = self._free.pop(len(self._free) * 5 // 7)  # not in order: pages are scattered
+        job.blocks.append(block)
+        for worker in self.workers:
+            for tensor in worker.tensors:
+                tensor[block] = 85
+        return block
+
+    def _compute(self, block: int, group: int, key: OffloadKey, sub: int) -> None:
+        """What a forward pass leaves in a device block."""
+        for worker in self.workers:
+            for tensor in self.shape.groups[group]:
+                content = page(key, worker.rank, tensor, sub, self.shape.pages[tensor])
+                worker.tensors[tensor][block] = torch.from_numpy(content.copy())
+
+    def _start(self, job: Job) -> None:
+        job.waiting = {worker.rank for worker in self.workers}
+        self.jobs[job.job_id] = job
+
+    def _end(self, job: Job) -> None:
+        del self.jobs[job.job_id]
+        self._free += job.blocks
+        if job.is_stale:
+            return
+        if job.is_store:
+            self.manager.complete_store(set(job.keys), job.request.context)
+            return
+        self._compare(job)
+        self.manager.complete_load(set(job.keys), job.request.context)
+
+    def _compare(self, job: Job) -> None:
+        for key, sub, group, block in job.pages:
+            for worker in self.workers:
+                for tensor in self.shape.groups[group]:
+                    want = page(key, worker.rank, tensor, sub, self.shape.pages[tensor])
+                    got = worker.tensors[tensor][block].numpy()
+                    assert np.array_equal(got, want), (
+                        f"wrong bytes: {key.hex()[:8]} rank {worker.rank} tensor {tensor} sub {sub}"
+                    )
+
+
+def segment_files(path: Path) -> list[Path]:
+    """Every segment file below an NVMe path."""
+    return sorted(path.glob("*/segments/*.safetensors"))
+
+
+def damage(path: Path, every: int = 512) -> None:
+    """Flip a byte in every `every` bytes of all payloads below an NVMe path, in place."""
+    for segment in segment_files(path):
+        with segment.open("r+b") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+            data = np.frombuffer(segment.read_bytes(), dtype=np.uint8).copy()
+            data[header::every] ^= 0x5A
+            file.seek(header)
+            file.write(data[header:].tobytes())
+            file.flush()
