@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -30,119 +28,15 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
 from kvcascade.spec import CascadeOffloadingSpec
 from kvcascade.vllm_modern import CascadeManager, CascadeWorker
 
-Made = TypeVar("Made")
-Pages = npt.NDArray[np.int8]
+from .kv_bytes import Shape, offloading_config, page
 
-TOKENS_PER_BLOCK = 16
 ROUNDS_MAX = 400
 """Longest run of steps that a driver waits for something to end."""
 _engines = itertools.count()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the engine's KV cache looks like."""
-
-    pages: tuple[int, ...] = (1024, 3072)
-    """Bytes of one block in each KV tensor."""
-    groups: tuple[tuple[int, ...], ...] = ((0, 1),)
-    """Per KV group, the tensors of its layers."""
-    chunk: int = 1
-    """Device blocks in one offloaded chunk."""
-    world: int = 1
-    """Workers."""
-    blocks: int = 256
-    """Device blocks."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one chunk in the arena, all workers together."""
-        row = sum(self.pages) * self.chunk * self.world
-        return -(-row // 4096) * 4096
-
-
-def tiers(shape: Shape, path: Path | None, cpu: int, nvme: int = 0, **options: Any) -> list[Any]:
-    """The `tiers` of a configuration: capacities in chunks; `options` go to the NVMe tier."""
-    found: list[Any] = [{"type": "cpu", "capacity": cpu * shape.slot_bytes + 4096}]
-    if path is not None:
-        per_segment = 16
-        segment = per_segment * (shape.slot_bytes + 128) + 4096
-        capacity = (-(-nvme // per_segment) * segment) * 16 // 15 + 8192
-        found.append(
-            {
-                "type": "nvme",
-                "path": str(path),
-                "capacity": capacity,
-                "segment_size": per_segment * shape.slot_bytes,
-                "min_free": 0,
-                **options,
-            }
-        )
-    return found
-
-
-def make(cls: type[Made], **values: Any) -> Made:
-    """A vLLM dataclass, without the fields that the installed version does not know."""
-    known = {each.name for each in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in values.items() if name in known})
-
-
-def offloading_config(
-    shape: Shape, extra_config: dict[str, Any], engine_id: str, rank: int
-) -> OffloadingConfig:
-    """What vLLM hands to the spec in the process of this rank; the scheduler's rank is 0."""
-    groups = tuple(
-        make(
-            OffloadingGroupConfig,
-            tokens_per_block=TOKENS_PER_BLOCK,
-            layer_names=tuple(f"layer.{number}.{tensor}" for tensor in tensors),
-            group_id=number,
-            sliding_window_size_in_chunks=None,
-        )
-        for number, tensors in enumerate(shape.groups)
-    )
-    parallel = make(
-        OffloadingParallelConfig,
-        rank=rank,
-        world_size=shape.world,
-        tp_size=shape.world,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=False,
-    )
-    return make(
-        OffloadingConfig,
-        groups=groups,
-        worker_kv_bytes_per_block=sum(shape.pages),
-        enable_kv_cache_events=True,
-        extra_config={"weights_id": "test", **extra_config},
-        engine_id=engine_id,
-        model=make(OffloadingModelConfig, name="test/model", dtype="float16", max_model_len=4096),
-        cache=OffloadingCacheConfig(TOKENS_PER_BLOCK, shape.chunk),
-        parallel=parallel,
-        kv_cache_layout="LBHNC",
-    )
-
-
-def page(key: bytes, rank: int, tensor: int, sub: int, size: int) -> Pages:
-    """The one right content of a page: block `sub` of the chunk `key`, in one worker's tensor."""
-    name = key + bytes([rank, tensor, sub])
-    return np.frombuffer(hashlib.shake_128(name).digest(size), dtype=np.int8)
 
 
 @dataclass
@@ -383,8 +277,12 @@ class Driver:
         if self.flush:
             for worker in self.workers:
                 worker.worker.wait(self.flush | {10**9})  # ids it never saw are ignored
-            self.flush.clear()
         self.collect()
+        if self.flush:
+            assert self.flush.isdisjoint(self.jobs), "old jobs have ended"
+            self.flush.clear()
+            if self.is_late:
+                self.manager.on_reset_flushed()
         if self.is_late:
             self.manager.on_schedule_end(ScheduleEndContext((), ()))
         self.take_events()
@@ -518,20 +416,3 @@ class Driver:
                     assert np.array_equal(got, want), (
                         f"wrong bytes: {key.hex()[:8]} rank {worker.rank} tensor {tensor} sub {sub}"
                     )
-
-
-def segment_files(path: Path) -> list[Path]:
-    """Every segment file below an NVMe path."""
-    return sorted(path.glob("*/segments/*.safetensors"))
-
-
-def damage(path: Path, every: int = 512) -> None:
-    """Flip a byte in every `every` bytes of all payloads below an NVMe path, in place."""
-    for segment in segment_files(path):
-        with segment.open("r+b") as file:
-            header = 8 + int.from_bytes(file.read(8), "little")
-            data = np.frombuffer(segment.read_bytes(), dtype=np.uint8).copy()
-            data[header::every] ^= 0x5A
-            file.seek(header)
-            file.write(data[header:].tobytes())
-            file.flush()

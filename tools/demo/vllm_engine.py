@@ -22,6 +22,8 @@ from typing import IO, Any
 PROBE_TOKENS = [3] * 4
 """A prompt shorter than a block: it leaves no trace in any cache."""
 PROBE_ANSWER_TOKENS = 3
+STOP_S = 30.0
+"""For a shutdown that nobody asked for."""
 
 
 class Engine:
@@ -89,25 +91,29 @@ class Engine:
 
 
 def serve(commands: IO[str], answers: IO[str]) -> None:
-    """Answer every line until told to stop."""
+    """Answer every line until told to stop, or until there are no more."""
     engine: Engine | None = None
+    stop_s = STOP_S
     for line in commands:
         command = json.loads(line)
         answer: dict[str, Any]
+        if "stop" in command:
+            stop_s = command["stop"]
+            break
         if "start" in command:
             began = time.monotonic()
             engine = Engine(command["start"])
             answer = {"start_s": time.monotonic() - began, "version": _version()}
-        elif engine is None or "stop" in command:
-            break
+        elif engine is None:
+            answer = {"error": "not started"}
         elif "generate" in command:
             answer = {"replies": engine.generate(command["generate"], command["answer_tokens"])}
         else:
             answer = {"metrics": engine.metrics()}
         print(json.dumps(answer), file=answers, flush=True)
     if engine is not None:
-        engine.stop(float(json.loads(line).get("stop", 0)) or None)
-        print(json.dumps({"stopped": True}), file=answers, flush=True)
+        engine.stop(stop_s)
+    print(json.dumps({"stopped": True}), file=answers, flush=True)
 
 
 def _version() -> str:

@@ -57,7 +57,8 @@ class Workload:
 
     def prompt(self, turn: Turn, answers: Answers) -> list[int]:
         """The tokens of a request; `answers` holds those of the earlier turns."""
-        tokens = self._tokens(f"prefix {turn.conversation % self.shape.prefixes}", *(2 * (self.shape.prefix_tokens,)))
+        length = self.shape.prefix_tokens
+        tokens = self._tokens(f"prefix {turn.conversation % self.shape.prefixes}", length, length)
         for number in range(1, turn.number):
             earlier = Turn(turn.conversation, number)
             tokens += self._message(earlier)

@@ -1,0 +1,275 @@
+"""The spec without an engine: what is stored comes back byte for byte, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.kv_bytes import Shape, damage, tiers
+from support.spec_driver import Driver
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext
+
+SHAPES = {
+    "one_block_chunks": Shape(),
+    "two_workers": Shape(world=2),
+    "chunks_of_2": Shape(pages=(512, 256, 768), groups=((0, 1, 2),), chunk=2),
+    "chunks_of_4_two_workers": Shape(pages=(640, 128), groups=((0, 1),), chunk=4, world=2),
+    "two_groups": Shape(pages=(1024, 512, 768), groups=((0, 1), (2,)), chunk=2),
+    "overlay": Shape(pages=(2048, 2048), groups=((0, 1), (1, 0)), world=2),
+}
+LATE = pytest.mark.parametrize("is_late", [False, True], ids=["step_end_first", "step_end_last"])
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+@LATE
+def test_blocks_come_back_from_both_tiers(shape: Shape, is_late: bool, tmp_path: Path) -> None:
+    with Driver(shape, tiers(shape, tmp_path, cpu=16, nvme=96), is_late) as driver:
+        for turn in range(2):
+            for text in range(6):
+                chunks = 8 // len(shape.groups)
+                assert driver.serve(f"text {text}", chunks) == turn * chunks
+                driver.settle()
+        assert driver.counters.loaded_blocks[1] > 0, "something came from NVMe"
+        assert driver.counters.evicted_blocks[0] > 0
+        assert driver.counters.dropped_dirty_blocks == 0
+        assert driver.counters.links[0].promote_corrupt_blocks == 0
+
+
+def test_first_and_last_blocks_need_not_be_aligned(shape: Shape, tmp_path: Path) -> None:
+    with Driver(shape, tiers(shape, tmp_path, cpu=24, nvme=64)) as driver:
+        writer = driver.request("text", 6)
+        driver.store(writer)
+        for skip in range(shape.chunk):
+            for cut in range(shape.chunk):
+                reader = driver.request("text", 6)
+                assert driver.await_hits(reader, 1) == 5
+                driver.load(reader, 5, start=1, skip=skip, cut=cut)
+                reader = driver.request("text", 6)
+                assert driver.await_hits(reader, 2, 3) == 1
+                if skip + cut < shape.chunk:
+                    driver.load(reader, 1, start=2, skip=skip, cut=cut)
+
+
+@LATE
+def test_a_restart_finds_everything(shape: Shape, is_late: bool, tmp_path: Path) -> None:
+    options = tiers(shape, tmp_path, cpu=16, nvme=96)
+    with Driver(shape, options, is_late) as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", 6 // len(shape.groups))
+    with Driver(shape, options, is_late) as driver:
+        for text in range(4):
+            assert driver.serve(f"text {text}", 6 // len(shape.groups)) == 6 // len(shape.groups)
+        assert driver.counters.links[0].promoted_blocks > 0
+
+
+def test_damaged_blocks_are_misses_and_counted(shape: Shape, tmp_path: Path) -> None:
+    options = tiers(shape, tmp_path, cpu=16, nvme=96)
+    chunks = 6 // len(shape.groups)
+    with Driver(shape, options) as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", chunks)
+    with Driver(shape, options) as driver:
+        assert damage(tmp_path) > 0
+        assert [driver.serve(f"text {text}", chunks) for text in range(4)] == [0] * 4
+        assert driver.counters.links[0].promote_corrupt_blocks > 0
+        assert [driver.serve(f"text {text}", chunks) for text in range(4)] == [chunks] * 4
+        driver.take_stats()
+        name = "vllm:kvcascade_promote_corrupt_blocks['nvme']"
+        driver.manager._stats_due_s = 0.0
+        driver.take_stats()
+        assert driver.metrics[name] == driver.counters.links[0].promote_corrupt_blocks
+
+
+@LATE
+def test_reset_with_stores_and_loads_under_way(shape: Shape, is_late: bool, tmp_path: Path) -> None:
+    chunks = 6 // len(shape.groups)
+    with Driver(shape, tiers(shape, tmp_path, cpu=16, nvme=96), is_late) as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", chunks)
+        reader, writer = driver.request("text 3", chunks), driver.request("new", chunks)
+        waiting = driver.request("text 0", chunks)
+        assert driver.await_hits(reader) == chunks
+        driver.begin_load(reader, chunks)
+        assert driver.offer(writer, 0, chunks)
+        driver.look_up(waiting)
+        driver.reset()
+        for text in range(4):  # before the workers have written the old slots
+            assert driver.look_up(driver.request(f"text {text}", chunks)) == 0
+        assert driver.look_up(writer) == 0
+        driver.offer(writer, 0, chunks)
+        driver.step()  # the old store is written only now
+        driver.settle()
+        for _ in range(2):
+            for text in range(6):
+                driver.serve(f"later {text}", chunks)
+        assert driver.await_hits(driver.request("text 3", chunks)) == 0
+        driver.settle()
+        top = driver.cascade.manager._levels[0]
+        assert len(top.policy) + top.backend.get_num_free_blocks() == top.capacity, "none is lost"
+
+
+def test_keep_on_reset(tmp_path: Path) -> None:
+    shape = Shape()
+    options = tiers(shape, tmp_path, cpu=16, nvme=96)
+    with Driver(shape, options, on_reset="keep") as driver:
+        driver.serve("text", 5)
+        late = driver.request("late", 5)
+        driver.offer(late, 0, 5)
+        driver.reset()
+        driver.seen.clear()
+        driver.step()
+        assert driver.look_up(driver.request("text", 5)) == 5
+        assert driver.look_up(driver.request("late", 5)) == 0
+
+
+def test_preempted_request_is_stored_and_served_again(tmp_path: Path) -> None:
+    shape = Shape(chunk=2)
+    with Driver(shape, tiers(shape, tmp_path, cpu=16, nvme=64)) as driver:
+        request = driver.request("text", 8)
+        driver.offer(request, 0, 3)
+        driver.step()
+        driver.offer(request, 3, 5)
+        driver.flush |= set(driver.jobs)  # preempted: its blocks are reused after this step
+        driver.step()
+        assert not driver.jobs, "flushed before the step ended"
+        hits = driver.await_hits(request)
+        assert hits == 5
+        driver.load(request, hits)
+        driver.store(request, hits)
+        driver.finish(request)
+        assert driver.await_hits(driver.request("text", 8)) == 8
+
+
+def test_hits_stay_until_they_are_loaded(tmp_path: Path) -> None:
+    """Stores, promotions and other lookups of the same step evict nothing that was a hit."""
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=12, nvme=96)) as driver:
+        for text in range(5):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        reader = driver.request("text 4", 4)
+        other = driver.request("text 0", 4)
+        assert driver.look_up(reader) == 4
+        assert driver.look_up(other) is None
+        driver.offer(driver.request("big", 12), 0, 12)
+        job = driver.begin_load(reader, 4)
+        driver.finish_jobs([job])
+        driver.settle()
+
+
+def test_load_filters(tmp_path: Path) -> None:
+    from vllm.v1.kv_offload.base import TierFilter, TierMatcher
+
+    shape = Shape()
+    only = {m: TierFilter((TierMatcher(m),)) for m in (Medium.CPU, Medium.STORAGE)}
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        by_cpu = driver.request("text 0", 4, load_tier_filter=only[Medium.CPU])
+        assert driver.await_hits(by_cpu) == 0, "it is on NVMe only"
+        by_cpu = driver.request("text 3", 4, load_tier_filter=only[Medium.CPU])
+        assert driver.await_hits(by_cpu) == 4
+        by_disk = driver.request("text 0", 4, load_tier_filter=only[Medium.STORAGE])
+        hits = driver.await_hits(by_disk)
+        assert hits == 4
+        driver.load(by_disk, hits)
+        nothing = driver.request("text 0", 4, load_tier_filter=TierFilter(()))
+        assert driver.await_hits(nothing) == 0
+
+
+def test_load_source_tells_the_tier(tmp_path: Path) -> None:
+    source = pytest.importorskip("vllm.v1.metrics.cache_hit_source").CacheHitSource
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        for text, want in [("text 3", source.HOST), ("text 0", source.DISK)]:
+            reader = driver.request(text, 4)
+            hits = driver.await_hits(reader)
+            driver.load(reader, hits)
+            found = {driver.manager.get_load_source(k, reader.context) for k in reader.keys[0]}
+            assert found == {want}
+
+
+def test_touch_of_a_running_request_is_recency(tmp_path: Path) -> None:
+    """Up to 0.30 vLLM touches the blocks of running requests at every step."""
+    shape = Shape()
+    with Driver(shape, tiers(shape, None, cpu=8)) as driver:
+        old, new = driver.request("old", 4), driver.request("new", 4)
+        driver.store(old)
+        driver.finish(old)
+        driver.store(new)
+        driver.finish(new)
+        toucher = driver.request("old", 4)
+        for _ in range(3):
+            driver.manager.touch(toucher.span(0, 4), toucher.context)
+            driver.step()
+        driver.finish(toucher)
+        driver.serve("more", 4)
+        assert driver.await_hits(driver.request("old", 4)) == 4
+        assert driver.await_hits(driver.request("new", 4)) == 0
+
+
+def test_pending_work_ends(tmp_path: Path) -> None:
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        assert not driver.manager.has_pending_work()
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        assert not driver.manager.has_pending_work(), "dirty blocks alone need no steps"
+        reader = driver.request("text 0", 4)
+        assert driver.manager.lookup(reader.keys[0][0], reader.context) in (
+            LookupResult.HIT_PENDING,
+            LookupResult.RETRY,
+        )
+        assert driver.manager.has_pending_work()
+        driver.settle()
+        assert not driver.manager.has_pending_work()
+        driver.finish(reader)
+
+
+def test_expedited_loads_and_unknown_ids(tmp_path: Path) -> None:
+    shape = Shape()
+    with Driver(shape, tiers(shape, None, cpu=8)) as driver:
+        driver.serve("text", 4)
+        reader = driver.request("text", 4)
+        assert driver.look_up(reader) == 4
+        job = driver.begin_load(reader, 4, expedited=True)
+        driver.workers[0].worker.wait({job.job_id, 12345})
+        driver.collect()
+        assert not driver.jobs
+        driver.workers[0].worker.wait({job.job_id})
+
+
+def test_a_request_that_never_ran(tmp_path: Path) -> None:
+    shape = Shape()
+    with Driver(shape, tiers(shape, None, cpu=8)) as driver:
+        context = ReqContext("never")
+        driver.manager.on_new_request(context)
+        driver.manager.on_request_finished(context)
+        driver.manager.on_request_finished(ReqContext("unseen"))
+
+
+def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        for text in [*range(6), *range(6)]:
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        driver.manager._stats_due_s = 0.0
+        driver.take_stats()
+        assert driver.metrics["vllm:kvcascade_stored_blocks"] == driver.counters.stored_blocks
+        assert driver.metrics["vllm:kvcascade_loaded_blocks['nvme']"] > 0
+        assert 0 < driver.metrics["vllm:kvcascade_tier_used_ratio['cpu']"] <= 1
+        (info,) = driver.manager.config_info()
+        spec = type(driver.manager)
+        assert spec is not None
+        assert set(info) == {"kvcascade_tiers", "kvcascade_write_mode"}
+        assert info["kvcascade_write_mode"] == "demote"
