@@ -66,5 +66,5 @@ class WriteBudget:
 
     def _expire(self) -> None:
         oldest = self._bucket() - BUDGET_BUCKETS
-        while self._buckets and self._buckets[0][0] <= oldest:
+        while self._buckets and self._buckets[0][0] < oldest:
             self._spent_bytes -= self._buckets.popleft()[1]

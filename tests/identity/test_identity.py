@@ -1,0 +1,113 @@
+"""Equal weights are recognised, different ones told apart, without reading them whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvcascade.errors import ConfigError
+from kvcascade.identity import is_shareable, weights_identity
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    write_weights(folder, seed=0)
+    return folder
+
+
+def write_weights(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tensors = {f"layer{i}": rng.standard_normal((64, 64), dtype=np.float32) for i in range(8)}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def identity(folder: Path) -> str:
+    return weights_identity(str(folder), None, is_real=True)
+
+
+def test_a_copy_elsewhere_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    assert identity(copy) == identity(model)
+    assert is_shareable(identity(model))
+
+
+def test_other_values_of_the_same_shapes_are_another_model(model: Path) -> None:
+    before = identity(model)
+    size = (model / "model.safetensors").stat().st_size
+    write_weights(model, seed=1)
+    assert (model / "model.safetensors").stat().st_size == size
+    assert identity(model) != before
+
+
+@pytest.mark.parametrize("layer", range(8))
+def test_one_changed_tensor_is_noticed(model: Path, layer: int) -> None:
+    before = identity(model)
+    path = model / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    (header_bytes,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + header_bytes])
+    start, end = header[f"layer{layer}"]["data_offsets"]
+    data = 8 + header_bytes
+    raw[data + start : data + end] = bytes(255 - b for b in raw[data + start : data + end])
+    path.write_bytes(raw)
+    assert identity(model) != before
+
+
+def test_a_changed_configuration_is_another_model(model: Path) -> None:
+    before = identity(model)
+    (model / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 1e6}))
+    assert identity(model) != before
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"\xff" * 8, struct.pack("<Q", 1 << 62), struct.pack("<Q", 4) + b"[1]]", b"short"],
+)
+def test_a_hostile_header_is_sampled_like_any_file(model: Path, header: bytes) -> None:
+    (model / "model.safetensors").write_bytes(header + b"x" * 1000)
+    before = identity(model)
+    (model / "model.safetensors").write_bytes(header + b"y" * 1000)
+    assert identity(model) != before
+
+
+def test_other_weight_formats_are_sampled(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(bytes(range(256)) * 4000)
+    before = identity(model)
+    (model / "pytorch_model.bin").write_bytes(bytes(range(255, -1, -1)) * 4000)
+    assert identity(model) != before
+
+
+def test_a_hub_snapshot_is_named_by_its_commit(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    assert identity(snapshot) == f"hub:models--org--name@{COMMIT}"
+
+
+def test_weights_in_memory_are_never_shared(model: Path) -> None:
+    first = weights_identity(str(model), None, is_real=False)
+    assert not is_shareable(first)
+    assert first != weights_identity(str(model), None, is_real=False)
+
+
+def test_a_hub_name_without_a_local_copy_is_never_shared() -> None:
+    assert not is_shareable(weights_identity("nobody/has-this-model", None, is_real=True))
+    assert not is_shareable(weights_identity("not a/valid/name", None, is_real=True))
+
+
+def test_unreadable_weights_are_one_clear_sentence(model: Path) -> None:
+    (model / "gone.safetensors").symlink_to(model / "nowhere")
+    with pytest.raises(ConfigError, match="cannot be read to identify its weights.*weights_id"):
+        identity(model)
