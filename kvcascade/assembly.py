@@ -21,6 +21,7 @@ from .errors import os_errors
 from .handlers.device import DeviceCopier
 from .handlers.geometry import PageRef, WorkerLayout
 from .handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from .handlers.nvme_pair import NvmePairHandler
 from .machine import ThisMachine, cpu_capacity, nvme_capacity
 from .manager.admission import AdmitAll, AdmitSecondTouch, WriteBudget
 from .manager.cascading import CascadingOffloadingManager, ManagerOptions
@@ -195,18 +196,30 @@ def open_cascade(
             opened.append(tier)
             name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
             tiers.append(_nvme_level(name, options, tier))
-            links.append(
-                Link(
-                    down=NvmeStoreHandler(tier.store, arena.slot_view, stores),
-                    up=NvmeLoadHandler(tier.store, arena.slot_view, loads),
-                )
-            )
+            links.append(_link(arena, opened, stores, loads))
         options_ = _manager_options(settings, backend, steps_until_flushed, with_events)
         manager = CascadingOffloadingManager(tiers, links, options_)
         cascade = Cascade(settings, arena, manager, opened, executors)
         undo.pop_all()
     _log_start(cascade)
     return cascade
+
+
+def _link(
+    arena: Arena,
+    opened: Sequence[nvme.NvmeTier],
+    stores: ThreadPoolExecutor,
+    loads: ThreadPoolExecutor,
+) -> Link:
+    """Between the last opened tier and the one above it."""
+    store = opened[-1].store
+    if len(opened) > 1:
+        above = opened[-2].store
+        return Link(NvmePairHandler(above, store, stores), NvmePairHandler(store, above, loads))
+    return Link(
+        down=NvmeStoreHandler(store, arena.slot_view, stores),
+        up=NvmeLoadHandler(store, arena.slot_view, loads),
+    )
 
 
 def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometry:
@@ -258,7 +271,9 @@ def _open_nvme(
         key=key,
         durability=Durability(str(options.durability)),
         min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
-        slots_per_segment=segment_size and max(1, segment_size.of(0) // block_bytes),
+        slots_per_segment=(
+            None if segment_size is None else max(1, segment_size.of(0) // block_bytes)
+        ),
     )
     return nvme.open_nvme_tier(
         config, executor, RealFileSystem(direct=options.direct_io is not DirectIO.OFF)

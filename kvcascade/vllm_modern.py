@@ -362,9 +362,14 @@ def _to_vllm(spec: object) -> LoadStoreSpec:
 
 
 def _allowed_media(context: ReqContext) -> frozenset[str] | None:
-    """Media that a request may read from, from its `kv_load_tiers`; None means all."""
+    """Media that a request may read from, from its `kv_load_tiers`; None means all.
+
+    Whatever is allowed comes through the CPU tier, so that one is part of it, as in vLLM's own
+    tiers; an empty list means that nothing is loaded.
+    """
     load_filter = getattr(context, "load_tier_filter", TierFilter.ALL)
     if load_filter is TierFilter.ALL:
         return None
     allows = load_filter.allows
-    return frozenset(name for name, medium in _MEDIA.items() if allows(medium, Locality.LOCAL))
+    allowed = {name for name, medium in _MEDIA.items() if allows(medium, Locality.LOCAL)}
+    return frozenset(allowed | {"CPU"}) if allowed else frozenset()

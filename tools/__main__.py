@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "demo": "run the main job end to end and print what came from where",
     "version": "print the version of kvcascade",
 }
 """Command (and module) name to its line of help."""

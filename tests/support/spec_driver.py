@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
     LookupResult,
+    Medium,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
@@ -125,6 +126,8 @@ class Driver:
         """What the events so far say lies in each medium."""
         self.metrics: dict[str, float] = {}
         """Sum of every counter that was sent, by name and labels."""
+        self.is_fresh = all(tier.report.blocks == 0 for tier in self.cascade.nvme_tiers)
+        """False if NVMe tiers held blocks already: nobody was told of those."""
         self.declared = CascadeOffloadingSpec.build_metric_definitions(self.extra_config)
         self.loaded_chunks = 0
 
@@ -240,17 +243,21 @@ class Driver:
         self.queued.append((job, source, output.store_spec))
         return output.keys_to_store
 
-    def store(self, request: Request, start: int = 0, end: int | None = None) -> None:
-        """Offer chunks until everything that can be taken is taken, and wait until it is there."""
-        end = len(request.keys[0]) if end is None else end
+    def offer_until_taken(self, request: Request, start: int = 0) -> list[OffloadKey]:
+        """Offer the chunks from `start` on, step after step, while slots are busy."""
         for _ in range(ROUNDS_MAX):
-            taken = self.offer(request, start, end)
-            self.step()
-            self.finish_jobs([job for job in self.jobs.values() if job.is_store])
+            taken = self.offer(request, start, len(request.keys[0]))
             if taken is not None:
-                return
+                return taken
+            self.step()
             self.wait_for_transfers()
         raise AssertionError("a store was refused for ever")
+
+    def store(self, request: Request, start: int = 0) -> None:
+        """Offer the chunks from `start` on, and wait until what was taken is there."""
+        self.offer_until_taken(request, start)
+        self.step()
+        self.finish_jobs([job for job in self.jobs.values() if job.is_store])
 
     def serve(self, text: str, chunks: int, **context: Any) -> int:
         """A whole request; returns how many chunks were loaded."""
@@ -334,8 +341,9 @@ class Driver:
         self.take_events()
         self.manager.reset_cache()
         self.take_events()
-        for held in self.seen.values():
-            held.clear()
+        if self.extra_config.get("on_reset") != "keep":  # a reset removes without naming
+            for held in self.seen.values():
+                held.clear()
         old = set(self.jobs)
         for job in self.jobs.values():
             job.is_stale = True
@@ -350,7 +358,8 @@ class Driver:
         for event in events:
             held = self.seen.setdefault(event.medium.name, set())
             if event.removed:
-                assert held.issuperset(event.keys), "removed what was not there"
+                is_known = self.is_fresh or event.medium is Medium.CPU
+                assert not is_known or held.issuperset(event.keys), "removed what was not there"
                 held.difference_update(event.keys)
             else:
                 assert held.isdisjoint(event.keys), "stored twice"

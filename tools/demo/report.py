@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .results import Phase, Times
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 100
 """Columns where the output is not a terminal."""
 PLAIN_STEPS = 4
 """Lines of progress per phase where the output is not a terminal."""
@@ -60,44 +60,41 @@ class Reporter:
 
 
 def table(phases: Sequence[Phase]) -> Table:
-    """The phases side by side."""
+    """The phases side by side, one column each."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    made.add_column("phase")
-    for heading in (
-        "requests", "prompt\ntokens", "from\nGPU", "from\nCPU tier", "from\nNVMe tier",
-        "recom-\nputed", "TTFT ms\np50", "\np95", "without\np50", "\np95",
-        "NVMe MiB\nwritten", "\nread", "wrong\ntokens",
-    ):  # fmt: skip
-        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("", no_wrap=True)
     for phase in phases:
-        made.add_row(f"({phase.key}) {phase.title}", *_cells(phase))
+        made.add_column(f"({phase.key})\n{phase.title}", justify="right")
+    for name, cell in ROWS:
+        made.add_row(name, *map(cell, phases))
     return made
 
 
-def _cells(phase: Phase) -> list[str]:
-    sources = phase.sources
-    is_reference = not phase.needs_nvme
-    return [
-        str(len(phase.replies)),
-        *(
-            f"{tokens:,}"
-            for tokens in (
-                phase.prompt_tokens, sources.gpu, sources.cpu, sources.nvme, sources.recomputed,
-            )
-        ),
-        *_milliseconds(phase.ttft),
-        *(("", "") if is_reference else _milliseconds(phase.reference_ttft)),
-        *(f"{count / 2**20:.1f}" for count in (phase.written_bytes, phase.read_bytes)),
-        str(phase.wrong_tokens),
-    ]  # fmt: skip
+def _tokens(source: str) -> Callable[[Phase], str]:
+    return lambda phase: f"{getattr(phase.sources, source):,}"
 
 
-def _milliseconds(values: Times) -> tuple[str, str]:
-    return f"{values.p50_s * 1000:.0f}", f"{values.p95_s * 1000:.0f}"
+def _both(values: Times) -> str:
+    return f"{values.p50_s * 1000:.0f} / {values.p95_s * 1000:.0f}"
 
 
-LEGEND = (
-    "TTFT: from the arrival of a request at the engine's front end to its first token there; "
-    "(a) shows all requests,\n"
-    '"without" the same requests as the phase, answered by (a), the engine without offloading.'
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
+    ("requests", lambda phase: str(len(phase.replies))),
+    ("prompt tokens", lambda phase: f"{phase.prompt_tokens:,}"),
+    ("  from GPU cache", _tokens("gpu")),
+    ("  from CPU tier", _tokens("cpu")),
+    ("  from NVMe tier", _tokens("nvme")),
+    ("  recomputed", _tokens("recomputed")),
+    ("TTFT p50 / p95, ms", lambda phase: _both(phase.ttft)),
+    ("  same requests in (a)", lambda phase: _both(phase.reference_ttft)),
+    ("MiB written to NVMe", lambda phase: _mebibytes(phase.written_bytes)),
+    ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
+    ("wrong tokens", lambda phase: str(phase.wrong_tokens)),
 )
+"""What the table says of a phase, and how."""
+
+LEGEND = "TTFT: from a request's arrival at the engine's front end to its first token there."

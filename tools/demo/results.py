@@ -135,7 +135,9 @@ def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) ->
     nvme = int(metrics.get(LOADED_BLOCKS, tier="nvme")) * block_tokens
     prompt = sum(reply.prompt_tokens for reply in replies)
     cached = sum(reply.cached_tokens for reply in replies)
-    if gpu + cpu + nvme != cached or not all(r.cached_tokens < r.prompt_tokens for r in replies):
+    if any(reply.cached_tokens > reply.prompt_tokens for reply in replies):
+        raise DemoError("an answer reports more cached tokens than its prompt has")
+    if gpu + cpu + nvme != cached:
         raise DemoError(
             f"the counts do not add up: the answers report {cached} cached of {prompt} prompt "
             f"tokens, the counters {gpu} (GPU) + {cpu} (CPU) + {nvme} (NVMe)"

