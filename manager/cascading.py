@@ -365,6 +365,7 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             self._step += 1
             self._maintain()
+            self._evicted.clear()
             self.answered.clear()
             self._asking = None
             if self._quarantine and self._quarantine[0][0] <= self._step:
