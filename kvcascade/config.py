@@ -33,7 +33,7 @@ from .options import (
 )
 from .sizes import Budget, Bytes, Share, Size
 
-POLICIES = ("lru", "arc")
+POLICIES = ("lru", "arc", "fifo", "lirs", "s3fifo", "sieve", "slru")
 """Policies that are known by name, unless the caller knows more."""
 
 VLLM_KEYS = frozenset(

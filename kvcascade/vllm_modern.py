@@ -44,7 +44,7 @@ from .identity import is_shareable, weights_identity
 from .manager.base import LookupState
 from .manager.request import Request
 from .tiers.base import BlockHash, BlockStatus, SlotSpec
-from .tiers.policies import ORDERS
+from .tiers.policies import known_names
 
 logger = logging.getLogger(__name__)
 # vLLM sets up handlers for its own logger only: our lines shall appear beside its own.
@@ -255,7 +255,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._settings: CascadeConfig = parse(dict(config.extra_config), tuple(ORDERS))
+        self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
         self._engine_config = vllm_facts.engine_config()
         self._geometry = _geometry(config)
         self._manager: CascadeManager | None = None

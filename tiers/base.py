@@ -181,6 +181,12 @@ class CachePolicy(ABC):
     def __len__(self) -> int:
         """Number of blocks present."""
 
+    def expect(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
+        """These blocks are missing and will be inserted: a chance to learn before `evict`.
+
+        It may be called more than once or not at all, and the blocks may never come.
+        """
+
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:

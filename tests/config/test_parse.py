@@ -218,8 +218,8 @@ WRONG: list[tuple[str, object, str]] = [
     ("cpu.arena_dir", "shm", "absolute path"),
     # policies
     ("cpu.policy", "lrru", 'did you mean "lru"?'),
-    ("nvme.policy", "fifo", '"lru" or "arc"'),
-    ("nvme.policy", 3, '"lru" or "arc"'),
+    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "s3fifo", "sieve" or "slru"'),
+    ("nvme.policy", 3, '"sieve" or "slru"'),
     ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
     # tiers
     ("tiers", [], '{"type": "cpu"'),

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy
+from kvcascade.tiers.nvme.backend import NvmeBackend
 from kvcascade.tiers.nvme.filesystem import FileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
-from kvcascade.tiers.policies import create, order_class
+from kvcascade.tiers.policies import order_class
 from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .clock import ManualClock
@@ -28,7 +29,7 @@ def key(i: int) -> BlockHash:
 
 def content(block_hash: BlockHash, version: int = 0) -> bytes:
     """The one right content of a block."""
-    seed = block_hash + bytes([version])
+    seed = b"kv" + block_hash + bytes([version])
     return (seed * (BLOCK // len(seed) + 1))[:BLOCK]
 
 
@@ -59,14 +60,17 @@ class Rig:
     ) -> None:
         self.config = config
         self.clock = clock or ManualClock()
-        self.tier: NvmeTier = open_nvme_tier(config, executor or InlineExecutor(), fs, self.clock)
+        self.tier: NvmeTier = open_nvme_tier(
+            config, InlineExecutor() if executor is None else executor, fs, self.clock
+        )
         order = order_class(policy)(self.tier.backend.capacity, self.tier.arrays)
         if self.tier.recovered:
             order.reconcile(self.tier.live_slots())
         self.policy: CachePolicy = OrderedPolicy(self.tier.directory, order)
 
     @property
-    def backend(self):  # type: ignore[no-untyped-def]
+    def backend(self) -> NvmeBackend:
+        """The tier's slots."""
         return self.tier.backend
 
     def begin_store(self, hashes: Sequence[BlockHash]) -> list[BlockStatus]:
@@ -74,10 +78,13 @@ class Rig:
         missing = len(hashes) - self.backend.get_num_free_blocks()
         if missing > 0:
             evicted = self.policy.evict(missing, set(hashes))
+            if evicted is None:  # what is evictable may have to be found out first
+                self.backend.get_num_free_blocks()
+                evicted = self.policy.evict(missing, set(hashes))
             assert evicted is not None
             for _, status in evicted:
                 self.backend.free(status)
-        statuses: list[BlockStatus] = self.backend.allocate_blocks(hashes)
+        statuses = self.backend.allocate_blocks(hashes)
         self.policy.insert_many(hashes, statuses)
         return statuses
 
@@ -130,8 +137,7 @@ class Rig:
     def reset(self) -> list[BlockStatus]:
         """Forget everything; the busy slots are the caller's to free."""
         self.policy.clear()
-        busy: list[BlockStatus] = self.backend.reset()
-        return busy
+        return self.backend.reset()
 
     def close(self, clean: bool = True) -> None:
         """Close the tier."""
@@ -148,4 +154,4 @@ class Rig:
         assert free + len(self.policy) == self.backend.available
 
 
-__all__ = ["BLOCK", "Rig", "config_for", "content", "create", "key"]
+__all__ = ["BLOCK", "Rig", "config_for", "content", "key"]

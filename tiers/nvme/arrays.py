@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ...errors import os_errors
 from .filesystem import File, FileSystem
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
-_HEADER = struct.Struct("<8s8sQQ32x")
+_HEADER = struct.Struct("<8s8sQQQ24x")
 _MAGIC = b"KVCARR1\0"
 _NAME = re.compile(r"[a-z0-9_]{1,48}")
 assert _HEADER.size == HEADER_BYTES
@@ -28,20 +30,34 @@ assert _HEADER.size == HEADER_BYTES
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenArray:
+    """A mapped file."""
+
+    file: File
+    view: memoryview
+    kind: np.dtype[Any]
+    length: int
+
+    def write_header(self, session: int, checksum: int) -> None:
+        header = _HEADER.pack(_MAGIC, _kind_name(self.kind), self.length, session, checksum)
+        self.file.pwritev([memoryview(header)], 0)
+
+
 class MappedArrays:
     """An `ArraySource` over the files of one directory.
 
     `session` numbers the times the tier was opened. An array that was not in use in the session
-    before says nothing about what happened in it.
+    before says nothing about what happened in it. Without a session, arrays are not sealed.
     """
 
-    def __init__(self, fs: FileSystem, folder: Path, session: int) -> None:
+    def __init__(self, fs: FileSystem, folder: Path, session: int | None) -> None:
         self._fs = fs
         self._folder = folder
         self._session = session
-        self._files: list[File] = []
+        self._open: list[_OpenArray] = []
         self.was_replaced = False
-        """True once an array was not there, stale, or not as it was asked for."""
+        """True once an array was not there, damaged, stale, or not as it was asked for."""
 
     def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         """The array as it was left; zeros where it is new. Raises one of our errors.
@@ -57,23 +73,28 @@ class MappedArrays:
                 self.was_replaced = True
                 self._rewrite(path, kind, length, old)
             file = self._fs.open(path)
-            self._files.append(file)
-            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session)
-            file.pwritev([memoryview(header)], 0)
             view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
+            self._open.append(_OpenArray(file, view, kind, length))
+            if self._session is not None:
+                self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
 
     def sync(self) -> None:
-        """Make all arrays durable. Raises one of our errors."""
+        """Seal all arrays with their checksums and make them durable. Raises one of our errors.
+
+        They must not change afterwards.
+        """
         with os_errors(f"writing {self._folder}"):
-            for file in self._files:
-                file.sync()
+            for one in self._open:
+                if self._session is not None:
+                    one.write_header(self._session, _checksum(one.view))
+                one.file.sync()
 
     def close(self) -> None:
         """Close the files; the arrays stay mapped while anybody holds them."""
-        for file in self._files:
-            file.close()
-        self._files.clear()
+        for one in self._open:
+            one.file.close()
+        self._open.clear()
 
     def _load(self, path: Path, kind: np.dtype[Any], length: int) -> npt.NDArray[Any] | None:
         """What is stored, whatever its length; None if it is not there or not an array."""
@@ -85,16 +106,16 @@ class MappedArrays:
             head = bytearray(HEADER_BYTES)
             if HEADER_BYTES <= size <= MAX_ARRAY_BYTES:
                 file.preadv([memoryview(head)], 0)
-            magic, stored_kind, stored_length, session = _HEADER.unpack(head)
+            magic, stored_kind, stored_length, session, checksum = _HEADER.unpack(head)
             expected_size = HEADER_BYTES + stored_length * kind.itemsize
             if magic != _MAGIC or stored_kind != _kind_name(kind) or size != expected_size:
                 _log.warning("%s is damaged; recency starts anew from the index", path)
                 return None
-            if session != self._session - 1:
-                self.was_replaced = True
             if not stored_length:
                 return None
             view = file.map(0, expected_size, writable=False)
+            if session + 1 != self._session or checksum != _checksum(view):
+                self.was_replaced = True
             return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
         finally:
             file.close()
@@ -108,7 +129,7 @@ class MappedArrays:
         file = self._fs.open(temporary, create=True)
         try:
             file.preallocate(HEADER_BYTES + length * kind.itemsize)
-            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session)
+            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
             file.pwritev([memoryview(header)], 0)
             if old is not None:
                 common = old[:length]
@@ -117,6 +138,10 @@ class MappedArrays:
         finally:
             file.close()
         self._fs.rename(temporary, path)
+
+
+def _checksum(view: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])
 
 
 def _kind_name(kind: np.dtype[Any]) -> bytes:

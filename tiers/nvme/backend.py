@@ -7,7 +7,8 @@ travels with the next store (`NvmeSpec.removals`) and is committed before anythi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,17 @@ REMOVALS_PER_JOB = 1024
 """So many entries that wait to leave the index are committed without waiting for a store."""
 _STATUS_BYTES = 8
 
-CommitRemovals = Callable[[Sequence[Removal], int], None]
-"""`commit(removals, epoch)` queues an index commit on an I/O thread."""
+
+class Background(ABC):
+    """Work for an I/O thread that the backend asks for; neither method waits."""
+
+    @abstractmethod
+    def commit(self, removals: Sequence[Removal], epoch: int) -> None:
+        """Queue an index commit."""
+
+    @abstractmethod
+    def repair_records(self, slots: Set[int]) -> None:
+        """Queue writing the records of these slots anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,7 @@ class NvmeBackend(Backend):
         pools: Sequence[ExtentPool],
         growth: SegmentGrowth,
         slots_per_segment: int,
-        commit_removals: CommitRemovals,
+        background: Background,
     ) -> None:
         """One pool per path, holding the free slots of the segments that exist."""
         super().__init__(block_size, MEDIUM, len(table.is_used))
@@ -97,11 +107,14 @@ class NvmeBackend(Backend):
         self._pools = list(pools)
         self._growth = growth
         self._slots_per_segment = slots_per_segment
-        self._commit_removals = commit_removals
+        self._background = background
         self._next_path = 0
 
     def get_num_free_blocks(self) -> int:
         self._take_arrived()
+        unknown = self._directory.take_unknown()
+        if unknown:
+            self._background.repair_records(unknown)
         free = sum(map(len, self._pools))
         if free < self._slots_per_segment:
             self._growth.want_more()
@@ -149,7 +162,7 @@ class NvmeBackend(Backend):
 
     def flush_removals(self) -> None:
         """Queue a commit of what waits to leave the index, and of the epoch if it is new."""
-        self._commit_removals(self._directory.take_removals(), self._directory.epoch)
+        self._background.commit(self._directory.take_removals(), self._directory.epoch)
 
     def free_extents(self) -> npt.NDArray[np.int32]:
         """All free runs, ascending: shape `(n, 2)`."""
@@ -160,6 +173,7 @@ class NvmeBackend(Backend):
     @property
     def available(self) -> int:
         """Slots of the segments that exist, free or not."""
+        self._take_arrived()
         return sum(map(len, self._pools)) + int(np.count_nonzero(self._table.is_used))
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ Used by the manager's thread only; no method touches a file but through mapped m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ REFRESH_EVERY_CHANGES = 64
 """Renew the held transaction after so many puts and pops, so that it pins few old pages."""
 SWEEP_PER_CHANGE = 2
 """Overlay entries and tombstones looked at per change: more than come in, so both drain."""
+MAX_UNKNOWN_SLOTS = 4096
 
 StatusAt = Callable[[int], BlockStatus]
 
@@ -51,6 +52,7 @@ class IndexDirectory(BlockDirectory):
         """Tombstones: hash to the slot it lay in."""
         self._popped: dict[int, BlockHash] = {}
         """Slots that lost their block and are not freed yet."""
+        self._unknown: set[int] = set()
         self._to_sweep: deque[BlockHash] = deque()
         self._removals: list[Removal] = []
         self._changes = 0
@@ -95,14 +97,19 @@ class IndexDirectory(BlockDirectory):
         if self._is_index_stale and not self._is_current():
             return None
         record = self._segments.record(slot)
-        if record is None:
+        key = None if record is None else BlockHash(record.key)
+        if key is not None and (key in self._overlay or self._gone.get(key) == slot):
             return None
-        key = BlockHash(record.key)
-        if key in self._overlay or self._gone.get(key) == slot:
-            return None
-        if self._index.slot_of(key) != slot:
+        if key is None or self._index.slot_of(key) != slot:
+            if len(self._unknown) < MAX_UNKNOWN_SLOTS:
+                self._unknown.add(slot)
             return None
         return key, self._status_at(slot)
+
+    def take_unknown(self) -> set[int]:
+        """Slots that were asked for and whose records do not match the index, each given once."""
+        taken, self._unknown = self._unknown, set()
+        return taken
 
     def clear(self) -> None:
         """Forget every block, for ever: a new epoch begins, even if the process dies now."""
@@ -114,20 +121,14 @@ class IndexDirectory(BlockDirectory):
         self._popped.clear()
         self._to_sweep.clear()
         self._removals.clear()
+        self._unknown.clear()
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def value_of(self, block_hash: BlockHash) -> bytes | None:
-        """The committed entry of a block, as of now."""
-        if not self._is_current():
-            return None
-        self._index.refresh()
-        return self._index.value_of(block_hash)
-
-    def values_of(self, block_hashes: list[BlockHash]) -> list[bytes | None]:
-        """`value_of` for many at the price of one refresh."""
+    def values_of(self, block_hashes: Sequence[BlockHash]) -> list[bytes | None]:
+        """The committed entries of blocks, as of now."""
         if not self._is_current():
             return [None] * len(block_hashes)
         self._index.refresh()
@@ -139,7 +140,7 @@ class IndexDirectory(BlockDirectory):
         key = self._popped.pop(slot, None)
         if key is None or not self._is_current():
             return
-        value = self.value_of(key)
+        (value,) = self.values_of([key])
         entry = None if value is None else parse_entry(key, value)
         if entry is not None and entry.slot == slot:
             self._removals.append(Removal(key, slot, entry.generation))

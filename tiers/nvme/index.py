@@ -14,22 +14,26 @@ reset whatever order jobs run in.
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError, TierIOError
+from ...errors import (
+    CorruptionError,
+    FormatError,
+    KVCascadeError,
+    os_errors,
+)
 from ..base import BlockHash
 from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, slot_in_entry
+from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 
 MAP_FIXED_BYTES = 64 << 20
@@ -72,15 +76,6 @@ class IndexIdentity:
         return _IDENTITY.pack(self.fingerprint, self.block_bytes, self.slots_per_segment)
 
 
-class CommitOutcome(Enum):
-    """What became of a commit."""
-
-    DONE = "done"
-    STALE_EPOCH = "stale_epoch"  # the namespace was reset after the caller started
-    NO_SPACE = "no_space"
-    IO_ERROR = "io_error"
-
-
 class BlockIndex:
     """An open index; see `open_index`."""
 
@@ -97,6 +92,8 @@ class BlockIndex:
         """Bytes (written, read) over the life of the namespace."""
         self.damaged_lookups = 0
         """Lookups that met a damaged entry or page; each was answered as a miss."""
+        self.original_bytes: int | None = None
+        """Size to restore if opening fails: the file was shorter than its meta page says."""
         self._env = env
         with self._env.begin(write=True) as txn:
             self._meta = self._env.open_db(b"meta", txn=txn)
@@ -254,6 +251,7 @@ class BlockIndex:
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
         with self._damage_named():
             self._env.sync(True)
+        self.original_bytes = None
         self.refresh()
         return session
 
@@ -280,12 +278,18 @@ class BlockIndex:
         """Let go without marking anything; what was committed stays."""
         self._txn.abort()
         self._env.close()
+        if self.original_bytes is not None:
+            os.truncate(self.path / DATA_NAME, self.original_bytes)
 
     def check_pages(self) -> None:
-        """Walk every page of the table; raises `CorruptionError` if one does not read."""
-        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
-            for _ in txn.cursor().iternext(keys=False):
-                pass
+        """Walk every page of the table; if one does not read, let go and raise."""
+        try:
+            with self._damage_named(), self._env.begin(db=self._blocks) as txn:
+                for _ in txn.cursor().iternext(keys=False):
+                    pass
+        except KVCascadeError:
+            self.abandon()
+            raise
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -327,13 +331,14 @@ class BlockIndex:
 
     def _doomed(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
         """Positions of entries out of range, and of all but the latest on each slot."""
-        out_of_range = table["slot"] >= self.capacity
-        order = np.lexsort((table["generation"], table["slot"]))
-        slots = table["slot"][order]
-        is_older = np.zeros(len(table), dtype=np.bool_)
-        if len(table) > 1:
-            is_older[order[:-1]] = slots[:-1] == slots[1:]
-        return np.flatnonzero(out_of_range | is_older)
+        slots = table["slot"].astype(np.int64)
+        is_doomed = slots >= self.capacity
+        uses = np.bincount(slots[~is_doomed], minlength=self.capacity)
+        if uses.max(initial=0) > 1:
+            shared = np.flatnonzero(~is_doomed & (uses[np.minimum(slots, self.capacity - 1)] > 1))
+            order = shared[np.lexsort((table["generation"][shared], slots[shared]))]
+            is_doomed[order[:-1]] = slots[order[:-1]] == slots[order[1:]]
+        return np.flatnonzero(is_doomed)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -358,8 +363,12 @@ def open_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
     page says is extended with a hole, so that a read of the missing pages is an error that LMDB
     reports and not a bus error, and `needs_scan` is set.
     """
+    with os_errors(f"opening the index in {path}"):
+        return _open(path, capacity, is_durable)
+
+
+def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
     original = check_file(path)
-    env: lmdb.Environment | None = None
     try:
         env = lmdb.open(
             str(path),
@@ -372,35 +381,22 @@ def open_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
             metasync=is_durable,
             readahead=False,
         )
-        index = BlockIndex(env, path, capacity)
-        if original is not None:
-            index.check_pages()
-            index.needs_scan = True
-        return index
-    except (lmdb.Error, KVCascadeError) as error:
-        if env is not None:
+        try:
+            index = BlockIndex(env, path, capacity)
+        except BaseException:
             env.close()
+            raise
+    except BaseException as error:
         if original is not None:
             os.truncate(path / DATA_NAME, original)
         if isinstance(error, lmdb.Error):
             raise from_lmdb(error, path) from error
         raise
-
-
-def outcome_of_lmdb(error: lmdb.Error) -> CommitOutcome:
-    """No space, or anything else that the device or the library refused."""
-    if isinstance(error, lmdb.MapFullError) or error.code in (errno.ENOSPC, errno.EDQUOT):
-        return CommitOutcome.NO_SPACE
-    return CommitOutcome.IO_ERROR
-
-
-def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
-    """Map an LMDB error to ours."""
-    if outcome_of_lmdb(error) is CommitOutcome.NO_SPACE:
-        return NoSpaceError(f"no space for the index in {path} ({error}); free some")
-    if 0 < error.code < 1000:  # an errno of the operating system
-        return TierIOError(error.code, f"{error} at the index in {path}; check the device")
-    return CorruptionError(damaged(path, str(error)))
+    if original is not None:
+        index.original_bytes = original
+        index.needs_scan = True
+        index.check_pages()
+    return index
 
 
 def _number(value: bytes | None) -> int:

@@ -6,7 +6,7 @@ import os
 import struct
 from pathlib import Path
 
-from ...errors import CorruptionError, TierIOError
+from ...errors import CorruptionError
 
 DATA_NAME = "data.mdb"
 MAX_FILE_BYTES = 1 << 62
@@ -27,15 +27,12 @@ _META_TAIL_OFFSET = 136
 def check_file(path: Path) -> int | None:
     """Check the head of the LMDB file by hand; returns its size before it was extended, if it was.
 
-    LMDB itself would map whatever the file claims.
+    LMDB itself would map whatever the file claims. Raises `CorruptionError` or `OSError`.
     """
     data = path / DATA_NAME
     if not os.path.lexists(data):
         return None
-    try:
-        descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise TierIOError(error.errno, f"{error.strerror} while opening {data}") from error
+    descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
         needed = _bytes_needed(os.pread(descriptor, _HEAD_BYTES, 0))

@@ -13,15 +13,16 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter_ns
 
-from ...errors import ErrorKind, from_os_error
+from ...errors import ErrorKind, KVCascadeError, from_os_error
 from ..base import BlockHash, BlockOutcome
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
-from .index import BlockIndex, CommitOutcome, Removal
+from .index import BlockIndex, Removal
+from .index_errors import CommitOutcome
 from .segments import SegmentSet
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class StoreCounters:
     no_space: int = 0
     refused_keys: int = 0
     removed: int = 0
+    records_repaired: int = 0
 
 
 @dataclass(slots=True)
@@ -164,6 +166,25 @@ class BlockStore:
         """Commit removals, and the epoch if it is new; False if they must be tried again."""
         failure = self._commit_removals(removals, epoch)
         return failure is None or failure is BlockOutcome.GONE
+
+    def repair_records(self, slots: Set[int]) -> int:
+        """Write the records of these slots anew from the index; returns how many.
+
+        Without its record a slot cannot be chosen for eviction.
+        """
+        repaired = 0
+        try:
+            for key, entry in self._index.keys():
+                if entry.slot in slots:
+                    record = SlotRecord(
+                        key, entry.generation, entry.checksum, entry.length, self._index.epoch
+                    )
+                    self._segments.write_records(entry.slot, [record.pack()])
+                    repaired += 1
+        except (OSError, KVCascadeError) as error:
+            _log.warning("slot records could not be repaired: %s", error)
+        self._count(records_repaired=repaired)
+        return repaired
 
     def owe(self, removals: Iterable[Removal], epoch: int) -> None:
         """Removals of a job that never ran: the next one commits them."""
@@ -295,9 +316,3 @@ def _failures(outcomes: Sequence[BlockOutcome]) -> dict[str, int]:
         "io_errors": outcomes.count(BlockOutcome.IO_ERROR),
         "no_space": outcomes.count(BlockOutcome.NO_SPACE),
     }
-
-
-def add_counters(total: StoreCounters, more: StoreCounters) -> None:
-    """Add `more` to `total`, field by field."""
-    for one in fields(StoreCounters):
-        setattr(total, one.name, getattr(total, one.name) + getattr(more, one.name))

@@ -6,9 +6,10 @@ Whatever fails while opening raises one of our errors and leaves the data as it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from ...errors import CorruptionError, KVCascadeError
 from .arrays import MappedArrays
-from .backend import NvmeBackend, StatusTable, free_pools
+from .backend import Background, NvmeBackend, StatusTable, free_pools
 from .capacity import SEGMENT_BYTES, Plan, SpaceBudget, plan_capacity
 from .directory import IndexDirectory
 from .filesystem import FileSystem, RealFileSystem
@@ -146,7 +147,7 @@ def open_nvme_tier(
     Raises `ConfigError`, `InUseError`, `CorruptionError`, `FormatError`, `NoSpaceError` or
     `TierIOError`; nothing is held afterwards.
     """
-    fs = fs or RealFileSystem()
+    fs = RealFileSystem() if fs is None else fs
     slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
     plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
     namespace = open_namespace(fs, config.paths, config.key)
@@ -178,7 +179,7 @@ class _Opening:
         self._clock = clock
         layout = SegmentLayout(config.block_bytes, plan.slots_per_segment, config.key.fingerprint)
         self._segments = SegmentSet(fs, namespace.segment_folders, layout)
-        self._epoch_arrays = MappedArrays(fs, namespace.state_folder, session=1)
+        self._epoch_arrays = MappedArrays(fs, namespace.state_folder, session=None)
         self._index: BlockIndex | None = None
 
     def run(self) -> NvmeTier:
@@ -201,7 +202,7 @@ class _Opening:
             free_pools(table.is_used, self._exists(), self._plan.slots_per_segment, self._paths),
             growth,
             self._plan.slots_per_segment,
-            _RemovalQueue(store, self._executor).commit,
+            _ExecutorBackground(store, self._executor),
         )
         slots, block_bytes = self._plan.slots_per_segment, self._config.block_bytes
         describe_namespace(self._fs, self._namespace, self._config.key, block_bytes, slots)
@@ -339,16 +340,19 @@ class _Opening:
         )
 
 
-class _RemovalQueue:
-    """Hands removals to the executor; none is lost if it takes no more work."""
+class _ExecutorBackground(Background):
+    """Hands work to the executor; no removal is lost if it takes no more."""
 
     def __init__(self, store: BlockStore, executor: Executor) -> None:
         self._store = store
         self._executor = executor
 
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        """Queue an index commit."""
         try:
             self._executor.submit(self._store.remove, removals, epoch)
         except RuntimeError:  # shutting down: the commit at close takes them along
             self._store.owe(removals, epoch)
+
+    def repair_records(self, slots: Set[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # shutting down
+            self._executor.submit(self._store.repair_records, slots)

@@ -2,26 +2,44 @@
 
     policy = create("lru", capacity=1024)
 
-An order may be given by its name here or as `"package.module:Class"`, a subclass of
-`EvictionOrder`.
+An order may be given by its name here, by the name of an entry point of the group
+`kvcascade.policies`, or as `"package.module:Class"`: a subclass of `EvictionOrder`.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import entry_points
 
 from ...errors import ConfigError
 from ..base import CachePolicy
 from .arc import ArcOrder
 from .directory import BlockDirectory, DictDirectory
+from .fifo import FifoOrder
+from .lirs import LirsOrder
 from .lru import LruOrder
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
+from .s3fifo import S3FifoOrder
+from .sieve import SieveOrder
+from .slru import SlruOrder
 
-ORDERS: dict[str, type[EvictionOrder]] = {"arc": ArcOrder, "lru": LruOrder}
+ORDERS: dict[str, type[EvictionOrder]] = {
+    "arc": ArcOrder,
+    "fifo": FifoOrder,
+    "lirs": LirsOrder,
+    "lru": LruOrder,
+    "s3fifo": S3FifoOrder,
+    "sieve": SieveOrder,
+    "slru": SlruOrder,
+}
 """Every built-in order by the name used in the configuration."""
 
+ENTRY_POINTS = "kvcascade.policies"
+"""Group of entry points by which other packages add orders."""
+
 __all__ = [
+    "ENTRY_POINTS",
     "ORDERS",
     "ArraySource",
     "BlockDirectory",
@@ -30,6 +48,7 @@ __all__ = [
     "OrderedPolicy",
     "create",
     "heap_arrays",
+    "known_names",
     "order_class",
 ]
 
@@ -38,13 +57,25 @@ def order_class(name: str) -> type[EvictionOrder]:
     """The order called `name`. Raises `ConfigError` naming what there is."""
     if name in ORDERS:
         return ORDERS[name]
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
-        known = ", ".join(sorted(ORDERS))
-        raise ConfigError(f"policy {name!r} is unknown; use one of {known} or 'module:Class'")
+    installed = entry_points(group=ENTRY_POINTS)
+    if name in installed.names:
+        return _loaded(name, installed[name].value)
+    if ":" in name:
+        return _loaded(name, name)
+    known = ", ".join(known_names())
+    raise ConfigError(f"policy {name!r} is unknown; use one of {known} or 'module:Class'")
+
+
+def known_names() -> tuple[str, ...]:
+    """Every name that may stand in the configuration: the built-in ones and what is installed."""
+    return tuple(sorted({*ORDERS, *entry_points(group=ENTRY_POINTS).names}))
+
+
+def _loaded(name: str, path: str) -> type[EvictionOrder]:
+    module_name, _, class_name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"policy {name!r} cannot be imported ({error}); check the path") from None
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")

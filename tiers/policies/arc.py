@@ -5,27 +5,30 @@ blocks used once, T2 blocks used again, B1 and B2 remember what left them; `targ
 T1 that a hit in B1 grows and a hit in B2 shrinks.
 
 Where this differs from the paper: a block may be pinned or protected, so REPLACE takes the next
-block of the preferred list that may leave, and of the other list if there is none; and a miss is
-reported at insertion, since it is the manager that decides what is stored.
+block of the preferred list that may leave, and of the other list if there is none. A miss is seen
+when `expect` announces it, and at the latest when the block is inserted.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ..base import SlotMask
-from .log import RecencyLog
-from .order import ArraySource, EvictionOrder, heap_arrays
+from .ghosts import GhostLists
+from .log import RecencyLog, Search
+from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+from .tags import NONE
 
+_B1, _B2, _COMING = 0, 1, 2
 _TARGET_SCALE = 1_000_000
 """`target` is kept in millionths of a slot, so that it fits a persistent integer array."""
 
 
 class ArcOrder(EvictionOrder):
-    """ARC over slots; ghosts are 64-bit tags. Ghosts are forgotten at a restart, lists are not."""
+    """ARC over slots: about 70 bytes a slot, ghosts included, which are 64-bit tags."""
 
     wants_tags = True
 
@@ -33,29 +36,33 @@ class ArcOrder(EvictionOrder):
         super().__init__(capacity, arrays)
         self._t1 = RecencyLog("arc_t1", capacity, arrays)
         self._t2 = RecencyLog("arc_t2", capacity, arrays)
-        self._target = arrays("arc_target", 1, np.int64)
-        self._b1: OrderedDict[int, None] = OrderedDict()
-        self._b2: OrderedDict[int, None] = OrderedDict()
+        self._ghosts = GhostLists("arc_ghost", capacity, 3, arrays)
+        self._target = scalars(arrays("arc_target", 1, np.int64))
+        self._comes_from_b2 = False
 
     @property
     def target(self) -> float:
         """Wanted size of T1 in slots (`p` in the paper)."""
         return float(self._target[0]) / _TARGET_SCALE
 
+    def expect(self, tags: Sequence[int]) -> None:
+        ghosts = self._ghosts
+        for tag in tags:
+            was_in = ghosts.list_of(tag)
+            if was_in in (NONE, _COMING):
+                continue
+            b1, b2 = ghosts.size(_B1), ghosts.size(_B2)
+            self._adapt(max(1.0, b2 / b1) if was_in == _B1 else -max(1.0, b1 / b2))
+            ghosts.add(_COMING, tag)
+            self._comes_from_b2 = was_in == _B2
+
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         once: list[int] = []
         again: list[int] = []
+        self.expect(tags)
         for slot, tag in zip(slots, tags, strict=True):
-            if tag in self._b1:
-                self._adapt(+max(1.0, len(self._b2) / len(self._b1)))
-                del self._b1[tag]
-                again.append(slot)
-            elif tag in self._b2:
-                self._adapt(-max(1.0, len(self._b1) / len(self._b2)))
-                del self._b2[tag]
-                again.append(slot)
-            else:
-                once.append(slot)
+            (once if self._ghosts.drop(tag) == NONE else again).append(slot)
+        self._comes_from_b2 = False
         self._t1.append(once)
         self._t2.append(again)
         self._trim_ghosts()
@@ -70,10 +77,8 @@ class ArcOrder(EvictionOrder):
 
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         for slot, tag in zip(slots, tags, strict=True):
-            ghosts = self._b1 if slot in self._t1 else self._b2
-            ghosts[tag] = None
+            self._ghosts.add(_B1 if slot in self._t1 else _B2, tag)
         self.remove(slots)
-        self._trim_ghosts()
 
     def victims(
         self,
@@ -82,13 +87,13 @@ class ArcOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        t1 = filter(wanted, self._t1.coldest(mask, window))
-        t2 = filter(wanted, self._t2.coldest(mask, window))
+        t1 = self._t1.scan(Search(wanted, mask, window))
+        t2 = self._t2.scan(Search(wanted, mask, window))
         next1, next2 = next(t1, None), next(t2, None)
-        t1_size = len(self._t1)
+        t1_size, target = len(self._t1), self.target
         found: list[int] = []
         while len(found) < limit and (next1 is not None or next2 is not None):
-            prefer_t1 = t1_size > 0 and t1_size >= self.target
+            prefer_t1 = t1_size > target or (t1_size == target and self._comes_from_b2)
             if next1 is not None and (prefer_t1 or next2 is None):
                 found.append(next1)
                 next1 = next(t1, None)
@@ -101,14 +106,14 @@ class ArcOrder(EvictionOrder):
     def clear(self) -> None:
         self._t1.clear()
         self._t2.clear()
-        self._b1.clear()
-        self._b2.clear()
+        self._ghosts.clear()
         self._target[0] = 0
 
-    def reconcile(self, present: np.ndarray) -> None:
-        in_t2 = np.fromiter((int(s) in self._t2 for s in present), bool, len(present))
+    def reconcile(self, present: npt.NDArray[np.integer]) -> None:
+        in_t2 = self._t2.holds(present)
         self._t2.rebuild(present[in_t2])
         self._t1.rebuild(present[~in_t2])
+        self._ghosts.clear()
         self._target[0] = min(max(int(self._target[0]), 0), self.capacity * _TARGET_SCALE)
 
     def __contains__(self, slot: object) -> bool:
@@ -119,8 +124,11 @@ class ArcOrder(EvictionOrder):
         self._target[0] = round(wanted * _TARGET_SCALE)
 
     def _trim_ghosts(self) -> None:
-        while len(self._t1) + len(self._b1) > self.capacity and self._b1:
-            self._b1.popitem(last=False)
+        ghosts = self._ghosts
+        while ghosts.size(_B1) and len(self._t1) + ghosts.size(_B1) > self.capacity:
+            ghosts.drop_oldest(_B1)
         total = len(self._t1) + len(self._t2)
-        while total + len(self._b1) + len(self._b2) > 2 * self.capacity and self._b2:
-            self._b2.popitem(last=False)
+        while ghosts.size(_B2) and total + len(ghosts) > 2 * self.capacity:
+            ghosts.drop_oldest(_B2)
+        while len(ghosts) > self.capacity:
+            ghosts.drop_oldest(max((_B1, _B2, _COMING), key=ghosts.size))

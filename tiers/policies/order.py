@@ -25,6 +25,15 @@ def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[
     return np.zeros(length, dtype=dtype)
 
 
+def scalars(array: npt.NDArray[Any]) -> memoryview[int]:
+    """The same memory for code that reads and writes one number at a time.
+
+    Indexing it gives and takes plain integers, at the cost of a list.
+    """
+    shared: Any = array
+    return memoryview(shared)
+
+
 class EvictionOrder(ABC):
     """Which of the slots in use leaves next. Slots are `0 .. capacity - 1`.
 
@@ -36,6 +45,13 @@ class EvictionOrder(ABC):
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         self.capacity = capacity
+
+    def expect(self, tags: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
+        """Blocks with these tags will be inserted; told before room is made for them.
+
+        Only orders that learn from ghosts can use it. It may be called more than once or not at
+        all, and the blocks may never come.
+        """
 
     @abstractmethod
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:

@@ -34,6 +34,10 @@ class OrderedPolicy(CachePolicy):
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         return self._directory.get(block_hash)
 
+    def expect(self, block_hashes: Iterable[BlockHash]) -> None:
+        if self._order.wants_tags:
+            self._order.expect(list(map(tag_of, block_hashes)))
+
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
         self._directory.put(block_hash, status)
         self._order.insert([status.block_id], self._tags([block_hash]))

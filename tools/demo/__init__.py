@@ -107,7 +107,8 @@ def _finish(phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: A
         f"{facts['engine']} on {machine['cores']} cores, float32; GPU cache "
         f"{settings['gpu_blocks']} blocks, CPU tier {settings['cpu_capacity']}, NVMe tier "
         f"{settings['nvme_capacity']}; {settings['shape']['conversations']} conversations, "
-        f"{settings['shape']['prefixes']} system prompts",
+        f"{settings['shape']['prefixes']} system prompts; "
+        f"wrong tokens: {sum(phase.wrong_tokens for phase in phases)}",
         out / "demo.png",
     )
     reporter.console.print(table(phases))

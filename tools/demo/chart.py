@@ -1,4 +1,4 @@
-"""The demo's result as a picture: where prompt tokens came from, and how long the first one took."""
+"""The demo's result as a picture: where prompt tokens came from, time to the first token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(phases: Sequence[Phase], subtitle: str, path: Path) -> None:
     _draw_sources(left, phases)
     _draw_times(right, phases)
     figure.suptitle(
-        "kvcascade: the same answers, from the cache instead of computed again",
+        "kvcascade: prompt tokens from the cache instead of computed again",
         x=0.015, y=0.975, ha="left", fontsize=15, fontweight="bold", color=INK,
     )  # fmt: skip
     figure.text(0.015, 0.905, subtitle, ha="left", va="center", fontsize=9.5, color="#666666")
@@ -78,7 +78,7 @@ def _draw_times(axes: Any, phases: Sequence[Phase]) -> None:
         (-0.2, 2, "without offloading", WITHOUT),
         (0.2, 1, "with the cascade", WITH),
     ):
-        heights = [float(group[index]) * 1000 for group in groups]  # type: ignore[arg-type]
+        heights = [float(group[index]) * 1000 for group in groups]
         places = [place + offset for place in range(len(groups))]
         bars = axes.bar(places, heights, width=0.38, color=colour, label=label)
         axes.bar_label(bars, fmt="%.0f", fontsize=9, color=INK, padding=2)

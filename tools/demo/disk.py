@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm/"
+ARENA_PREFIX = "kvcascade-"
 _TOTALS = struct.Struct("<QQ")
 
 
@@ -32,6 +36,29 @@ def _totals(index: Path) -> tuple[int, int]:
     return written, read
 
 
-def arenas() -> frozenset[str]:
-    """Arenas in shared memory, of any engine on this machine."""
-    return frozenset(str(path) for path in SHARED_MEMORY.glob("kvcascade-*"))
+def shared_memory_of(pids: Iterable[int]) -> frozenset[str]:
+    """Files of shared memory that these processes have mapped, and that have a name now.
+
+    Told by their inodes: a file may have got its name after it was mapped, as semaphores do.
+    """
+    mapped: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):  # the process may have ended
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped.update(int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}" in line)
+    with os.scandir(SHARED_MEMORY) as entries:
+        return frozenset(entry.path for entry in entries if entry.inode() in mapped)
+
+
+def left_behind(files: Iterable[str]) -> list[str]:
+    """Which of an engine's files in shared memory are ours, now that the engine is gone.
+
+    Files of the engine itself, which it leaves when it is killed, are removed.
+    """
+    ours: list[str] = []
+    for path in sorted(files):
+        if Path(path).name.startswith(ARENA_PREFIX):
+            ours += [path] if Path(path).exists() else []
+        else:
+            Path(path).unlink(missing_ok=True)
+    return ours

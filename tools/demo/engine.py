@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -20,15 +21,18 @@ from typing import Any
 
 import psutil
 
+from . import disk
 from .results import DemoError, Metrics, Reply
 from .workload import Turn
 
+COMMAND = (sys.executable, "-m", f"{__package__}.vllm_engine")
 START_TIMEOUT_S = 600.0
 REPLY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 30.0
 READ_BYTES = 1 << 16
-LOG_LINES_SHOWN = 12
+LOG_LINES_SHOWN = 8
+_ERROR = re.compile(r"\b\w+Error: ")
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -45,11 +49,13 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 class EngineProcess:
     """A running engine. As a context manager it leaves no process behind, however it ends."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, log: Path, environment: Mapping[str, str], command: Sequence[str] = COMMAND
+    ) -> None:
         self.log = log
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.vllm_engine"],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -103,6 +109,10 @@ class EngineProcess:
         if psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1]:
             raise self._failure("some of its processes are still there after a clean shutdown")
 
+    def shared_memory(self) -> frozenset[str]:
+        """Files of shared memory that its processes have mapped, and that have a name."""
+        return disk.shared_memory_of(process.pid for process in self._family())
+
     def kill(self) -> int:
         """`kill -9` of the engine and everything it started, at once; returns how many."""
         family = [process for process in self._family() if process.is_running()]
@@ -136,7 +146,7 @@ class EngineProcess:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise self._failure(f"it ended while {doing}") from None
+            raise self._failure(f"it ended {self._how()} while {doing}") from None
 
     def _receive(self, timeout_s: float, doing: str) -> dict[str, Any]:
         """The next line; the time limit is one of silence."""
@@ -146,13 +156,20 @@ class EngineProcess:
                 raise self._failure(f"it gave no answer for {timeout_s:.0f} s while {doing}")
             chunk = self._process.stdout.read(READ_BYTES)
             if not chunk:
-                raise self._failure(f"it ended while {doing}")
+                raise self._failure(f"it ended {self._how()} while {doing}")
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def _how(self) -> str:
+        try:
+            return f"with status {self._process.wait(GONE_TIMEOUT_S)}"
+        except subprocess.TimeoutExpired:
+            return "its output"
+
     def _failure(self, what: str) -> DemoError:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        shown = "\n".join(f"    {line}" for line in lines)
-        return DemoError(f"The engine failed: {what}. The end of its log, {self.log}:\n{shown}")
+        lines = self.log.read_text(errors="replace").splitlines()
+        telling = [line for line in lines if _ERROR.search(line)] or lines
+        shown = "\n".join(f"    {line}" for line in telling[-LOG_LINES_SHOWN:])
+        return DemoError(f"The engine failed: {what}. From its log, {self.log}:\n{shown}")

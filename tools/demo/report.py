@@ -42,7 +42,12 @@ class Reporter:
         if not self.console.is_terminal:
             yield self._plain_count(total)
             return
-        columns = (TextColumn("    requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("    requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task("requests", total=total)
             yield lambda answered: progress.advance(task, answered)
@@ -57,6 +62,10 @@ class Reporter:
                 self.say(f"    {done} of {total} requests answered")
 
         return count
+
+
+SAME = "–"
+"""In a row that compares the phase with the reference, of the reference."""
 
 
 def table(phases: Sequence[Phase]) -> Table:
@@ -90,10 +99,10 @@ ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
     ("  from NVMe tier", _tokens("nvme")),
     ("  recomputed", _tokens("recomputed")),
     ("TTFT p50 / p95, ms", lambda phase: _both(phase.ttft)),
-    ("  same requests in (a)", lambda phase: _both(phase.reference_ttft)),
+    ("  same requests in (a)", lambda p: _both(p.reference_ttft) if p.needs_nvme else SAME),
     ("MiB written to NVMe", lambda phase: _mebibytes(phase.written_bytes)),
     ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
-    ("wrong tokens", lambda phase: str(phase.wrong_tokens)),
+    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs_nvme else SAME),
 )
 """What the table says of a phase, and how."""
 

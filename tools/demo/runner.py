@@ -17,7 +17,17 @@ from typing import Any, Protocol
 
 from . import disk
 from .report import Reporter
-from .results import READ_BYTES, DemoError, Metrics, Phase, Reply, sources_of, times, wrong_tokens
+from .results import (
+    READ_BYTES,
+    DemoError,
+    Metrics,
+    Phase,
+    Reply,
+    Sources,
+    sources_of,
+    times,
+    wrong_tokens,
+)
 from .workload import Shape, Turn, Workload, waves
 
 BLOCK_TOKENS = 32
@@ -29,6 +39,8 @@ IDLE_BEFORE_KILL_S = 3 * DIRTY_AGE_S
 """Mode `back` promises to have written everything by then."""
 KILL_AFTER_S = 0.1
 """Into the requests that the kill interrupts."""
+LONG_ANSWER = 4
+"""Times the usual length, so that they are not over by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +51,8 @@ class Settings:
     kv: Path
     """Folder of the NVMe tier."""
     shape: Shape
-    gpu_blocks: int = 96
-    cpu_capacity: str = "12MiB"
+    gpu_blocks: int = 92
+    cpu_capacity: str = "20MiB"
     nvme_capacity: str = "96MiB"
     segment_size: str = "16MiB"
     engine_options: Mapping[str, Any] | None = None
@@ -91,23 +103,33 @@ class Engine(Protocol):
 
     def start(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Make the engine."""
+        ...
 
     def generate(
         self, turns: Sequence[Turn], prompts: Sequence[Sequence[int]], answer_tokens: int
     ) -> list[Reply]:
         """Send requests together and wait for all answers."""
+        ...
 
     def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
         """Send requests and do not wait."""
+        ...
 
     def metrics(self) -> Metrics:
         """The engine's counters."""
+        ...
+
+    def shared_memory(self) -> frozenset[str]:
+        """Its files in shared memory."""
+        ...
 
     def stop(self) -> None:
         """A clean shutdown."""
+        ...
 
     def kill(self) -> int:
         """`kill -9` of everything."""
+        ...
 
 
 Launch = Callable[[str], AbstractContextManager[Engine]]
@@ -154,7 +176,7 @@ class Demo:
         is_killed: bool = False,
     ) -> None:
         say = self._reporter.say
-        arenas, written = disk.arenas(), disk.written_bytes(self.settings.kv)
+        written = disk.written_bytes(self.settings.kv)
         mode = f', write mode "{write_mode}"' if write_mode else ""
         say(f"({key}) {title}: starting an engine{mode}")
         with self._launch(f"engine-{key}.log") as engine:
@@ -162,7 +184,7 @@ class Demo:
             self.engine_version = started["version"]
             say(f"    ready after {started['start_s']:.1f} s; {len(turns)} requests")
             replies = self._answer(engine, turns, is_reference=write_mode is None)
-            metrics = engine.metrics()
+            metrics, shared = engine.metrics(), engine.shared_memory()
             if is_killed:
                 self._kill(engine, turns)
             else:
@@ -179,14 +201,12 @@ class Demo:
             written_bytes=disk.written_bytes(self.settings.kv) - written,
             read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
             needs_nvme=write_mode is not None,
-            leftovers=sorted(disk.arenas() - arenas),
+            leftovers=disk.left_behind(shared),
         )
         self.phases.append(phase)
         say(f"    {_summary(phase)}")
 
-    def _answer(
-        self, engine: Engine, turns: Sequence[Turn], is_reference: bool
-    ) -> list[Reply]:
+    def _answer(self, engine: Engine, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
         """Send all requests; every phase builds its prompts on the answers of the reference."""
         replies: list[Reply] = []
         with self._reporter.requests(len(turns)) as count:
@@ -200,7 +220,7 @@ class Demo:
 
     def _kill(self, engine: Engine, turns: Sequence[Turn]) -> None:
         self._pause(IDLE_BEFORE_KILL_S)
-        engine.send(self._prompts(turns[:WIDTH]), self._answer_tokens)
+        engine.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
         self._pause(KILL_AFTER_S)
         self._reporter.say(f"    kill -9 of all {engine.kill()} processes, with requests running")
 
@@ -216,7 +236,7 @@ class Demo:
         return self._reference[turn].tokens
 
 
-def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Any:
+def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:
     try:
         return sources_of(replies, metrics, BLOCK_TOKENS)
     except DemoError as error:

@@ -34,7 +34,7 @@ class Shape:
 
     prefixes: int = 3
     """System prompts; conversations share them evenly."""
-    conversations: int = 15
+    conversations: int = 18
     turns: int = 4
     prefix_tokens: int = 608
     message_tokens_min: int = 120

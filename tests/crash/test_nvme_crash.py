@@ -1,0 +1,111 @@
+"""`kill -9` in the middle of writing, and the loss of power."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.nvme_rig import Rig, config_for, key
+
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.store import Durability
+
+KILL_CYCLES = 3
+POWER_CYCLES = 12
+SLOTS = 128
+
+_WRITER = """
+import random, sys
+from pathlib import Path
+from support.nvme_rig import Rig, config_for, key
+rig = Rig(config_for([Path(sys.argv[1])], slots=128, per_segment=16))
+rng = random.Random(int(sys.argv[2]))
+while True:
+    if rng.random() < 0.02:
+        rig.reset()
+        print("reset", flush=True)
+    hashes = [key(i) for i in rng.sample(range(1000), 12)]
+    new = [h for h in hashes if rig.policy.get(h) is None]
+    rig.store(new)
+    print(" ".join(str(int.from_bytes(h[:4], "big")) for h in new), flush=True)
+"""
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    tests = Path(__file__).resolve().parent.parent
+    yield os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+
+
+def acknowledged(lines: list[str]) -> list[BlockHash]:
+    """What was reported as stored since the last reset, oldest first."""
+    stored: list[BlockHash] = []
+    for line in lines:
+        if line == "reset":
+            stored.clear()
+        else:
+            stored.extend(key(int(number)) for number in line.split())
+    return stored
+
+
+def test_kill_nine_loses_nothing_acknowledged(tmp_path: Path, environment: dict[str, str]) -> None:
+    config = config_for([tmp_path], slots=SLOTS, per_segment=16)
+    for cycle in range(KILL_CYCLES):
+        rng = random.Random(cycle)
+        with subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), str(cycle)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            lines = [child.stdout.readline() for _ in range(rng.randint(20, 200))]
+            child.send_signal(signal.SIGKILL)
+            lines += child.stdout.readlines()
+        whole = [line.strip() for line in lines if line.endswith("\n")]
+        assert len(whole) >= 20
+        rig = Rig(config)
+        assert not rig.tier.report.was_clean
+        rig.check_sums()
+        if whole[-1] != "reset":
+            latest = acknowledged(whole)[-SLOTS // 2 :]
+            assert all(rig.check(block_hash) for block_hash in latest)
+        present = sum(rig.check(key(i)) for i in range(1000))
+        assert present == len(rig.policy), "what is listed is there and right"
+        assert rig.tier.store.counters.corrupt == 0
+        rig.close(clean=cycle % 2 == 0)
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_loss_of_power(tmp_path: Path, durability: Durability) -> None:
+    fs = MemoryFileSystem()
+    config = replace(config_for([tmp_path], slots=SLOTS, per_segment=16), durability=durability)
+    lost = 0
+    for cycle in range(POWER_CYCLES):
+        rng = random.Random(cycle)
+        rig = Rig(config, fs=fs)
+        stored: list[BlockHash] = []
+        for _ in range(rng.randint(1, 12)):
+            hashes = [key(i) for i in rng.sample(range(1000), 10)]
+            new = [h for h in hashes if rig.policy.get(h) is None]
+            assert set(rig.store(new)) <= {BlockOutcome.OK}
+            stored += new
+        rig.close(clean=False)
+        fs.lose_power(rng)
+        rig = Rig(config, fs=fs)
+        rig.check_sums()
+        here = [rig.check(block_hash) for block_hash in stored[-SLOTS // 2 :]]
+        lost += here.count(False)
+        for i in range(1000):
+            rig.check(key(i))
+        rig.check_sums()
+        rig.close(clean=bool(cycle % 2))
+    assert (lost == 0) == (durability is Durability.POWER), "the simulation must bite"

@@ -1,0 +1,50 @@
+"""What the demo prints and draws."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from demo.demo_phases import phase, reference
+from rich.console import Console
+
+from kvcascade.tools.demo.chart import draw
+from kvcascade.tools.demo.report import ROWS, Reporter, table
+
+
+def test_the_table_fits_a_narrow_terminal_and_says_everything() -> None:
+    printed = io.StringIO()
+    phases = [reference(), *(phase(key, wrong_tokens=4) for key in "bcd")]
+    Console(file=printed, width=80).print(table(phases))
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = {line[:24].strip(): line[24:].split() for line in lines}
+    assert all(name.strip() in cells for name, _ in ROWS)
+    assert cells["from NVMe tier"] == ["0", "64", "64", "64"]
+    assert cells["MiB written to NVMe"] == ["0.0", "3.0", "3.0", "3.0"]
+    assert cells["wrong tokens"] == ["–", "4", "4", "4"]
+    assert cells["same requests in (a)"][1:4] == ["500", "/", "750"]
+
+
+def test_progress_without_a_terminal_is_a_few_lines() -> None:
+    printed = io.StringIO()
+    reporter = Reporter(Console(file=printed, width=80))
+    with reporter.requests(10) as count:
+        for _ in range(5):
+            count(2)
+    lines = printed.getvalue().split("\n")[:-1]
+    assert lines[-1].strip() == "10 of 10 requests answered" and len(lines) == 4
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    printed = io.StringIO()
+    reporter = Reporter(Console(file=printed, width=80, force_terminal=True))
+    with reporter.requests(4) as count:
+        count(4)
+    assert "4/4" in printed.getvalue()
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    target = tmp_path / "demo.png"
+    draw([reference(), phase("b"), phase("c", title="[odd] $title")], "subtitle", target)
+    assert target.read_bytes().startswith(b"\x89PNG") and target.stat().st_size > 10_000

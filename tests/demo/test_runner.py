@@ -1,0 +1,144 @@
+"""The order of the phases, against engines that only pretend."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvcascade.tools.demo.report import Reporter
+from kvcascade.tools.demo.results import (
+    DEVICE_HITS,
+    LOADED_BLOCKS,
+    READ_BYTES,
+    DemoError,
+    Metrics,
+    Reply,
+    problems,
+)
+from kvcascade.tools.demo.runner import BLOCK_TOKENS, Demo, Settings
+from kvcascade.tools.demo.workload import Shape, Turn
+
+SHAPE = Shape(conversations=4, prefix_tokens=64, answer_tokens=2)
+
+
+class PretendEngine:
+    """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe."""
+
+    def __init__(self, calls: list[str], broken: str) -> None:
+        self.calls = calls
+        self.broken = broken
+        self.options: Mapping[str, Any] = {}
+        self.requests = 0
+
+    def start(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        self.options = options
+        self.calls.append(self._mode)
+        return {"start_s": 1.0, "version": "0"}
+
+    def generate(
+        self, turns: Sequence[Turn], prompts: Sequence[Sequence[int]], answer_tokens: int
+    ) -> list[Reply]:
+        self.requests += len(turns)
+        cached = BLOCK_TOKENS if self._has_nvme else 0
+        return [
+            Reply(turn, len(prompt), cached, 0.1, self._tokens(prompt, answer_tokens))
+            for turn, prompt in zip(turns, prompts, strict=True)
+        ]
+
+    def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
+        self.calls.append("send")
+
+    def metrics(self) -> Metrics:
+        loaded = float(self.requests if self._has_nvme else 0)
+        wrong = 1.0 if self.broken == "counts" else 0.0
+        return Metrics(
+            {
+                DEVICE_HITS: wrong,
+                f"{LOADED_BLOCKS}{{tier=nvme}}": loaded,
+                f"{READ_BYTES}{{tier=nvme}}": loaded * 4096,
+            }
+        )
+
+    def shared_memory(self) -> frozenset[str]:
+        return frozenset()
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def kill(self) -> int:
+        self.calls.append("kill")
+        return 3
+
+    @property
+    def _mode(self) -> str:
+        transfer = self.options.get("kv_transfer_config", {})
+        extra = transfer.get("kv_connector_extra_config", {})
+        return str(extra.get("write_mode", "no offloading"))
+
+    @property
+    def _has_nvme(self) -> bool:
+        return self._mode != "no offloading" and self.broken != "nvme"
+
+    def _tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        is_wrong = self.broken == "tokens" and self._mode == "back"
+        return (sum(prompt) % 997 + is_wrong,) * count
+
+
+def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
+    """Run the demo; returns it, what was asked of the engines, and what was printed."""
+    calls: list[str] = []
+    printed = io.StringIO()
+
+    @contextmanager
+    def launch(name: str) -> Iterator[PretendEngine]:
+        calls.append(name)
+        yield PretendEngine(calls, broken)
+
+    settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
+    reporter = Reporter(Console(file=printed, width=100))
+    demo = Demo(settings, launch, reporter, pause=lambda seconds: calls.append("pause"))
+    demo.run()
+    return demo, calls, printed.getvalue()
+
+
+def test_phases(tmp_path: Path) -> None:
+    demo, calls, printed = run(tmp_path)
+    assert calls == [
+        *("engine-a.log", "no offloading", "stop"),
+        *("engine-b.log", "demote", "stop"),
+        *("engine-c.log", "back", "pause", "send", "pause", "kill"),
+        *("engine-d.log", "back", "stop"),
+    ]
+    assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4]
+    assert problems(demo.phases) == []
+    assert "kill -9 of all 3 processes" in printed
+
+
+def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> None:
+    reference, *others = run(tmp_path)[0].phases
+    known = {reply.turn: reply.tokens for reply in reference.replies}
+    for phase in others:
+        assert all(known[reply.turn] == reply.tokens for reply in phase.replies)
+        assert len({reply.turn for reply in phase.replies}) == len(phase.replies)
+
+
+def test_wrong_tokens_are_counted(tmp_path: Path) -> None:
+    demo, _, _ = run(tmp_path, "tokens")
+    assert [phase.wrong_tokens for phase in demo.phases] == [0, 0, 16, 8]
+    assert len(problems(demo.phases)) == 2
+
+
+def test_nothing_from_nvme_is_a_failure(tmp_path: Path) -> None:
+    demo, _, _ = run(tmp_path, "nvme")
+    assert [problem[:3] for problem in problems(demo.phases)] == ["(b)", "(c)", "(d)"]
+
+
+def test_counts_that_do_not_add_up_end_the_demo(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match=r"Phase \(a\): the counts do not add up"):
+        run(tmp_path, "counts")

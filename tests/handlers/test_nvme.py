@@ -1,0 +1,235 @@
+"""The NVMe handlers: queue, parts, breaker, cancel. The executor and the clock are the test's."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.clock import ManualClock
+from support.executors import SteppingExecutor
+from support.nvme_rig import BLOCK, Rig, config_for, content, key
+
+from kvcascade.handlers import nvme
+from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
+from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+
+ARENA_SLOTS = 64
+OK, CANCELLED, IO_ERROR = BlockOutcome.OK, BlockOutcome.CANCELLED, BlockOutcome.IO_ERROR
+
+
+class Mover:
+    """A tier, an arena and both handlers."""
+
+    def __init__(self, path: Path) -> None:
+        self.fs = MemoryFileSystem()
+        self.executor = SteppingExecutor()
+        self.clock = ManualClock()
+        self.rig = Rig(config_for([path], slots=32), fs=self.fs)
+        self.arena = bytearray(ARENA_SLOTS * BLOCK)
+        store = self.rig.tier.store
+        self.down = NvmeStoreHandler(store, self.view, self.executor, 4, self.clock, 0.0)
+        self.up = NvmeLoadHandler(store, self.view, self.executor, 4, self.clock, 0.0)
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self.arena)[slot * BLOCK : (slot + 1) * BLOCK]
+
+    def store(self, job_id: int, hashes: list[BlockHash]) -> list[BlockStatus] | None:
+        """Start to store from arena slots 0 on; None if refused."""
+        for slot, block_hash in enumerate(hashes):
+            self.view(slot)[:] = content(block_hash)
+        statuses = self.rig.begin_store(hashes)
+        spec = self.rig.backend.get_load_store_spec(hashes, statuses)
+        arena = SlotSpec(np.arange(len(hashes), dtype=np.int32))
+        if not self.down.transfer_async(job_id, (arena, spec)):
+            for block_hash in hashes:
+                self.rig.drop(block_hash)
+            return None
+        return statuses
+
+    def land(self, hashes: list[BlockHash], outcomes: tuple[BlockOutcome, ...]) -> None:
+        """What the manager does with a result."""
+        for i, block_hash in enumerate(hashes):
+            status = self.rig.policy.get(block_hash)
+            assert status is not None
+            if not outcomes or outcomes[i] is OK:
+                status.ref_cnt = 0
+            else:
+                self.rig.drop(block_hash)
+
+    def load(self, job_id: int, hashes: list[BlockHash], first_slot: int) -> bool:
+        """Start to load into arena slots."""
+        statuses = [self.rig.policy.get(block_hash) for block_hash in hashes]
+        assert None not in statuses
+        found = [status for status in statuses if status is not None]
+        spec = self.rig.backend.get_load_store_spec(hashes, found)
+        slots = np.arange(first_slot, first_slot + len(hashes), dtype=np.int32)
+        return self.up.transfer_async(job_id, (spec, SlotSpec(slots)))
+
+
+@pytest.fixture
+def mover(tmp_path: Path) -> Iterator[Mover]:
+    mover = Mover(tmp_path)
+    yield mover
+    mover.executor.run_all()
+    mover.fs.heal()
+    mover.rig.close()
+
+
+def keys(n: int, start: int = 0) -> list[BlockHash]:
+    return [key(i) for i in range(start, start + n)]
+
+
+def test_there_and_back(mover: Mover) -> None:
+    assert mover.store(1, keys(10)) is not None
+    assert mover.down.get_finished() == []
+    mover.executor.run_all()
+    (result,) = mover.down.get_finished()
+    assert (result.job_id, result.success, result.size_bytes) == (1, True, 10 * BLOCK)
+    assert mover.down.get_finished() == []
+    mover.land(keys(10), result.outcomes)
+    assert mover.load(2, keys(10), first_slot=30)
+    mover.executor.run_all()
+    (result,) = mover.up.get_finished()
+    assert result.success and result.outcomes == ()
+    for i, block_hash in enumerate(keys(10)):
+        assert mover.view(30 + i) == content(block_hash)
+
+
+def test_the_queue_is_bounded(mover: Mover) -> None:
+    for job_id in range(4):
+        assert mover.store(job_id, keys(2, start=10 * job_id)) is not None
+    assert mover.store(9, keys(2, start=90)) is None
+    mover.executor.step()
+    assert mover.store(9, keys(2, start=90)) is not None
+
+
+@pytest.mark.parametrize("which", [0, -1, 1])
+def test_parts_end_in_any_order(mover: Mover, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    monkeypatch.setattr(nvme, "PART_BYTES", 4 * BLOCK)
+    mover.rig.store(keys(32, start=100))
+    mover.store(1, keys(14))
+    assert len(mover.executor) == 4
+    while mover.executor.step(which):
+        pass
+    (result,) = mover.down.get_finished()
+    assert result.success
+    mover.land(keys(14), ())
+    assert all(mover.rig.check(block_hash) for block_hash in keys(14))
+    assert mover.rig.tier.index.count() == 32
+    mover.rig.check_sums()
+
+
+def test_one_failed_part_fails_its_blocks_only(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "PART_BYTES", 4 * BLOCK)
+    mover.store(1, keys(8))
+    mover.fs.fail("pwritev", errno.EIO)
+    mover.executor.run_all()
+    (result,) = mover.down.get_finished()
+    assert not result.success and result.size_bytes == 4 * BLOCK
+    assert result.outcomes == (IO_ERROR,) * 4 + (OK,) * 4
+    mover.land(keys(8), result.outcomes)
+    assert [mover.rig.check(h) for h in keys(8)] == [False] * 4 + [True] * 4
+
+
+def test_an_empty_job_ends(mover: Mover) -> None:
+    assert mover.store(1, []) is not None
+    (result,) = mover.down.get_finished()
+    assert result.success and result.size_bytes == 0
+
+
+def test_the_breaker_opens_probes_and_closes(mover: Mover) -> None:
+    mover.fs.fail("pwritev", errno.EIO, times=nvme.BREAKER_FAILURES + 1)
+
+    def attempt(job_id: int) -> bool | None:
+        hashes = keys(1, start=100 * job_id)
+        if mover.store(job_id, hashes) is None:
+            return None
+        mover.executor.run_all()
+        (result,) = mover.down.get_finished()
+        mover.land(hashes, result.outcomes)
+        return result.success
+
+    assert [attempt(i) for i in range(1, 4)] == [False] * nvme.BREAKER_FAILURES
+    assert attempt(4) is None and not mover.down.accepts_stores
+    mover.clock.advance(nvme.BREAKER_PROBE_S)
+    assert mover.down.accepts_stores
+    assert attempt(5) is False, "the probe fails: closed for as long again"
+    assert attempt(6) is None
+    mover.clock.advance(nvme.BREAKER_PROBE_S)
+    assert mover.store(7, keys(1, start=700)) is not None
+    assert not mover.down.accepts_stores, "one probe at a time"
+    mover.executor.run_all()
+    (result,) = mover.down.get_finished()
+    mover.land(keys(1, start=700), result.outcomes)
+    assert result.success and attempt(8) is True
+    mover.rig.check_sums()
+
+
+def test_a_refused_job_keeps_its_removals(mover: Mover) -> None:
+    mover.rig.store(keys(32))
+    mover.down.shutdown()
+    assert mover.store(1, keys(4, start=50)) is None
+    mover.rig.store(keys(4, start=60))
+    assert mover.rig.tier.index.count() == 32
+    mover.rig.check_sums()
+
+
+def test_shutdown_cancels_what_has_not_started(mover: Mover) -> None:
+    mover.rig.store(keys(32, start=100))
+    mover.store(1, keys(4))
+    mover.down.shutdown(deadline_s=0.0)
+    (result,) = mover.down.get_finished()
+    assert result.outcomes == (CANCELLED,) * 4 and result.time_s == 0.0
+    mover.land(keys(4), result.outcomes)
+    assert mover.store(2, keys(4)) is None
+    mover.down.shutdown()
+    assert set(mover.rig.store(keys(4, start=10))) == {OK}
+    assert mover.rig.tier.index.count() == 32, "the removals of the cancelled job were kept"
+
+
+def test_an_executor_that_is_gone_cancels(mover: Mover) -> None:
+    mover.executor.is_shut_down = True
+    assert mover.store(1, keys(2)) is not None
+    (result,) = mover.down.get_finished()
+    assert set(result.outcomes) == {CANCELLED}
+    mover.land(keys(2), result.outcomes)
+
+
+def test_a_bug_below_is_an_outcome(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover.rig.tier.store, "write", None)
+    mover.store(1, keys(2))
+    mover.executor.run_all()
+    (result,) = mover.down.get_finished()
+    assert result.outcomes == (IO_ERROR,) * 2
+    mover.land(keys(2), result.outcomes)
+
+
+def test_a_stalled_device_blocks_nobody_but_its_thread(tmp_path: Path) -> None:
+    mover = Mover(tmp_path)
+    with ThreadPoolExecutor(2) as executor:
+        down = NvmeStoreHandler(mover.rig.tier.store, mover.view, executor, wait_limit_s=30.0)
+        statuses = mover.rig.begin_store(keys(2))
+        spec = mover.rig.backend.get_load_store_spec(keys(2), statuses)
+        mover.fs.gate = threading.Event()
+        assert down.transfer_async(1, (SlotSpec(np.arange(2, dtype=np.int32)), spec))
+        assert down.get_finished() == []
+        assert mover.rig.policy.get(key(0)) is not None
+        mover.fs.gate.set()
+        down.wait({1, 5})
+        assert [result.job_id for result in down.get_finished()] == [1]
+        down.shutdown()
+    mover.rig.close()
+
+
+def test_waits_are_bounded(mover: Mover) -> None:
+    mover.store(1, keys(1))
+    mover.down.wait({1})
+    assert mover.down.get_finished() == []

@@ -1,0 +1,294 @@
+"""Opening, closing, growing and sharing a path."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.clock import ManualClock
+from support.executors import SteppingExecutor
+from support.nvme_rig import BLOCK, Rig, config_for, key
+
+from kvcascade.errors import ConfigError, InUseError
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, plan_capacity
+from kvcascade.tiers.nvme.format import SegmentLayout
+from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
+from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.store import Durability
+
+
+def keys(n: int, start: int = 0) -> list[BlockHash]:
+    return [key(i) for i in range(start, start + n)]
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_blocks_and_recency_survive(
+    tmp_path: Path, clean: bool, policy: str, durability: Durability
+) -> None:
+    config = replace(config_for([tmp_path], slots=32), durability=durability)
+    rig = Rig(config, policy=policy)
+    rig.store(keys(32))
+    rig.policy.touch(keys(7))
+    cold = [block_hash for block_hash, _ in rig.policy.coldest(10)]
+    rig.close(clean)
+    rig = Rig(config, policy=policy)
+    assert rig.tier.report.was_clean == clean
+    assert [block_hash for block_hash, _ in rig.policy.coldest(10)] == cold
+    assert len(rig.policy) == 32 and all(rig.check(block_hash) for block_hash in keys(32))
+    rig.check_sums()
+    rig.close()
+
+
+def test_a_policy_that_was_away_is_reconciled(tmp_path: Path) -> None:
+    config = config_for([tmp_path], slots=16)
+    rig = Rig(config, policy="lru")
+    rig.store(keys(16))
+    rig.close()
+    rig = Rig(config, policy="arc")
+    assert rig.tier.recovered
+    rig.store(keys(16, start=50))
+    rig.close()
+    rig = Rig(config, policy="lru")
+    assert rig.tier.recovered
+    assert {h for h, _ in rig.policy.coldest(16)} == set(keys(16, start=50))
+    rig.close()
+
+
+def test_an_open_namespace_is_in_use(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path]))
+    with pytest.raises(InUseError, match=f"process {os.getpid()}"):
+        Rig(config_for([tmp_path]))
+    rig.close()
+    Rig(config_for([tmp_path])).close()
+
+
+def test_modes_are_private(tmp_path: Path) -> None:
+    Rig(config_for([tmp_path])).close()
+    for path in tmp_path.rglob("*"):
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+@pytest.mark.parametrize("label", ["../../etc", "a/b\\c", "", "x" * 500, "..", "ümläut\n\0"])
+def test_labels_are_no_paths(tmp_path: Path, label: str) -> None:
+    config = replace(config_for([tmp_path]), key=NamespaceKey(label))
+    Rig(config).close()
+    (folder,) = (path for path in tmp_path.iterdir() if path.name != BUDGET_LOCK)
+    assert folder.parent == tmp_path and len(folder.name) <= 77
+
+
+def test_reset_forgets_for_ever(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path], slots=16))
+    rig.store(keys(16))
+    late = rig.policy.get(key(3))
+    assert late is not None
+    late.ref_cnt = 1
+    busy = rig.reset()
+    assert [status.block_id for status in busy] == [late.block_id]
+    assert len(rig.policy) == 0 and not any(rig.check(h) for h in keys(16))
+    assert rig.backend.get_num_free_blocks() == 15
+    rig.store(keys(4, start=2))
+    rig.backend.free(busy[0])
+    rig.check_sums()
+    for clean in (False, True):
+        rig = rig.reopened(clean=clean)
+        assert [rig.check(h) for h in keys(8)] == [False] * 2 + [True] * 4 + [False] * 2
+    rig.close()
+
+
+def test_a_reset_that_was_never_committed_counts(tmp_path: Path) -> None:
+    executor = SteppingExecutor()
+    rig = Rig(config_for([tmp_path], slots=16), executor=executor)
+    rig.store(keys(16))
+    rig.reset()
+    rig = rig.reopened(clean=False)
+    assert len(rig.policy) == 0 and not any(rig.check(h) for h in keys(16))
+    assert rig.backend.get_num_free_blocks() == 16
+    rig.close()
+
+
+def test_a_job_from_before_a_reset_stores_nothing(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path], slots=16))
+    statuses = rig.begin_store(keys(2))
+    spec = rig.backend.get_load_store_spec(keys(2), statuses)
+    busy = rig.reset()
+    payloads = [memoryview(bytearray(BLOCK))] * 2
+    outcomes = rig.tier.store.write(spec.hashes, spec.slots.tolist(), payloads, spec.epoch)
+    assert outcomes == [BlockOutcome.GONE] * 2
+    for status in busy:
+        rig.backend.free(status)
+    assert rig.tier.index.count() == 0 and rig.backend.get_num_free_blocks() == 16
+    rig.close()
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+def test_capacity_may_change(tmp_path: Path, slots: int) -> None:
+    rig = Rig(config_for([tmp_path], slots=32))
+    rig.store(keys(32))
+    capacity = config_for([tmp_path], slots=slots).capacity_bytes
+    rig = rig.reopened(capacity_bytes=capacity)
+    assert rig.backend.capacity == slots
+    assert len(rig.policy) == min(slots, 32)
+    assert sum(rig.check(block_hash) for block_hash in keys(32)) == min(slots, 32)
+    rig.check_sums()
+    rig.store(keys(slots, start=100))
+    assert all(rig.check(block_hash) for block_hash in keys(slots, start=100))
+    rig = rig.reopened()
+    assert all(rig.check(block_hash) for block_hash in keys(slots, start=100))
+    rig.close()
+
+
+def test_two_paths_share_the_work(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    rig = Rig(config_for(paths, slots=64))
+    rig.store(keys(32))
+    size = rig.tier.segments.layout.slots
+    statuses = [rig.policy.get(block_hash) for block_hash in keys(32)]
+    on_first = sum(s is not None and s.block_id // size % 2 == 0 for s in statuses)
+    assert on_first == 16
+    rig.store(keys(64, start=100))
+    rig = rig.reopened()
+    assert all(rig.check(block_hash) for block_hash in keys(64, start=100))
+    rig.check_sums()
+    rig.close()
+    with pytest.raises(ConfigError, match="was part 1 of 2"):
+        Rig(replace(rig.config, paths=(paths[1], paths[0])))
+
+
+def test_growth_is_ahead_of_need_and_off_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.tiers.nvme.tier.SEGMENT_BYTES", 1)
+    executor = SteppingExecutor()
+    rig = Rig(config_for([tmp_path], slots=32), executor=executor)
+    executor.run_all()
+    assert rig.backend.get_num_free_blocks() == 8
+    rig.store(keys(1))
+    assert rig.backend.get_num_free_blocks() == 7
+    assert len(rig.tier.segments.numbers) == 1, "nothing was made on the caller's thread"
+    executor.run_all()
+    assert rig.backend.get_num_free_blocks() == 15
+    rig.close()
+
+
+def test_a_full_disk_lowers_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcascade.tiers.nvme.tier.SEGMENT_BYTES", 1)
+    fs, clock = MemoryFileSystem(), ManualClock()
+    rig = Rig(config_for([tmp_path], slots=32), fs=fs, clock=clock)
+    fs.fail("preallocate", errno.ENOSPC)
+    assert set(rig.store(keys(6))) == {BlockOutcome.OK}
+    assert rig.backend.get_num_free_blocks() == 2 and rig.tier.growth.failures == 1
+    assert set(rig.store(keys(6, start=10))) == {BlockOutcome.OK}, "it evicts instead"
+    clock.advance(RETRY_AFTER_S)
+    assert rig.backend.get_num_free_blocks() == 8, "it grows again by itself"
+    rig.close()
+
+
+def test_old_namespaces_leave_first(tmp_path: Path) -> None:
+    config = config_for([tmp_path], slots=32)
+    old = replace(config, key=NamespaceKey("old", {"n": 1}))
+    locked = replace(config, key=NamespaceKey("locked", {"n": 2}), slots_per_segment=8)
+    Rig(old).close()
+    rig = Rig(replace(config, capacity_bytes=2 * config.capacity_bytes))
+    assert rig.backend.get_num_free_blocks() >= 32
+    rig.store(keys(8))
+    rig.close()
+    newer = Rig(config_for([tmp_path], slots=32))
+    assert not (tmp_path / old.key.directory_name).exists(), "there was room only without it"
+    other = Rig(locked)
+    assert other.backend.available == 0, "the namespace that is open stays"
+    assert newer.check(key(0))
+    assert other.store(keys(0)) == []
+    other.close()
+    newer.close()
+
+
+def test_capacity_is_never_exceeded(tmp_path: Path) -> None:
+    config = config_for([tmp_path], slots=4096, per_segment=256)
+    rig = Rig(config)
+    for start in range(0, 3 * 4096, 128):
+        rig.store(keys(128, start=start))
+    used = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*") if p.is_file())
+    rig.close()
+    assert used <= config.capacity_bytes
+
+
+def test_min_free_is_kept(tmp_path: Path) -> None:
+    fs = MemoryFileSystem(size_bytes=1 << 20)
+    config = replace(config_for([tmp_path], slots=200), min_free_bytes=1 << 19)
+    rig = Rig(config, fs=fs)
+    assert 0 < rig.backend.available < 200
+    assert fs.free_bytes(tmp_path) >= 1 << 19
+    rig.close()
+
+
+@given(
+    st.integers(1, 1 << 44),
+    st.integers(1, 4096).map(lambda pages: pages * 4096),
+    st.integers(1, 4),
+)
+def test_plans_never_exceed_the_capacity(capacity: int, block_bytes: int, paths: int) -> None:
+    try:
+        plan = plan_capacity(capacity, block_bytes, paths)
+    except ConfigError:
+        assert capacity < 2 * paths * (block_bytes + 8192)
+        return
+    layout = SegmentLayout(block_bytes, plan.slots_per_segment, "0" * 64)
+    per_path = -(-plan.segments // paths)
+    assert per_path * layout.file_bytes + plan.metadata_bytes <= capacity // paths
+    if capacity // paths > 64 * block_bytes:
+        assert plan.slots * block_bytes >= capacity * 0.6
+    assert per_path <= 160
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_bytes": 1000}, "multiple of 4096"),
+        ({"block_bytes": 0}, "multiple of 4096"),
+        ({"capacity_bytes": 100}, "at least"),
+        ({"paths": (Path("/nonexistent/folder"),)}, "does not exist"),
+    ],
+)
+def test_bad_configurations(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    config = replace(config_for([tmp_path]), **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        Rig(config)
+
+
+def test_the_overlay_and_the_tombstones_drain(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path], slots=256, per_segment=32))
+    for start in range(0, 4096, 128):
+        rig.store(keys(128, start=start))
+    for _ in range(20):
+        rig.tier.directory.refresh()
+    assert rig.tier.directory.unsettled == 0
+    assert len(rig.policy) == 256
+    rig.close()
+
+
+def test_arrays_keep_what_they_hold(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path]))
+    array = rig.tier.arrays("mine", 10, np.int64)
+    array[:] = np.arange(10)
+    del array
+    rig = rig.reopened()
+    assert rig.tier.arrays("mine", 10, np.int64).tolist() == list(range(10))
+    assert not rig.tier.recovered
+    rig = rig.reopened()
+    assert rig.tier.arrays("mine", 12, np.int64).tolist() == [*range(10), 0, 0]
+    assert rig.tier.recovered
+    rig.close()

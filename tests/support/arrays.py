@@ -1,0 +1,32 @@
+"""Arrays of a policy that outlive it, as those of a tier on disk do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+class KeptArrays:
+    """An `ArraySource` that gives the same array again under the same name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """The array as it was left."""
+        array = self.arrays.setdefault(name, np.zeros(length, dtype))
+        assert len(array) == length and array.dtype == dtype
+        return array
+
+    def damage(self, rng: random.Random) -> None:
+        """Anything may stand in the arrays afterwards."""
+        for array in self.arrays.values():
+            array[:] = np.frombuffer(rng.randbytes(array.nbytes), array.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())

@@ -1,0 +1,148 @@
+"""A real engine as a test sees it: started, asked, stopped cleanly, or killed altogether."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GONE_TIMEOUT_S = 60.0
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
+}
+Answers = list[dict[str, Any]]
+
+
+class EngineFailed(Exception):
+    """The engine answered with an error, or is gone; the end of its log is in the message."""
+
+
+def engine_options(model: Path, device_blocks: int, extra: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; `extra` is the cascade's configuration, None: no offloading."""
+    options: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",  # only float32 gives the same tokens whatever is batched together
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": device_blocks,
+        "disable_log_stats": False,
+    }
+    if extra is not None:
+        spec = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
+        options["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {**spec, **extra},
+        }
+    return options
+
+
+class Engine:
+    """A running engine; leaving the context kills whatever is left of it."""
+
+    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+        self._log = log
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+        with log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.engine_runner"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                env=environment,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        try:
+            self._ask(do="start", options=options)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Answers:
+        """Send requests together."""
+        answers: Answers = self._ask(do="generate", prompts=prompts, max_tokens=max_tokens)
+        return answers
+
+    def reset(self, connector: bool) -> None:
+        """`reset_prefix_cache`."""
+        self._ask(do="reset", connector=connector)
+
+    def metrics(self) -> dict[str, float]:
+        """Everything that the engine counts."""
+        found: dict[str, float] = self._ask(do="metrics")
+        return found
+
+    def stop(self) -> None:
+        """A clean shutdown; all processes are gone afterwards."""
+        family = self._family()
+        self._ask(do="stop")
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(GONE_TIMEOUT_S)
+        assert not psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1], "a process is left"
+
+    def kill(self) -> None:
+        """`kill -9` of every process at once; returns when they are gone."""
+        family = self._family()
+        for process in family:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        self._process.wait()
+        psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            own = psutil.Process(self._process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _ask(self, **command: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailed(f"it is gone\n{self.log_tail()}") from None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"it ended\n{self.log_tail()}")
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise EngineFailed(f"{answer['error']}\n{self.log_tail()}")
+        return answer
+
+    def log_tail(self, characters: int = 20_000) -> str:
+        """The end of the log."""
+        return self._log.read_text(errors="replace")[-characters:]

@@ -1,0 +1,93 @@
+"""A real engine in a process of its own: JSON lines in, JSON lines out, its log on standard error.
+
+    {"do": "start", "options": {...}}        keyword arguments of `vllm.LLM`
+    {"do": "generate", "prompts": [...], "max_tokens": n}  -> [{"tokens": [...], "cached": n}, ...]
+    {"do": "reset", "connector": true}       `reset_prefix_cache`
+    {"do": "metrics"}                        -> {"name[label,...]": value, ...}
+    {"do": "stop"}                           a clean shutdown
+
+An exception is answered with {"error": its text}. Run it with `python -m support.engine_runner`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+PROBE = [3] * 4
+"""A prompt shorter than a block: counters of earlier steps arrive with its answer."""
+
+
+class Runner:
+    """Obeys one command after the other."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def start(self, options: dict[str, Any]) -> None:
+        """Make the engine."""
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = options.pop("kv_transfer_config", None)
+        if transfer is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self._llm = LLM(**options)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Send all prompts together; greedy answers."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        return [
+            {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens or 0}
+            for out in outputs
+        ]
+
+    def reset(self, connector: bool) -> None:
+        """Forget the device's cache, and what was offloaded if `connector`."""
+        assert self._llm.reset_prefix_cache(reset_connector=connector)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges, by name and by the labels that are not about the model."""
+        self.generate([PROBE], 2)
+        return dict(self._samples())
+
+    def stop(self) -> None:
+        """Shut down as a server does."""
+        self._llm.llm_engine.engine_core.shutdown(timeout=30.0)
+
+    def _samples(self) -> Iterator[tuple[str, float]]:
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is None:
+                continue
+            skipped = ("model_name", "engine")
+            labels = [str(text) for key, text in metric.labels.items() if key not in skipped]
+            yield (f"{metric.name}[{','.join(labels)}]" if labels else metric.name), float(value)
+
+
+def main() -> None:
+    """Keep the two pipes to ourselves: the engine's processes must not write into them."""
+    commands = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    runner = Runner()
+    for line in commands:
+        command = json.loads(line)
+        try:
+            answer = getattr(runner, command.pop("do"))(**command)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

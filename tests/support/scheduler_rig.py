@@ -1,0 +1,249 @@
+"""vLLM's own scheduler and offloading connector over the cascade, with a worker but no model.
+
+The "model" writes, for every token, bytes that depend on all tokens up to it, and before it
+computes it checks that all earlier tokens' bytes are in the device blocks that the scheduler says.
+So every load, store, preemption and reuse of a block is compared. The next token depends on the
+text, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from .engine_rig import engine_options
+
+BLOCK_TOKENS = 32
+LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+ROW_BYTES = 32
+"""Bytes of one token in one layer."""
+PAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
+CHUNK_BLOCKS = 2
+"""Device blocks of a chunk: together a slot of 4096 bytes."""
+DRAIN_STEPS_MAX = 3000
+
+
+class Text:
+    """Tokens, and the bytes of each of them."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        self.rows: list[list[np.ndarray[Any, Any]]] = [[] for _ in LAYERS]
+        self._state = hashlib.blake2b(digest_size=ROW_BYTES)
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """One token more."""
+        self.tokens.append(token)
+        self._state.update(token.to_bytes(4, "big"))
+        for layer, rows in enumerate(self.rows):
+            copy = self._state.copy()
+            copy.update(bytes([layer]))
+            rows.append(np.frombuffer(copy.digest(), dtype=np.int8))
+
+    @property
+    def next_token(self) -> int:
+        """What the model says after this text."""
+        return self._state.digest()[0]
+
+
+class SchedulerRig:
+    """Scheduler, connector of both roles, and a worker that checks every byte."""
+
+    def __init__(
+        self, model: Path, extra: dict[str, Any], device_blocks: int, is_async: bool
+    ) -> None:
+        options = engine_options(model, device_blocks, {"blocks_per_chunk": CHUNK_BLOCKS, **extra})
+        transfer = options.pop("kv_transfer_config")
+        config = self._config(options, transfer, is_async)
+        cache = self._cache_config(device_blocks)
+        config.cache_config.num_gpu_blocks = device_blocks
+        self.tensors = [torch.zeros((device_blocks, PAGE_BYTES), dtype=torch.int8) for _ in LAYERS]
+        self.worker = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
+        assert self.worker.connector_worker is not None
+        self.worker.connector_worker._init_worker(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in self.tensors],
+                [[CanonicalKVCacheRef(i, PAGE_BYTES) for i in range(len(LAYERS))]],
+            )
+        )
+        self.scheduler: Any = (AsyncScheduler if is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._depth = 1 if is_async else 0
+        self._running: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.texts: dict[str, Text] = {}
+        self.preempted = 0
+
+    @staticmethod
+    def _config(options: dict[str, Any], transfer: dict[str, Any], is_async: bool) -> Any:
+        from vllm.config import KVTransferConfig
+
+        options.pop("disable_log_stats")
+        config = EngineArgs(
+            **options,
+            kv_transfer_config=KVTransferConfig(**transfer),
+            max_num_batched_tokens=192,
+            max_num_seqs=6,
+        ).create_engine_config()
+        config.scheduler_config.async_scheduling = is_async
+        return config
+
+    @staticmethod
+    def _cache_config(device_blocks: int) -> KVCacheConfig:
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32
+        )
+        assert spec.page_size_bytes == PAGE_BYTES
+        tensor = KVCacheTensor(
+            size=PAGE_BYTES * device_blocks * len(LAYERS),
+            layers=list(LAYERS),
+            layer_stride=PAGE_BYTES * device_blocks,
+            block_stride=PAGE_BYTES,
+        )
+        return KVCacheConfig(device_blocks, [tensor], [KVCacheGroupSpec(list(LAYERS), spec)])
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        """A new request."""
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        sampling.update_from_generation_config({}, 2)
+        request = Request(name, prompt, sampling, None, block_hasher=self._hasher)
+        self.texts[name] = Text(prompt)
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        """The client is gone."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Requests that are waiting or running."""
+        return list(self.scheduler.requests)
+
+    def reset(self) -> bool:
+        """Reset everything, unless a load is under way or its request has not run since.
+
+        vLLM itself cannot reset then. What runs starts again.
+        """
+        self._take_in(0)
+        scheduler = self.scheduler
+        jobs = scheduler.connector.connector_scheduler._jobs.values()
+        idle = [r for r in scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
+        blocks_of = scheduler.kv_cache_manager.get_block_ids
+        if not all(job.is_store for job in jobs) or any(blocks_of(r.request_id)[0] for r in idle):
+            return False
+        return bool(
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        )
+
+    def step(self) -> None:
+        """One engine step; with async scheduling its output is taken in one step later."""
+        output = self.scheduler.schedule()
+        self.preempted += len(output.preempted_req_ids or ())
+        self._running.append((output, self._execute(output)))
+        self._take_in(self._depth)
+
+    def drain(self) -> None:
+        """Step until every request has ended and nothing is under way."""
+        for _ in range(DRAIN_STEPS_MAX):
+            if not self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        else:
+            raise AssertionError(f"requests never end: {self.unfinished}")
+        self._take_in(0)
+
+    def close(self) -> None:
+        """Clean shutdown, workers first."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def _take_in(self, depth: int) -> None:
+        while len(self._running) > depth:
+            self.scheduler.update_from_output(*self._running.popleft())
+
+    # ---- the worker ----------------------------------------------------------------------
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        worker = self.worker
+        worker.bind_connector_metadata(metadata)
+        worker.handle_preemptions(metadata)
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        names = list(output.num_scheduled_tokens)
+        sampled = [
+            self._forward(name, starts[name], output.num_scheduled_tokens[name]) for name in names
+        ]
+        worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        _, received = worker.get_finished(output.finished_req_ids)
+        done = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=received or None, kv_connector_worker_meta=done
+            ),
+        )
+
+    def _forward(self, name: str, start: int, count: int) -> list[int]:
+        """Check what is computed already, compute the rest, sample if the text is complete."""
+        text, request = self.texts[name], self.scheduler.requests[name]
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        end = start + count
+        for layer, tensor in enumerate(self.tensors):
+            rows = np.stack(text.rows[layer][:end])
+            for first in range(0, end, BLOCK_TOKENS):
+                last = min(first + BLOCK_TOKENS, end)
+                have = tensor[blocks[first // BLOCK_TOKENS]].numpy().reshape(-1, ROW_BYTES)
+                known = max(0, min(last, start) - first)
+                assert np.array_equal(have[:known], rows[first : first + known]), (
+                    f"wrong bytes: {name}, layer {layer}, tokens {first} to {first + known}"
+                )
+                have[known : last - first] = rows[first + known : last]
+        if end < request.num_tokens:
+            return []
+        if end == len(text.tokens):
+            text.append(text.next_token)
+        return [text.tokens[end]]

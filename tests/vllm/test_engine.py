@@ -1,0 +1,240 @@
+"""The real engine on the CPU platform: tokens with the cascade equal tokens without it.
+
+The model is a small Llama with random weights in float32: a damaged block shows as another token.
+Engines take many seconds to start, so one engine goes through several events of its life.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engine_rig import Answers, Engine, EngineFailed, engine_options
+from support.kv_bytes import damage
+
+from kvcascade.tools.model import make_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
+"""Layers, tokens, K and V, KV heads times head size, float32."""
+DEVICE_BLOCKS = 80
+CONVERSATIONS = 10
+TURN_TOKENS = (400, 700, 1000)
+SHARED_TOKENS = 200
+DECODE_TOKENS = 200
+SETTLE_ROUNDS_MAX = 200
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of several turns; those of one turn begin like those of the turn before."""
+
+    seed: int = 1
+
+    @cached_property
+    def turns(self) -> list[list[list[int]]]:
+        """Per turn, one prompt per conversation."""
+        rng = random.Random(self.seed)
+        shared = [rng.randrange(1000) for _ in range(SHARED_TOKENS)]
+        texts = [
+            shared + [rng.randrange(1000) for _ in range(TURN_TOKENS[-1] - SHARED_TOKENS)]
+            for _ in range(CONVERSATIONS)
+        ]
+        return [[text[:length] for text in texts] for length in TURN_TOKENS]
+
+    @cached_property
+    def long_answers(self) -> list[list[int]]:
+        """Prompts that are answered at length, together."""
+        rng = random.Random(self.seed + 1)
+        return [[rng.randrange(1000) for _ in range(600)] for _ in range(8)]
+
+
+WORKLOAD = Workload()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all engines share."""
+
+    model: Path
+    folder: Path
+    expected: list[list[list[int]]]
+    """Tokens of the reference, per turn and conversation."""
+    expected_long: list[list[int]]
+
+    def engine(self, device_blocks: int = DEVICE_BLOCKS, **extra: Any) -> Engine:
+        """An engine with the cascade."""
+        log = self.folder / "engine.log"
+        return Engine(log, engine_options(self.model, device_blocks, extra))
+
+    def tiers(self, path: Path, cpu: int = 72, nvme: int = 320) -> list[dict[str, Any]]:
+        """Capacities in blocks."""
+        return [
+            {"type": "cpu", "capacity": cpu * BLOCK_BYTES + 4096},
+            {
+                "type": "nvme",
+                "capacity": nvme * (BLOCK_BYTES + 4096) * 16 // 15,
+                "path": str(path),
+                "min_free": 0,
+            },
+        ]
+
+
+def in_batches(engine: Engine, prompts: Sequence[Sequence[int]], size: int = 2) -> Answers:
+    """Send prompts a few at a time."""
+    return [
+        answer
+        for start in range(0, len(prompts), size)
+        for answer in engine.generate(prompts[start : start + size])
+    ]
+
+
+def tokens(answers: Answers) -> list[list[int]]:
+    """What was generated."""
+    return [answer["tokens"] for answer in answers]
+
+
+def aligned(prompt: Sequence[int]) -> int:
+    """The most tokens of a prompt that can be cached: whole blocks, and one token is computed."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def settle(engine: Engine) -> None:
+    """Wait until every block is on NVMe."""
+    pause = threading.Event()
+    for _ in range(SETTLE_ROUNDS_MAX):
+        if engine.metrics()["vllm:kvcascade_tier_dirty_ratio[cpu]"] == 0:
+            return
+        pause.wait(0.1)
+    raise AssertionError(f"dirty blocks are never written: {engine.metrics()}")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The model, and what an engine without offloading answers."""
+    folder = tmp_path_factory.mktemp("engine")
+    model = make_llama(folder / "llama")
+    log = folder / "reference.log"
+    with Engine(log, engine_options(model, 600, None)) as engine:
+        expected = [tokens(engine.generate(turn)) for turn in WORKLOAD.turns]
+        long = tokens(engine.generate(WORKLOAD.long_answers, DECODE_TOKENS))
+    assert len({tuple(answer) for answer in expected[-1]}) == CONVERSATIONS
+    return Bench(model, folder, expected, long)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_shared_memory() -> Iterator[None]:
+    yield
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("kvcascade")]
+
+
+def warm_up(engine: Engine, bench: Bench) -> None:
+    """Every turn of every conversation, through caches that are all too small."""
+    for turn, expected in zip(WORKLOAD.turns, bench.expected, strict=True):
+        assert tokens(in_batches(engine, turn)) == expected
+
+
+def test_life_of_a_cache(bench: Bench, tmp_path: Path) -> None:
+    """Eviction everywhere, damage, reset, restart, preemption, kill -9 and another restart."""
+    tiers = bench.tiers(tmp_path, nvme=160)
+    with bench.engine(tiers=tiers) as engine:
+        under_eviction(engine, bench)
+        after_damage(engine, bench, tmp_path)
+        after_reset(engine, bench)
+        engine.stop()
+    back = {"write_mode": "back", "dirty_age_s": 0.1, "offload_prompt_only": False}
+    tiers = bench.tiers(tmp_path, nvme=480)  # nothing is evicted from there any more
+    with bench.engine(device_blocks=150, tiers=tiers, **back) as engine:
+        after_restart(engine, bench)
+        under_preemption(engine, bench)
+        assert tokens(in_batches(engine, WORKLOAD.turns[-1])) == bench.expected[-1]
+        settle(engine)
+        engine.kill()
+    with bench.engine(tiers=tiers) as engine:
+        after_restart(engine, bench)
+        warm_up(engine, bench)
+
+
+def under_eviction(engine: Engine, bench: Bench) -> None:
+    """Warm up; the last turn again comes from the lower tiers."""
+    warm_up(engine, bench)
+    again = in_batches(engine, WORKLOAD.turns[-1][::-1])
+    assert tokens(again) == bench.expected[-1][::-1]
+    assert sum(answer["cached"] for answer in again) > 0
+    seen = engine.metrics()
+    assert seen["vllm:kvcascade_evicted_blocks[cpu]"] > 0
+    assert seen["vllm:kvcascade_evicted_blocks[nvme]"] > 0
+    assert seen["vllm:kvcascade_loaded_blocks[cpu]"] > 0
+    assert seen["vllm:kvcascade_loaded_blocks[nvme]"] > 0
+
+
+def after_damage(engine: Engine, bench: Bench, path: Path) -> None:
+    """Files change under the engine's feet: misses, counted, and right tokens."""
+    assert damage(path) > 0
+    engine.reset(connector=False)
+    for _ in range(2):
+        assert tokens(in_batches(engine, WORKLOAD.turns[-1])) == bench.expected[-1]
+    assert engine.metrics()["vllm:kvcascade_promote_corrupt_blocks[nvme]"] > 0
+
+
+def after_reset(engine: Engine, bench: Bench) -> None:
+    """Nothing from before a reset is ever a hit, in no tier; then the cache fills anew."""
+    loaded = engine.metrics()
+    engine.reset(connector=True)
+    for prompt, expected in list(zip(WORKLOAD.turns[0], bench.expected[0], strict=True))[:4]:
+        (answer,) = engine.generate([prompt])
+        assert answer["tokens"] == expected
+        assert answer["cached"] <= SHARED_TOKENS, "only what came after the reset"
+    now = engine.metrics()
+    for name in ("vllm:kvcascade_loaded_blocks[cpu]", "vllm:kvcascade_loaded_blocks[nvme]"):
+        assert now[name] == loaded[name], "no offloaded block was hit"
+    assert tokens(in_batches(engine, WORKLOAD.turns[-1])) == bench.expected[-1]
+
+
+def after_restart(engine: Engine, bench: Bench) -> None:
+    """The first request finds its whole prompt."""
+    first = WORKLOAD.turns[-1][-1]
+    (answer,) = engine.generate([first])
+    assert answer["tokens"] == bench.expected[-1][-1]
+    assert answer["cached"] == aligned(first)
+    assert tokens(in_batches(engine, WORKLOAD.turns[-1])) == bench.expected[-1]
+
+
+def under_preemption(engine: Engine, bench: Bench) -> None:
+    """More tokens than the device holds, decoded together, their blocks offloaded too."""
+    for _ in range(2):
+        answers = engine.generate(WORKLOAD.long_answers, DECODE_TOKENS)
+        assert tokens(answers) == bench.expected_long
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+
+
+def test_stores_refused_while_everything_is_busy_and_a_second_engine(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """A first tier of a dozen blocks under requests of thirty; one namespace has one owner."""
+    tiers = bench.tiers(tmp_path, cpu=12)
+    with bench.engine(tiers=tiers) as engine:
+        for turn, expected in zip(WORKLOAD.turns, bench.expected, strict=True):
+            assert tokens(engine.generate(turn)) == expected
+        with pytest.raises(EngineFailed) as failure:
+            bench.engine(tiers=tiers)
+        (sentence,) = {
+            line.partition("InUseError: ")[2]
+            for line in str(failure.value).splitlines()
+            if "InUseError: " in line
+        }
+        assert str(tmp_path) in sentence
+        for turn, expected in zip(WORKLOAD.turns, bench.expected, strict=True):
+            assert tokens(engine.generate(turn)) == expected
+        seen = engine.metrics()
+        assert seen["vllm:kvcascade_store_refused_busy"] > 0
+        engine.stop()

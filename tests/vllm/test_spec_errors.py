@@ -1,0 +1,163 @@
+"""Bad input ends in one sentence, before anything is changed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kv_bytes import Shape, tiers
+from support.spec_driver import Driver
+
+from kvcascade.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    InUseError,
+    KVCascadeError,
+)
+
+SHAPE = Shape()
+
+
+def arenas() -> set[str]:
+    """Our files in shared memory."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("kvcascade-")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = arenas()
+    yield
+    assert arenas() == before
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file below a path, but for locks and LMDB's table of readers, which hold no data."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in ("lock", "lock.mdb", ".kvcascade.lock")
+    }
+
+
+def filled(path: Path) -> list[Any]:
+    """Tier options whose NVMe path holds blocks."""
+    options = tiers(SHAPE, path, cpu=8, nvme=32)
+    with Driver(SHAPE, options) as driver:
+        for text in range(3):
+            driver.serve(f"text {text}", 4)
+    return options
+
+
+def refuse(options: list[Any], kind: type[KVCascadeError], *words: str, **more: Any) -> None:
+    """Opening fails with one line that has these words in it."""
+    with pytest.raises(kind) as failure:
+        Driver(SHAPE, options, **more)
+    message = str(failure.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def test_a_namespace_in_use_is_refused(tmp_path: Path) -> None:
+    options = filled(tmp_path)
+    with Driver(SHAPE, options) as driver:
+        refuse(options, InUseError, str(tmp_path))
+        assert driver.serve("text 2", 4) == 4, "the owner goes on"
+    with Driver(SHAPE, options) as driver:
+        assert driver.serve("text 1", 4) == 4
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, None], ids=["empty", "short", "torn", "noise"])
+def test_a_damaged_index_is_refused_and_left_alone(tmp_path: Path, size: int | None) -> None:
+    options = filled(tmp_path)
+    (index,) = tmp_path.glob("*/index/data.mdb")
+    whole = index.read_bytes()
+    noise = bytes(byte ^ 0xA5 for byte in whole[:8192])
+    index.write_bytes(noise + whole[8192:] if size is None else whole[:size])
+    before = contents(tmp_path)
+    refuse(options, CorruptionError, str(index.parent.parent))
+    assert contents(tmp_path) == before
+    index.write_bytes(whole)
+    with Driver(SHAPE, options) as driver:
+        assert driver.serve("text 2", 4) == 4
+
+
+def test_an_unknown_format_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    options = filled(tmp_path)
+    (description,) = tmp_path.glob("*/namespace.json")
+    document = json.loads(description.read_text())
+    document["format_version"] = 99
+    description.write_text(json.dumps(document))
+    before = contents(tmp_path)
+    refuse(options, FormatError, "99")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"no_such_key": 1}, ("no_such_key",)),
+        ({"write_mode": "sometimes"}, ("write_mode", "sometimes")),
+        ({"shutdown_flush_s": -1}, ("shutdown_flush_s", "-1")),
+        ({"tiers": []}, ("tiers",)),
+        ({"tiers": [{"type": "cpu", "capacity": "lots"}]}, ("tiers[0].capacity", "lots")),
+        ({"tiers": [{"type": "cpu", "capacity": 0}]}, ("tiers[0].capacity", "0")),
+        ({"tiers": [{"type": "cpu", "capacity": "1MiB", "policy": "x"}]}, ("policy", "x")),
+        ({"cpu_bytes_to_use": 1 << 30}, ("cpu_bytes_to_use", "tiers[0].capacity")),
+        ({"canonical_layout": True}, ("canonical_layout", "true")),
+    ],
+)
+def test_a_bad_key_or_value_is_named(
+    tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    options = filled(tmp_path)
+    before = contents(tmp_path)
+    given: dict[str, Any] = {"tiers": options, **change}
+    tier_options = given.pop("tiers")
+    refuse(tier_options, ConfigError, *words, **given)
+    assert contents(tmp_path) == before
+
+
+def test_more_memory_than_there_is(tmp_path: Path) -> None:
+    refuse([{"type": "cpu", "capacity": "900TiB"}], KVCascadeError, "/dev/shm")
+
+
+def test_a_tier_that_holds_nothing(tmp_path: Path) -> None:
+    options = tiers(SHAPE, tmp_path / "new", cpu=8, nvme=32)
+    options[1]["capacity"] = 4096
+    refuse(options, ConfigError, "capacity", "4096")
+    options[0]["capacity"] = 100
+    refuse(options, ConfigError, "100")
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    refuse(tiers(SHAPE, file, cpu=8, nvme=32), KVCascadeError, str(file))
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [
+        (SHAPE, {"label": "other"}),
+        (SHAPE, {"weights_id": "other"}),
+        (Shape(pages=(2048, 2048)), {}),
+        (Shape(pages=(3072, 1024)), {}),
+        (Shape(pages=(1024, 1024), chunk=2), {}),
+        (Shape(pages=(1024, 1024), world=2), {}),
+        (Shape(pages=(1024, 3072), groups=((0,), (1,))), {}),
+    ],
+)
+def test_other_facts_are_another_namespace(
+    shape: Shape, change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Equal hashes and equal sizes are not enough."""
+    options = filled(tmp_path)
+    with Driver(shape, options, **change) as driver:
+        assert driver.serve("text 2", 4) == 0

@@ -1,0 +1,44 @@
+"""What LMDB reports, in our terms: outcomes for commits, errors for the rest."""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum
+from pathlib import Path
+
+import lmdb
+
+from ...errors import CorruptionError, KVCascadeError, NoSpaceError, TierIOError
+from .index_file import damaged
+
+MAX_ERRNO = 4096
+
+
+class CommitOutcome(Enum):
+    """What became of a commit."""
+
+    DONE = "done"
+    STALE_EPOCH = "stale_epoch"  # the namespace was reset after the caller started
+    NO_SPACE = "no_space"
+    IO_ERROR = "io_error"
+
+
+def outcome_of_lmdb(error: lmdb.Error) -> CommitOutcome:
+    """No space, or anything else that the device or the library refused."""
+    if isinstance(error, lmdb.MapFullError) or _code(error) in (errno.ENOSPC, errno.EDQUOT):
+        return CommitOutcome.NO_SPACE
+    return CommitOutcome.IO_ERROR
+
+
+def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
+    """Map an LMDB error to ours."""
+    if outcome_of_lmdb(error) is CommitOutcome.NO_SPACE:
+        return NoSpaceError(f"no space for the index in {path} ({error}); free some")
+    if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
+        return TierIOError(_code(error), f"{error} at the index in {path}; check the device")
+    return CorruptionError(damaged(path, str(error)))
+
+
+def _code(error: lmdb.Error) -> int:
+    """The error number; 0 for errors that py-lmdb raises by itself."""
+    return int(getattr(error, "code", 0))

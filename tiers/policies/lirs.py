@@ -1,0 +1,186 @@
+"""LIRS: low inter-reference recency set.
+
+S. Jiang, X. Zhang: "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to
+Improve Buffer Cache Performance", SIGMETRICS 2002. A block that was used again sooner than the
+stalest "hot" block (LIR) was, becomes hot itself. Hot blocks have 99 % of the slots; the others
+(HIR) queue in Q and leave first. The stack S holds, by recency, the hot blocks and what was used
+since the stalest of them, residents and ghosts alike.
+
+Where this differs from the paper: S never has more than two entries a slot, the ghost that left
+first goes (as in most implementations). A block may be pinned or protected, so that the next one of
+Q leaves instead, and if there is none, the stalest hot block. If more leave at once than Q holds,
+hot blocks leave as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base import SlotMask
+from .links import LinkedLists
+from .log import Search
+from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+from .tags import NONE, TagTable
+
+HIR_SHARE = 0.01
+"""Share of the slots for blocks that are not hot; at least one."""
+STACK_LIMIT_PER_SLOT = 2
+
+_S = 0
+_Q, _GHOSTS, _HOT = 0, 1, 2
+
+
+class LirsOrder(EvictionOrder):
+    """LIRS over slots: about 57 bytes a slot, ghosts included.
+
+    Entries are slots, and from `capacity` on ghosts. Each is in one of the lists Q, ghosts (by when
+    they left) and hot (in no order that matters); the hot ones, the ghosts and some of Q are in S.
+    """
+
+    wants_tags = True
+
+    def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
+        super().__init__(capacity, arrays)
+        self._tags = TagTable("lirs_ghost", capacity + capacity // 8 + 1, arrays)
+        entries = capacity + self._tags.entries
+        self._stack = LinkedLists("lirs_stack", entries, 1, arrays)
+        self._kinds = LinkedLists("lirs_kinds", entries, 3, arrays)
+        self._kind_array = arrays("lirs_kind", entries, np.uint8)
+        self._kind_of = scalars(self._kind_array)
+        self._hot_limit = capacity - max(1, int(capacity * HIR_SHARE))
+
+    def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        for slot, tag in zip(slots, tags, strict=True):
+            ghost = self._tags.find(tag)
+            if ghost != NONE:
+                self._drop_ghost(self.capacity + ghost)
+                self._stack.append(_S, slot)
+                self._append(_HOT, slot)
+                self._limit_hot()
+            else:
+                is_room = self._kinds.size(_HOT) < self._hot_limit
+                self._stack.append(_S, slot)
+                self._append(_HOT if is_room else _Q, slot)
+            while self._stack.size(_S) > STACK_LIMIT_PER_SLOT * self.capacity:
+                if self._kinds.size(_GHOSTS) == 0:
+                    break
+                self._drop_ghost(self._kinds.coldest(_GHOSTS))
+
+    def touch(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            was_in_stack = slot in self._stack
+            if was_in_stack:
+                self._stack.remove(_S, slot)
+            self._stack.append(_S, slot)
+            if self._kind_of[slot] == _HOT:
+                self._prune()
+                continue
+            self._kinds.remove(_Q, slot)
+            self._append(_HOT if was_in_stack else _Q, slot)
+            if was_in_stack:
+                self._limit_hot()
+
+    def remove(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._kinds.remove(self._kind_of[slot], slot)
+            if slot in self._stack:
+                self._stack.remove(_S, slot)
+        self._prune()
+
+    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        for slot, tag in zip(slots, tags, strict=True):
+            kind = self._kind_of[slot]
+            self._kinds.remove(kind, slot)
+            if kind == _HOT:
+                self._stack.remove(_S, slot)
+                self._prune()
+            elif slot in self._stack:
+                self._leave_ghost(slot, tag)
+
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        search = Search(wanted, mask, window)
+        hot = (entry for entry in self._stack.iterate(_S) if self._kind_of[entry] == _HOT)
+        looked_at = islice(chain(self._kinds.iterate(_Q), hot), window)
+        return list(islice(filter(search.accepts, looked_at), max(limit, 0)))
+
+    def clear(self) -> None:
+        self._stack.clear()
+        self._kinds.clear()
+        self._tags.clear()
+
+    def reconcile(self, present: npt.NDArray[np.integer]) -> None:
+        expected = np.zeros(self.capacity, np.bool_)
+        expected[present] = True
+        kinds = self._kind_array[: self.capacity]
+        stack = self._known(self._stack.walk(_S), expected)
+        queue = self._known(self._kinds.walk(_Q), expected)
+        hot = stack[kinds[stack] == _HOT]
+        stack = stack[np.argmax(kinds[stack] == _HOT) :] if len(hot) else stack[:0]
+        is_cold = expected.copy()
+        is_cold[hot] = False
+        queue = queue[is_cold[queue]]
+        is_cold[queue] = False
+        queue = np.concatenate((np.flatnonzero(is_cold), queue))
+        self._stack.rebuild([stack])
+        self._kinds.rebuild([queue, np.empty(0, np.int64), hot])
+        self._kind_array[queue] = _Q
+        self._kind_array[hot] = _HOT
+        self._tags.clear()
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._kinds
+
+    def _known(self, entries: list[int], expected: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        found = np.asarray(entries, np.int64)
+        found = found[found < self.capacity]
+        return found[expected[found]]
+
+    def _append(self, kind: int, entry: int) -> None:
+        self._kinds.append(kind, entry)
+        self._kind_of[entry] = kind
+
+    def _limit_hot(self) -> None:
+        """The stalest hot block joins the end of Q if there is one too many."""
+        if self._kinds.size(_HOT) > self._hot_limit:
+            stalest = self._stack.coldest(_S)
+            self._stack.remove(_S, stalest)
+            self._kinds.remove(_HOT, stalest)
+            self._append(_Q, stalest)
+        self._prune()
+
+    def _prune(self) -> None:
+        """S ends with a hot block: what is staler than all of those can never become one."""
+        for _ in range(self._stack.size(_S)):
+            entry = self._stack.coldest(_S)
+            if self._kind_of[entry] == _HOT:
+                return
+            if entry < self.capacity:
+                self._stack.remove(_S, entry)
+            else:
+                self._drop_ghost(entry)
+
+    def _leave_ghost(self, slot: int, tag: int) -> None:
+        """A ghost takes the place in S of a block that left."""
+        known = self._tags.find(tag)
+        if known != NONE:
+            self._drop_ghost(self.capacity + known)
+        if len(self._tags) == self._tags.entries:
+            self._drop_ghost(self._kinds.coldest(_GHOSTS))
+        ghost = self.capacity + self._tags.add(tag)
+        self._stack.replace(slot, ghost)
+        self._append(_GHOSTS, ghost)
+
+    def _drop_ghost(self, entry: int) -> None:
+        self._kinds.remove(_GHOSTS, entry)
+        self._stack.remove(_S, entry)
+        self._tags.drop(entry - self.capacity)

@@ -1,0 +1,219 @@
+"""S3-FIFO.
+
+J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi: "FIFO Queues Are All You Need for Cache Eviction",
+SOSP 2023. New blocks enter a small queue with a tenth of the slots. What leaves it goes to the main
+queue if it was used at least twice meanwhile, and out otherwise; a block that comes back while it
+is remembered as a ghost enters the main queue at once. The main queue gives its oldest one more
+round for each use, three at most.
+
+Warm-up: `S3FifoOrder` does as the paper does and lets the small queue grow while the tier is not
+full. `S3FifoEagerOrder` is the rule of later versions of libCacheSim: until the first eviction, new
+blocks go to the main queue once the small one is full.
+
+Where both differ from the paper: a block may be pinned or protected. It is passed by and keeps its
+place. If many leave at once, the slots that get another round line up behind those that came from
+the small queue meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base import SlotMask
+from .ghosts import GhostLists
+from .log import FEW, Marks, RecencyLog, Search
+from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+
+SMALL_SHARE = 0.1
+"""Share of the slots that is the small queue's."""
+GHOST_SHARE = 0.9
+"""Ghosts that are kept, as a share of the slots."""
+USES_TO_STAY = 2
+"""Uses in the small queue from which on a block goes to the main queue."""
+USES_MAX = 3
+"""Uses are counted up to here."""
+
+_UNLIMITED = 255
+
+
+class S3FifoOrder(EvictionOrder):
+    """S3-FIFO over slots: about 66 bytes a slot, ghosts included."""
+
+    wants_tags = True
+    main_fills_first: ClassVar[bool] = False
+    """The warm-up rule; see above."""
+
+    def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
+        super().__init__(capacity, arrays)
+        self._small = RecencyLog("s3fifo_small", capacity, arrays)
+        self._main = RecencyLog("s3fifo_main", capacity, arrays)
+        self._uses = Marks(arrays("s3fifo_uses", capacity, np.uint8))
+        self._rounds = [self._uses.within(n, n) for n in range(USES_MAX)]
+        self._rounds.append(self._uses.within(USES_MAX, _UNLIMITED))
+        self._ghost_limit = int(capacity * GHOST_SHARE)
+        self._ghosts = GhostLists("s3fifo_ghost", self._ghost_limit, 1, arrays)
+        self._has_evicted = scalars(arrays("s3fifo_has_evicted", 1, np.int64))
+        self._small_limit = max(1, int(capacity * SMALL_SHARE))
+        self._main_limit = capacity - self._small_limit
+
+    def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        back: list[int] = []
+        new: list[int] = []
+        drop = self._ghosts.drop
+        for slot, tag in zip(slots, tags, strict=True):
+            (new if drop(tag) < 0 else back).append(slot)
+        while len(self._ghosts) > self._ghost_limit:
+            self._ghosts.drop_oldest(0)
+        if self.main_fills_first and not self._has_evicted[0]:
+            room = max(0, self._small_limit - len(self._small))
+            new, back = new[:room], back + new[room:]
+        self._set_uses(slots, 0)
+        self._small.append(new)
+        self._main.append(back)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        if len(slots) > FEW:
+            batch = np.asarray(slots)
+            self._uses.array[batch] = np.minimum(self._uses.array[batch] + 1, USES_MAX)
+            return
+        uses = self._uses.of
+        for slot in slots:
+            if uses[slot] < USES_MAX:
+                uses[slot] += 1
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self._small.discard(slots)
+        self._main.discard(slots)
+
+    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        self._has_evicted[0] = 1
+        for slot, tag in zip(slots, tags, strict=True):
+            if slot in self._small:
+                self._move_up_before(self._small.position(slot))
+                self._small.discard((slot,))
+                self._ghosts.add(0, tag)
+                continue
+            if self._main_is_next_but_for_small():
+                self._move_up_before(self._small.tail)
+            self._give_rounds_before(slot)
+            self._main.discard((slot,))
+
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        search = Search(wanted, mask, window)
+        small_size, main_size = len(self._small), len(self._main)
+        moved: deque[int] = deque()
+        small = self._small_candidates(search)
+        main = self._main_candidates(search, moved)
+        found: list[int] = []
+        is_small_over = is_main_over = False
+        while len(found) < limit and not (is_small_over and is_main_over):
+            is_mains_turn = main_size > self._main_limit or small_size == 0
+            if is_small_over or (is_mains_turn and not is_main_over):
+                slot = next(main, None)
+                is_main_over = slot is None
+                main_size -= 1
+            else:
+                for slot, moves_up in small:
+                    small_size -= 1
+                    if not moves_up:
+                        break
+                    moved.append(slot)
+                    main_size += 1
+                else:
+                    slot, is_small_over = None, True
+            if slot is not None:
+                found.append(slot)
+        late = filter(search.accepts, moved) if search.left > 0 else iter(())
+        found.extend(islice(late, max(0, limit - len(found))))
+        return found
+
+    def clear(self) -> None:
+        self._small.clear()
+        self._main.clear()
+        self._ghosts.clear()
+        self._uses.array[:] = 0
+        self._has_evicted[0] = 0
+
+    def reconcile(self, present: npt.NDArray[np.integer]) -> None:
+        in_main = self._main.holds(present)
+        self._main.rebuild(present[in_main])
+        self._small.rebuild(present[~in_main])
+        np.minimum(self._uses.array, USES_MAX, out=self._uses.array)
+        self._ghosts.clear()
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._small or slot in self._main
+
+    def _set_uses(self, slots: Sequence[int], uses: int) -> None:
+        if len(slots) > FEW:
+            self._uses.array[np.asarray(slots)] = uses
+            return
+        for slot in slots:
+            self._uses.of[slot] = uses
+
+    def _small_candidates(self, search: Search) -> Iterator[tuple[int, bool]]:
+        """Slots that leave the small queue: out (False), or for the main queue (True)."""
+        uses = self._uses.of
+        for slot in self._small.scan(Search(window=search.left)):
+            if search.left <= 0:
+                return
+            if uses[slot] >= USES_TO_STAY:
+                search.left -= 1
+                yield slot, True
+            elif search.accepts(slot):
+                yield slot, False
+
+    def _main_candidates(self, search: Search, moved: deque[int]) -> Iterator[int]:
+        """Slots that leave the main queue: after a round for each use, `moved` joining behind."""
+        for marks in self._rounds:
+            yield from self._main.scan(search, marks=marks)
+            while moved and search.left > 0:
+                slot = moved.popleft()
+                if search.accepts(slot):
+                    yield slot
+
+    def _main_is_next_but_for_small(self) -> bool:
+        """True if the small queue was asked first and had nothing but what moves up."""
+        return 0 < len(self._small) and len(self._main) <= self._main_limit
+
+    def _move_up_before(self, stop: int) -> None:
+        """What was used often in the small queue before a position goes to the main queue."""
+        often = self._uses.within(USES_TO_STAY, _UNLIMITED)
+        moving = list(self._small.scan(Search(), self._small.head, stop, often))
+        if moving:
+            self._small.discard(moving)
+            self._set_uses(moving, 0)
+            self._main.append(moving)
+
+    def _give_rounds_before(self, slot: int) -> None:
+        """The slots of the main queue before this one line up again, each one use the poorer."""
+        uses = self._uses
+        for _ in range(uses.of[slot]):  # whole rounds: the order stays, all have one use less
+            everyone = self._main.to_array()
+            uses.array[everyone] -= uses.array[everyone] > 0
+        used = uses.within(1, _UNLIMITED)
+        passed = list(self._main.scan(Search(), self._main.head, self._main.position(slot), used))
+        if len(passed) > FEW:
+            uses.array[np.asarray(passed)] -= 1
+        else:
+            for again in passed:
+                uses.of[again] -= 1
+        self._main.append(passed)
+
+
+class S3FifoEagerOrder(S3FifoOrder):
+    """S3-FIFO with libCacheSim's warm-up rule."""
+
+    main_fills_first = True

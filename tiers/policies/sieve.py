@@ -1,0 +1,124 @@
+"""SIEVE.
+
+Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi: "SIEVE is Simpler than LRU: an Efficient
+Turn-Key Eviction Algorithm for Web Caches", NSDI 2024. A queue in the order of arrival that never
+moves, one bit a slot for "used since the hand came by", and a hand that goes from the oldest to
+the newest and round again: it clears set bits, and what has none leaves.
+
+Where this differs from the paper: a block may be pinned or protected; the hand passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base import SlotMask
+from .log import FEW, Marks, RecencyLog, Search
+from .order import ArraySource, EvictionOrder, heap_arrays, scalars
+
+
+class SieveOrder(EvictionOrder):
+    """SIEVE over slots: 21 bytes a slot.
+
+    The hand is a position of the queue: the next slot it looks at is the first one from there on.
+    """
+
+    def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
+        super().__init__(capacity, arrays)
+        self._hand = scalars(arrays("sieve_hand", 1, np.int64))
+        self._queue = _Queue("sieve", capacity, arrays, self._hand)
+        self._used = Marks(arrays("sieve_used", capacity, np.uint8))
+        self._laps = (self._used.within(0, 0), self._used.within(1, 255))
+
+    def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        self._queue.append(slots)
+        self._mark(slots, 0)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        self._mark(slots, 1)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        self._queue.discard(slots)
+        self._wrap()
+
+    def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        for slot in slots:
+            self._advance_to(slot)
+            self._queue.discard((slot,))
+        self._wrap()
+
+    def victims(
+        self,
+        limit: int,
+        wanted: Callable[[int], bool],
+        mask: SlotMask | None = None,
+        window: int | None = None,
+    ) -> list[int]:
+        search = Search(wanted, mask, window)
+        queue, hand = self._queue, self._hand[0]
+        # What is marked now leaves on the second lap, since the first one clears the mark.
+        laps = (
+            queue.scan(search, start, stop, marks)
+            for marks in self._laps
+            for start, stop in ((hand, None), (queue.head, hand))
+        )
+        return list(islice(chain.from_iterable(laps), max(limit, 0)))
+
+    def clear(self) -> None:
+        self._queue.clear()
+        self._used.array[:] = 0
+        self._hand[0] = 0
+
+    def reconcile(self, present: npt.NDArray[np.integer]) -> None:
+        self._queue.rebuild(present)
+        np.minimum(self._used.array, 1, out=self._used.array)
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._queue
+
+    def _mark(self, slots: Sequence[int], used: int) -> None:
+        if len(slots) > FEW:
+            self._used.array[np.asarray(slots)] = used
+            return
+        for slot in slots:
+            self._used.of[slot] = used
+
+    def _advance_to(self, slot: int) -> None:
+        """The hand goes on to a slot that leaves, and past it."""
+        queue, at = self._queue, self._queue.position(slot)
+        if self._used.of[slot]:  # a whole lap first
+            self._used.array[:] = 0
+        elif at < self._hand[0]:
+            self._clear_between(self._hand[0], queue.tail)
+            self._clear_between(queue.head, at)
+        else:
+            self._clear_between(self._hand[0], at)
+        self._hand[0] = at + 1
+
+    def _clear_between(self, start: int, stop: int) -> None:
+        if stop > start:
+            self._used.array[self._queue.between(start, stop)] = 0
+
+    def _wrap(self) -> None:
+        """Back to the oldest if nothing is left ahead, so that what comes next is not looked at."""
+        if next(self._queue.scan(Search(), self._hand[0]), None) is None:
+            self._hand[0] = 0
+
+
+class _Queue(RecencyLog):
+    """Keeps the hand between the same two slots when positions change."""
+
+    def __init__(
+        self, name: str, capacity: int, arrays: ArraySource, hand: memoryview[int]
+    ) -> None:
+        super().__init__(name, capacity, arrays)
+        self._hand = hand
+
+    def _rewrite(self, ordered: npt.NDArray[np.int32]) -> None:
+        passed = int(np.count_nonzero(self._stamp[ordered] <= self._hand[0]))
+        super()._rewrite(ordered)
+        self._hand[0] = passed
