@@ -46,8 +46,15 @@ class OffloadingHandler(ABC):
         """Jobs that ended since the last call; each is reported exactly once. Never blocks."""
 
     @abstractmethod
-    def wait(self, job_ids: Set[int]) -> None:
-        """Block until these jobs ended (ids that are unknown or finished are ignored)."""
+    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
+        """Block until these jobs ended (ids that are unknown or finished are ignored).
 
-    def shutdown(self, deadline_s: float = 5.0) -> None:  # noqa: B027 - optional for implementers
-        """Finish or cancel what is queued within `deadline_s` seconds and stop; idempotent."""
+        Returns after `timeout_s` seconds at the latest; None leaves the limit to the handler.
+        """
+
+    def shutdown(self, deadline_s: float = 5.0) -> bool:
+        """Finish or cancel what is queued within `deadline_s` seconds and stop; idempotent.
+
+        False if transfers are still under way: what they use must stay open.
+        """
+        return True

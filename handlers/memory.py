@@ -78,6 +78,6 @@ class MemoryHandler(OffloadingHandler):
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self, job_ids: Set[int]) -> None:
+    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
         for job_id in sorted(job_ids):
             self.step(job_id)

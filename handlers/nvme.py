@@ -145,12 +145,13 @@ class _NvmeHandler(OffloadingHandler):
             finished.append(self._finished.popleft())
         return finished
 
-    def wait(self, job_ids: Set[int]) -> None:
+    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
         """As in the contract, but for `wait_limit_s` at most."""
+        limit_s = self._wait_limit_s if timeout_s is None else min(timeout_s, self._wait_limit_s)
         with self._changed:
-            self._changed.wait_for(lambda: job_ids.isdisjoint(self._jobs), self._wait_limit_s)
+            self._changed.wait_for(lambda: job_ids.isdisjoint(self._jobs), limit_s)
 
-    def shutdown(self, deadline_s: float = 5.0) -> None:
+    def shutdown(self, deadline_s: float = 5.0) -> bool:
         """Parts that have not started are cancelled; the others get `deadline_s` seconds."""
         with self._changed:
             self._is_shut_down = True
@@ -159,7 +160,7 @@ class _NvmeHandler(OffloadingHandler):
             if part.future is not None and part.future.cancel():
                 self._cancel(job, part)
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs, deadline_s)
+            return self._changed.wait_for(lambda: not self._jobs, deadline_s)
 
     # -- inside --------------------------------------------------------------------------------
 

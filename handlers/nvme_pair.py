@@ -73,7 +73,7 @@ class NvmePairHandler(OffloadingHandler):
         with self._changed:
             self._changed.wait_for(lambda: job_ids.isdisjoint(self._jobs), limit_s)
 
-    def shutdown(self, deadline_s: float = 5.0) -> None:
+    def shutdown(self, deadline_s: float = 5.0) -> bool:
         with self._changed:
             self._is_shut = True
             futures = list(self._futures.items())
@@ -83,6 +83,7 @@ class NvmePairHandler(OffloadingHandler):
                 self._target.owe(target.removals, target.epoch)
                 self._end(job_id, [BlockOutcome.CANCELLED] * len(target.hashes), 0.0)
         self.wait(set(self._jobs), deadline_s)
+        return not self._jobs
 
     def _run(self, job_id: int, source: NvmeSpec, target: NvmeSpec) -> None:
         started_s = self._clock()

@@ -153,7 +153,12 @@ class Cascade:
             return
         self._is_closed = True
         self._ticker.stop()
-        self.manager.shutdown()
+        if not self.manager.shutdown():
+            logger.warning(
+                "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "
+                "stored before is safe, and the next start checks the rest"
+            )
+            return
         for executor in self._executors:
             executor.shutdown(cancel_futures=True)
         for tier in self.nvme_tiers:

@@ -29,6 +29,8 @@ from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
 
+HANDLER_STOP_S = 1.0
+"""Least time that a handler gets to end what it is in the middle of."""
 STEPS_UNTIL_FLUSHED = 8
 """Steps after a reset by which every worker has finished the transfers from before it: the depth
 of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
@@ -496,20 +498,27 @@ class CascadingOffloadingManager(OffloadingManager):
                     waiting = demoter.job_ids
                 if not waiting:
                     break
-                self._flow.links[index].down.wait(waiting)
+                left_s = max(0.0, deadline_s - self._clock())
+                self._flow.links[index].down.wait(waiting, left_s)
         with self.lock:
             self._collect()
             return not any(level.dirty_mask.any() for level in self._levels)
 
-    def shutdown(self) -> None:
-        """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent."""
+    def shutdown(self) -> bool:
+        """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.
+
+        False if a device is so slow that transfers are still under way.
+        """
         deadline_s = self._clock() + self.options.shutdown_flush_s
         self.flush_dirty(deadline_s)
         with self.lock:
             self._refresh_recency_below()
+        has_ended = True
         for link in self._flow.links:
-            link.down.shutdown(max(0.0, deadline_s - self._clock()))
-            link.up.shutdown(0.0)
+            for handler in (link.down, link.up):
+                left_s = max(HANDLER_STOP_S, deadline_s - self._clock())
+                has_ended = handler.shutdown(left_s) and has_ended
+        return has_ended
 
     def _refresh_recency_below(self) -> None:
         """What is hot at the top shall be hot below when the next process starts there."""
