@@ -28,6 +28,7 @@ from .flow import Clock, Flow, Link
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
+from .workers import WorkerTransfers
 
 HANDLER_STOP_S = 1.0
 """Least time that a handler gets to end what it is in the middle of."""
@@ -87,10 +88,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self._asking: Request | None = None
         self._asked_from = 0
         self._aging: deque[tuple[float, BlockHash]] = deque()
-        self._worker_stores: dict[BlockHash, BlockStatus] = {}
-        self._worker_loads: dict[BlockHash, int] = {}
-        self._quarantine: list[tuple[int, list[BlockStatus]]] = []
-        self._step = 0
+        self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)
         self._evicted: list[BlockHash] = []
         self._counts_uses = len(tiers) > 1 and not tiers[1].admission.admits(1)
 
@@ -199,7 +197,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self, block_hashes: Collection[BlockHash], request: Request | None = None
     ) -> LoadStoreSpec:
         with self.lock:
-            get, loads = self.top_get, self._worker_loads
+            get, loads = self.top_get, self._workers.loads
             statuses: list[BlockStatus] = []
             for block_hash in block_hashes:
                 status = get(block_hash)
@@ -229,7 +227,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
         with self.lock:
-            get, loads = self.top_get, self._worker_loads
+            get, loads = self.top_get, self._workers.loads
             for block_hash in block_hashes:
                 left = loads.pop(block_hash, 0)
                 if left == 0:  # from before a reset
@@ -259,7 +257,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 self.counters.store_truncated_blocks += len(new) - room
                 new = new[:room]
             statuses = self._top.take(new) if new else []
-            self._worker_stores.update(zip(new, statuses, strict=True))
+            self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
                 request.keys.update(dict.fromkeys(block_hashes, False))
                 if self._counts_uses:
@@ -301,10 +299,8 @@ class CascadingOffloadingManager(OffloadingManager):
     def _is_busy(self) -> bool:
         """True if slots of the first tier will be given back without anyone's doing."""
         return bool(
-            self._worker_stores
-            or self._worker_loads
+            self._workers.is_busy
             or self._promoter.in_flight
-            or self._quarantine
             or any(demoter.jobs_in_flight for demoter in self._demoters)
         )
 
@@ -313,7 +309,7 @@ class CascadingOffloadingManager(OffloadingManager):
             stored: list[BlockHash] = []
             slots: list[int] = []
             for block_hash in block_hashes:
-                status = self._worker_stores.pop(block_hash, None)
+                status = self._workers.stores.pop(block_hash, None)
                 if status is None:  # from before a reset, or never prepared
                     continue
                 if success:
@@ -365,13 +361,11 @@ class CascadingOffloadingManager(OffloadingManager):
         Call it after the last lookup of a step; when exactly does not matter otherwise.
         """
         with self.lock:
-            self._step += 1
+            self._workers.end_step()
             self._maintain()
             self._evicted.clear()
             self.answered.clear()
             self._asking = None
-            if self._quarantine and self._quarantine[0][0] <= self._step:
-                self._release_quarantine(self._step)
 
     def maintain(self) -> None:
         """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
@@ -434,27 +428,24 @@ class CascadingOffloadingManager(OffloadingManager):
                 self._forget_everything()
 
     def _forget_worker_transfers(self) -> None:
-        held: list[BlockStatus] = []
-        for block_hash, status in self._worker_stores.items():
+        written = list(self._workers.stores.values())
+        for block_hash, status in self._workers.stores.items():
             self._top.policy.remove(block_hash)
             status.ref_cnt = 1
-            held.append(status)
-        for block_hash, count in self._worker_loads.items():
-            status_loaded = self.top_get(block_hash)
-            assert status_loaded is not None, "a loading block is pinned"
+        for block_hash, count in self._workers.loads.items():
+            read = self.top_get(block_hash)
+            assert read is not None, "a loading block is pinned"
             # Reading old bytes harms nobody: the destination is thrown away by the engine.
-            status_loaded.ref_cnt -= count
-        self._quarantine_slots(held)
+            read.ref_cnt -= count
+        self._workers.forget(written)
 
     def _forget_everything(self) -> None:
         jobs = self._promoter.orphan_all()
         for demoter in self._demoters:
             jobs += demoter.orphan_all()
-        worker = [*self._worker_stores.values()]
-        worker += [s for s in map(self.top_get, self._worker_loads) if s is not None]
+        workers = self._workers.using(self.top_get)
         users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
-        quarantined = (status for _, statuses in self._quarantine for status in statuses)
-        users.update((0, status.block_id) for status in chain(worker, quarantined))
+        users.update((0, s.block_id) for s in chain(workers, self._workers.quarantined()))
         for index, level in enumerate(self._levels):
             for status in level.reset():
                 count = users[index, status.block_id]
@@ -464,26 +455,12 @@ class CascadingOffloadingManager(OffloadingManager):
         self._aging.clear()
         self.answered.clear()
         self._asking = None
-        self._quarantine_slots(worker)
-
-    def _quarantine_slots(self, statuses: list[BlockStatus]) -> None:
-        self._worker_stores.clear()
-        self._worker_loads.clear()
-        if statuses:
-            until = self._step + self.options.steps_until_flushed
-            self._quarantine.append((until, statuses))
+        self._workers.forget(workers)
 
     def on_reset_flushed(self) -> None:
         """The workers have ended every transfer from before the last reset."""
         with self.lock:
-            self._release_quarantine(None)
-
-    def _release_quarantine(self, step: int | None) -> None:
-        while self._quarantine and (step is None or self._quarantine[0][0] <= step):
-            for status in self._quarantine.pop(0)[1]:
-                status.ref_cnt -= 1
-                if status.ref_cnt == 0:
-                    self._top.backend.free(status)
+            self._workers.all_flushed()
 
     def flush_dirty(self, deadline_s: float) -> bool:
         """Write every dirty block down, top tier first, until `deadline_s` on the clock.

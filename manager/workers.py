@@ -1,0 +1,66 @@
+"""What the workers are doing with the first tier's slots, and what they may still be doing.
+
+After a reset the engine reports no completion of earlier transfers, yet a worker may go on writing
+into its slots for a few steps: such slots stay out of use until it certainly has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..tiers.base import Backend, BlockHash, BlockStatus
+
+GetStatus = Callable[[BlockHash], BlockStatus | None]
+
+
+class WorkerTransfers:
+    """Worker stores and loads under way, and the quarantine. Under the manager's lock."""
+
+    def __init__(self, backend: Backend, steps_until_flushed: int) -> None:
+        self._backend = backend
+        self._steps_until_flushed = steps_until_flushed
+        self._step = 0
+        self._quarantine: list[tuple[int, list[BlockStatus]]] = []
+        self.stores: dict[BlockHash, BlockStatus] = {}
+        """Blocks that workers write now."""
+        self.loads: dict[BlockHash, int] = {}
+        """Blocks that workers read now, and how many loads read each."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if slots will be given back when workers go on."""
+        return bool(self.stores or self.loads or self._quarantine)
+
+    def using(self, get: GetStatus) -> list[BlockStatus]:
+        """The slots that workers use now."""
+        reading = (get(block_hash) for block_hash in self.loads)
+        return [*self.stores.values(), *(status for status in reading if status is not None)]
+
+    def quarantined(self) -> Iterator[BlockStatus]:
+        """Slots that are out of use since a reset."""
+        for _, statuses in self._quarantine:
+            yield from statuses
+
+    def forget(self, statuses: list[BlockStatus]) -> None:
+        """No completion will come any more; keep these slots (one count of each) out of use."""
+        self.stores.clear()
+        self.loads.clear()
+        if statuses:
+            self._quarantine.append((self._step + self._steps_until_flushed, statuses))
+
+    def end_step(self) -> None:
+        """One more step has gone by."""
+        self._step += 1
+        while self._quarantine and self._quarantine[0][0] <= self._step:
+            self._release_oldest()
+
+    def all_flushed(self) -> None:
+        """The workers have ended every transfer from before the last reset."""
+        while self._quarantine:
+            self._release_oldest()
+
+    def _release_oldest(self) -> None:
+        for status in self._quarantine.pop(0)[1]:
+            status.ref_cnt -= 1
+            if status.ref_cnt == 0:
+                self._backend.free(status)
