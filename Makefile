@@ -3,6 +3,7 @@
 #   PYTHON   interpreter for the environment (default python3, 3.11 or newer)
 #   ENGINE   cpu or cuda (default: cuda where a CUDA device answers)
 #   PYTEST   more arguments for pytest: make test PYTEST="-k nvme -x"
+#   BENCH    arguments for the benchmark: make bench BENCH="--quick --only transfers"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,12 +12,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 PYTEST ?=
+BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(wildcard tools/requirements/*.txt)
 
-.PHONY: help setup demo test lint format soak wheel clean
+.PHONY: help setup demo bench test lint format soak wheel clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +31,9 @@ $(STAMP): $(PINS) tools/setup.sh setup.cfg
 
 demo: $(STAMP) ## run the main job end to end and print what came from where
 	@$(BIN)/python -m kvcascade.tools demo
+
+bench: $(STAMP) ## measure beside vLLM's own offloading (BENCH="--quick" for two minutes)
+	@$(BIN)/python -m kvcascade.tools bench $(BENCH)
 
 test: $(STAMP) ## run the whole test suite, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)

@@ -53,7 +53,7 @@ logging.getLogger(__package__).parent = logging.getLogger("vllm")
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
 
-_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
@@ -73,6 +73,8 @@ class CascadeManager(OffloadingManager):
         self._request = Request()
         self._top_get = cascade.manager.top_get
         self._answer = cascade.manager.answered.append
+        self._counters = cascade.manager.counters
+        self._is_single = cascade.manager.is_single
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -80,13 +82,21 @@ class CascadeManager(OffloadingManager):
         return self._manager.lock
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Asked for every block of every waiting request at every step: the plain hit is inlined.
+        # Asked for every block of every waiting request at every step: what can be said without a
+        # look at lower tiers is said here, as `lookup_block` does.
         if req_context is not self._context:
             self._switch(req_context)
         status = self._top_get(key)  # type: ignore[arg-type]
-        if status is not None and status.ref_cnt >= 0 and self._request.is_plain:
-            self._answer(key)  # type: ignore[arg-type]
-            return _HIT
+        request = self._request
+        if status is not None and status.ref_cnt >= 0:
+            if request.is_plain or key in request.holds:  # type: ignore[comparison-overlap]
+                self._answer(key)  # type: ignore[arg-type]
+                return _HIT
+        elif status is None and self._is_single:
+            self._counters.lookup_misses += 1
+            return _MISS
+        elif key in request.pending:  # type: ignore[comparison-overlap]
+            return _PENDING
         return self._look_below(key, status)  # type: ignore[arg-type]
 
     def _look_below(self, key: BlockHash, status: BlockStatus | None) -> LookupResult:
@@ -95,7 +105,7 @@ class CascadeManager(OffloadingManager):
             return _MISS
         if state is LookupState.HIT:
             return _HIT
-        return LookupResult.HIT_PENDING if state is LookupState.PENDING else LookupResult.RETRY
+        return _PENDING if state is LookupState.PENDING else LookupResult.RETRY
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Called from 0.32 on, after `prepare_load`; hence the late import."""

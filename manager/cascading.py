@@ -81,6 +81,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self._flow.clean_ahead = self._clean_ahead
         budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
         self._promoter = Promoter(self._flow, budget, self.options.promotion_deadline_s)
+        self.is_single = len(tiers) == 1
+        """True if what is not in the first tier is a miss."""
         self.top_get = self._top.policy.get
         """The status of a block in the first tier; for adapters that inline the plain hit."""
         self.answered: list[BlockHash] = []
@@ -124,20 +126,25 @@ class CascadingOffloadingManager(OffloadingManager):
     def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
         """The state of one block. A hit stays one until the end of the step, or its `prepare_load`.
 
-        Lock-free while the block is ready in the first tier.
+        Lock-free while the block is ready in the first tier, or on its way for this request.
         """
         if request is not self._asking:
             self.begin_asking(request)
         status = self.top_get(block_hash)
-        if status is not None and status.ref_cnt >= 0 and request.is_plain:
-            self.answered.append(block_hash)
-            return LookupState.HIT
+        if status is not None and status.ref_cnt >= 0:
+            if request.is_plain or block_hash in request.holds:
+                self.answered.append(block_hash)
+                return LookupState.HIT
+        elif block_hash in request.pending:
+            return LookupState.PENDING
         return self.look_below(block_hash, status, request)
 
     def begin_asking(self, request: Request) -> None:
         """The lookups that follow are for this request, until the end of the step."""
         self._asking = request
         self._asked_from = len(self.answered)
+        if request.pending and self._clock() >= request.pending_until_s:
+            request.forget_pending()
 
     def look_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
@@ -249,6 +256,7 @@ class CascadingOffloadingManager(OffloadingManager):
             new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
             if len(new) > 1:
                 new = list(dict.fromkeys(new))
+            self._top.policy.expect(new)
             room = self._room_for_store(new, block_hashes)
             if room is None:
                 self.counters.store_refused_busy += 1
@@ -260,8 +268,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
                 request.keys.update(dict.fromkeys(block_hashes, False))
-                if self._counts_uses:
-                    request.keys.update(dict.fromkeys(new, True))
+                request.keys.update(dict.fromkeys(new, True))
             for demoter in self._demoters[:1]:
                 demoter.note_taken(len(new))
             evicted, self._evicted = self._evicted, []
@@ -343,13 +350,15 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             self._promoter.release(request)
             if request.keys:
-                self._top.policy.touch(request.keys)
-                if self._counts_uses:
-                    self._note_reuse(request)
+                new = [block_hash for block_hash, is_new in request.keys.items() if is_new]
+                reused = [block_hash for block_hash, is_new in request.keys.items() if not is_new]
                 request.keys = {}
+                self._top.policy.settle(new)
+                self._top.policy.touch(reused)
+                if self._counts_uses:
+                    self._note_reuse(reused)
 
-    def _note_reuse(self, request: Request) -> None:
-        reused = [h for h, is_new in request.keys.items() if not is_new]
+    def _note_reuse(self, reused: list[BlockHash]) -> None:
         found = [(h, s) for h in reused if (s := self.top_get(h)) is not None and s.ref_cnt >= 0]
         self._top.note_reuse([status for _, status in found])
         below = self._levels[1]
@@ -395,7 +404,8 @@ class CascadingOffloadingManager(OffloadingManager):
         age_s = 0.0 if is_through else self.options.dirty_age_s
         due_s = self._clock() - age_s
         due: list[BlockHash] = []
-        while self._aging and self._aging[0][0] <= due_s:
+        room = self._demoters[0].room_blocks  # a long queue shall not be turned over at every step
+        while len(due) < room and self._aging and self._aging[0][0] <= due_s:
             due.append(self._aging.popleft()[1])
         due = list(dict.fromkeys(due))
         left = self._demoters[0].demote(due) if due else 0
@@ -432,12 +442,13 @@ class CascadingOffloadingManager(OffloadingManager):
         for block_hash, status in self._workers.stores.items():
             self._top.policy.remove(block_hash)
             status.ref_cnt = 1
+        read = []
         for block_hash, count in self._workers.loads.items():
-            read = self.top_get(block_hash)
-            assert read is not None, "a loading block is pinned"
-            # Reading old bytes harms nobody: the destination is thrown away by the engine.
-            read.ref_cnt -= count
-        self._workers.forget(written)
+            loading = self.top_get(block_hash)
+            assert loading is not None, "a loading block is pinned"
+            loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
+            read.append(loading)
+        self._workers.forget(written, read)
 
     def _forget_everything(self) -> None:
         jobs = self._promoter.orphan_all()

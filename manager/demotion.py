@@ -53,6 +53,11 @@ class Demoter:
         return set(self._jobs)
 
     @property
+    def room_blocks(self) -> int:
+        """How many blocks could be sent down now."""
+        return (MAX_JOBS_IN_FLIGHT - len(self._jobs)) * self._batch if self._may_start() else 0
+
+    @property
     def is_blocked(self) -> bool:
         """True while the tier below takes no writes: dirty blocks above may then be dropped."""
         return self._flow.clock() < self._lower.blocked_until_s
@@ -142,6 +147,7 @@ class Demoter:
         wanted = self._filter(cold)
         if not wanted:
             return 0
+        self._lower.policy.expect(block_hash for block_hash, _ in wanted)
         room = self._lower.make_room(len(wanted), (), may_drop_dirty=False)
         budget = self._lower.write_budget
         left = None if budget is None else budget.left_bytes()

@@ -80,6 +80,8 @@ class Promoter:
         if self._flow.clock() < pending.deadline_s:
             if request not in pending.waiters:
                 self._add_waiter(pending, request)
+            if request.is_waiting:
+                request.note_pending(block_hash, pending.deadline_s)
             return LookupState.PENDING
         if block_hash not in request.missed:
             request.missed.add(block_hash)
@@ -96,6 +98,7 @@ class Promoter:
                 return LookupState.MISS
         pending = Pending(now + self._deadline_s, level)
         self._add_waiter(pending, request)
+        request.note_pending(block_hash, pending.deadline_s)
         self._pending[block_hash] = pending
         self._queued[level].append(block_hash)
         return LookupState.PENDING
@@ -206,6 +209,7 @@ class Promoter:
         free_jobs = MAX_JOBS_IN_FLIGHT - len(self._jobs[level])
         wanted = min(len(queue), free_jobs * batch)
         may_drop = target.is_last or self._flow.clock() < source.blocked_until_s
+        target.policy.expect(queue[:wanted])
         room = target.make_room(wanted, protected, may_drop_dirty=may_drop)
         for start in range(0, room, batch):
             self._send(level, queue[start : min(start + batch, room)])
@@ -256,6 +260,7 @@ class Promoter:
         if pending is not None:
             for request in pending.waiters:
                 request.missed.add(block_hash)
+                request.pending.discard(block_hash)
 
     def _land(self, job: Job, level: int, outcomes: Sequence[BlockOutcome]) -> None:
         source, target = self._flow.levels[level], self._flow.levels[level - 1]
@@ -293,6 +298,7 @@ class Promoter:
         del self._pending[block_hash]
         self.origin[status.block_id] = pending.level
         for request in pending.waiters:
+            request.pending.discard(block_hash)
             if request in self._waiting:
                 self.hold(request, block_hash, status)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ..tiers.base import BlockHash, BlockStatus
@@ -21,6 +22,10 @@ class Request:
     """Blocks whose way up failed or took too long: a miss from now on."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
     """Ready blocks of the first tier that are pinned while others of its prefix are on the way."""
+    pending: set[BlockHash] = field(default_factory=set)
+    """Blocks on their way up, while it waits: asked again, nothing new can be said of them."""
+    pending_until_s: float = math.inf
+    """The first of their deadlines."""
     waiting_since_s: float | None = None
     """When a lookup was first answered "ask again"; None while it does not wait."""
 
@@ -44,7 +49,18 @@ class Request:
         """It is served, over, or waited too long."""
         self.waiting_since_s = None
         self.has_promotions = False
+        self.forget_pending()
         self.is_plain = self.allowed_media is None
+
+    def note_pending(self, block_hash: BlockHash, deadline_s: float) -> None:
+        """The block is on its way, and this request waits for it."""
+        self.pending.add(block_hash)
+        self.pending_until_s = min(self.pending_until_s, deadline_s)
+
+    def forget_pending(self) -> None:
+        """Every block is looked at anew when it is asked for."""
+        self.pending.clear()
+        self.pending_until_s = math.inf
 
     @property
     def is_waiting(self) -> bool:

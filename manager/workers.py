@@ -20,7 +20,7 @@ class WorkerTransfers:
         self._backend = backend
         self._steps_until_flushed = steps_until_flushed
         self._step = 0
-        self._quarantine: list[tuple[int, list[BlockStatus]]] = []
+        self._quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
         self.stores: dict[BlockHash, BlockStatus] = {}
         """Blocks that workers write now."""
         self.loads: dict[BlockHash, int] = {}
@@ -38,15 +38,20 @@ class WorkerTransfers:
 
     def quarantined(self) -> Iterator[BlockStatus]:
         """Slots that are out of use since a reset."""
-        for _, statuses in self._quarantine:
+        for _, statuses, pinned in self._quarantine:
             yield from statuses
+            yield from pinned
 
-    def forget(self, statuses: list[BlockStatus]) -> None:
-        """No completion will come any more; keep these slots (one count of each) out of use."""
+    def forget(self, statuses: list[BlockStatus], pinned: list[BlockStatus] | None = None) -> None:
+        """No completion will come any more; keep these slots (one count of each) out of use.
+
+        Those in `pinned` hold blocks that stay in the cache: they are unpinned then, not freed.
+        """
         self.stores.clear()
         self.loads.clear()
-        if statuses:
-            self._quarantine.append((self._step + self._steps_until_flushed, statuses))
+        if statuses or pinned:
+            until = self._step + self._steps_until_flushed
+            self._quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:
         """One more step has gone by."""
@@ -60,7 +65,10 @@ class WorkerTransfers:
             self._release_oldest()
 
     def _release_oldest(self) -> None:
-        for status in self._quarantine.pop(0)[1]:
+        _, statuses, pinned = self._quarantine.pop(0)
+        for status in pinned:
+            status.ref_cnt -= 1
+        for status in statuses:
             status.ref_cnt -= 1
             if status.ref_cnt == 0:
                 self._backend.free(status)

@@ -187,6 +187,13 @@ class CachePolicy(ABC):
         It may be called more than once or not at all, and the blocks may never come.
         """
 
+    def settle(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
+        """The order, in prefix order, of blocks that one request inserted bit by bit.
+
+        Not a use: a policy that goes by recency puts them in this order (the first is the most
+        recent afterwards), one that counts uses counts none.
+        """
+
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:

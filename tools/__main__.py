@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "bench": "measure kvcascade beside vLLM's own offloading and the machine's limits",
     "demo": "run the main job end to end and print what came from where",
     "version": "print the version of kvcascade",
 }

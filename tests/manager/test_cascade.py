@@ -263,11 +263,24 @@ class TestPromotion:
         cascade.manager.end_step()
         cascade.now_s += 2.9
         assert states(cascade, request, keys(0, 2)) == [PENDING, PENDING]
+        cascade.manager.end_step()
         cascade.now_s += 0.2
         assert states(cascade, request, keys(0, 2)) == [MISS, MISS]
         assert cascade.manager.counters.deadline_misses == 2
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 2)) == [HIT, HIT], "late, but verified: a hit"
+
+    def test_asking_again_looks_at_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 3))
+        request = Request()
+        states(cascade, request, keys(0, 3))
+        cascade.manager.end_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(cascade.manager, "look_below", None)
+            assert states(cascade, request, keys(0, 3)) == [PENDING] * 3
+        cascade.run_transfers()
+        assert states(cascade, request, keys(0, 3)) == [HIT] * 3
 
     def test_hits_of_the_step_stay_while_promotions_take_slots(self) -> None:
         cascade = Cascade((4, 16), ManagerOptions(promotion_budget_slots=4))
@@ -425,3 +438,21 @@ def test_events_tell_what_lies_where() -> None:
         BlockEvent((key(2),), "M0", removed=False),
     ]
     assert cascade.manager.take_events() == []
+
+
+@pytest.mark.parametrize("policy", ["arc", "lru"])
+def test_storing_a_block_is_one_use_and_finding_it_again_another(policy: str) -> None:
+    cascade = Cascade((8,), policy=policy)
+    first, second = Request("first"), Request("second")
+    for part in (keys(0, 2), keys(2, 4)):  # a prompt that was stored bit by bit
+        output = cascade.manager.prepare_store(part, first)
+        assert output is not None
+        cascade.manager.complete_store(set(part))
+    cascade.manager.finish_request(first)
+    coldest = [block_hash for block_hash, _ in cascade.policies[0].coldest(8)]
+    assert coldest == [key(3), key(2), key(1), key(0)], "tails leave before heads"
+    cascade.store(keys(4, 6))
+    cascade.manager.prepare_store(keys(0, 2), second)
+    cascade.manager.finish_request(second)
+    coldest = [block_hash for block_hash, _ in cascade.policies[0].coldest(8)]
+    assert coldest[-2:] == [key(1), key(0)]

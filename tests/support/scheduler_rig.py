@@ -214,7 +214,7 @@ class SchedulerRig:
             self._forward(name, starts[name], output.num_scheduled_tokens[name]) for name in names
         ]
         worker.start_load_kv(None)  # type: ignore[arg-type]
-        worker.wait_for_save()
+        worker.wait_for_save()  # type: ignore[no-untyped-call]
         _, received = worker.get_finished(output.finished_req_ids)
         done = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()

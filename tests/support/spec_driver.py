@@ -10,15 +10,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LoadStoreSpec,
     LookupResult,
@@ -31,65 +27,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.vllm_modern import CascadeManager, CascadeWorker
+from kvcascade.vllm_modern import CascadeManager
 
 from .kv_bytes import Shape, offloading_config, page
+from .spec_parts import Job, Load, Request, Worker
 
 ROUNDS_MAX = 400
 """Longest run of steps that a driver waits for something to end."""
 _engines = itertools.count()
-
-
-@dataclass
-class Request:
-    """A request: a prompt of `chunks` chunks, named by the text it begins with."""
-
-    context: ReqContext
-    keys: list[list[OffloadKey]]
-    """Per KV group, one key per chunk."""
-
-    def span(self, start: int, end: int) -> list[OffloadKey]:
-        """Keys of chunks `start .. end - 1`, group-major, as the connector lists them."""
-        return [key for group in self.keys for key in group[start:end]]
-
-
-@dataclass
-class Job:
-    """A transfer that every worker has been given."""
-
-    job_id: int
-    request: Request
-    keys: list[OffloadKey]
-    is_store: bool
-    waiting: set[int]
-    """Ranks that have not reported it."""
-    blocks: list[int]
-    """Device blocks it uses."""
-    pages: list[tuple[OffloadKey, int, int, int]] = field(default_factory=list)
-    """Of a load, per device block: key, place in the chunk, KV group, device block."""
-    is_stale: bool = False
-    """From before a reset: nobody tells the manager when it ends."""
-
-
-class Worker:
-    """One worker process: its KV tensors and its side of the spec."""
-
-    def __init__(
-        self, shape: Shape, extra_config: dict[str, Any], engine_id: str, rank: int
-    ) -> None:
-        self.rank = rank
-        config = offloading_config(shape, extra_config, engine_id, rank)
-        self.tensors = [torch.zeros((shape.blocks, n), dtype=torch.int8) for n in shape.pages]
-        refs = [
-            [CanonicalKVCacheRef(tensor, shape.pages[tensor]) for tensor in group]
-            for group in shape.groups
-        ]
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(t, t.shape[1]) for t in self.tensors], refs
-        )
-        worker = CascadeOffloadingSpec(config).get_worker(caches)
-        assert isinstance(worker, CascadeWorker)
-        self.worker = worker
 
 
 class Driver:
@@ -188,12 +133,11 @@ class Driver:
             self.wait_for_transfers()
         raise AssertionError("a lookup never ended")
 
-    def begin_load(
-        self, request: Request, hits: int, start: int = 0, skip: int = 0, cut: int = 0,
-        expedited: bool = False,
-    ) -> Job:  # fmt: skip
-        """Load chunks `start .. start + hits - 1`, without their first `skip` and last `cut`
-        device blocks, into fresh device blocks that hold other bytes."""
+    def plan_load(
+        self, request: Request, hits: int, start: int = 0, skip: int = 0, cut: int = 0
+    ) -> Load:
+        """The scheduler's part of a load of chunks `start .. start + hits - 1`, without their
+        first `skip` and last `cut` device blocks, into device blocks that hold other bytes."""
         chunk = self.shape.chunk
         keys = request.span(start, start + hits)
         source = self.manager.prepare_load(keys, request.context)
@@ -206,13 +150,21 @@ class Driver:
         groups = len(self.shape.groups)
         target = GPULoadStoreSpec(job.blocks, [last - first] * groups, [first] * groups)
         self._start(job)
-        for worker in self.workers:
-            arguments: dict[str, Any] = {"expedited": True} if expedited else {}
-            assert worker.worker.submit_load(job.job_id, source, target, **arguments)
         self.loaded_chunks += len(keys)
-        return job
+        return Load(job, source, target)
 
-    def load(self, request: Request, hits: int, **options: Any) -> None:
+    def send_load(self, load: Load, expedited: bool = False) -> Job:
+        """The workers' part of a load."""
+        arguments: dict[str, Any] = {"expedited": True} if expedited else {}
+        for worker in self.workers:
+            assert worker.worker.submit_load(load.job.job_id, load.source, load.target, **arguments)
+        return load.job
+
+    def begin_load(self, request: Request, hits: int, **options: int) -> Job:
+        """Start a load; options are those of `plan_load`."""
+        return self.send_load(self.plan_load(request, hits, **options))
+
+    def load(self, request: Request, hits: int, **options: int) -> None:
         """Load and compare every byte."""
         job = self.begin_load(request, hits, **options)
         self.finish_jobs([job])
@@ -408,13 +360,14 @@ class Driver:
     def _end(self, job: Job) -> None:
         del self.jobs[job.job_id]
         self._free += job.blocks
+        if not job.is_store:
+            self._compare(job)  # a stale one too: the engine may go on with what it loads
         if job.is_stale:
             return
         if job.is_store:
             self.manager.complete_store(set(job.keys), job.request.context)
-            return
-        self._compare(job)
-        self.manager.complete_load(set(job.keys), job.request.context)
+        else:
+            self.manager.complete_load(set(job.keys), job.request.context)
 
     def _compare(self, job: Job) -> None:
         for key, sub, group, block in job.pages:

@@ -6,13 +6,13 @@ Engines take many seconds to start, so one engine goes through several events of
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ DEVICE_BLOCKS = 80
 CONVERSATIONS = 10
 TURN_TOKENS = (400, 700, 1000)
 SHARED_TOKENS = 200
-DECODE_TOKENS = 200
+DECODE_TOKENS = 120
 SETTLE_ROUNDS_MAX = 200
 
 
@@ -67,6 +67,8 @@ class Bench:
 
     model: Path
     folder: Path
+    shared: Path
+    """A folder in shared memory that nobody else uses."""
     expected: list[list[list[int]]]
     """Tokens of the reference, per turn and conversation."""
     expected_long: list[list[int]]
@@ -79,7 +81,11 @@ class Bench:
     def tiers(self, path: Path, cpu: int = 72, nvme: int = 320) -> list[dict[str, Any]]:
         """Capacities in blocks."""
         return [
-            {"type": "cpu", "capacity": cpu * BLOCK_BYTES + 4096},
+            {
+                "type": "cpu",
+                "capacity": cpu * BLOCK_BYTES + 4096,
+                "arena_dir": str(self.shared),
+            },
             {
                 "type": "nvme",
                 "capacity": nvme * (BLOCK_BYTES + 4096) * 16 // 15,
@@ -119,7 +125,7 @@ def settle(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """The model, and what an engine without offloading answers."""
     folder = tmp_path_factory.mktemp("engine")
     model = make_llama(folder / "llama")
@@ -128,13 +134,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         expected = [tokens(engine.generate(turn)) for turn in WORKLOAD.turns]
         long = tokens(engine.generate(WORKLOAD.long_answers, DECODE_TOKENS))
     assert len({tuple(answer) for answer in expected[-1]}) == CONVERSATIONS
-    return Bench(model, folder, expected, long)
+    with TemporaryDirectory(dir="/dev/shm") as shared:
+        yield Bench(model, folder, Path(shared), expected, long)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_in_shared_memory() -> Iterator[None]:
+def nothing_left_in_shared_memory(bench: Bench) -> Iterator[None]:
     yield
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("kvcascade")]
+    assert not list(bench.shared.iterdir())
 
 
 def warm_up(engine: Engine, bench: Bench) -> None:
@@ -145,7 +152,7 @@ def warm_up(engine: Engine, bench: Bench) -> None:
 
 def test_life_of_a_cache(bench: Bench, tmp_path: Path) -> None:
     """Eviction everywhere, damage, reset, restart, preemption, kill -9 and another restart."""
-    tiers = bench.tiers(tmp_path, nvme=160)
+    tiers = bench.tiers(tmp_path, nvme=100)
     with bench.engine(tiers=tiers) as engine:
         under_eviction(engine, bench)
         after_damage(engine, bench, tmp_path)

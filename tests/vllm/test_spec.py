@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
-from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
+)
 
 SHAPES = {
     "one_block_chunks": Shape(),
@@ -76,10 +83,10 @@ def test_damaged_blocks_are_misses_and_counted(shape: Shape, tmp_path: Path) -> 
         assert damage(tmp_path) > 0
         assert [driver.serve(f"text {text}", chunks) for text in range(4)] == [0] * 4
         assert driver.counters.links[0].promote_corrupt_blocks > 0
+        hits: list[int] = []
         for _ in range(4):  # what was not read then is found out now
             hits = [driver.serve(f"text {text}", chunks) for text in range(4)]
         assert hits == [chunks] * 4, "all is whole again"
-        driver.take_stats()
         name = "vllm:kvcascade_promote_corrupt_blocks['nvme']"
         driver.manager._stats_due_s = 0.0
         driver.take_stats()
@@ -128,6 +135,62 @@ def test_keep_on_reset(tmp_path: Path) -> None:
         assert driver.look_up(driver.request("late", 5)) == 0
 
 
+def test_no_promotion_into_slots_that_workers_still_write(tmp_path: Path) -> None:
+    """The first step after a reset looks up, and promotes, before the workers write old slots."""
+    shape = Shape()
+    options = tiers(shape, tmp_path, cpu=8, nvme=64)
+    with Driver(shape, options, on_reset="keep") as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        assert len(driver.offer_until_taken(driver.request("new", 8))) == 8, "all slots are taken"
+        driver.reset()
+        reader = driver.request("text 0", 4)
+        driver.look_up(reader)
+        driver.manager.on_schedule_end(ScheduleEndContext((), ()))
+        driver.wait_for_transfers()
+        driver.look_up(reader)
+        driver.manager.on_schedule_end(ScheduleEndContext((), ()))
+        driver.step()
+        hits = driver.await_hits(reader)
+        if hits:
+            driver.load(reader, hits)
+        for _ in range(10):  # by now the slots are in use again
+            driver.step()
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        assert driver.serve("text 0", 4) == 4
+
+
+@pytest.mark.parametrize("on_reset", ["keep", "invalidate"])
+def test_a_load_that_a_reset_overtakes_still_reads_its_blocks(
+    on_reset: str, tmp_path: Path
+) -> None:
+    """The engine resets only the cascade, and goes on with a load that its workers start later."""
+    shape = Shape()
+    options = tiers(shape, tmp_path, cpu=8, nvme=64)
+    with Driver(shape, options, on_reset=on_reset, write_mode="through") as driver:
+        for text in range(4):
+            driver.serve(f"text {text}", 4)
+            driver.settle()
+        reader = driver.request("text 3", 4)
+        plan = driver.plan_load(reader, driver.await_hits(reader))
+        driver.step()
+        driver.reset()
+        for text in range(2):  # the next steps promote before the workers have read
+            other = driver.request(f"text {text}", 4)
+            driver.look_up(other)
+            driver.manager.on_schedule_end(ScheduleEndContext((), ()))
+            driver.wait_for_transfers()
+            driver.cascade.manager.maintain()
+            driver.finish(other)
+        job = driver.send_load(plan)
+        driver.finish_jobs([job])
+        driver.settle()
+        assert driver.serve("text 3", 4) == (4 if on_reset == "keep" else 0)
+
+
 def test_preempted_request_is_stored_and_served_again(tmp_path: Path) -> None:
     shape = Shape(chunk=2)
     with Driver(shape, tiers(shape, tmp_path, cpu=16, nvme=64)) as driver:
@@ -164,8 +227,6 @@ def test_hits_stay_until_they_are_loaded(tmp_path: Path) -> None:
 
 
 def test_load_filters(tmp_path: Path) -> None:
-    from vllm.v1.kv_offload.base import TierFilter, TierMatcher
-
     shape = Shape()
     only = {m: TierFilter((TierMatcher(m),)) for m in (Medium.CPU, Medium.STORAGE)}
     with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
@@ -191,8 +252,8 @@ def test_load_source_tells_the_tier(tmp_path: Path) -> None:
         for text in range(4):
             driver.serve(f"text {text}", 4)
             driver.settle()
-        for text, want in [("text 3", source.HOST), ("text 0", source.DISK)]:
-            reader = driver.request(text, 4)
+        for name, want in [("text 3", source.HOST), ("text 0", source.DISK)]:
+            reader = driver.request(name, 4)
             hits = driver.await_hits(reader)
             driver.load(reader, hits)
             found = {driver.manager.get_load_source(k, reader.context) for k in reader.keys[0]}
@@ -243,7 +304,7 @@ def test_expedited_loads_and_unknown_ids(tmp_path: Path) -> None:
         driver.serve("text", 4)
         reader = driver.request("text", 4)
         assert driver.look_up(reader) == 4
-        job = driver.begin_load(reader, 4, expedited=True)
+        job = driver.send_load(driver.plan_load(reader, 4), expedited=True)
         driver.workers[0].worker.wait({job.job_id, 12345})
         driver.collect()
         assert not driver.jobs
@@ -271,7 +332,5 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         assert driver.metrics["vllm:kvcascade_loaded_blocks['nvme']"] > 0
         assert 0 < driver.metrics["vllm:kvcascade_tier_used_ratio['cpu']"] <= 1
         (info,) = driver.manager.config_info()
-        spec = type(driver.manager)
-        assert spec is not None
         assert set(info) == {"kvcascade_tiers", "kvcascade_write_mode"}
         assert info["kvcascade_write_mode"] == "demote"

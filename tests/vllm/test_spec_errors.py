@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,16 +24,12 @@ from kvcascade.errors import (
 SHAPE = Shape()
 
 
-def arenas() -> set[str]:
-    """Our files in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("kvcascade-")}
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    before = arenas()
-    yield
-    assert arenas() == before
+def shared() -> Iterator[Path]:
+    """A folder in shared memory that nobody else uses; nothing may be left in it."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+        assert not os.listdir(folder)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -44,9 +41,10 @@ def contents(path: Path) -> dict[str, bytes]:
     }
 
 
-def filled(path: Path) -> list[Any]:
+def filled(path: Path, shared: Path) -> list[Any]:
     """Tier options whose NVMe path holds blocks."""
     options = tiers(SHAPE, path, cpu=8, nvme=32)
+    options[0]["arena_dir"] = str(shared)
     with Driver(SHAPE, options) as driver:
         for text in range(3):
             driver.serve(f"text {text}", 4)
@@ -63,8 +61,8 @@ def refuse(options: list[Any], kind: type[KVCascadeError], *words: str, **more: 
         assert word in message, message
 
 
-def test_a_namespace_in_use_is_refused(tmp_path: Path) -> None:
-    options = filled(tmp_path)
+def test_a_namespace_in_use_is_refused(shared: Path, tmp_path: Path) -> None:
+    options = filled(tmp_path, shared)
     with Driver(SHAPE, options) as driver:
         refuse(options, InUseError, str(tmp_path))
         assert driver.serve("text 2", 4) == 4, "the owner goes on"
@@ -73,8 +71,10 @@ def test_a_namespace_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, None], ids=["empty", "short", "torn", "noise"])
-def test_a_damaged_index_is_refused_and_left_alone(tmp_path: Path, size: int | None) -> None:
-    options = filled(tmp_path)
+def test_a_damaged_index_is_refused_and_left_alone(
+    shared: Path, tmp_path: Path, size: int | None
+) -> None:
+    options = filled(tmp_path, shared)
     (index,) = tmp_path.glob("*/index/data.mdb")
     whole = index.read_bytes()
     noise = bytes(byte ^ 0xA5 for byte in whole[:8192])
@@ -87,8 +87,8 @@ def test_a_damaged_index_is_refused_and_left_alone(tmp_path: Path, size: int | N
         assert driver.serve("text 2", 4) == 4
 
 
-def test_an_unknown_format_version_is_refused_and_left_alone(tmp_path: Path) -> None:
-    options = filled(tmp_path)
+def test_an_unknown_format_version_is_refused_and_left_alone(shared: Path, tmp_path: Path) -> None:
+    options = filled(tmp_path, shared)
     (description,) = tmp_path.glob("*/namespace.json")
     document = json.loads(description.read_text())
     document["format_version"] = 99
@@ -113,9 +113,9 @@ def test_an_unknown_format_version_is_refused_and_left_alone(tmp_path: Path) -> 
     ],
 )
 def test_a_bad_key_or_value_is_named(
-    tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]
+    shared: Path, tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    options = filled(tmp_path)
+    options = filled(tmp_path, shared)
     before = contents(tmp_path)
     given: dict[str, Any] = {"tiers": options, **change}
     tier_options = given.pop("tiers")
@@ -123,7 +123,7 @@ def test_a_bad_key_or_value_is_named(
     assert contents(tmp_path) == before
 
 
-def test_more_memory_than_there_is(tmp_path: Path) -> None:
+def test_more_memory_than_there_is() -> None:
     refuse([{"type": "cpu", "capacity": "900TiB"}], KVCascadeError, "/dev/shm")
 
 
@@ -155,9 +155,9 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_other_facts_are_another_namespace(
-    shape: Shape, change: dict[str, Any], tmp_path: Path
+    shape: Shape, change: dict[str, Any], shared: Path, tmp_path: Path
 ) -> None:
     """Equal hashes and equal sizes are not enough."""
-    options = filled(tmp_path)
+    options = filled(tmp_path, shared)
     with Driver(shape, options, **change) as driver:
         assert driver.serve("text 2", 4) == 0

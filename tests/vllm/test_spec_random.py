@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from support.kv_bytes import Shape, damage, tiers
-from support.spec_driver import Driver, Job, Request
+from support.spec_driver import Driver
+from support.spec_parts import Job, Request
 from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
 
 STEPS = 250

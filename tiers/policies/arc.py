@@ -71,6 +71,9 @@ class ArcOrder(EvictionOrder):
         self._t1.discard(slots)
         self._t2.append(slots)
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self._t1.append([slot for slot in slots if slot in self._t1])
+
     def remove(self, slots: Sequence[int]) -> None:
         self._t1.discard(slots)
         self._t2.discard(slots)

@@ -42,7 +42,7 @@ class Search:
 
     def __init__(
         self,
-        wanted: Callable[[int], bool] = lambda slot: True,
+        wanted: Callable[[int], bool] | None = None,
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> None:
@@ -54,7 +54,9 @@ class Search:
     def accepts(self, slot: int) -> bool:
         """Look at one slot: may it leave?"""
         self.left -= 1
-        return (self.mask is None or bool(self.mask[slot])) and self.wanted(slot)
+        if self.mask is not None and not self.mask[slot]:
+            return False
+        return self.wanted is None or self.wanted(slot)
 
 
 class Marks:
@@ -187,7 +189,8 @@ class RecencyLog:
             search.left -= len(live)
             if search.mask is not None:
                 live = live[search.mask[live]]
-            yield from filter(search.wanted, live.tolist())
+            slots = live.tolist()
+            yield from slots if search.wanted is None else filter(search.wanted, slots)
             at += chunk
             chunk = min(2 * chunk, SCAN_CHUNK_MAX)
 

@@ -24,6 +24,9 @@ class LruOrder(EvictionOrder):
     def touch(self, slots: Sequence[int]) -> None:
         self._recency.append(slots)
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self._recency.append(slots)
+
     def remove(self, slots: Sequence[int]) -> None:
         self._recency.discard(slots)
 

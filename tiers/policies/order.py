@@ -61,6 +61,9 @@ class EvictionOrder(ABC):
     def touch(self, slots: Sequence[int]) -> None:
         """A use of slots that are present, least recent first."""
 
+    def settle(self, slots: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
+        """These were inserted bit by bit and belong in this order, least recent first; no use."""
+
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
         """Forget slots without a ghost (their blocks are gone for other reasons)."""

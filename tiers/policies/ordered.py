@@ -60,10 +60,17 @@ class OrderedPolicy(CachePolicy):
         return status
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._order.touch(self._slots(block_hashes))
+
+    def settle(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._order.settle(self._slots(block_hashes))
+
+    def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
+        """Slots of the blocks that are here, the first block's last."""
         get = self._directory.get
         slots = [s.block_id for s in map(get, block_hashes) if s is not None]
         slots.reverse()
-        self._order.touch(slots)
+        return slots
 
     def evict(
         self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None

@@ -40,6 +40,7 @@ USES_MAX = 3
 """Uses are counted up to here."""
 
 _UNLIMITED = 255
+_NOT_SEARCHED = (0, None)
 
 
 class S3FifoOrder(EvictionOrder):
@@ -56,6 +57,10 @@ class S3FifoOrder(EvictionOrder):
         self._uses = Marks(arrays("s3fifo_uses", capacity, np.uint8))
         self._rounds = [self._uses.within(n, n) for n in range(USES_MAX)]
         self._rounds.append(self._uses.within(USES_MAX, _UNLIMITED))
+        self._seldom = self._uses.within(0, USES_TO_STAY - 1)
+        self._often = self._uses.within(USES_TO_STAY, _UNLIMITED)
+        self._used = self._uses.within(1, _UNLIMITED)
+        self._searched: tuple[int, int | None] = _NOT_SEARCHED
         self._ghost_limit = int(capacity * GHOST_SHARE)
         self._ghosts = GhostLists("s3fifo_ghost", self._ghost_limit, 1, arrays)
         self._has_evicted = scalars(arrays("s3fifo_has_evicted", 1, np.int64))
@@ -76,6 +81,8 @@ class S3FifoOrder(EvictionOrder):
         self._set_uses(slots, 0)
         self._small.append(new)
         self._main.append(back)
+        if back:
+            self._searched = _NOT_SEARCHED
 
     def touch(self, slots: Sequence[int]) -> None:
         if len(slots) > FEW:
@@ -93,6 +100,7 @@ class S3FifoOrder(EvictionOrder):
 
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._has_evicted[0] = 1
+        self._searched = _NOT_SEARCHED
         for slot, tag in zip(slots, tags, strict=True):
             if slot in self._small:
                 self._move_up_before(self._small.position(slot))
@@ -112,10 +120,10 @@ class S3FifoOrder(EvictionOrder):
         window: int | None = None,
     ) -> list[int]:
         search = Search(wanted, mask, window)
-        small_size, main_size = len(self._small), len(self._main)
         moved: deque[int] = deque()
         small = self._small_candidates(search)
         main = self._main_candidates(search, moved)
+        small_size, main_size = len(self._small), len(self._main)
         found: list[int] = []
         is_small_over = is_main_over = False
         while len(found) < limit and not (is_small_over and is_main_over):
@@ -125,14 +133,11 @@ class S3FifoOrder(EvictionOrder):
                 is_main_over = slot is None
                 main_size -= 1
             else:
-                for slot, moves_up in small:
-                    small_size -= 1
-                    if not moves_up:
-                        break
-                    moved.append(slot)
-                    main_size += 1
-                else:
-                    slot, is_small_over = None, True
+                slot, moving = next(small, (None, []))
+                is_small_over = slot is None
+                moved.extend(moving)
+                small_size -= len(moving) + 1
+                main_size += len(moving)
             if slot is not None:
                 found.append(slot)
         late = filter(search.accepts, moved) if search.left > 0 else iter(())
@@ -145,6 +150,7 @@ class S3FifoOrder(EvictionOrder):
         self._ghosts.clear()
         self._uses.array[:] = 0
         self._has_evicted[0] = 0
+        self._searched = _NOT_SEARCHED
 
     def reconcile(self, present: npt.NDArray[np.integer]) -> None:
         in_main = self._main.holds(present)
@@ -152,6 +158,7 @@ class S3FifoOrder(EvictionOrder):
         self._small.rebuild(present[~in_main])
         np.minimum(self._uses.array, USES_MAX, out=self._uses.array)
         self._ghosts.clear()
+        self._searched = _NOT_SEARCHED
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._small or slot in self._main
@@ -163,26 +170,49 @@ class S3FifoOrder(EvictionOrder):
         for slot in slots:
             self._uses.of[slot] = uses
 
-    def _small_candidates(self, search: Search) -> Iterator[tuple[int, bool]]:
-        """Slots that leave the small queue: out (False), or for the main queue (True)."""
-        uses = self._uses.of
-        for slot in self._small.scan(Search(window=search.left)):
-            if search.left <= 0:
-                return
-            if uses[slot] >= USES_TO_STAY:
-                search.left -= 1
-                yield slot, True
-            elif search.accepts(slot):
-                yield slot, False
+    def _small_candidates(self, search: Search) -> Iterator[tuple[int | None, list[int]]]:
+        """Slots that leave the small queue, each with those that move up before it does.
+
+        At the end comes None, with those that move up after the last one.
+        """
+        at = self._small.head
+        for slot in self._small.scan(search, marks=self._seldom):
+            stop = self._small.position(slot)
+            moving = list(self._small.scan(Search(), at, stop, self._often))
+            search.left -= len(moving)
+            at = stop + 1
+            yield slot, moving
+        if search.left > 0:
+            moving = list(self._small.scan(Search(window=search.left), at, None, self._often))
+            search.left -= len(moving)
+            yield None, moving
 
     def _main_candidates(self, search: Search, moved: deque[int]) -> Iterator[int]:
         """Slots that leave the main queue: after a round for each use, `moved` joining behind."""
-        for marks in self._rounds:
-            yield from self._main.scan(search, marks=marks)
+        first_round, start = self._skip_used()
+        for uses, marks in enumerate(self._rounds):
+            if uses >= first_round:
+                yield from self._main.scan(search, start, marks=marks)
+                start = None
             while moved and search.left > 0:
                 slot = moved.popleft()
                 if search.accepts(slot):
                     yield slot
+
+    def _skip_used(self) -> tuple[int, int | None]:
+        """The first round in which anything leaves, and where. Remembered while nothing leaves.
+
+        Without that, a tier where all is used would be searched from end to end at every look.
+        """
+        first_round, start = self._searched
+        if len(self._main):
+            for uses in range(first_round, USES_MAX + 1):
+                slot = next(self._main.scan(Search(), start, marks=self._rounds[uses]), None)
+                start = None if slot is None else self._main.position(slot)
+                if slot is not None:
+                    self._searched = (uses, start)
+                    break
+        return self._searched
 
     def _main_is_next_but_for_small(self) -> bool:
         """True if the small queue was asked first and had nothing but what moves up."""
@@ -190,8 +220,7 @@ class S3FifoOrder(EvictionOrder):
 
     def _move_up_before(self, stop: int) -> None:
         """What was used often in the small queue before a position goes to the main queue."""
-        often = self._uses.within(USES_TO_STAY, _UNLIMITED)
-        moving = list(self._small.scan(Search(), self._small.head, stop, often))
+        moving = list(self._small.scan(Search(), None, stop, self._often))
         if moving:
             self._small.discard(moving)
             self._set_uses(moving, 0)
@@ -203,8 +232,8 @@ class S3FifoOrder(EvictionOrder):
         for _ in range(uses.of[slot]):  # whole rounds: the order stays, all have one use less
             everyone = self._main.to_array()
             uses.array[everyone] -= uses.array[everyone] > 0
-        used = uses.within(1, _UNLIMITED)
-        passed = list(self._main.scan(Search(), self._main.head, self._main.position(slot), used))
+        stop = self._main.position(slot)
+        passed = list(self._main.scan(Search(), None, stop, self._used))
         if len(passed) > FEW:
             uses.array[np.asarray(passed)] -= 1
         else:

@@ -32,10 +32,14 @@ class SieveOrder(EvictionOrder):
         self._hand = scalars(arrays("sieve_hand", 1, np.int64))
         self._queue = _Queue("sieve", capacity, arrays, self._hand)
         self._used = Marks(arrays("sieve_used", capacity, np.uint8))
+        self._searched: tuple[int, int] | None = None
         self._laps = (self._used.within(0, 0), self._used.within(1, 255))
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        tail = self._queue.tail
         self._queue.append(slots)
+        if self._queue.tail != tail + len(slots):  # it was compacted
+            self._searched = None
         self._mark(slots, 0)
 
     def touch(self, slots: Sequence[int]) -> None:
@@ -60,11 +64,17 @@ class SieveOrder(EvictionOrder):
     ) -> list[int]:
         search = Search(wanted, mask, window)
         queue, hand = self._queue, self._hand[0]
+        ahead, behind = self._skip_used()
         # What is marked now leaves on the second lap, since the first one clears the mark.
+        unused, used = self._laps
         laps = (
             queue.scan(search, start, stop, marks)
-            for marks in self._laps
-            for start, stop in ((hand, None), (queue.head, hand))
+            for start, stop, marks in (
+                (ahead, None, unused),
+                (behind, hand, unused),
+                (hand, None, used),
+                (queue.head, hand, used),
+            )
         )
         return list(islice(chain.from_iterable(laps), max(limit, 0)))
 
@@ -72,10 +82,12 @@ class SieveOrder(EvictionOrder):
         self._queue.clear()
         self._used.array[:] = 0
         self._hand[0] = 0
+        self._searched = None
 
     def reconcile(self, present: npt.NDArray[np.integer]) -> None:
         self._queue.rebuild(present)
         np.minimum(self._used.array, 1, out=self._used.array)
+        self._searched = None
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._queue
@@ -99,6 +111,23 @@ class SieveOrder(EvictionOrder):
             self._clear_between(self._hand[0], at)
         self._hand[0] = at + 1
 
+    def _skip_used(self) -> tuple[int, int]:
+        """Positions ahead of the hand and behind it before which all is used.
+
+        Remembered while nothing leaves; without that, a tier where all is used would be searched
+        from end to end at every look.
+        """
+        queue, hand = self._queue, self._hand[0]
+        ahead, behind = self._searched or (hand, queue.head)
+        unused = self._laps[0]
+        slot = next(queue.scan(Search(), ahead, None, unused), None)
+        ahead = queue.tail if slot is None else queue.position(slot)
+        if slot is None:
+            slot = next(queue.scan(Search(), behind, hand, unused), None)
+            behind = hand if slot is None else queue.position(slot)
+        self._searched = (ahead, behind)
+        return self._searched
+
     def _clear_between(self, start: int, stop: int) -> None:
         if stop > start:
             self._used.array[self._queue.between(start, stop)] = 0
@@ -107,6 +136,7 @@ class SieveOrder(EvictionOrder):
         """Back to the oldest if nothing is left ahead, so that what comes next is not looked at."""
         if next(self._queue.scan(Search(), self._hand[0]), None) is None:
             self._hand[0] = 0
+        self._searched = None
 
 
 class _Queue(RecencyLog):

@@ -1,0 +1,109 @@
+"""Ghosts, tags and linked lists in arrays, against dictionaries."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.arrays import KeptArrays
+
+from kvcascade.errors import ConfigError
+from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, known_names, order_class
+from kvcascade.tiers.policies.ghosts import SLACK, GhostLists
+from kvcascade.tiers.policies.links import NONE, LinkedLists
+
+COLLIDING = 1 << 40
+"""Tags that are multiples of this fall into the same bucket."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("step", [1, COLLIDING])
+def test_ghosts_equal_ordered_dicts(seed: int, step: int) -> None:
+    rng = random.Random(seed)
+    arrays = KeptArrays()
+    ghosts = GhostLists("g", 8, 2, arrays)
+    model: list[OrderedDict[int, None]] = [OrderedDict(), OrderedDict()]
+    for _ in range(3000):
+        tag, list_ = rng.randrange(60) * step, rng.randrange(2)
+        was_in = next((i for i in (0, 1) if tag in model[i]), NONE)
+        assert ghosts.list_of(tag) == was_in
+        if rng.random() < 0.5:
+            ghosts.add(list_, tag)
+            for known in model:
+                known.pop(tag, None)
+            model[list_][tag] = None
+        elif rng.random() < 0.5:
+            assert ghosts.drop(tag) == was_in
+            for known in model:
+                known.pop(tag, None)
+        elif model[list_]:
+            ghosts.drop_oldest(list_)
+            model[list_].popitem(last=False)
+        if rng.random() < 0.02:
+            ghosts = GhostLists("g", 8, 2, arrays)
+        assert [ghosts.size(i) for i in (0, 1)] == [len(known) for known in model]
+    ghosts.clear()
+    assert len(ghosts) == 0 and ghosts.list_of(next(iter(model[0] or model[1]))) == NONE
+
+
+def test_ghosts_are_bounded() -> None:
+    ghosts = GhostLists("g", 8)
+    for tag in range(5 * SLACK):
+        ghosts.add(0, tag)
+    assert len(ghosts) == 8 + SLACK
+    assert ghosts.list_of(5 * SLACK - 1) == 0 and ghosts.list_of(0) == NONE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_linked_lists_equal_ordered_dicts(seed: int) -> None:
+    rng = random.Random(seed)
+    lists = LinkedLists("l", 20, 3)
+    model: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(3)]
+    for _ in range(3000):
+        entry, list_ = rng.randrange(20), rng.randrange(3)
+        where = next((i for i in range(3) if entry in model[i]), None)
+        assert (entry in lists) == (where is not None)
+        if where is None:
+            lists.append(list_, entry)
+            model[list_][entry] = None
+        elif rng.random() < 0.5:
+            lists.remove(where, entry)
+            del model[where][entry]
+        for i in range(3):
+            assert list(lists.iterate(i)) == list(model[i]) == lists.walk(i)
+            assert lists.coldest(i) == next(iter(model[i]), NONE)
+        if rng.random() < 0.05:
+            lists.rebuild([np.array(list(known), np.int64) for known in model])
+
+
+def test_a_walk_over_damaged_links_ends() -> None:
+    arrays = KeptArrays()
+    LinkedLists("l", 50, 2, arrays)
+    for seed in range(50):
+        arrays.damage(random.Random(seed))
+        links = arrays.arrays["l_hotter"]
+        links[:] = links % 60 - 4
+        found = LinkedLists("l", 50, 2, arrays).walk(0)
+        assert len(set(found)) == len(found) and all(0 <= entry < 50 for entry in found)
+
+
+def test_other_packages_add_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point; a built-in name cannot be taken."""
+    folder = tmp_path / "others-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\n"
+        "others-sieve = kvcascade.tiers.policies.sieve:SieveOrder\n"
+        "lru = json:JSONDecoder\n"
+        "others-broken = json:JSONDecoder\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert order_class("others-sieve") is ORDERS["sieve"]
+    assert "others-sieve" in known_names()
+    assert order_class("lru") is ORDERS["lru"]
+    with pytest.raises(ConfigError, match="'others-broken' is no EvictionOrder"):
+        order_class("others-broken")
