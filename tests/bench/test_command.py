@@ -1,0 +1,84 @@
+"""The command: its arguments, what it refuses, and every measurement at the smallest size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcascade.tools import bench
+from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
+from kvcascade.tools.bench.results import OURS, VLLM
+from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
+
+EVERYTHING = {
+    "manager": (7 + 3) * len(SMOKE.manager_blocks) + 7,
+    "lookups": 6 * len(SMOKE.index_blocks),
+    "transfers": 2 * len(SMOKE.block_sizes) + 3,
+    "busy": 9,
+    "reopening": 12 * len(SMOKE.reopen_blocks),
+}
+"""Rows of each measurement."""
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_arguments() -> None:
+    assert bench.scale_of(parse()) == FULL
+    assert bench.scale_of(parse("--quick")) == QUICK
+    assert bench.scale_of(parse("--quick", "--repeats", "7")).repeats == 7
+    assert parse("--only", "busy", "--only", "manager").only == ["busy", "manager"]
+    assert parse().out == Path("out") and parse().path is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["extra"]]
+)
+def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*wrong)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "NEEDED", ("kvcascade", "no_such_module"))
+    assert bench.run(parse()) == 1
+    assert "no_such_module not found" in capsys.readouterr().err
+
+
+def test_facts(tmp_path: Path) -> None:
+    machine, versions = machine_facts(tmp_path), version_facts()
+    assert machine["cores"] >= 1 and machine["memory_bytes"] > 0 and machine["file_system"]
+    line = headline({"machine": machine, "versions": versions})
+    assert versions["kvcascade"] in line and "\n" not in line
+
+
+def test_every_measurement_at_the_smallest_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "scale_of", lambda arguments: SMOKE)
+    assert bench.run(parse("--out", str(tmp_path))) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert {"machine", "versions", "is_quick", "repeats", "seconds"} <= found.keys()
+    rows = {table["name"]: table["rows"] for table in found["measurements"]}
+    assert {name: len(each) for name, each in rows.items()} == EVERYTHING
+    assert all(row["samples"][OURS] for each in rows.values() for row in each if _has_ours(row))
+    for name in ("manager", "lookups", "transfers", "busy"):
+        assert any(VLLM in row["samples"] for row in rows[name]), name
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    assert "saved" in capsys.readouterr().out
+
+
+def _has_ours(row: dict[str, object]) -> bool:
+    assert isinstance(row["samples"], dict)
+    return OURS in row["samples"]

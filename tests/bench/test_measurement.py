@@ -1,0 +1,80 @@
+"""How cases are run: repeated, in turns, and let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcascade.tools.bench.manager import flatness
+from kvcascade.tools.bench.measurement import Case, Figures, Measurement, Setup, run
+from kvcascade.tools.bench.results import OURS, VLLM, Quantity, Row
+from kvcascade.tools.bench.scale import SMOKE
+
+QUANTITIES = (Quantity("a", "s"), Quantity("b", "s"))
+
+
+def setup(folder: Path, said: list[str], repeats: int) -> Setup:
+    """What a measurement is given."""
+    return Setup(folder, replace(SMOKE, repeats=repeats), said.append)
+
+
+def test_contenders_take_turns(tmp_path: Path) -> None:
+    order: list[str] = []
+    ended: list[str] = []
+
+    def contender(name: str) -> Figures:
+        order.append(name)
+        return {"a": float(len(order))}
+
+    def cases(setup: Setup) -> Generator[Case, None, None]:
+        try:
+            yield Case("one", {n: lambda n=n: contender(n) for n in (OURS, VLLM)})  # type: ignore[misc]
+        finally:
+            ended.append("one")
+
+    said: list[str] = []
+    measurement = Measurement("m", "M", "", QUANTITIES, cases)
+    table = run(measurement, setup(tmp_path, said, repeats=3))
+    assert order == [OURS, VLLM, VLLM, OURS, OURS, VLLM]
+    assert [row.quantity.name for row in table.rows] == ["a"], "nothing was measured of the other"
+    assert table.rows[0].samples == {OURS: [1, 4, 5], VLLM: [2, 3, 6]}
+    assert ended == ["one"] and said[0] == "one: ours, 1 of 3"
+
+
+def test_a_case_is_let_go_of_when_a_contender_fails(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    def fail() -> Figures:
+        raise RuntimeError("no disk")
+
+    def cases(setup: Setup) -> Generator[Case, None, None]:
+        try:
+            yield Case("one", {OURS: fail})
+        finally:
+            ended.append("one")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        run(Measurement("m", "M", "", QUANTITIES, cases), setup(tmp_path, [], repeats=1))
+    assert ended == ["one"]
+
+
+def test_flatness_compares_the_smallest_and_the_largest() -> None:
+    names = [row.quantity.name for row in flatness(_manager_rows(1.0, 1.2))]
+    assert "lookup, hit" in names and "end of a step" not in names
+    found = {row.quantity.name: row for row in flatness(_manager_rows(1.0, 1.2))}
+    assert found["load"].median() == pytest.approx(1.2) and found["load"].median(VLLM) is None
+    assert found["load"].case == "256 blocks / 128 blocks"
+    assert flatness(_manager_rows(1.0)) == []
+
+
+def _manager_rows(*figures: float) -> list[Row]:
+    from kvcascade.tools.bench.manager import MEASUREMENT, label_of
+
+    return [
+        Row(label_of(128 * (number + 1)), quantity, {OURS: [figure]})
+        for number, figure in enumerate(figures)
+        for quantity in MEASUREMENT.quantities
+    ]

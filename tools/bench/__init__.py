@@ -1,0 +1,161 @@
+"""`kvcascade bench`: what kvcascade costs, beside what vLLM ships and what the machine can do.
+
+Every figure is measured in this run, on this machine, contenders taking turns. Tables go to the
+screen, everything (all samples, machine, versions) to `bench.json`. A goal that is missed is
+shown, and is no failure: the exit status says only whether the measurements could be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .measurement import Measurement
+    from .results import Table
+    from .scale import Scale
+
+NEEDED = ("vllm", "rich")
+"""Modules that the benchmark needs and the package does not."""
+INTERRUPTED = 130
+
+MEASUREMENTS = {
+    "manager": "what one block costs the scheduler's thread in the CPU tier",
+    "lookups": "what a question about a block on NVMe costs the scheduler's thread",
+    "transfers": "CPU to NVMe, and back to the device after a restart",
+    "busy": "the same while the scheduler's thread never rests",
+    "reopening": "how long a start takes, and what it keeps in memory",
+}
+"""Name (and module) of every measurement, and what it is about."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    listed = "; ".join(f"{name}: {summary}" for name, summary in MEASUREMENTS.items())
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, under two minutes")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=tuple(MEASUREMENTS),
+        metavar="NAME",
+        help=f"this measurement only (may be given more than once). {listed}",
+    )
+    parser.add_argument(
+        "--repeats", type=_count, metavar="N", help="how often everything is measured"
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder on the disk to measure (default: the one of --out)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out"),
+        metavar="FOLDER",
+        help="where bench.json goes (default: out)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark; returns the exit status."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        extras = "pip install 'kvcascade[vllm,plot]'"
+        names = ", ".join(missing)
+        print(f"bench: {names} not found; use `make bench` or {extras}", file=sys.stderr)
+        return 1
+    from ...errors import KVCascadeError
+    from .results import BenchError
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    try:
+        return _run(arguments)
+    except (BenchError, KVCascadeError) as error:
+        print(f"\nbench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nbench: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .machine import headline, machine_facts, version_facts
+    from .report import Reporter
+
+    out: Path = arguments.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    folder = (arguments.path or out).absolute() / "kvcascade-bench"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    scale = scale_of(arguments)
+    names = [name for name in MEASUREMENTS if not arguments.only or name in arguments.only]
+    reporter, began = Reporter(), time.monotonic()
+    facts: dict[str, Any] = {
+        "machine": machine_facts(folder),
+        "versions": version_facts(),
+        "is_quick": bool(arguments.quick),
+        "repeats": scale.repeats,
+    }
+    reporter.print(f"kvcascade bench: {headline(facts)}")
+    tables: list[Table] = []
+    try:
+        for name in names:
+            with reporter.measuring(name):
+                tables.append(measure(name, folder / name, scale, reporter.progress))
+            reporter.table(tables[-1])
+            facts["seconds"] = round(time.monotonic() - began, 1)
+            write(out / "bench.json", tables, facts)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
+    return 0
+
+
+def scale_of(arguments: argparse.Namespace) -> Scale:
+    """How much the arguments ask for."""
+    from dataclasses import replace
+
+    from .scale import FULL, QUICK
+
+    scale = QUICK if arguments.quick else FULL
+    return replace(scale, repeats=arguments.repeats) if arguments.repeats else scale
+
+
+def measure(name: str, folder: Path, scale: Scale, say: Any) -> Table:
+    """Run one measurement in a folder of its own, which is gone afterwards."""
+    from .measurement import Setup
+    from .measurement import run as run_measurement
+
+    measurement: Measurement = import_module(f".{name}", __package__).MEASUREMENT
+    folder.mkdir(parents=True)
+    try:
+        return run_measurement(measurement, Setup(folder, scale, say))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
+    """Save what was measured so far."""
+    from .results import document
+
+    path.write_text(json.dumps(document(tables, facts), indent=1, ensure_ascii=False) + "\n")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("give a number from 1 up")
+    return value

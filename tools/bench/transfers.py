@@ -1,0 +1,186 @@
+"""CPU to NVMe, and after a restart NVMe to CPU to device: rates, bytes compared."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .measurement import Case, Figures, Measurement, Setup
+from .raw import RawDisk, drop_page_cache
+from .results import LIMIT, OURS, VLLM, Goal, Quantity
+from .scale import KIB, MIB
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_offload.base import OffloadKey
+
+    from .vllm_engines import Engine, OurEngine, VllmEngine
+    from .vllm_steps import Between
+
+GIGA = 1e9
+NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
+ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
+ABOVE_VLLM_AT = 512 * KIB
+"""The block size that the second goal is about."""
+DOWN, UP = "CPU to NVMe", "NVMe to CPU to device"
+SHARE = "larger share of two paths"
+SPARE_BYTES = 64 * MIB
+DISK_FACTOR = 1.5
+"""Room on disk, for what a tier needs beside the blocks."""
+SEED = 7
+
+
+def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
+    """The rows of a case."""
+    goals = (NEAR_LIMIT, ABOVE_VLLM) if block_bytes == ABOVE_VLLM_AT else (NEAR_LIMIT,)
+    rates = (Quantity(DOWN, "GB/s", goals), Quantity(UP, "GB/s", goals))
+    return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
+
+
+def size_label(size: int) -> str:
+    """Bytes of a block, for people."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+class Bench:
+    """What the contenders of one case share: sizes, folders, the memory of the device."""
+
+    def __init__(
+        self, folder: Path, block_bytes: int, total_bytes: int, paths: int = 1, pinned: int = 0
+    ) -> None:
+        """`pinned`: room in the CPU tier for so many more blocks."""
+        self.block_bytes = block_bytes
+        self.blocks = max(1, total_bytes // block_bytes)
+        self.folders = [folder / f"disk{number}" for number in range(paths)]
+        self._cpu_blocks = self.blocks + pinned + max(2, SPARE_BYTES // block_bytes)
+        stored = (self.blocks + 2 * pinned) * block_bytes  # the pinned ones are others each time
+        self._disk_bytes = int(stored * DISK_FACTOR) + 2 * SPARE_BYTES * paths
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Empty folders, gone at the end."""
+        for folder in self.folders:
+            folder.mkdir(parents=True)
+        try:
+            yield
+        finally:
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def device(self, extra_blocks: int = 0) -> torch.Tensor:
+        """Memory that stands for the device's KV cache, filled with the pattern."""
+        import torch
+
+        from .vllm_steps import fill_pattern
+
+        made = torch.zeros((self.blocks + extra_blocks, self.block_bytes), dtype=torch.int8)
+        fill_pattern(made, SEED)
+        return made
+
+    def ours(self, device: torch.Tensor) -> OurEngine:
+        """Our engine over this device."""
+        from .vllm_engines import OurEngine
+
+        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes)
+
+    def vllm(self, device: torch.Tensor) -> VllmEngine:
+        """vLLM's."""
+        from .vllm_engines import VllmEngine
+
+        return VllmEngine(device, self._cpu_blocks, self.folders[0])
+
+    def limit(self) -> Figures:
+        """The disk alone."""
+        total = self.blocks * self.block_bytes
+        with self.fresh(), closing(RawDisk(self.folders, self.block_bytes, total)) as raw:
+            down, up = raw.rates()
+        return {DOWN: down / GIGA, UP: up / GIGA}
+
+    def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
+        """Down, restart with dropped page cache, up; GB/s of both. Raises if a byte differs."""
+        from .vllm_calls import random_keys
+        from .vllm_steps import check_pattern, idle
+
+        keys = random_keys(self.blocks)
+        figures: dict[str, float] = {}
+        with self.fresh():
+            device = self.device()
+            figures[DOWN] = self._down(opened, device, keys, figures, idle)
+            drop_page_cache(self.folders)
+            device.zero_()
+            figures[UP] = self._up(opened, device, keys, idle)
+            check_pattern(device, SEED)
+        return figures
+
+    def _down(
+        self,
+        opened: Callable[[torch.Tensor], Engine],
+        device: torch.Tensor,
+        keys: list[OffloadKey],
+        more: dict[str, float],
+        between: Between,
+    ) -> float:
+        from .vllm_steps import write_down
+
+        with closing(opened(device)) as engine:
+            took_s = write_down(engine, keys, between)
+            shares = engine.blocks_per_path()
+            if len(shares) > 1:
+                more[SHARE] = 100 * max(shares) / sum(shares)
+        return self.rate(took_s)
+
+    def _up(
+        self,
+        opened: Callable[[torch.Tensor], Engine],
+        device: torch.Tensor,
+        keys: list[OffloadKey],
+        between: Between,
+    ) -> float:
+        from .vllm_steps import read_up
+
+        with closing(opened(device)) as engine:
+            return self.rate(read_up(engine, keys, between))
+
+    def rate(self, took_s: float) -> float:
+        """GB/s of all blocks in so many seconds."""
+        return self.blocks * self.block_bytes / took_s / GIGA
+
+
+def cases(setup: Setup) -> Generator[Case, None, None]:
+    """One per block size, and one with two paths."""
+    scale = setup.scale
+    for block_bytes in scale.block_sizes:
+        bench = Bench(setup.folder, block_bytes, scale.transfer_bytes)
+        yield Case(
+            f"{size_label(block_bytes)} blocks",
+            {
+                OURS: partial(bench.round_trip, bench.ours),
+                VLLM: partial(bench.round_trip, bench.vllm),
+                LIMIT: bench.limit,
+            },
+            quantities(block_bytes, 1),
+        )
+    two = Bench(setup.folder, scale.busy_block_size, scale.transfer_bytes, paths=2)
+    yield Case(
+        f"{size_label(scale.busy_block_size)} blocks, two paths",
+        {OURS: partial(two.round_trip, two.ours), LIMIT: two.limit},
+        quantities(two.block_bytes, 2),
+    )
+
+
+MEASUREMENT = Measurement(
+    "transfers",
+    "Transfers: down, and up again after a restart",
+    "Both specs driven step by step (an idle engine: 1 ms between steps), checksums on, every byte "
+    "compared. Down: from complete_store until the disk has all (ours in write mode through). Up: "
+    "a new engine, page cache dropped (fdatasync, POSIX_FADV_DONTNEED on every file; payload is "
+    "read directly anyway), from the first lookup until the last copy to the device. Limit: the "
+    "same bytes into preallocated files by direct preadv/pwritev, 16 MiB a call, the best of 1, 2 "
+    "and 4 threads.",
+    (),
+    cases,
+)

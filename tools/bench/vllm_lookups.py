@@ -1,0 +1,138 @@
+"""Questions about blocks on disk, asked as vLLM's scheduler asks them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import thread_time
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from .results import BenchError
+from .vllm_calls import (
+    BLOCK_BYTES,
+    copied,
+    end_step,
+    frozen,
+    new_request,
+    random_keys,
+    requests_of,
+    vllm_lru,
+)
+from .vllm_engines import offloading_config
+
+PROBE_WAIT_S = 0.05
+ROUNDS_MAX = 100
+SPARE_CHUNKS = 64
+
+Request = tuple[ReqContext, list[OffloadKey]]
+
+
+def ask_ours(
+    manager: OffloadingManager,
+    cold: Sequence[OffloadKey],
+    warm: Sequence[OffloadKey],
+    absent: Sequence[OffloadKey],
+    promotions: list[int],
+) -> tuple[float, float, float, float, float, float]:
+    """Microseconds per block: first questions, more of them, misses, again (twice, for two rows);
+    and steps until the first promotion began (`promotions` are the jobs that did)."""
+    pending = LookupResult.HIT_PENDING
+    with frozen():
+        first = announced(manager, cold)
+        cold_us = ask(manager, first, pending)
+        steps = -1
+        while not promotions and steps < ROUNDS_MAX:
+            end_step(manager)
+            steps += 1
+        more = announced(manager, warm)
+        warm_us = ask(manager, more, pending)
+        end_step(manager)
+        miss_us = ask(manager, announced(manager, absent), LookupResult.MISS)
+        again_us = ask(manager, more, pending)
+    return cold_us, warm_us, miss_us, again_us, again_us, float(steps)
+
+
+def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Request]:
+    """Requests over these keys."""
+    return [(new_request(manager, part), part) for part in requests_of(keys)]
+
+
+def ask(manager: OffloadingManager, requests: Sequence[Request], expected: LookupResult) -> float:
+    """Ask about every block once; microseconds of the thread per block."""
+    took_us, answers = ask_any(manager, requests)
+    if answers != {expected}:
+        raise BenchError(f"lookups answered {answers}, not {expected}")
+    return took_us
+
+
+def ask_any(
+    manager: OffloadingManager, requests: Sequence[Request]
+) -> tuple[float, set[LookupResult]]:
+    """As `ask`, whatever the answers are; also returns those."""
+    lookup: Callable[[OffloadKey, ReqContext], LookupResult] = manager.lookup
+    asked, took = 0, 0.0
+    seen: set[LookupResult] = set()
+    for context, keys in requests:
+        began = thread_time()
+        answers = [lookup(key, context) for key in keys]
+        took += thread_time() - began
+        asked += len(keys)
+        seen.update(answers)
+    return took / asked * 1e6, seen
+
+
+def plain_hit(blocks: int) -> float:
+    """vLLM's lookup of a block that is in its CPU tier."""
+    manager, keys = vllm_lru(blocks), random_keys(blocks)
+    for context, part in announced(manager, keys):
+        manager.prepare_store(part, context)
+        manager.complete_store(set(part), context)
+    with frozen():
+        return ask(manager, announced(manager, copied(keys)), LookupResult.HIT)
+
+
+def ask_vllm(folder: Path, blocks: int) -> tuple[float, float, float, float]:
+    """vLLM's tiering: hit, miss, asked again (µs per block), steps before a promotion begins."""
+    extra = {
+        "cpu_bytes_to_use": (blocks + SPARE_CHUNKS) * BLOCK_BYTES,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+    }
+    manager = TieringOffloadingSpec(offloading_config(BLOCK_BYTES, extra)).get_manager()
+    assert isinstance(manager, TieringOffloadingManager)
+    try:
+        keys = random_keys(blocks)
+        (tier,) = manager.secondary_tiers
+        assert isinstance(tier, FileSystemTierManager)
+        for key in keys:
+            path = Path(tier.file_mapper.get_file_name(key))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        with frozen():
+            absent = announced(manager, random_keys(blocks))
+            miss_us, _ = ask_until(manager, absent, LookupResult.MISS)
+            requests = announced(manager, copied(keys))
+            hit_us, steps = ask_until(manager, requests, LookupResult.HIT_PENDING)
+            again_us = ask(manager, requests, LookupResult.HIT_PENDING)
+    finally:
+        manager.shutdown()  # before the next step: the files are empty, nothing shall read them
+    return hit_us, miss_us, again_us, float(steps)
+
+
+def ask_until(
+    manager: OffloadingManager, requests: Sequence[Request], answer: LookupResult
+) -> tuple[float, int]:
+    """Ask, step after step, until all have this answer: microseconds per block, and steps."""
+    total_us = 0.0
+    for steps in range(ROUNDS_MAX):
+        took_us, answers = ask_any(manager, requests)
+        total_us += took_us
+        if answers == {answer}:
+            return total_us, steps
+        end_step(manager)
+        time.sleep(PROBE_WAIT_S)
+    raise BenchError("vLLM's fs tier does not answer")
