@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
 import pytest
-
 from contract.backend_contract import BackendContract
 
 from kvcascade.tiers.memory import MemoryBackend

@@ -113,7 +113,10 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 3))):
         tensors = draw(st.lists(st.integers(0, len(pages) - 1), min_size=1, max_size=4))
         groups.append(
-            tuple(PageRef(t, draw(st.sampled_from([pages[t], max(1, pages[t] // 2)]))) for t in tensors)
+            tuple(
+                PageRef(t, draw(st.sampled_from([pages[t], max(1, pages[t] // 2)])))
+                for t in tensors
+            )
         )
     world = draw(st.integers(1, 3))
     return Case(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from .results import Quantity, Row, Table
 from .scale import Scale
@@ -20,11 +19,8 @@ from .scale import Scale
 Figures = Mapping[str, float]
 """Quantity to figure; what is not there was not measured."""
 
-
-class Say(Protocol):
-    """Takes a line of progress."""
-
-    def __call__(self, text: str) -> None: ...
+Say = Callable[[str], None]
+"""Takes a line of progress."""
 
 
 @dataclass(frozen=True, slots=True)
