@@ -47,8 +47,18 @@ from .tiers.base import BlockHash, BlockStatus, SlotSpec
 from .tiers.policies import known_names
 
 logger = logging.getLogger(__name__)
-# vLLM sets up handlers for its own logger only: our lines shall appear beside its own.
-logging.getLogger(__package__).parent = logging.getLogger("vllm")
+
+
+def _log_beside_vllm() -> None:
+    """vLLM sets up handlers for its own logger only: our lines shall appear beside its own."""
+    ours, theirs = logging.getLogger(__package__), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
+_log_beside_vllm()
 
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""

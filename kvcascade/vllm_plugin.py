@@ -48,12 +48,24 @@ def _find_extra_config(frame: FrameType | None) -> Mapping[str, Any] | None:
         if frame is None:
             return None
         for name in ("vllm_config", "self"):
-            transfer = getattr(frame.f_locals.get(name), "kv_transfer_config", None)
+            transfer = _own(frame.f_locals.get(name), "kv_transfer_config")
             if isinstance(transfer, Mapping):
                 extra = transfer.get("kv_connector_extra_config")
             else:
-                extra = getattr(transfer, "kv_connector_extra_config", None)
+                extra = _own(transfer, "kv_connector_extra_config")
             if isinstance(extra, Mapping):
                 return extra
         frame = frame.f_back
     return None
+
+
+def _own(thing: object, name: str) -> Any:
+    """An attribute that the object itself holds, else None.
+
+    A stranger's object must not be asked by `getattr`: one that hands questions on to a part it
+    does not have yet asks itself for ever.
+    """
+    try:
+        return object.__getattribute__(thing, "__dict__").get(name)
+    except AttributeError:
+        return None

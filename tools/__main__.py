@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "bench": "measure kvcascade beside vLLM's own offloading and the machine's limits",
+    "bench": "measure beside vLLM's own offloading and the disk's limit",
     "demo": "run the main job end to end and print what came from where",
     "version": "print the version of kvcascade",
 }

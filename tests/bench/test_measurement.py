@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_contenders_take_turns(tmp_path: Path) -> None:
 
     def cases(setup: Setup) -> Generator[Case, None, None]:
         try:
-            yield Case("one", {n: lambda n=n: contender(n) for n in (OURS, VLLM)})  # type: ignore[misc]
+            yield Case("one", {name: partial(contender, name) for name in (OURS, VLLM)})
         finally:
             ended.append("one")
 

@@ -19,7 +19,7 @@ from support.nvme_rig import BLOCK, Rig, config_for, key
 from kvcascade.errors import ConfigError, InUseError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, plan_capacity
-from kvcascade.tiers.nvme.format import SegmentLayout
+from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
@@ -250,7 +250,8 @@ def test_plans_never_exceed_the_capacity(capacity: int, block_bytes: int, paths:
     per_path = -(-plan.segments // paths)
     assert per_path * layout.file_bytes + plan.metadata_bytes <= capacity // paths
     if capacity // paths > 64 * block_bytes:
-        assert plan.slots * block_bytes >= capacity * 0.6
+        most = MAX_SLOTS - plan.slots_per_segment  # numbers of slots are 31 bits
+        assert plan.slots >= min(capacity * 0.6 / block_bytes, most)
     assert per_path <= 160
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .measurement import Measurement
+    from .measurement import Measurement, Setup
     from .results import Table
     from .scale import Scale
 
@@ -52,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repeats", type=_count, metavar="N", help="how often everything is measured"
+    )
+    parser.add_argument(
+        "--nvme",
+        action="append",
+        type=_option,
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option of our NVMe tier in transfers, such as io_threads=8 or direct_io=off",
     )
     parser.add_argument(
         "--path",
@@ -93,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from .machine import headline, machine_facts, version_facts
+    from .measurement import Setup
     from .report import Reporter
 
     out: Path = arguments.out.absolute()
@@ -108,13 +117,15 @@ def _run(arguments: argparse.Namespace) -> int:
         "versions": version_facts(),
         "is_quick": bool(arguments.quick),
         "repeats": scale.repeats,
+        "nvme": dict(arguments.nvme),
     }
     reporter.print(f"kvcascade bench: {headline(facts)}")
     tables: list[Table] = []
     try:
         for name in names:
             with reporter.measuring(name):
-                tables.append(measure(name, folder / name, scale, reporter.progress))
+                setup = Setup(folder / name, scale, reporter.progress, dict(arguments.nvme))
+                tables.append(measure(name, setup))
             reporter.table(tables[-1])
             facts["seconds"] = round(time.monotonic() - began, 1)
             write(out / "bench.json", tables, facts)
@@ -134,17 +145,16 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
     return replace(scale, repeats=arguments.repeats) if arguments.repeats else scale
 
 
-def measure(name: str, folder: Path, scale: Scale, say: Any) -> Table:
-    """Run one measurement in a folder of its own, which is gone afterwards."""
-    from .measurement import Setup
+def measure(name: str, setup: Setup) -> Table:
+    """Run one measurement in its folder, which is gone afterwards."""
     from .measurement import run as run_measurement
 
     measurement: Measurement = import_module(f".{name}", __package__).MEASUREMENT
-    folder.mkdir(parents=True)
+    setup.folder.mkdir(parents=True)
     try:
-        return run_measurement(measurement, Setup(folder, scale, say))
+        return run_measurement(measurement, setup)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(setup.folder, ignore_errors=True)
 
 
 def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
@@ -152,6 +162,16 @@ def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
     from .results import document
 
     path.write_text(json.dumps(document(tables, facts), indent=1, ensure_ascii=False) + "\n")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError("give it as OPTION=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:  # a word
+        return name, value
 
 
 def _count(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
+from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from .transfers import DOWN, SEED, UP, Bench, size_label
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.kv_offload.base import OffloadKey
 
+    from .vllm_calls import Key
     from .vllm_engines import Engine
 
 KEPT = Goal(0.7, is_least=True)
 CALM = Goal(1.5)
+RESIDENT_BLOCKS = 250
+"""Blocks that a burst asks for, over and over."""
 SPIN = 20_000
 """Turns of an empty loop of Python between two bursts of lookups: about half a millisecond."""
 QUIET, LOADED = "p99 of the lookup, no transfers", "p99 of the lookup, with transfers"
@@ -30,12 +33,12 @@ BUSY_DOWN, BUSY_UP = f"{DOWN}, busy", f"{UP}, busy"
 class BusyScheduler:
     """What a busy scheduler does between two steps: lookups of resident blocks, and Python."""
 
-    def __init__(self, engine: Engine, keys: list[OffloadKey]) -> None:
-        """`keys` are blocks of the CPU tier that cannot leave it."""
+    def __init__(self, engine: Engine, keys: list[Key], burst: int) -> None:
+        """`keys` are blocks of the CPU tier that cannot leave it; a burst asks for so many."""
         from .vllm_calls import copied, new_request
 
         self._lookup = engine.manager.lookup
-        self._keys = copied(keys)
+        self._keys = list(islice(cycle(copied(keys)), burst))
         self._context = new_request(engine.manager, keys)
         self.bursts_s: list[float] = []
 
@@ -59,9 +62,8 @@ def run(bench: Bench, opened: Callable[[torch.Tensor], Engine], setup: Setup) ->
     from .vllm_calls import random_keys
 
     idle = bench.round_trip(opened)
-    burst = setup.scale.burst_blocks
     with bench.fresh():
-        device = bench.device(burst)
+        device = bench.device(RESIDENT_BLOCKS)
         keys = random_keys(bench.blocks)
         down_s, quiet, loaded = _half(bench, opened, device, keys, setup, is_down=True)
         drop_page_cache(bench.folders)
@@ -88,7 +90,7 @@ def _half(
     bench: Bench,
     opened: Callable[[torch.Tensor], Engine],
     device: torch.Tensor,
-    keys: list[OffloadKey],
+    keys: list[Key],
     setup: Setup,
     is_down: bool,
 ) -> tuple[float, list[float], list[float]]:
@@ -98,13 +100,13 @@ def _half(
 
     scale = setup.scale
     with closing(opened(device)) as engine:
-        resident = random_keys(scale.burst_blocks)
+        resident = random_keys(RESIDENT_BLOCKS)
         numbered = range(bench.blocks, bench.blocks + len(resident))
         context = put(engine, [*keys, *resident], numbered)
         engine.manager.complete_store(set(resident), context)
         engine.manager.prepare_load(resident, context)  # pins them
         settle(engine, len(resident))
-        busy = BusyScheduler(engine, resident)
+        busy = BusyScheduler(engine, resident, scale.burst_blocks)
         for _ in range(scale.quiet_bursts):
             busy()
             end_step(engine.manager)
@@ -126,7 +128,7 @@ def _check(device: torch.Tensor) -> None:
 def cases(setup: Setup) -> Generator[Case, None, None]:
     """One."""
     scale = setup.scale
-    bench = Bench(setup.folder, scale.busy_block_size, scale.busy_bytes, pinned=scale.burst_blocks)
+    bench = Bench(setup, scale.busy_block_size, scale.busy_bytes, pinned=RESIDENT_BLOCKS)
     yield Case(
         f"{size_label(scale.busy_block_size)} blocks",
         {
@@ -139,8 +141,8 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
 MEASUREMENT = Measurement(
     "busy",
     "Busy scheduler: the same transfers while its thread never rests",
-    "As transfers, but between two steps the scheduler's thread looks up 1,000 blocks of the CPU "
-    "tier (one burst) and runs plain Python, without a pause.",
+    "As transfers, but between two steps the scheduler's thread makes 1,000 lookups of 250 "
+    "blocks of the CPU tier (one burst) and runs plain Python, without a pause.",
     (
         Quantity(DOWN, "GB/s"),
         Quantity(BUSY_DOWN, "GB/s"),

@@ -119,6 +119,7 @@ def _add(tier: NvmeTier, numbers: range) -> list[int]:
     pairs = sorted(zip(keys, entries, strict=True), key=lambda pair: pair[0])
     if tier.index.commit(epoch, (), pairs) is not CommitOutcome.DONE:
         raise BenchError(f"the index in {tier.index.path} took no more entries; is the disk full?")
+    tier.index.refresh()  # the pages that this commit replaced may be used again
     for status in statuses:
         status.ref_cnt = 0
     return slots

@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .results import Quantity, Row, Table
 from .scale import Scale
@@ -31,6 +32,8 @@ class Setup:
     """Its own, empty, on the disk that is measured."""
     scale: Scale
     say: Say
+    nvme: Mapping[str, Any] = field(default_factory=dict)
+    """Options of our NVMe tier in transfers, beside those that a measurement sets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .results import CONTENDERS, LIMIT, OURS, VLLM, Row, Table
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 132
 """Columns where the output is not a terminal."""
 PLAIN_EVERY_S = 5.0
 """Lines of progress come at most this often where the output is not a terminal."""

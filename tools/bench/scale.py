@@ -31,11 +31,6 @@ class Scale:
     quiet_bursts: int
     """How often that lookup is timed without transfers."""
 
-    @property
-    def largest_index(self) -> int:
-        """The most blocks of an index."""
-        return max(*self.index_blocks, *self.reopen_blocks, 0, 0)
-
 
 FULL = Scale(
     repeats=5,
@@ -57,9 +52,9 @@ QUICK = Scale(
     reopen_blocks=(100_000,),
     questions=5_000,
     block_sizes=(64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
-    transfer_bytes=192 * MIB,
+    transfer_bytes=128 * MIB,
     busy_block_size=512 * KIB,
-    busy_bytes=192 * MIB,
+    busy_bytes=256 * MIB,
     burst_blocks=1000,
     quiet_bursts=300,
 )

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .measurement import Case, Figures, Measurement, Setup
@@ -16,8 +15,8 @@ from .scale import KIB, MIB
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.kv_offload.base import OffloadKey
 
+    from .vllm_calls import Key
     from .vllm_engines import Engine, OurEngine, VllmEngine
     from .vllm_steps import Between
 
@@ -26,8 +25,8 @@ NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
 ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
 ABOVE_VLLM_AT = 512 * KIB
 """The block size that the second goal is about."""
-DOWN, UP = "CPU to NVMe", "NVMe to CPU to device"
-SHARE = "larger share of two paths"
+DOWN, UP = "down", "up"
+SHARE = "larger share"
 SPARE_BYTES = 64 * MIB
 DISK_FACTOR = 1.5
 """Room on disk, for what a tier needs beside the blocks."""
@@ -50,12 +49,13 @@ class Bench:
     """What the contenders of one case share: sizes, folders, the memory of the device."""
 
     def __init__(
-        self, folder: Path, block_bytes: int, total_bytes: int, paths: int = 1, pinned: int = 0
+        self, setup: Setup, block_bytes: int, total_bytes: int, paths: int = 1, pinned: int = 0
     ) -> None:
         """`pinned`: room in the CPU tier for so many more blocks."""
         self.block_bytes = block_bytes
         self.blocks = max(1, total_bytes // block_bytes)
-        self.folders = [folder / f"disk{number}" for number in range(paths)]
+        self.folders = [setup.folder / f"disk{number}" for number in range(paths)]
+        self._options = setup.nvme
         self._cpu_blocks = self.blocks + pinned + max(2, SPARE_BYTES // block_bytes)
         stored = (self.blocks + 2 * pinned) * block_bytes  # the pinned ones are others each time
         self._disk_bytes = int(stored * DISK_FACTOR) + 2 * SPARE_BYTES * paths
@@ -85,7 +85,7 @@ class Bench:
         """Our engine over this device."""
         from .vllm_engines import OurEngine
 
-        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes)
+        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes, self._options)
 
     def vllm(self, device: torch.Tensor) -> VllmEngine:
         """vLLM's."""
@@ -120,7 +120,7 @@ class Bench:
         self,
         opened: Callable[[torch.Tensor], Engine],
         device: torch.Tensor,
-        keys: list[OffloadKey],
+        keys: list[Key],
         more: dict[str, float],
         between: Between,
     ) -> float:
@@ -137,7 +137,7 @@ class Bench:
         self,
         opened: Callable[[torch.Tensor], Engine],
         device: torch.Tensor,
-        keys: list[OffloadKey],
+        keys: list[Key],
         between: Between,
     ) -> float:
         from .vllm_steps import read_up
@@ -154,7 +154,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
     """One per block size, and one with two paths."""
     scale = setup.scale
     for block_bytes in scale.block_sizes:
-        bench = Bench(setup.folder, block_bytes, scale.transfer_bytes)
+        bench = Bench(setup, block_bytes, scale.transfer_bytes)
         yield Case(
             f"{size_label(block_bytes)} blocks",
             {
@@ -164,7 +164,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
             },
             quantities(block_bytes, 1),
         )
-    two = Bench(setup.folder, scale.busy_block_size, scale.transfer_bytes, paths=2)
+    two = Bench(setup, scale.busy_block_size, scale.transfer_bytes, paths=2)
     yield Case(
         f"{size_label(scale.busy_block_size)} blocks, two paths",
         {OURS: partial(two.round_trip, two.ours), LIMIT: two.limit},
@@ -174,7 +174,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
 
 MEASUREMENT = Measurement(
     "transfers",
-    "Transfers: down, and up again after a restart",
+    "Transfers: CPU to NVMe, and after a restart NVMe to CPU to device",
     "Both specs driven step by step (an idle engine: 1 ms between steps), checksums on, every byte "
     "compared. Down: from complete_store until the disk has all (ours in write mode through). Up: "
     "a new engine, page cache dropped (fdatasync, POSIX_FADV_DONTNEED on every file; payload is "

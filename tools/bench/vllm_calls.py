@@ -34,6 +34,9 @@ from ...tiers.cpu import CpuBackend
 from ...tiers.policies import create
 from ...vllm_modern import CascadeManager
 
+Key = OffloadKey
+"""For modules that know nothing of vLLM."""
+
 BLOCK_BYTES = 4096
 REQUEST_BLOCKS = 64
 """Blocks of one request: 1,024 tokens in blocks of 16."""

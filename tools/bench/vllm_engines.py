@@ -8,7 +8,7 @@ between device and CPU, which refuses CPU tensors, is a plain tensor copy on a t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from itertools import count
@@ -83,7 +83,9 @@ class OurEngine(Engine):
         cpu_blocks: int,
         folders: Sequence[Path],
         disk_bytes: int,
+        options: Mapping[str, Any],
     ) -> None:
+        """`options`: more of the NVMe tier."""
         super().__init__(device)
         block_bytes = device.shape[1]
         extra = {
@@ -94,6 +96,7 @@ class OurEngine(Engine):
                     "capacity": disk_bytes,
                     "path": [str(folder) for folder in folders],
                     "min_free": 0,
+                    **options,
                 },
             ],
             "write_mode": "through",

@@ -1,0 +1,71 @@
+"""The plugin finds the engine's configuration in the frames that load it, and checks it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcascade import vllm_plugin
+from kvcascade.errors import ConfigError
+
+GOOD = {"spec_name": "CascadeOffloadingSpec", "tiers": [{"type": "cpu", "capacity": "1MiB"}]}
+
+
+def load_with(**given: Any) -> None:
+    """A frame as vLLM's: the configuration is a local, the plugin is called below."""
+    vllm_config = given.get("vllm_config")
+    self = given.get("self")
+    assert (vllm_config, self) is not None
+    vllm_plugin.register()
+
+
+def holder(extra: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+
+
+def test_a_good_configuration_passes() -> None:
+    load_with(vllm_config=holder(GOOD))
+    load_with(self=SimpleNamespace(kv_transfer_config={"kv_connector_extra_config": GOOD}))
+
+
+@pytest.mark.parametrize("name", ["vllm_config", "self"])
+def test_a_bad_one_is_refused_before_anything_is_loaded(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.capacty.*unknown key"):
+        load_with(**{name: holder({**GOOD, "tiers": [{"type": "cpu", "capacty": 1}]})})
+
+
+def test_what_does_not_fit_the_machine_is_refused_too(tmp_path: Path) -> None:
+    tiers = [{"type": "cpu", "capacity": "900TiB"}]
+    with pytest.raises(ConfigError, match="900TiB.*more memory than there is"):
+        load_with(vllm_config=holder({**GOOD, "tiers": tiers}))
+
+
+def test_configurations_of_other_specs_are_left_alone() -> None:
+    load_with(vllm_config=holder({"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1}))
+    load_with(vllm_config=SimpleNamespace(kv_transfer_config=None))
+
+
+def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.worker, name)
+
+    load_with(self=Wrapper())
+
+
+def test_it_looks_no_further_than_its_limit() -> None:
+    found = vllm_plugin._find_extra_config(inspect.currentframe())
+    assert found is None
+
+
+def test_the_spec_can_be_named_without_its_module() -> None:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    vllm_plugin.register()
+    vllm_plugin.register()
+    found = OffloadingSpecFactory.get_spec_cls({"spec_name": "CascadeOffloadingSpec"})
+    assert found.__module__ == "kvcascade.vllm_modern"
