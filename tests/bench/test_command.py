@@ -15,7 +15,7 @@ from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
 
 EVERYTHING = {
     "manager": (7 + 3) * len(SMOKE.manager_blocks) + 7,
-    "lookups": 6 * len(SMOKE.index_blocks),
+    "lookups": 7 * len(SMOKE.index_blocks),
     "transfers": 2 * len(SMOKE.block_sizes) + 3,
     "busy": 9,
     "reopening": 12 * len(SMOKE.reopen_blocks),

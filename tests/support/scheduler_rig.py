@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,8 @@ ROW_BYTES = 32
 PAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
 CHUNK_BLOCKS = 2
 """Device blocks of a chunk: together a slot of 4096 bytes."""
-DRAIN_STEPS_MAX = 3000
+DRAIN_LIMIT_S = 60.0
+"""Several times the deadline of a promotion: a disk may be slow, yet no request waits for ever."""
 
 
 class Text:
@@ -181,12 +183,10 @@ class SchedulerRig:
 
     def drain(self) -> None:
         """Step until every request has ended and nothing is under way."""
-        for _ in range(DRAIN_STEPS_MAX):
-            if not self.scheduler.has_requests() and not self.scheduler.has_unfinished_requests():
-                break
+        limit_s = monotonic() + DRAIN_LIMIT_S
+        while self.scheduler.has_requests() or self.scheduler.has_unfinished_requests():
+            assert monotonic() < limit_s, f"requests never end: {self.unfinished}"
             self.step()
-        else:
-            raise AssertionError(f"requests never end: {self.unfinished}")
         self._take_in(0)
 
     def close(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from time import thread_time
+from time import perf_counter
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -29,32 +30,48 @@ PROBE_WAIT_S = 0.05
 ROUNDS_MAX = 100
 SPARE_CHUNKS = 64
 
+
+@dataclass(frozen=True, slots=True)
+class OurAnswers:
+    """What questions cost, in microseconds per block."""
+
+    cold_hit_us: float
+    cold_miss_us: float
+    hit_us: float
+    miss_us: float
+    again_us: float
+    steps: int
+    """Of the engine, that passed before the first promotion began."""
+
+
 Request = tuple[ReqContext, list[OffloadKey]]
 
 
 def ask_ours(
     manager: OffloadingManager,
-    cold: Sequence[OffloadKey],
-    warm: Sequence[OffloadKey],
-    absent: Sequence[OffloadKey],
+    keys: Sequence[OffloadKey],
+    warm_up: Callable[[], None],
     promotions: list[int],
-) -> tuple[float, float, float, float, float, float]:
-    """Microseconds per block: first questions, more of them, misses, again (twice, for two rows);
-    and steps until the first promotion began (`promotions` are the jobs that did)."""
-    pending = LookupResult.HIT_PENDING
+) -> OurAnswers:
+    """Ask about blocks that are there and that are not, before and after `warm_up`.
+
+    `promotions` are the jobs that have begun.
+    """
+    pending, missing, half = LookupResult.HIT_PENDING, LookupResult.MISS, len(keys) // 2
     with frozen():
-        first = announced(manager, cold)
-        cold_us = ask(manager, first, pending)
+        cold_us = ask(manager, announced(manager, keys[:half]), pending)
         steps = -1
         while not promotions and steps < ROUNDS_MAX:
             end_step(manager)
             steps += 1
-        more = announced(manager, warm)
+        cold_miss_us = ask(manager, announced(manager, random_keys(half)), missing)
+        warm_up()
+        more = announced(manager, keys[half:])
         warm_us = ask(manager, more, pending)
         end_step(manager)
-        miss_us = ask(manager, announced(manager, absent), LookupResult.MISS)
+        miss_us = ask(manager, announced(manager, random_keys(half)), missing)
         again_us = ask(manager, more, pending)
-    return cold_us, warm_us, miss_us, again_us, again_us, float(steps)
+    return OurAnswers(cold_us, cold_miss_us, warm_us, miss_us, again_us, steps)
 
 
 def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Request]:
@@ -63,7 +80,7 @@ def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Re
 
 
 def ask(manager: OffloadingManager, requests: Sequence[Request], expected: LookupResult) -> float:
-    """Ask about every block once; microseconds of the thread per block."""
+    """Ask about every block once; microseconds per block."""
     took_us, answers = ask_any(manager, requests)
     if answers != {expected}:
         raise BenchError(f"lookups answered {answers}, not {expected}")
@@ -78,9 +95,9 @@ def ask_any(
     asked, took = 0, 0.0
     seen: set[LookupResult] = set()
     for context, keys in requests:
-        began = thread_time()
+        began = perf_counter()
         answers = [lookup(key, context) for key in keys]
-        took += thread_time() - began
+        took += perf_counter() - began
         asked += len(keys)
         seen.update(answers)
     return took / asked * 1e6, seen
