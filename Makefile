@@ -3,6 +3,7 @@
 #   PYTHON   interpreter for the environment (default python3, 3.11 or newer)
 #   ENGINE   cpu or cuda (default: cuda where a CUDA device answers)
 #   PYTEST   more arguments for pytest: make test PYTEST="-k nvme -x"
+#   VERSION  vLLM version for test-vllm
 #   BENCH    arguments for the benchmark: make bench BENCH="--quick --only transfers"
 
 SHELL := /bin/bash
@@ -16,12 +17,12 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PINS := $(wildcard tools/requirements/*.txt)
+PINS := $(filter-out %/seed.txt,$(wildcard tools/requirements/*.txt))
 
-.PHONY: help setup demo bench test lint format soak wheel clean
+.PHONY: help setup demo bench bench-gpu test test-vllm lint format soak wheel clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything at pinned versions
 
@@ -35,8 +36,14 @@ demo: $(STAMP) ## run the main job end to end and print what came from where
 bench: $(STAMP) ## measure beside vLLM's own offloading (BENCH="--quick" for two minutes)
 	@$(BIN)/python -m kvcascade.tools bench $(BENCH)
 
+bench-gpu: $(STAMP) ## measure device to CPU tier and back; needs an NVIDIA GPU
+	@$(BIN)/python -m kvcascade.tools bench --only gpu $(BENCH)
+
 test: $(STAMP) ## run the whole test suite, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)
+
+test-vllm: $(STAMP) ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)
+	@bash tools/test_vllm.sh "$(VERSION)" $(PYTEST)
 
 soak: $(STAMP) ## run the tests that take long
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)
@@ -58,6 +65,6 @@ wheel: $(STAMP) ## build sdist and wheel into dist/
 	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_wheel("dist")' >/dev/null
 	@ls dist
 
-clean: ## remove everything that was made here, .venv too
-	@rm -rf $(VENV) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove everything that was made here, .venv and .vllm too
+	@rm -rf $(VENV) .vllm build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,6 @@ the lanes with it under one lock, which is never held during a copy.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from ..errors import ConfigError, TierIOError
+from ..logs import get_logger
 from ..tiers.base import SlotArray
 from .base import TransferResult
 from .device import DeviceCopier, GpuBlocks
@@ -31,7 +31,7 @@ from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adj
 from .hazards import Direction, HazardBoard
 from .memcopy import copy_scattered
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PageArray = npt.NDArray[np.int8]
 ByteArray = npt.NDArray[np.uint8]

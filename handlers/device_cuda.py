@@ -11,7 +11,6 @@ pinned; they never wait for the GPU. The arena must stay mapped until `shutdown`
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+from ..logs import get_logger
 from ..tiers.base import SlotArray
 from .base import TransferResult
 from .device import DeviceCopier, GpuBlocks
@@ -32,7 +32,7 @@ from .staging import STAGING_BYTES, StagedCopier, torch_layouts
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
 

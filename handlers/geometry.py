@@ -154,8 +154,10 @@ class WorkerLayout:
             for each in rows
         )
 
-    def digest(self) -> bytes:
+    def digest(self, page_order: str = "") -> bytes:
         """16 bytes that are equal for two workers only if they lay pages out alike.
+
+        `page_order` says how the engine arranges the inside of a page, if that is known.
 
         Covers pages, strides, groups and chunk size, not the number of blocks or slots nor the
         place in the slot, which may change between two runs that share blocks.
@@ -165,6 +167,7 @@ class WorkerLayout:
             str(self.blocks_per_chunk),
             ";".join(f"{t.page_bytes},{t.row_stride}" for t in self.tensors),
             *(";".join(f"{r.tensor},{r.page_bytes}" for r in refs) for refs in self.groups),
+            *([page_order] if page_order else []),
         ]
         text = "|".join(facts).encode("ascii")
         return hashlib.blake2b(text, digest_size=LAYOUT_DIGEST_BYTES).digest()

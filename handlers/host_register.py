@@ -8,15 +8,16 @@ and the submitting thread then waits for each copy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..logs import get_logger
+
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REGISTER_PIECE_BYTES = 8 << 30
 """Longest piece that is registered at once."""

@@ -7,41 +7,54 @@ nothing behind: whatever was opened is closed again.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import sizes
-from .config import Admission, CascadeConfig, DirectIO, NvmeTier
-from .errors import os_errors
+from .announce import Announcer
+from .config import CascadeConfig, DirectIO, Movers, NvmeTier
 from .handlers.device import DeviceCopier
 from .handlers.geometry import PageRef, WorkerLayout
-from .handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from .handlers.mover import Mover
 from .handlers.nvme_pair import NvmePairHandler
-from .machine import ThisMachine, cpu_capacity, nvme_capacity
-from .manager.admission import AdmitAll, AdmitSecondTouch, WriteBudget
+from .logs import get_logger
+from .machine import ThisMachine, cpu_capacity
 from .manager.cascading import CascadingOffloadingManager, ManagerOptions
 from .manager.flow import Link
 from .manager.level import Tier
+from .manager.request import Request
 from .manager.ticker import Ticker
+from .movers import link_by_process, link_by_threads, open_mover
+from .nvme_parts import io_threads_of, nvme_level, open_nvme
+from .recording import Recorder, RecordFacts, open_recorder
+from .tiers.base import BlockHash
 from .tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
+from .tiers.cpu.slot_table import KeptDirectory, SlotTable
 from .tiers.nvme import tier as nvme
-from .tiers.nvme.filesystem import RealFileSystem
+from .tiers.nvme.filesystem import FileSystem, RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey
-from .tiers.nvme.store import Durability
-from .tiers.policies import OrderedPolicy, create
+from .tiers.policies import create
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 COPY_THREADS = 2
 """Threads of a worker on the CPU platform that copy pages, one per direction."""
+
+
+FileSystemOf = Callable[[NvmeTier], FileSystem]
+"""What an NVMe tier with these options reads and writes through."""
+
+
+def real_file_system(options: NvmeTier) -> FileSystem:
+    """The machine's own, with direct I/O if the options allow it."""
+    return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class Geometry:
     """Worker processes, all on this host."""
     blocks_per_chunk: int
     """Device blocks in one of our blocks."""
+    tokens_per_block: float = 0.0
+    """Prompt tokens that one of our blocks saves; 0: unknown."""
 
 
 class WorkerSide:
@@ -78,11 +93,13 @@ def open_worker(
     rank: int,
     tensors: Sequence[torch.Tensor],
     groups: Sequence[Sequence[tuple[int, int]]],
+    page_order: str = "",
 ) -> WorkerSide:
     """Open a worker's part over its KV tensors.
 
     `tensors`: int8, shape `(num_blocks, page_bytes)`; `groups`: per KV group, (tensor index, page
-    bytes without padding) of every layer. Raises one of our errors.
+    bytes without padding) of every layer; `page_order`: the inside of a page, where the scheduler
+    does not know it. Raises one of our errors.
     """
     from .handlers.staging import torch_layouts
 
@@ -95,7 +112,7 @@ def open_worker(
     with ExitStack() as undo:
         arena = Arena.open(arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir)
         undo.callback(arena.close)
-        arena.publish_layout(layout.digest())
+        arena.publish_layout(layout.digest(page_order))
         executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
         undo.callback(executor.shutdown)
         copier = _copier(tensors, layout, arena, executor, settings.cpu.prefault)
@@ -133,32 +150,65 @@ class Cascade:
         manager: CascadingOffloadingManager,
         nvme_tiers: Sequence[nvme.NvmeTier],
         executors: Sequence[ThreadPoolExecutor],
+        recorder: Recorder | None = None,
+        movers: Sequence[Mover] = (),
     ) -> None:
+        self.movers = list(movers)
         self.settings = settings
+        self.recorder = recorder
+        """Where requests are noted when they end; None: nowhere."""
         self.arena = arena
         self.manager = manager
         self.nvme_tiers = list(nvme_tiers)
         self._executors = executors
         self._ticker = Ticker(manager.maintain)
+        self._announcers: dict[int, Announcer] = {}
+        """By level; what an earlier engine left there."""
         self._is_closed = False
 
     def info(self) -> dict[str, str]:
         """Fixed facts, for an info metric: `INFO_KEYS` and their values."""
-        tiers = ",".join(f"{name}:{capacity}" for name, _, capacity, _ in self.manager.usage())
+        states = self.manager.tier_states()
+        tiers = ",".join(f"{state.name}:{state.capacity_blocks}" for state in states)
         return dict(zip(self.INFO_KEYS, (tiers, str(self.settings.write_mode)), strict=True))
+
+    def record(self, request: Request, prompt: Sequence[BlockHash]) -> None:
+        """A request ended; `prompt` is the chain of its blocks. No effect without a recorder."""
+        if self.recorder is not None and prompt:
+            self.recorder.note(request.arrived_s, prompt)
+            self.manager.counters.recorded_requests = self.recorder.recorded_requests
+            self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
+
+    def start_announcing(self) -> None:
+        """Make events of what the tiers held when they were opened."""
+        for level, tier in enumerate(self.nvme_tiers, start=1):
+            self._announcers[level] = Announcer(tier.index.keys_after)
+
+    def announce_found(self) -> None:
+        """Put the next batch of what was found into the events. Scheduler thread, every step."""
+        for level, announcer in self._announcers.items():
+            batch = announcer.take()
+            if batch:
+                self.manager.announce(level, batch)
 
     def close(self) -> None:
         """Write what is dirty within `shutdown_flush_s`, close every tier; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        for announcer in self._announcers.values():
+            announcer.stop()
         self._ticker.stop()
+        if self.recorder is not None:
+            self.recorder.close()
         if not self.manager.shutdown():
             logger.warning(
                 "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "
                 "stored before is safe, and the next start checks the rest"
             )
             return
+        for mover in self.movers:
+            mover.close()
         for executor in self._executors:
             executor.shutdown(cancel_futures=True)
         for tier in self.nvme_tiers:
@@ -175,12 +225,17 @@ def open_cascade(
     label: str,
     steps_until_flushed: int,
     with_events: bool,
+    waits_for_stores: bool = True,
     expect_workers: bool = True,
+    about: Mapping[str, Any] | None = None,
+    file_system: FileSystemOf = real_file_system,
 ) -> Cascade:
     """Open the scheduler's part; the workers have opened theirs.
 
     `facts` are the fields of the fingerprint; the workers' tensor layouts are added to them.
-    `label` names the namespace for people. Raises one of our errors.
+    `label` names the namespace for people, `about` is written beside them; `file_system` gives
+    what an NVMe tier reads and writes through; for the rest see `ManagerOptions`. Raises one of
+    our errors.
     """
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
@@ -188,31 +243,60 @@ def open_cascade(
         arena = Arena.open(arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir))
         undo.callback(arena.close)
         digests = [d.hex() if d else "none" for d in arena.layout_digests()]
-        key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)})
+        key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
         backend = CpuBackend.over(arena)
-        tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity))]
+        table = arena.slot_table() if arena.geometry.kept else None
+        found = _found_in(table, key) if table is not None else ([], [])
+        directory = None if table is None else KeptDirectory(backend.capacity, table)
+        tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
         links: list[Link] = []
         executors: list[ThreadPoolExecutor] = []
         opened: list[nvme.NvmeTier] = []
+        movers: list[Mover] = []
         for number, options in enumerate(settings.nvme):
-            stores, loads = _io_threads(options, executors, undo)
-            tier = _open_nvme(options, arena_geometry.slot_bytes, key, stores)
+            stores, loads = io_threads_of(options, executors, undo)
+            tier = open_nvme(options, arena_geometry.slot_bytes, key, stores, file_system(options))
             undo.callback(tier.close)
             opened.append(tier)
             name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
-            tiers.append(_nvme_level(name, options, tier))
-            links.append(_link(arena, opened, stores, loads))
-        options_ = _manager_options(settings, backend, steps_until_flushed, with_events)
+            tiers.append(nvme_level(name, options, tier))
+            if number == 0 and _has_mover(options, file_system):
+                movers.append(open_mover(arena, tier, options, settings.cpu.prefault))
+                undo.callback(movers[0].close)
+            links.append(_link(arena, opened, movers, stores, loads))
+        options_ = replace(
+            _manager_options(settings, backend),
+            steps_until_flushed=steps_until_flushed,
+            waits_for_stores=waits_for_stores,
+            with_events=with_events,
+            tokens_per_block=geometry.tokens_per_block,
+        )
+        recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         manager = CascadingOffloadingManager(tiers, links, options_)
-        cascade = Cascade(settings, arena, manager, opened, executors)
+        if found[0]:
+            manager.adopt(found[0], backend.adopt(found[1]))
+        cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers)
         undo.pop_all()
+    if with_events:
+        cascade.start_announcing()
     _log_start(cascade)
     return cascade
+
+
+def _found_in(table: SlotTable, key: NamespaceKey) -> tuple[list[BlockHash], list[int]]:
+    """Blocks that an earlier engine of this namespace left in the arena, and their slots."""
+    return table.complete() if table.begin(key.digest) else ([], [])
+
+
+def _has_mover(options: NvmeTier, file_system: FileSystemOf) -> bool:
+    """Another file system than the machine's cannot be used from another process."""
+    return options.movers is Movers.PROCESS and file_system is real_file_system
 
 
 def _link(
     arena: Arena,
     opened: Sequence[nvme.NvmeTier],
+    movers: Sequence[Mover],
     stores: ThreadPoolExecutor,
     loads: ThreadPoolExecutor,
 ) -> Link:
@@ -221,20 +305,26 @@ def _link(
     if len(opened) > 1:
         above = opened[-2].store
         return Link(NvmePairHandler(above, store, stores), NvmePairHandler(store, above, loads))
-    return Link(
-        down=NvmeStoreHandler(store, arena.slot_view, stores),
-        up=NvmeLoadHandler(store, arena.slot_view, loads),
-    )
+    if movers:
+        return link_by_process(opened[0], movers[0])
+    return link_by_threads(arena, opened[0], stores, loads)
+
+
+def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:
+    if settings.record is None:
+        return None
+    facts = RecordFacts(geometry.tokens_per_block, block_bytes)
+    return open_recorder(settings.record, facts, monotonic)
 
 
 def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometry:
     capacity = cpu_capacity(settings.cpu, ThisMachine())
-    return ArenaGeometry.fit(capacity, geometry.rank_bytes, geometry.world_size)
+    return ArenaGeometry.fit(
+        capacity, geometry.rank_bytes, geometry.world_size, kept=settings.cpu.persist
+    )
 
 
-def _manager_options(
-    settings: CascadeConfig, top: CpuBackend, steps_until_flushed: int, with_events: bool
-) -> ManagerOptions:
+def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
     return ManagerOptions(
         write_mode=settings.write_mode,
         on_reset=settings.on_reset,
@@ -246,69 +336,40 @@ def _manager_options(
         ),
         promotion_deadline_s=settings.promotion_deadline_s,
         shutdown_flush_s=settings.shutdown_flush_s,
-        steps_until_flushed=steps_until_flushed,
-        with_events=with_events,
-    )
-
-
-def _io_threads(
-    options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
-) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Threads for stores and for loads: a load never queues behind a store."""
-    for direction in ("store", "load"):
-        executor = ThreadPoolExecutor(options.io_threads, f"kvcascade-{direction}")
-        undo.callback(executor.shutdown, cancel_futures=True)
-        executors.append(executor)
-    return executors[-2], executors[-1]
-
-
-def _open_nvme(
-    options: NvmeTier, block_bytes: int, key: NamespaceKey, executor: ThreadPoolExecutor
-) -> nvme.NvmeTier:
-    machine, segment_size = ThisMachine(), options.segment_size
-    for path in options.path:
-        with os_errors(f"creating {path} ({options.key}.path)"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    config = nvme.NvmeTierConfig(
-        paths=options.path,
-        capacity_bytes=nvme_capacity(options, machine),
-        block_bytes=block_bytes,
-        key=key,
-        durability=Durability(str(options.durability)),
-        min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
-        slots_per_segment=(
-            None if segment_size is None else max(1, segment_size.of(0) // block_bytes)
-        ),
-    )
-    return nvme.open_nvme_tier(
-        config, executor, RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
-    )
-
-
-def _nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
-    policy = create(options.policy, tier.backend.capacity, tier.directory, tier.arrays)
-    if tier.recovered:
-        assert isinstance(policy, OrderedPolicy)
-        policy.reconcile(tier.live_slots())
-    is_all = options.admission is Admission.ALL
-    budget = options.write_budget
-    return Tier(
-        name,
-        tier.backend,
-        policy,
-        AdmitAll() if is_all else AdmitSecondTouch(),
-        None if budget is None else WriteBudget(budget.of(0), time.monotonic),
+        load_or_recompute=settings.load_or_recompute,
+        prefill_tokens_per_s=settings.prefill_tokens_per_s,
     )
 
 
 def _log_start(cascade: Cascade) -> None:
-    for name, blocks, capacity, _ in cascade.manager.usage():
-        logger.info("kvcascade: tier %s holds %d of %d blocks", name, blocks, capacity)
-    for tier in cascade.nvme_tiers:
-        report = tier.report
-        logger.info(
-            "kvcascade: namespace %s, made %s, last shutdown %s",
-            report.folder,
-            report.created.isoformat(timespec="seconds"),
-            "clean" if report.was_clean else "not clean",
-        )
+    """One line that says what was opened and found; the same as fields for structured logs."""
+    fields = start_fields(cascade)
+    shown = "; ".join(
+        f"{name} ({', '.join(f'{key}={value}' for key, value in facts.items())})"
+        for name, facts in fields.items()
+    )
+    logger.info("kvcascade opened: %s", shown, extra={"kvcascade": fields})
+
+
+def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
+    """Per tier: what it can hold and what was found in it."""
+    settings = cascade.settings
+    policies = [settings.cpu.policy, *(tier.policy for tier in settings.nvme)]
+    reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
+    fields: dict[str, dict[str, object]] = {}
+    for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):
+        facts = fields[state.name] = {
+            "blocks": state.blocks,
+            "capacity_blocks": state.capacity_blocks,
+            "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
+            "policy": policy,
+        }
+        if report is not None:
+            facts |= {
+                "namespace": str(report.folder),
+                "fingerprint": report.folder.name.rpartition("-")[2],
+                "created": report.created.isoformat(timespec="seconds"),
+                "shutdown": "clean" if report.was_clean else "unclean",
+                "written": sizes.human(report.bytes_written),
+            }
+    return fields

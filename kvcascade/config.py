@@ -18,12 +18,14 @@ from . import sizes
 from .options import (
     At,
     choice,
+    choice_or_name,
     deadline,
     flag,
     folder,
     folders,
     optional,
     policy_name,
+    rate,
     read_options,
     seconds,
     sized,
@@ -31,9 +33,9 @@ from .options import (
     whole,
     word_or_none,
 )
-from .sizes import Budget, Bytes, Share, Size
+from .sizes import Budget, Bytes, Share, Size, WriteAmount
 
-POLICIES = ("lru", "arc", "fifo", "lirs", "s3fifo", "sieve", "slru")
+POLICIES = ("lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve", "slru")
 """Policies that are known by name, unless the caller knows more."""
 
 VLLM_KEYS = frozenset(
@@ -96,6 +98,13 @@ class Admission(StrEnum):
     SECOND_TOUCH = "second_touch"
 
 
+class Movers(StrEnum):
+    """Who moves the blocks of a tier."""
+
+    PROCESS = "process"
+    THREADS = "threads"
+
+
 class DirectIO(StrEnum):
     """Whether payload passes by the page cache."""
 
@@ -132,6 +141,8 @@ class CpuTier:
     """Share of the tier that is free or clean at least; below it demotion starts."""
     high_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(2, 10))
     """Share of the tier that is free or clean when demotion stops."""
+    persist: Annotated[bool, flag] = False
+    """Leave the arena in shared memory, for the next engine of the same namespace to take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +161,16 @@ class NvmeTier:
     """Name, or "package.module:Class", of the replacement policy."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
     """What a committed block survives."""
-    admission: Annotated[Admission, choice(Admission)] = Admission.ALL
-    """Which blocks may enter."""
-    write_budget: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
-    """Bytes that may be written per day; `None`: no limit."""
+    admission: Annotated[Admission | str, choice_or_name(Admission)] = Admission.ALL
+    """Which blocks may enter; "package.module:function" asks a function of the user."""
+    write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
+    """Bytes, or drive writes, per day; `None`: no limit."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Bytes, or a share of the disk, that are never used."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 2
     """Threads that read and write."""
+    movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
+    """Who moves blocks to and from the CPU tier: a process of its own, or the scheduler's."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
     """Whether payload passes by the page cache; `auto`: where the file system can."""
     segment_size: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
@@ -221,6 +234,12 @@ class CascadeConfig:
     """After this long a pending read is a miss."""
     promotion_budget: Annotated[Budget, sized(sizes.parse_budget)] = Share(Fraction(1, 2))
     """Slots of the first tier that promotions may hold at a time."""
+    load_or_recompute: Annotated[bool, flag] = True
+    """Read blocks only where that is expected to be faster than computing them again."""
+    prefill_tokens_per_s: Annotated[float | None, optional(rate)] = None
+    """Speed of computing; `None`: measured while serving."""
+    record: Annotated[Path | None, optional(folder)] = None
+    """Folder for a record of all requests, to be replayed; `None`: none is kept."""
     label: Annotated[str, text] = ""
     """The user's word in the fingerprint of the namespace."""
     weights_id: Annotated[str | None, word_or_none] = None

@@ -20,6 +20,8 @@ from .config import CascadeConfig, CpuTier, NvmeTier
 from .options import At
 from .sizes import Share, Size, human
 
+KEPT_ARENAS = "kvcascade-kept-*"
+"""Arenas that outlived their engines, in the folder of arenas."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
@@ -66,6 +68,10 @@ class Machine(ABC):
         """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
 
     @abstractmethod
+    def kept_by_arenas(self, folder: Path) -> int:
+        """Bytes of the arenas in a folder that outlived their engines, or may do so."""
+
+    @abstractmethod
     def writable(self, folder: Path) -> bool:
         """Whether this process may create files in an existing folder."""
 
@@ -91,6 +97,9 @@ class ThisMachine(Machine):
             return PathKind.FOLDER
         return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
 
+    def kept_by_arenas(self, folder: Path) -> int:
+        return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
+
     def writable(self, folder: Path) -> bool:
         return os.access(folder, os.W_OK | os.X_OK)
 
@@ -107,9 +116,21 @@ class ThisMachine(Machine):
         return sum(_bytes_below(namespace) for namespace in namespaces)
 
 
+def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
+    """The size of the tier's disks."""
+    return sum(disk.total for disk in _disks(tier, machine))
+
+
 def check_machine(config: CascadeConfig, machine: Machine) -> None:
     """Raise `ConfigError` for the first option that does not fit the machine."""
     _check_cpu(config.cpu, machine)
+    check_nvme(config, machine)
+    if config.record is not None:
+        _check_folder(At("record"), config.record, machine)
+
+
+def check_nvme(config: CascadeConfig, machine: Machine) -> None:
+    """`check_machine` for the tiers on disk alone."""
     for tier in config.nvme:
         for path in tier.path:
             _check_folder(At(f"{tier.key}.path"), path, machine)
@@ -123,7 +144,7 @@ def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
 
 def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
     """The tier's capacity in bytes, over all its paths."""
-    return tier.capacity.of(sum(disk.total for disk in _disks(tier, machine)))
+    return tier.capacity.of(nvme_disk_bytes(tier, machine))
 
 
 def _check_cpu(tier: CpuTier, machine: Machine) -> None:
@@ -134,12 +155,14 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
     if not machine.writable(folder):
         raise arena.wrong(str(folder), "cannot be written by this user; give one that can")
     capacity, available = cpu_capacity(tier, machine), machine.memory().available
+    kept = machine.kept_by_arenas(folder) if tier.persist else 0  # will be taken over
+    available += kept
     if not capacity:
         raise at.wrong(str(tier.capacity), "is nothing on this machine; raise it")
     if capacity > available:
         problem = f"is more memory than there is ({human(available)} available); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
-    free = machine.disk(folder).free
+    free = machine.disk(folder).free + kept
     if capacity > free:
         remedy = f"lower it, enlarge that file system, or set {arena.key} to another"
         problem = f"is more than {folder} has free ({human(free)}); {remedy}"

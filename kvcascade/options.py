@@ -24,7 +24,7 @@ from .errors import ConfigError
 Config = TypeVar("Config")
 
 _SHOWN_CHARACTERS = 80
-_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,21 @@ def choice(choices: type[StrEnum]) -> Reader:
     return read
 
 
+def choice_or_name(choices: type[StrEnum]) -> Reader:
+    """Reader of one of a few words, or of a "package.module:name"."""
+
+    def read(at: At, value: Any) -> object:
+        if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
+            return value
+        if not isinstance(value, str) or value not in list(choices):
+            known = _either(list(choices))
+            hint = _did_you_mean(value, list(choices))
+            raise at.wrong(value, f'is not known{hint}; use {known}, or "package.module:name"')
+        return choices(value)
+
+    return read
+
+
 def whole(lowest: int, highest: int) -> Reader:
     """Reader of a whole number within bounds."""
 
@@ -111,6 +126,14 @@ def deadline(at: At, value: Any) -> float:
     """Reader of a time above zero."""
     if not seconds(at, value):
         raise at.wrong(value, "leaves no time at all; give a number of seconds above 0")
+    return float(value)
+
+
+def rate(at: At, value: Any) -> float:
+    """Reader of a number of tokens per second."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise at.wrong(value, "is not a speed; give a number of tokens per second above 0")
     return float(value)
 
 
@@ -142,7 +165,7 @@ def optional(read: Reader) -> Reader:
 
 def policy_name(at: At, value: Any) -> str:
     """Reader of the name of a replacement policy, or of a class that is one."""
-    if isinstance(value, str) and (value in at.policies or _CLASS_PATH.fullmatch(value)):
+    if isinstance(value, str) and (value in at.policies or _DOTTED_NAME.fullmatch(value)):
         return value
     hint = _did_you_mean(value, at.policies)
     known = _either([*at.policies])

@@ -21,6 +21,8 @@ _UNITS = {"": 1, "b": 1} | {name.lower(): n for name, n in (_BINARY | _DECIMAL).
 # Bounded digits: neither a value nor the time to read it can run away.
 _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*|%)")
 
+_DRIVE_WRITES = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,20})?) ?DWPD", re.IGNORECASE)
+
 BYTES_HINT = 'write a whole number of bytes or a string such as "64GiB" or "500GB"'
 SHARE_HINT = 'write a share such as "50%"'
 SIZE_HINT = f'{BYTES_HINT}, or a share such as "50%"'
@@ -71,8 +73,27 @@ class Blocks:
         return str(self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class DriveWrites:
+    """A daily amount as a multiple of the drives' size, as makers of flash state endurance."""
+
+    times: Fraction
+    """Writes of the whole drive per day."""
+    text: str = field(default="", compare=False)
+    """As it was written, for messages."""
+
+    def of(self, total: int) -> int:
+        """The amount in bytes for drives of `total` bytes, rounded down."""
+        return min(MAX_BYTES, int(total * self.times))
+
+    def __str__(self) -> str:
+        return self.text or f"{_decimal(self.times)} DWPD"
+
+
 Size = Bytes | Share
 """What a capacity may be."""
+WriteAmount = Bytes | DriveWrites
+"""What may be written per day."""
 Budget = Bytes | Share | Blocks
 """What a number of slots may be given as."""
 
@@ -98,6 +119,20 @@ def parse_bytes(value: object) -> Bytes:
     if not size.count:
         raise ValueError(f"is not above zero; {BYTES_HINT}")
     return size
+
+
+def parse_daily_writes(value: object) -> WriteAmount:
+    """Bytes above zero, or drive writes per day such as "0.3 DWPD"."""
+    match = _DRIVE_WRITES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f'{error}, or drive writes per day such as "0.3 DWPD"') from None
+    times = Fraction(match[1])
+    if not times:
+        raise ValueError('is not above zero; write drive writes per day such as "0.3 DWPD"')
+    return DriveWrites(times, match[0])
 
 
 def parse_share(value: object) -> Share:

@@ -3,31 +3,19 @@
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
        "spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec", "tiers": [...]}}
 
-The class is the adapter for what the installed vLLM offers, found by looking, not by its version.
+The class is the adapter for the installed vLLM; importing this raises `ConfigError` without one.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+from .vllm_generation import adapter
 
-
-def _offers(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-if not _offers("vllm"):
-    raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")
-if not _offers("vllm.v1.kv_offload.config"):
-    raise ConfigError(
-        "kvcascade.spec does not support the installed vLLM, whose offloading interface is older "
-        "than that of 0.27; install vllm>=0.27,<0.34."
-    )
-
-from .vllm_modern import CascadeOffloadingSpec  # noqa: E402
+if TYPE_CHECKING:
+    from .vllm_modern import CascadeOffloadingSpec
+else:
+    CascadeOffloadingSpec = import_module(f".{adapter()}", __package__).CascadeOffloadingSpec
 
 __all__ = ["CascadeOffloadingSpec"]

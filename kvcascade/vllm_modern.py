@@ -7,10 +7,10 @@ read with `getattr`, and hooks that some versions never call are simply there.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any, cast
 
 import numpy as np
@@ -37,33 +37,26 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from . import vllm_facts, vllm_metrics
-from .assembly import Cascade, Geometry, WorkerSide, open_cascade, open_worker
-from .config import CascadeConfig, parse
+from .assembly import Cascade, Geometry, WorkerSide, open_worker, real_file_system
+from .config import CascadeConfig, NvmeTier, parse
 from .handlers.device import GpuBlocks
-from .identity import is_shareable, weights_identity
-from .manager.base import LookupState
+from .manager.base import BlockEvent, LookupState
 from .manager.request import Request
 from .tiers.base import BlockHash, BlockStatus, SlotSpec
+from .tiers.nvme.filesystem import FileSystem
 from .tiers.policies import known_names
+from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
+from .vllm_layers import about_blocks
+from .vllm_pages import from_canonical
 
-logger = logging.getLogger(__name__)
-
-
-def _log_beside_vllm() -> None:
-    """vLLM sets up handlers for its own logger only: our lines shall appear beside its own."""
-    ours, theirs = logging.getLogger(__package__), logging.getLogger("vllm")
-    if not ours.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.getEffectiveLevel())
-
-
-_log_beside_vllm()
+log_beside_vllm()
 
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+_EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
+"""Later versions say more about an event."""
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
@@ -74,16 +67,17 @@ class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
 class CascadeManager(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
-    def __init__(self, cascade: Cascade) -> None:
+    def __init__(self, cascade: Cascade, tokens_per_block: float = 0.0) -> None:
+        """`tokens_per_block`: prompt tokens that one block saves."""
         self._cascade = cascade
         self._manager = cascade.manager
-        self._metrics = vllm_metrics.MetricsReader(cascade.manager)
+        self._metrics = vllm_metrics.MetricsReader(cascade.manager, tokens_per_block)
         self._stats_due_s = 0.0
         self._context: ReqContext | None = None
         self._request = Request()
         self._top_get = cascade.manager.top_get
-        self._answer = cascade.manager.answered.append
-        self._counters = cascade.manager.counters
+        self._answers = cascade.manager.answers
+        self._ready_at = cascade.manager.answers.ready_at
         self._is_single = cascade.manager.is_single
 
     @property
@@ -92,25 +86,30 @@ class CascadeManager(OffloadingManager):
         return self._manager.lock
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Asked for every block of every waiting request at every step: what can be said without a
-        # look at lower tiers is said here, as `lookup_block` does.
+        # Asked for every block of every waiting request at every step: the answers that can be
+        # given at once are given here, as `lookup_block` does.
         if req_context is not self._context:
             self._switch(req_context)
+        answers = self._answers
+        at = answers.at
+        if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
+            answers.at = at + 1
+            return _HIT
         status = self._top_get(key)  # type: ignore[arg-type]
-        request = self._request
-        if status is not None and status.ref_cnt >= 0:
-            if request.is_plain or key in request.holds:  # type: ignore[comparison-overlap]
-                self._answer(key)  # type: ignore[arg-type]
-                return _HIT
-        elif status is None and self._is_single:
-            self._counters.lookup_misses += 1
-            return _MISS
-        elif key in request.pending:  # type: ignore[comparison-overlap]
-            return _PENDING
-        return self._look_below(key, status)  # type: ignore[arg-type]
+        if status is None:
+            if self._is_single:
+                answers.misses += 1
+                return _MISS
+            if key in self._request.pending:  # type: ignore[comparison-overlap]
+                return _PENDING
+        return self._look_further(key, status)  # type: ignore[arg-type]
 
-    def _look_below(self, key: BlockHash, status: BlockStatus | None) -> LookupResult:
-        state = self._manager.look_below(key, status, self._request)
+    def _look_further(self, key: BlockHash, status: BlockStatus | None) -> LookupResult:
+        request = self._request
+        if status is None:
+            state = self._manager.look_below(key, None, request)
+        else:
+            state = self._manager.lookup_block(key, request)
         if state is LookupState.MISS:
             return _MISS
         if state is LookupState.HIT:
@@ -159,7 +158,10 @@ class CascadeManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._manager.finish_request(self._request_of(req_context))
+        request = self._request_of(req_context)
+        if self._cascade.recorder is not None:
+            self._cascade.record(request, _prompt(request, req_context))
+        self._manager.finish_request(request)
         self._stats_due_s = 0.0  # an engine that goes idle now shall not sit on its last numbers
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -167,14 +169,8 @@ class CascadeManager(OffloadingManager):
         self._context = None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return [
-            OffloadingEvent(
-                keys=_keys(list(event.block_hashes)),
-                medium=_MEDIA[event.medium],
-                removed=event.removed,
-            )
-            for event in self._manager.take_events()
-        ]
+        self._cascade.announce_found()
+        return [to_vllm_event(event) for event in self._manager.take_events()]
 
     def has_pending_work(self) -> bool:
         return self._manager.has_pending_work()
@@ -209,7 +205,7 @@ class CascadeManager(OffloadingManager):
         """vLLM hands over one context object per request, many calls in a row."""
         request = context.get_state(Request)
         if request is None:
-            request = Request(context.req_id, _allowed_media(context))
+            request = Request(context.req_id, _allowed_media(context), time.monotonic())
             context.set_state(request)
         self._context, self._request = context, request
         self._manager.begin_asking(request)
@@ -283,42 +279,37 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            facts = _facts(self.config, self._settings, self._engine_config)
-            if not is_shareable(facts["weights"]):
-                logger.warning(
-                    "kvcascade: the weights of %r cannot be identified, so nothing is shared with "
-                    "other processes or kept for the next start; set weights_id to change that",
-                    self.config.model.name,
-                )
-            if vllm_facts.hashes_change_at_restart(self._engine_config):
-                logger.warning(
-                    "kvcascade: this vLLM draws a new block hash seed at every start, so nothing "
-                    "on disk will be found again; set the environment variable PYTHONHASHSEED=0"
-                )
-            cascade = open_cascade(
+            config, engine_config = self.config, self._engine_config
+            cascade = open_scheduler_side(
                 self._settings,
                 self._geometry,
-                self.config.engine_id,
-                facts,
-                label=self._settings.label or self.config.model.name,
-                steps_until_flushed=vllm_facts.pipeline_depth(self._engine_config),
+                config.engine_id,
+                namespace_facts(
+                    self._settings, engine_config, config.model.name, shape_facts(config)
+                ),
+                engine_config,
+                config.model.name,
                 with_events=self.kv_events_config.enable_kv_cache_events,
+                about=about_blocks(config),
+                file_system=self.file_system,
             )
-            self._manager = CascadeManager(cascade)
+            self._manager = CascadeManager(cascade, _tokens_per_block(self.config))
         return self._manager
+
+    def file_system(self, options: NvmeTier) -> FileSystem:
+        """What an NVMe tier reads and writes through; a subclass may put another in between."""
+        return real_file_system(options)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
+            pages = from_canonical(kv_caches)
             side = open_worker(
                 self._settings,
                 self._geometry,
                 self.config.engine_id,
                 rank=self.config.parallel.rank,
-                tensors=[tensor.tensor for tensor in kv_caches.tensors],
-                groups=[
-                    [(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-                    for refs in kv_caches.group_data_refs
-                ],
+                tensors=pages.tensors,
+                groups=pages.groups,
             )
             self._worker = CascadeWorker(side)
         return self._worker
@@ -329,16 +320,20 @@ def _geometry(config: OffloadingConfig) -> Geometry:
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
         world_size=config.parallel.world_size,
         blocks_per_chunk=config.cache.blocks_per_chunk,
+        tokens_per_block=_tokens_per_block(config),
     )
 
 
-def _facts(
-    config: OffloadingConfig, settings: CascadeConfig, engine_config: Any | None
-) -> dict[str, str]:
-    """Every fact of the fingerprint that is known before the workers' tensors are."""
+def _tokens_per_block(config: OffloadingConfig) -> float:
+    """With several KV groups it takes a block of each to save the tokens."""
+    tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
+    return tokens / len(config.groups)
+
+
+def shape_facts(config: OffloadingConfig) -> dict[str, str]:
+    """Facts of the fingerprint about blocks and parallelism."""
     parallel = config.parallel
     facts = {
-        "vllm": ".".join(map(str, vllm_facts.vllm_version())),
         "dtype": config.model.dtype,
         "tokens_per_hash": str(config.cache.tokens_per_hash),
         "blocks_per_chunk": str(config.cache.blocks_per_chunk),
@@ -346,19 +341,45 @@ def _facts(
         "layout": str(getattr(config, "kv_cache_layout", None)),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
         f"dcp{parallel.dcp_size} world{parallel.world_size}",
-        "label": settings.label,
     }
     for i, group in enumerate(config.groups):
         group_id = getattr(group, "group_id", i)
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
-    if engine_config is None:
-        facts["weights"] = settings.weights_id or weights_identity(config.model.name, None, True)
-        return facts
-    facts.update(vllm_facts.model_facts(engine_config))
-    model, revision, is_real = vllm_facts.weights_facts(engine_config)
-    facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
     return facts
+
+
+def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
+    """An event of the manager in the terms of the installed vLLM."""
+    medium = _MEDIA[event.medium]
+    about: dict[str, Any] = {
+        "locality": Locality.LOCAL,
+        "ownership": None if medium is Medium.CPU else event.tier,
+        "removal_expected": True,
+    }
+    return OffloadingEvent(
+        keys=_keys(list(event.block_hashes)),
+        medium=medium,
+        removed=event.removed,
+        **{name: value for name, value in about.items() if name in _EVENT_FIELDS},
+    )
+
+
+def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
+    """The blocks of the prompt in order, as far as the cache was concerned with it.
+
+    From 0.31 on the context knows all blocks, those that the device held and those of the answer
+    too; the last one that was used or missed here is where the prompt ends.
+    """
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    if not positions:
+        return list(request.keys)
+    used = set(request.keys)
+    if request.missed_at is not None:
+        used.add(request.missed_at)
+    end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
+    ordered = sorted(positions.items(), key=lambda item: item[1])
+    return _hashes([key for key, position in ordered if position <= end])
 
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:

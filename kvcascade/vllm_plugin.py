@@ -16,6 +16,7 @@ from typing import Any
 
 from .config import parse
 from .machine import ThisMachine, check_machine
+from .named import check_names
 from .tiers.policies import known_names
 
 SPEC_NAME = "CascadeOffloadingSpec"
@@ -27,7 +28,9 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Raises `ConfigError` for a bad one."""
     extra_config = _find_extra_config(inspect.currentframe())
     if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
-        check_machine(parse(extra_config, known_names()), ThisMachine())
+        settings = parse(extra_config, known_names())
+        check_names(settings)
+        check_machine(settings, ThisMachine())
     _register_spec()
 
 

@@ -2,69 +2,142 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 
-DAY_S = 86_400.0
-BUDGET_BUCKETS = 96
-"""The sliding day is kept in this many buckets (15 minutes each)."""
+from ..errors import ConfigError
+from ..logs import get_logger
+from ..tiers.base import BlockHash
+from ..tiers.endurance import DayTotals
+
+logger = get_logger(__name__)
+
+AdmissionFunction = Callable[[BlockHash, int], bool]
+"""`(block_hash, uses) -> bool`. The scheduler thread calls it: it must wait for nothing."""
 
 
 class Admission(ABC):
     """Asked for every dirty block before it is written down."""
 
+    counts_uses = True
+    """False if the answer never depends on how often a block was used."""
+
     @abstractmethod
-    def admits(self, uses: int) -> bool:
+    def admits(self, block_hash: BlockHash, uses: int) -> bool:
         """`uses`: how often the block was used since it came, its first store included."""
 
 
 class AdmitAll(Admission):
     """Every block."""
 
-    def admits(self, uses: int) -> bool:
+    counts_uses = False
+
+    def admits(self, block_hash: BlockHash, uses: int) -> bool:
         return True
 
 
 class AdmitSecondTouch(Admission):
     """Only blocks that were used again."""
 
-    def admits(self, uses: int) -> bool:
+    def admits(self, block_hash: BlockHash, uses: int) -> bool:
         return uses >= 2
 
 
+class AdmitBy(Admission):
+    """What a function of the user says. One that raises is asked no more: all are admitted."""
+
+    def __init__(self, function: AdmissionFunction, name: str) -> None:
+        self._function: AdmissionFunction | None = function
+        self._name = name
+
+    def admits(self, block_hash: BlockHash, uses: int) -> bool:
+        if self._function is None:
+            return True
+        try:
+            return bool(self._function(block_hash, uses))
+        except Exception:
+            logger.exception(
+                "kvcascade: admission %s failed and is left out: every block is admitted from "
+                "now on; mend it and restart the engine",
+                self._name,
+            )
+            self._function = None
+            return True
+
+
+def admission_by_path(path: str) -> AdmitBy:
+    """The function at `"package.module:function"`. Raises `ConfigError`."""
+    try:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"admission {path!r} cannot be imported ({error}); check the path"
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"admission {path!r} is no function; make it (block_hash, uses) -> bool")
+    return AdmitBy(function, path)
+
+
 class WriteBudget:
-    """At most `bytes_per_day` over any sliding day. The clock is in seconds, any origin."""
+    """At most `bytes_per_day` over any sliding day, by all who write to the tier together.
 
-    def __init__(self, bytes_per_day: int | None, clock: Callable[[], float]) -> None:
+    The tier's own record says what was written, so the budget survives restarts; what is on its
+    way is added until it has landed.
+    """
+
+    def __init__(
+        self,
+        bytes_per_day: int,
+        totals: Callable[[], DayTotals],
+        note_written: Callable[[int], None] | None = None,
+    ) -> None:
+        """`note_written`: for a tier that keeps no record of its own."""
         self._bytes_per_day = bytes_per_day
+        self._totals = totals
+        self._note_written = note_written
+        self._in_flight_bytes = 0
+
+    def left_bytes(self) -> int:
+        """What may be written now."""
+        return max(0, self._bytes_per_day - self._totals().written - self._in_flight_bytes)
+
+    def started(self, size_bytes: int) -> None:
+        """A write is on its way."""
+        self._in_flight_bytes += size_bytes
+
+    def ended(self, size_bytes: int) -> None:
+        """It has landed, and is in the tier's record, or failed."""
+        self._in_flight_bytes -= size_bytes
+        if self._note_written is not None:
+            self._note_written(size_bytes)
+
+
+class EnduranceWatch:
+    """Warns once if a whole day's writes to a tier were never read back."""
+
+    CHECK_S = 900.0
+
+    def __init__(
+        self, tier: str, totals: Callable[[], DayTotals], clock: Callable[[], float]
+    ) -> None:
+        """`clock` gives monotonic seconds."""
+        self._tier = tier
+        self._totals = totals
         self._clock = clock
-        self._buckets: deque[tuple[int, int]] = deque()
-        self._spent_bytes = 0
+        self._due_s = clock() + self.CHECK_S
 
-    def left_bytes(self) -> int | None:
-        """What may be written now; None means without limit."""
-        if self._bytes_per_day is None:
-            return None
-        self._expire()
-        return max(0, self._bytes_per_day - self._spent_bytes)
-
-    def spend(self, size_bytes: int) -> None:
-        """Count a write."""
-        if self._bytes_per_day is None:
+    def check(self) -> None:
+        """Look, if it is time to; a comparison otherwise."""
+        if self._clock() < self._due_s:
             return
-        bucket = self._bucket()
-        if self._buckets and self._buckets[-1][0] == bucket:
-            size_before = self._buckets.pop()[1]
-        else:
-            size_before = 0
-        self._buckets.append((bucket, size_before + size_bytes))
-        self._spent_bytes += size_bytes
-
-    def _bucket(self) -> int:
-        return int(self._clock() // (DAY_S / BUDGET_BUCKETS))
-
-    def _expire(self) -> None:
-        oldest = self._bucket() - BUDGET_BUCKETS
-        while self._buckets and self._buckets[0][0] < oldest:
-            self._spent_bytes -= self._buckets.popleft()[1]
+        self._due_s = self._clock() + self.CHECK_S
+        totals = self._totals()
+        if totals.is_whole_day and not totals.read:
+            self._due_s = float("inf")
+            logger.warning(
+                "kvcascade: tier %s took %d bytes in the last day and none was read back; its "
+                'flash wears for nothing: set admission to "second_touch", or leave the tier out',
+                self._tier,
+                totals.written,
+            )

@@ -45,6 +45,8 @@ class BlockEvent:
     block_hashes: tuple[BlockHash, ...]
     medium: str
     removed: bool
+    tier: str = ""
+    """Name of the tier."""
 
 
 class OffloadingManager(ABC):

@@ -6,7 +6,8 @@ below. Nothing here knows what a tier is made of.
 Threads: one lock guards everything that changes state. The scheduler thread calls the contract; a
 background thread may call `maintain` so that demotion goes on while the engine is idle. Nothing
 under the lock waits for a file: it only starts transfers and takes in finished ones. The answer
-"hit" takes no lock: it reads one dictionary and one field.
+"hit" takes no lock: while a request is asking, which begins under the lock, nothing but the
+scheduler's own calls takes a block out of the first tier.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from itertools import chain
 
 from ..config import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
+from .admission import EnduranceWatch
+from .answers import Answers
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
@@ -28,7 +31,9 @@ from .flow import Clock, Flow, Link
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
+from .state import TierState
 from .workers import WorkerTransfers
+from .worth import PrefillSpeed, Worth
 
 HANDLER_STOP_S = 1.0
 """Least time that a handler gets to end what it is in the middle of."""
@@ -49,8 +54,17 @@ class ManagerOptions:
     promotion_budget_slots: int | None = None
     """Slots of the first tier that promotions may take or hold; None: half of them."""
     promotion_deadline_s: float = 10.0
+    load_or_recompute: bool = True
+    """Bring blocks up only where that is expected to be faster than computing them again."""
+    prefill_tokens_per_s: float | None = None
+    """Speed of computing; None: measured."""
+    tokens_per_block: float = 0.0
+    """Tokens that a block stands for; 0: unknown, everything is brought up."""
     shutdown_flush_s: float = 20.0
     steps_until_flushed: int = STEPS_UNTIL_FLUSHED
+    waits_for_stores: bool = True
+    """True: a block that a worker is storing is pending; False: a miss, for an engine that reports
+    stores only when their request ends."""
     with_events: bool = True
 
 
@@ -80,19 +94,31 @@ class CascadingOffloadingManager(OffloadingManager):
         self._demoters = [Demoter(self._flow, i, low, high) for i in range(len(links))]
         self._flow.clean_ahead = self._clean_ahead
         budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
-        self._promoter = Promoter(self._flow, budget, self.options.promotion_deadline_s)
+        self._worth = self._make_worth() if links else None
+        deadline_s = self.options.promotion_deadline_s
+        self._promoter = Promoter(self._flow, budget, deadline_s, self._worth)
         self.is_single = len(tiers) == 1
         """True if what is not in the first tier is a miss."""
         self.top_get = self._top.policy.get
         """The status of a block in the first tier; for adapters that inline the plain hit."""
-        self.answered: list[BlockHash] = []
-        """Hits of this step, which stay until its end; one list for ever."""
+        self.answers = Answers(self._top.policy.ready_at)
         self._asking: Request | None = None
-        self._asked_from = 0
         self._aging: deque[tuple[float, BlockHash]] = deque()
         self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)
         self._evicted: list[BlockHash] = []
-        self._counts_uses = len(tiers) > 1 and not tiers[1].admission.admits(1)
+        self._watches = [
+            EnduranceWatch(tier.name, tier.day_totals, clock) for tier in tiers if tier.day_totals
+        ]
+        self._chain_policies = [tier.policy for tier in tiers if tier.policy.wants_chains]
+        self._counts_uses = len(tiers) > 1 and tiers[1].admission.counts_uses
+
+    def _make_worth(self) -> Worth | None:
+        options = self.options
+        if not options.load_or_recompute or not options.tokens_per_block:
+            return None
+        prefill = PrefillSpeed(options.prefill_tokens_per_s)
+        links, size = len(self._levels) - 1, self._top.block_size
+        return Worth(links, size, options.tokens_per_block, prefill)
 
     def _note_evicted(self, index: int, evicted: Pairs) -> None:
         self._flow.on_evicted(index, evicted)
@@ -104,7 +130,10 @@ class CascadingOffloadingManager(OffloadingManager):
             return False
         demoter = self._demoters[index]
         demoter.demote_coldest(n)
-        return demoter.jobs_in_flight > 0
+        if demoter.jobs_in_flight:
+            return True
+        level = self._levels[index]  # what was found to lie below already can leave at once
+        return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -132,8 +161,11 @@ class CascadingOffloadingManager(OffloadingManager):
             self.begin_asking(request)
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
-            if request.is_plain or block_hash in request.holds:
-                self.answered.append(block_hash)
+            if request.is_plain:
+                self.answers.hit(block_hash, status.block_id + 1)
+                return LookupState.HIT
+            if block_hash in request.holds:
+                self.answers.hit(block_hash)
                 return LookupState.HIT
         elif block_hash in request.pending:
             return LookupState.PENDING
@@ -141,8 +173,9 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def begin_asking(self, request: Request) -> None:
         """The lookups that follow are for this request, until the end of the step."""
-        self._asking = request
-        self._asked_from = len(self.answered)
+        with self.lock:  # after it, the background leaves the first tier's blocks where they are
+            self._asking = request
+        self.answers.begin()
         if request.pending and self._clock() >= request.pending_until_s:
             request.forget_pending()
 
@@ -155,16 +188,18 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             state = self._state_below(block_hash, status, request)
             if state is LookupState.MISS:
+                request.missed_at = block_hash
                 return self._miss()
             if state is not LookupState.HIT:
                 self._hold_answered(request)
+                self.answers.leave_run()  # hits of a request that waits are held one by one
             return state
 
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
         if status is not None and status.ref_cnt >= 0 and self._may_read(request, self._top):
-            self.answered.append(block_hash)
+            self.answers.hit(block_hash)
             if request.is_waiting:
                 self._promoter.hold(request, block_hash, status)
             return LookupState.HIT
@@ -174,6 +209,8 @@ class CascadingOffloadingManager(OffloadingManager):
         if state is not None:
             return state
         if status is not None and self._may_read(request, self._top):
+            if not self.options.waits_for_stores:
+                return LookupState.MISS
             return self._promoter.wait_for_store(block_hash, request)
         for index, level in enumerate(self._levels[1:], start=1):
             below = level.policy.get(block_hash) if self._may_read(request, level) else None
@@ -186,14 +223,14 @@ class CascadingOffloadingManager(OffloadingManager):
         return request.allowed_media is None or level.medium in request.allowed_media
 
     def _miss(self) -> LookupState:
-        self.counters.lookup_misses += 1
+        self.answers.misses += 1
         return LookupState.MISS
 
     def _hold_answered(self, request: Request) -> None:
         """The request begins to wait: the hits it was just given shall still be there then."""
         if request.holds:
             return
-        for block_hash in self.answered[self._asked_from :]:
+        for block_hash in self.answers.of_request():
             status = self.top_get(block_hash)
             if status is not None and status.ref_cnt >= 0:
                 self._promoter.hold(request, block_hash, status)
@@ -258,6 +295,8 @@ class CascadingOffloadingManager(OffloadingManager):
                 new = list(dict.fromkeys(new))
             self._top.policy.expect(new)
             room = self._room_for_store(new, block_hashes)
+            if self._worth is not None and request is not None:
+                self._note_computed(block_hashes, request, room is not None)
             if room is None:
                 self.counters.store_refused_busy += 1
                 return None
@@ -267,20 +306,36 @@ class CascadingOffloadingManager(OffloadingManager):
             statuses = self._top.take(new) if new else []
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
-                request.keys.update(dict.fromkeys(block_hashes, False))
+                if len(new) < len(block_hashes):
+                    request.keys.update(dict.fromkeys(block_hashes, False))
                 request.keys.update(dict.fromkeys(new, True))
-            for demoter in self._demoters[:1]:
-                demoter.note_taken(len(new))
             evicted, self._evicted = self._evicted, []
             spec = self._top.backend.get_load_store_spec(new, statuses)
             return PrepareStoreOutput(new, spec, evicted)
+
+    def _note_computed(
+        self, offered: Sequence[BlockHash], request: Request, is_taken: bool
+    ) -> None:
+        """An offer begins with what the device held already: what was computed is after the miss.
+
+        An offer that is not taken comes again.
+        """
+        assert self._worth is not None
+        computed = len(offered)
+        if not request.is_computing:
+            if request.missed_at is None or request.missed_at not in offered:
+                return
+            computed -= offered.index(request.missed_at)
+        request.is_computing = is_taken or request.is_computing
+        tokens = computed * self._worth.tokens_per_block if is_taken else 0.0
+        self._worth.prefill.offered(tokens, self._clock())
 
     def _room_for_store(self, new: list[BlockHash], offered: Sequence[BlockHash]) -> int | None:
         """Slots for the new blocks, evicting; None if waiting a little gives more."""
         need = len(new)
         if need <= self._top.backend.get_num_free_blocks():
             return need
-        protected = {*offered, *self.answered}
+        protected = {*offered, *self.answers.hits()}
         may_drop = not self._demoters or self._demoters[0].is_blocked
         if need <= self._top.capacity and self._top.make_all_room(need, protected, may_drop):
             return need
@@ -315,17 +370,19 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             stored: list[BlockHash] = []
             slots: list[int] = []
+            pop, origin = self._workers.stores.pop, self._promoter.origin
             for block_hash in block_hashes:
-                status = self._workers.stores.pop(block_hash, None)
+                status = pop(block_hash, None)
                 if status is None:  # from before a reset, or never prepared
                     continue
-                if success:
-                    status.ref_cnt = 0
-                    self._promoter.origin[status.block_id] = 0
-                    stored.append(block_hash)
-                    slots.append(status.block_id)
-                else:
+                if not success:
                     self._top.drop(block_hash, status)
+                    continue
+                slot = status.block_id
+                status.ref_cnt = origin[slot] = 0
+                stored.append(block_hash)
+                slots.append(slot)
+            self._top.policy.mark_ready(stored, slots)
             self._top.set_dirty(slots)
             self.counters.stored_blocks += len(stored)
             self._flow.emit(stored, self._top, removed=False)
@@ -348,13 +405,18 @@ class CascadingOffloadingManager(OffloadingManager):
         request was looked at and in whatever order its transfers ended.
         """
         with self.lock:
+            if request is self._asking:
+                self._asking = None
             self._promoter.release(request)
             if request.keys:
                 new = [block_hash for block_hash, is_new in request.keys.items() if is_new]
                 reused = [block_hash for block_hash, is_new in request.keys.items() if not is_new]
+                for policy in self._chain_policies:
+                    policy.note_chain(list(request.keys))
                 request.keys = {}
-                self._top.policy.settle(new)
-                self._top.policy.touch(reused)
+                if not self._top.policy.wants_chains:
+                    self._top.policy.settle(new)
+                    self._top.policy.touch(reused)
                 if self._counts_uses:
                     self._note_reuse(reused)
 
@@ -371,28 +433,38 @@ class CascadingOffloadingManager(OffloadingManager):
         """
         with self.lock:
             self._workers.end_step()
+            if self._worth is not None:
+                self._worth.prefill.end_step(self._clock())
+                self._promoter.decide()
             self._maintain()
             self._evicted.clear()
-            self.answered.clear()
-            self._asking = None
+            self._stop_asking()
+
+    def _stop_asking(self) -> None:
+        self.counters.lookup_misses += self.answers.misses
+        self.answers.misses = 0
+        self.answers.clear()
+        self._asking = None
 
     def maintain(self) -> None:
         """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
         if self.lock.acquire(blocking=False):
             try:
-                self._maintain()
+                self._maintain(may_evict=self._asking is None)
             finally:
                 self.lock.release()
 
-    def _maintain(self) -> None:
+    def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
         self._promoter.release_expired()
-        if self._promoter.is_queued:  # slots or jobs may have become free
-            self._promoter.flush(set(self.answered))
+        if self._promoter.is_queued and may_evict:  # slots or jobs may have become free
+            self._promoter.flush(set(self.answers.hits()))
         for demoter in self._demoters:
             demoter.keep_ahead()
         if self._aging:
             self._demote_aged()
+        for watch in self._watches:
+            watch.check()
 
     def _collect(self) -> None:
         self._promoter.collect()
@@ -464,8 +536,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 if count == 0:
                     level.backend.free(status)
         self._aging.clear()
-        self.answered.clear()
-        self._asking = None
+        self._stop_asking()
         self._workers.forget(workers)
 
     def on_reset_flushed(self) -> None:
@@ -514,13 +585,38 @@ class CascadingOffloadingManager(OffloadingManager):
             hashes = [h for h, _ in upper.policy.coldest(len(upper.policy))]
             lower.policy.touch(reversed(hashes))
 
-    def usage(self) -> list[tuple[str, int, int, int]]:
-        """Per tier: name, blocks, capacity, dirty blocks."""
+    def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
+        """The first tier holds these complete blocks already; before the first request."""
         with self.lock:
-            return [
-                (lv.name, len(lv.policy), lv.capacity, int(lv.dirty_mask.sum()))
-                for lv in self._levels
-            ]
+            self._top.adopt(block_hashes, statuses)
+            self._flow.emit(block_hashes, self._top, removed=False)
+
+    def announce(self, index: int, block_hashes: Sequence[BlockHash]) -> None:
+        """Make events of those blocks, found by an earlier look, that a tier still holds."""
+        with self.lock:
+            level = self._levels[index]
+            self._flow.emit([h for h in block_hashes if level.holds(h)], level, removed=False)
+
+    def tier_states(self) -> list[TierState]:
+        """How things stand in each tier, top first. Any thread."""
+        with self.lock:
+            return [self._tier_state(index, level) for index, level in enumerate(self._levels)]
+
+    def _tier_state(self, index: int, level: Level) -> TierState:
+        budget, totals = level.write_budget, level.day_totals
+        return TierState(
+            level.name,
+            level.medium,
+            level.block_size,
+            blocks=len(level.policy),
+            capacity_blocks=level.capacity,
+            dirty_blocks=int(level.dirty_mask.sum()),
+            waiting_blocks=self._promoter.waiting(index),
+            demote_jobs=self._demoters[index - 1].jobs_in_flight if index else 0,
+            is_blocked=self._demoters[index - 1].is_blocked if index else False,
+            budget_left_bytes=None if budget is None else budget.left_bytes(),
+            day=None if totals is None else totals(),
+        )
 
 
 __all__ = [

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass, field
+
+MAX_LATENCIES = 1024
+"""Samples that are kept until somebody takes them; the oldest go first."""
+
+
+def _latencies() -> deque[float]:
+    return deque(maxlen=MAX_LATENCIES)
 
 
 @dataclass(slots=True)
@@ -14,13 +22,27 @@ class LinkCounters:
     demote_s: float = 0.0
     demote_failed_blocks: int = 0
     demote_refused_blocks: int = 0
-    """Not taken by admission or by the write budget."""
+    """Not taken by admission."""
+    demote_over_budget_blocks: int = 0
+    """Not taken because the day's write budget was spent."""
+    demote_openings: int = 0
+    """How often the tier took no writes for a while: it failed or stalled."""
+    demote_no_space_blocks: int = 0
+    """Not written because the tier was full."""
     promoted_blocks: int = 0
     promoted_bytes: int = 0
     promote_s: float = 0.0
     promote_gone_blocks: int = 0
     promote_corrupt_blocks: int = 0
     promote_failed_blocks: int = 0
+    promote_openings: int = 0
+    """How often nothing was read from the tier for a while: it failed or stalled."""
+    promote_refused_blocks: int = 0
+    """Lookups that were answered as misses meanwhile."""
+    demote_latencies_s: deque[float] = field(default_factory=_latencies)
+    """Seconds from the start of each write to its end, queues included; taken by the metrics."""
+    promote_latencies_s: deque[float] = field(default_factory=_latencies)
+    """The same of each read."""
 
 
 @dataclass(slots=True)
@@ -40,6 +62,15 @@ class Counters:
     """Blocks that left the last place that held them without a copy below, except in the last."""
     deadline_misses: int = 0
     budget_misses: int = 0
+    promotions_worth: int = 0
+    """Requests for which bringing blocks up was expected to be faster than computing them."""
+    promotions_not_worth: int = 0
+    """Requests that computed instead."""
+    recorded_requests: int = 0
+    record_dropped_requests: int = 0
+    """Requests that did not fit into the recording's queue, or came after it had failed."""
+    promotion_probes: int = 0
+    """Reads that nobody waited for, to see whether a slow tier has recovered."""
     evicted_blocks: list[int] = field(default_factory=list)
     resets: int = 0
     links: list[LinkCounters] = field(default_factory=list)

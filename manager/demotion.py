@@ -15,6 +15,7 @@ from .counters import LinkCounters
 from .flow import (
     BLOCKED_S,
     MAX_JOBS_IN_FLIGHT,
+    STALLED_S,
     Flow,
     Job,
     batch_blocks,
@@ -39,8 +40,10 @@ class Demoter:
         capacity = self._upper.capacity
         self._window = max(1, round(high_watermark * capacity))
         self._slack = max(1, round((high_watermark - low_watermark) * capacity))
-        self._taken_since_scan = self._slack
+        self._taken_at_scan = -self._slack
         self._jobs: dict[int, Job] = {}
+        self._progress_s = 0.0
+        """When a job last ended, or the first of those under way began."""
 
     @property
     def jobs_in_flight(self) -> int:
@@ -62,23 +65,19 @@ class Demoter:
         """True while the tier below takes no writes: dirty blocks above may then be dropped."""
         return self._flow.clock() < self._lower.blocked_until_s
 
-    def note_taken(self, n: int) -> None:
-        """`n` slots of the upper level were taken: counts towards the next look at its cold end."""
-        self._taken_since_scan += n
-
     def keep_ahead(self) -> None:
         """Make the cold end of the upper level clean if the low watermark may have been crossed.
 
         Looks once per `high - low` slots taken, so a store pays for a constant number of looks.
         """
-        if self._taken_since_scan < self._slack:
+        if self._upper.taken_blocks - self._taken_at_scan < self._slack:
             return
         window = self._window - self._upper.backend.get_num_free_blocks()
         if window <= 0:
-            self._taken_since_scan = 0
+            self._taken_at_scan = self._upper.taken_blocks
             return
         if self.demote_coldest(window, window) == 0 and len(self._jobs) < MAX_JOBS_IN_FLIGHT:
-            self._taken_since_scan = 0
+            self._taken_at_scan = self._upper.taken_blocks
 
     def demote_coldest(self, n: int, window: int | None = None) -> int:
         """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
@@ -121,11 +120,18 @@ class Demoter:
         if not self._jobs:
             return 0
         finished = self._handler.get_finished()
+        if finished:
+            self._progress_s = self._flow.clock()
+        elif self._flow.clock() - self._progress_s >= STALLED_S:
+            self._block()
         for result in finished:
             job = self._jobs.pop(result.job_id, None)
             if job is None:
                 continue
             self._counters.demote_s += result.time_s
+            self._counters.demote_latencies_s.append(self._flow.clock() - job.created_s)
+            if self._lower.write_budget is not None:
+                self._lower.write_budget.ended(len(job.hashes) * self._lower.block_size)
             outcomes = outcomes_of(result, len(job.hashes))
             if job.is_orphan:
                 release_orphan(self._flow, job)
@@ -150,13 +156,14 @@ class Demoter:
         self._lower.policy.expect(block_hash for block_hash, _ in wanted)
         room = self._lower.make_room(len(wanted), (), may_drop_dirty=False)
         budget = self._lower.write_budget
-        left = None if budget is None else budget.left_bytes()
-        if left is not None:
-            room = min(room, left // self._lower.block_size)
+        if budget is not None and room:
+            room = min(room, budget.left_bytes() // self._lower.block_size)
             if room == 0:
-                self._refuse([status for _, status in wanted])
+                self._settle(wanted)
+                self._counters.demote_over_budget_blocks += len(wanted)
                 return None
         if room == 0:
+            self._flow.clean_ahead(self._index + 1, len(wanted))
             return None
         wanted = wanted[:room]
         wanted.reverse()
@@ -164,19 +171,20 @@ class Demoter:
         sources = [status for _, status in wanted]
         targets = self._lower.take(hashes)
         if not self._start(hashes, sources, targets):
-            self._lower.blocked_until_s = self._flow.clock() + BLOCKED_S
+            self._block()
             for block_hash, target in zip(hashes, targets, strict=True):
                 self._lower.drop(block_hash, target)
             return None
         if budget is not None:
-            budget.spend(len(hashes) * self._lower.block_size)
+            budget.started(len(hashes) * self._lower.block_size)
         return len(hashes)
 
     def _start(
         self, hashes: list[BlockHash], sources: list[BlockStatus], targets: list[BlockStatus]
     ) -> bool:
         ids = self._flow.job_ids
-        job = Job(next(ids), self._index, self._index + 1, hashes, sources, targets)
+        now_s = self._flow.clock()
+        job = Job(next(ids), self._index, self._index + 1, hashes, sources, targets, now_s)
         spec = (
             self._upper.backend.get_load_store_spec(hashes, sources),
             self._lower.backend.get_load_store_spec(hashes, targets),
@@ -186,6 +194,8 @@ class Demoter:
         for status in sources:
             status.ref_cnt += 1
         self._upper.set_arriving([status.block_id for status in sources])
+        if not self._jobs:
+            self._progress_s = self._flow.clock()
         self._jobs[job.job_id] = job
         return True
 
@@ -196,16 +206,16 @@ class Demoter:
             slot = status.block_id
             if self._lower.holds(block_hash):
                 self._upper.set_settled(slot)
-            elif not self._lower.admission.admits(self._upper.uses(slot)):
-                self._refuse([status])
+            elif not self._lower.admission.admits(block_hash, self._upper.uses(slot)):
+                self._upper.set_settled(slot)
+                self._counters.demote_refused_blocks += 1
             else:
                 wanted.append((block_hash, status))
         return wanted
 
-    def _refuse(self, statuses: Sequence[BlockStatus]) -> None:
-        for status in statuses:
+    def _settle(self, blocks: Pairs) -> None:
+        for _, status in blocks:
             self._upper.set_settled(status.block_id)
-        self._counters.demote_refused_blocks += len(statuses)
 
     def _land(self, job: Job, outcomes: Sequence[BlockOutcome]) -> None:
         stored: list[BlockHash] = []
@@ -226,8 +236,16 @@ class Demoter:
         self._flow.emit(stored, self._lower, removed=False)
         self._counters.demoted_blocks += len(stored)
         self._counters.demoted_bytes += len(stored) * self._lower.block_size
-        self._counters.demote_failed_blocks += len(failed)
+        full = sum(outcome is BlockOutcome.NO_SPACE for outcome in outcomes)
+        self._counters.demote_no_space_blocks += full
+        self._counters.demote_failed_blocks += len(failed) - full
         if failed:
-            self._lower.blocked_until_s = self._flow.clock() + BLOCKED_S
+            self._block()
         else:
             self._lower.blocked_until_s = 0.0
+
+    def _block(self) -> None:
+        """The tier below fails or stalls: leave it alone for a while."""
+        now_s = self._flow.clock()
+        self._counters.demote_openings += now_s >= self._lower.blocked_until_s
+        self._lower.blocked_until_s = now_s + BLOCKED_S

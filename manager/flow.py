@@ -20,6 +20,8 @@ BATCH_BYTES = 32 << 20
 MAX_BATCH_BLOCKS = 512
 MAX_JOBS_IN_FLIGHT = 4
 """Per link and direction."""
+STALLED_S = 15.0
+"""Writes that are under way, and none ends for so long: the tier counts as failed."""
 BLOCKED_S = 5.0
 """How long a tier that failed or is full is left alone before it is tried again."""
 
@@ -42,6 +44,8 @@ class Job:
     hashes: list[BlockHash]
     sources: list[BlockStatus]
     targets: list[BlockStatus]
+    created_s: float
+    """On the manager's clock."""
     is_orphan: bool = False
     """The cache was reset meanwhile: free the slots, keep nothing."""
 
@@ -71,7 +75,7 @@ class Flow:
     def emit(self, block_hashes: Sequence[BlockHash], level: Level, removed: bool) -> None:
         """Note that blocks came to or left a level."""
         if self.with_events and block_hashes:
-            self.events.append(BlockEvent(tuple(block_hashes), level.medium, removed))
+            self.events.append(BlockEvent(tuple(block_hashes), level.medium, removed, level.name))
 
     def held_below(self, index: int, block_hash: BlockHash) -> bool:
         """True if some level below `index` holds the block, ready."""

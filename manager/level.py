@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
 from ..tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from ..tiers.endurance import DayTotals
 from .admission import Admission, AdmitAll, WriteBudget
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
+
+_block_id = attrgetter("block_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Tier:
     policy: CachePolicy
     admission: Admission = field(default_factory=AdmitAll)
     write_budget: WriteBudget | None = None
+    day_totals: Callable[[], DayTotals] | None = None
+    """What the last day saw, for a tier that keeps count."""
 
 
 class Level:
@@ -42,14 +48,18 @@ class Level:
         self.policy = tier.policy
         self.admission = tier.admission
         self.write_budget = tier.write_budget
+        self.day_totals = tier.day_totals
         self.is_last = is_last
         self.capacity = tier.backend.capacity
         self.block_size = tier.backend.block_size
         self.medium = tier.backend.medium
+        self.taken_blocks = 0
+        """Slots that were taken, ever."""
         self.blocked_until_s = 0.0
         """While now is before this, the tier takes no writes (it failed or is full)."""
         self.on_evicted: Callable[[Pairs], None] | None = None
         self._uses = bytearray(self.capacity)
+        self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._dirty = bytearray(self.capacity)
         self._settled = bytearray(self.capacity)
         self.dirty_mask: SlotMask = np.frombuffer(self._dirty, dtype=np.bool_)
@@ -100,9 +110,7 @@ class Level:
             return False
         if self.on_evicted is not None:
             self.on_evicted(evicted)
-        free = self.backend.free
-        for _, status in evicted:
-            free(status)
+        self.backend.free_many([status for _, status in evicted])
         return self.backend.get_num_free_blocks() >= n
 
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
@@ -120,12 +128,23 @@ class Level:
     def take(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
         """Allocate and insert; the blocks are not ready. There must be room."""
         statuses = self.backend.allocate_blocks(block_hashes)
+        self.taken_blocks += len(statuses)
+        slots = np.fromiter(map(_block_id, statuses), np.int32, len(statuses))
+        self._uses_of[slots] = 1
+        if not self.is_last:
+            self.dirty_mask[slots] = False
+            self.settled_mask[slots] = False
+        self.policy.insert_many(block_hashes, statuses)
+        return statuses
+
+    def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
+        """Insert complete blocks that an earlier engine left; nothing is known of lower tiers."""
         slots = [status.block_id for status in statuses]
-        self.set_arriving(slots)
         for slot in slots:
             self._uses[slot] = 1
         self.policy.insert_many(block_hashes, statuses)
-        return statuses
+        self.policy.mark_ready(block_hashes, slots)
+        self.set_dirty(slots)
 
     def drop(self, block_hash: BlockHash, status: BlockStatus) -> None:
         """Remove a block and free its slot, whatever its state, if it is still this one."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from ..handlers.base import TransferResult
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
 from .base import LookupState
+from .breaker import Breaker
 from .flow import (
     MAX_JOBS_IN_FLIGHT,
     Flow,
@@ -26,7 +28,10 @@ from .flow import (
     release_orphan,
 )
 from .request import Request
+from .worth import Decision, Worth
 
+_SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""What the device says when it fails; everything else is about the block."""
 BUDGET_WAIT_S = 1.0
 """How long a request that has nothing under way may wait for others to free the budget."""
 
@@ -44,14 +49,21 @@ class Pending:
 class Promoter:
     """All upward movement, hop by hop. Used under the manager's lock."""
 
-    def __init__(self, flow: Flow, budget_slots: int, deadline_s: float) -> None:
+    def __init__(
+        self, flow: Flow, budget_slots: int, deadline_s: float, worth: Worth | None = None
+    ) -> None:
+        """Without `worth` everything that is found below is brought up."""
         self._flow = flow
+        self._worth = worth
+        self._undecided: dict[Request, list[BlockHash]] = {}
+        """Blocks queued in this step, of requests for which nothing was decided yet."""
         self._top = flow.levels[0]
         self._budget_slots = budget_slots
         self._deadline_s = deadline_s
         self._pending: dict[BlockHash, Pending] = {}
         self._queued: list[list[BlockHash]] = [[] for _ in flow.levels]
         self._jobs: list[dict[int, Job]] = [{} for _ in flow.levels]
+        self._breakers = [Breaker(flow.clock, deadline_s) for _ in flow.levels]
         self._held: dict[int, int] = {}
         """Slot to the number of requests that hold it."""
         self._waiting: dict[Request, None] = {}
@@ -66,7 +78,12 @@ class Promoter:
     @property
     def is_queued(self) -> bool:
         """True if `flush` has something to start."""
-        return any(self._queued)
+        return any(self._queued) and not self._undecided
+
+    def waiting(self, level: int) -> int:
+        """Blocks that are queued or on their way up from `level`."""
+        moving = sum(len(job.hashes) for job in self._jobs[level].values())
+        return len(self._queued[level]) + moving
 
     def job_ids(self, level: int) -> set[int]:
         """Jobs that read from `level`, for `OffloadingHandler.wait`."""
@@ -89,7 +106,12 @@ class Promoter:
         return LookupState.MISS
 
     def start(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
-        """Queue a block that lies ready in `level`, if the budget allows."""
+        """Queue a block that lies ready in `level`, if the budget allows and the tier answers."""
+        if self._breakers[level].is_open:
+            self._flow.counters.links[level - 1].promote_refused_blocks += 1
+            return LookupState.MISS
+        if not self._may_be_worth(level, request):
+            return LookupState.MISS
         if len(self._pending) + len(self._held) >= self._budget_slots:
             return self._no_budget(request)
         now = self._flow.clock()
@@ -101,6 +123,8 @@ class Promoter:
         request.note_pending(block_hash, pending.deadline_s)
         self._pending[block_hash] = pending
         self._queued[level].append(block_hash)
+        if self._worth is not None and request.decision is Decision.OPEN:
+            self._undecided.setdefault(request, []).append(block_hash)
         return LookupState.PENDING
 
     def wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
@@ -139,6 +163,26 @@ class Promoter:
             if request.waiting_since_s is None or request.waiting_since_s < oldest:
                 self.release(request)
 
+    def decide(self) -> None:
+        """The step's questions were asked: load or recompute, for each request that is new."""
+        undecided, self._undecided = self._undecided, {}
+        if not undecided or self._worth is None:
+            return
+        now = self._flow.clock()
+        wanted = {request: self._by_level(hashes) for request, hashes in undecided.items()}
+        queued = [len(queue) for queue in self._queued]
+        for blocks in wanted.values():
+            queued = [a - b for a, b in zip(queued, blocks, strict=True)]
+        for request, blocks in wanted.items():
+            if self._worth.is_worth(blocks, queued, now):
+                queued = [a + b for a, b in zip(queued, blocks, strict=True)]
+                request.decision = Decision.LOAD
+                self._flow.counters.promotions_worth += 1
+            else:
+                self._give_up(request, undecided[request], now)
+        for level, queue in enumerate(self._queued):
+            self._queued[level] = [h for h in queue if h in self._pending]
+
     def flush(self, protected: Container[BlockHash]) -> None:
         """Give slots to what is queued, and start reading. Never evicts what is protected."""
         for level, queue in enumerate(self._queued):
@@ -156,16 +200,23 @@ class Promoter:
                 if job is None:
                     continue
                 ended += 1
-                self._flow.counters.links[level - 1].promote_s += result.time_s
+                counters = self._flow.counters.links[level - 1]
+                counters.promote_s += result.time_s
+                counters.promote_latencies_s.append(self._flow.clock() - job.created_s)
+                self._note_speed(job, level, result)
                 if job.is_orphan:
                     release_orphan(self._flow, job)
                 else:
                     self._land(job, level, outcomes_of(result, len(job.hashes)))
+                self._note_end(level, outcomes_of(result, len(job.hashes)))
+            self._breakers[level].look_at_clock()
+            self._flow.counters.links[level - 1].promote_openings = self._breakers[level].openings
         return ended
 
     def orphan_all(self) -> list[Job]:
         """The cache was reset: nothing under way may become a hit."""
         self._pending.clear()
+        self._undecided.clear()
         self._queued = [[] for _ in self._flow.levels]
         for request in list(self._waiting):
             request.holds.clear()
@@ -189,6 +240,50 @@ class Promoter:
     def _end_wait(self, request: Request) -> None:
         request.end_wait()
         self._waiting.pop(request, None)
+
+    def _may_be_worth(self, level: int, request: Request) -> bool:
+        """False if it need not even be known how many blocks the request finds below."""
+        worth = self._worth
+        if worth is None or request.decision is Decision.LOAD or request in self._undecided:
+            return True
+        now = self._flow.clock()
+        if request.decision is Decision.OPEN:
+            if not worth.is_hopeless(level, now) or worth.may_probe(level, now):
+                return True
+            self._recompute(request)
+        return False
+
+    def _recompute(self, request: Request) -> None:
+        request.decision = Decision.RECOMPUTE
+        self._flow.counters.promotions_not_worth += 1
+
+    def _give_up(self, request: Request, hashes: Sequence[BlockHash], now_s: float) -> None:
+        """The request computes what it queued; a few blocks come up all the same if it is time."""
+        assert self._worth is not None
+        self._recompute(request)
+        level = max((self._pending[h].level for h in hashes if h in self._pending), default=1)
+        probes = 0
+        if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
+            probes = self._worth.probe_blocks(level, now_s)
+            self._flow.counters.promotion_probes += 1
+        for number, block_hash in enumerate(hashes):
+            request.missed.add(block_hash)
+            request.pending.discard(block_hash)
+            pending = self._pending.get(block_hash)
+            if pending is not None:
+                pending.waiters.pop(request, None)
+                if not pending.waiters and number >= probes:
+                    del self._pending[block_hash]
+        if not request.holds and not request.pending:
+            self._end_wait(request)
+
+    def _by_level(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """How many of these blocks on their way lie in each level."""
+        blocks = [0] * len(self._queued)
+        for block_hash in hashes:
+            if block_hash in self._pending:
+                blocks[self._pending[block_hash].level] += 1
+        return blocks
 
     def _no_budget(self, request: Request) -> LookupState:
         """What is under way for this request is as far as it goes; others get a short wait."""
@@ -244,13 +339,17 @@ class Promoter:
         for status in statuses:
             status.ref_cnt += 1
         targets = target.take(present)
-        job = Job(next(self._flow.job_ids), level, level - 1, present, statuses, targets)
+        ids, now_s = self._flow.job_ids, self._flow.clock()
+        job = Job(next(ids), level, level - 1, present, statuses, targets, now_s)
         spec = (
             source.backend.get_load_store_spec(present, statuses),
             target.backend.get_load_store_spec(present, targets),
         )
         if self._flow.links[level - 1].up.transfer_async(job.job_id, spec):
             self._jobs[level][job.job_id] = job
+            if self._worth is not None:
+                self._worth.links[level - 1].sent(len(present) * source.block_size, now_s)
+            self._breakers[level].started()
         else:
             self._land(job, level, [BlockOutcome.CANCELLED] * len(present))
 
@@ -265,6 +364,7 @@ class Promoter:
     def _land(self, job: Job, level: int, outcomes: Sequence[BlockOutcome]) -> None:
         source, target = self._flow.levels[level], self._flow.levels[level - 1]
         arrived: list[BlockHash] = []
+        slots: list[int] = []
         for block_hash, below, status, outcome in zip(
             job.hashes, job.sources, job.targets, outcomes, strict=True
         ):
@@ -273,6 +373,7 @@ class Promoter:
                 status.ref_cnt = 0
                 target.set_settled(status.block_id)
                 arrived.append(block_hash)
+                slots.append(status.block_id)
                 self._arrive(block_hash, status, level)
             else:
                 target.drop(block_hash, status)
@@ -281,11 +382,23 @@ class Promoter:
                 if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
                     source.drop(block_hash, below)
                     self._flow.lost_below(level, block_hash)
+        target.policy.mark_ready(arrived, slots)
         source.policy.touch(arrived)
         self._flow.emit(arrived, target, removed=False)
         counters = self._flow.counters.links[level - 1]
         counters.promoted_blocks += len(arrived)
         counters.promoted_bytes += len(arrived) * source.block_size
+
+    def _note_speed(self, job: Job, level: int, result: TransferResult) -> None:
+        if self._worth is not None:
+            outcomes, size = outcomes_of(result, len(job.hashes)), self._top.block_size
+            arrived = sum(outcome is BlockOutcome.OK for outcome in outcomes)
+            link = self._worth.links[level - 1]
+            link.landed(len(outcomes) * size, arrived * size, self._flow.clock())
+
+    def _note_end(self, level: int, outcomes: Sequence[BlockOutcome]) -> None:
+        """A read failed if nothing of it came; a damaged block is not the device's silence."""
+        self._breakers[level].ended(_SILENCE.issuperset(outcomes))
 
     def _arrive(self, block_hash: BlockHash, status: BlockStatus, level: int) -> None:
         pending = self._pending.get(block_hash)

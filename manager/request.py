@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..tiers.base import BlockHash, BlockStatus
+from .worth import Decision
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +16,8 @@ class Request:
     request_id: str = ""
     allowed_media: frozenset[str] | None = None
     """Media this request may read from; None means all."""
+    arrived_s: float = 0.0
+    """When it came, on the adapter's clock; for recordings."""
     keys: dict[BlockHash, bool] = field(default_factory=dict)
     """Blocks it used, in prefix order, and whether it brought them itself (or reused them): their
     recency is set once, when it ends."""
@@ -33,6 +36,13 @@ class Request:
     """Medium that a loaded block came from, where it is not the first tier's."""
     has_promotions: bool = False
     """True once a block was promoted for it while it waits."""
+
+    decision: Decision = Decision.OPEN
+    """Whether blocks are brought up for it, or computed again."""
+    missed_at: BlockHash | None = None
+    """The block at which its last lookup ended: from here on it computes."""
+    is_computing: bool = False
+    """True once blocks that it computed were offered."""
 
     is_plain: bool = True
     """True while a ready block is a hit and nothing else need be thought of."""

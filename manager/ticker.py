@@ -7,11 +7,12 @@ at work, so it never holds anybody up.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from ..logs import get_logger
+
+logger = get_logger(__name__)
 
 TICK_S = 0.05
 STOP_WAIT_S = 5.0

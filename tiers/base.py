@@ -103,6 +103,11 @@ class Backend(ABC):
     def free(self, status: BlockStatus) -> None:
         """Give a slot back, exactly once per allocation. Sets its `ref_cnt` to 0."""
 
+    def free_many(self, statuses: Sequence[BlockStatus]) -> None:
+        """`free` for many."""
+        for status in statuses:
+            self.free(status)
+
     @abstractmethod
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
@@ -129,6 +134,9 @@ class CachePolicy(ABC):
 
     Organisation and replacement belong together: a policy may keep ghosts of what left.
     """
+
+    wants_chains: bool = False
+    """True if the policy makes use of `note_chain`; others need not be told."""
 
     @abstractmethod
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
@@ -181,6 +189,15 @@ class CachePolicy(ABC):
     def __len__(self) -> int:
         """Number of blocks present."""
 
+    ready_at: list[BlockHash] | None = None
+    """By slot, the blocks that `mark_ready` named and that are still here, else an empty hash; one
+    more of those at the end. A policy need not offer it: it only makes hits faster to find."""
+
+    def mark_ready(  # noqa: B027 - may be ignored
+        self, block_hashes: Sequence[BlockHash], slots: Sequence[int]
+    ) -> None:
+        """The bytes of these blocks are complete, and stay so until they are removed."""
+
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """These blocks are missing and will be inserted: a chance to learn before `evict`.
 
@@ -192,6 +209,13 @@ class CachePolicy(ABC):
 
         Not a use: a policy that goes by recency puts them in this order (the first is the most
         recent afterwards), one that counts uses counts none.
+        """
+
+    def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
+        """The blocks of one request in prefix order, told when it ends, not `settle` and `touch`.
+
+        A use of those that are present; the others tell how long the request was. The first ones
+        may be missing, if the engine had them itself.
         """
 
     def insert_many(

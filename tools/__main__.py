@@ -1,38 +1,52 @@
 """The command line: `kvcascade COMMAND`, or `python -m kvcascade.tools COMMAND`.
 
-A command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`; it
-is imported only when it is the one that was asked for.
+Options are declared in `commands/`, which imports nothing heavy; what a command does is imported
+when it runs. `bench`, `demo` and `replay` keep their own parsers and are handed their arguments.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-COMMANDS = {
-    "bench": "measure beside vLLM's own offloading and the disk's limit",
-    "demo": "run the main job end to end and print what came from where",
-    "version": "print the version of kvcascade",
-}
-"""Command (and module) name to its line of help."""
+import typer
+
+from .commands import carry, check, gc, inspect, shm, top, verify
+from .commands.passed_on import pass_on
+
+EPILOG = (
+    "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
+    "4 in use by an engine, 5 no space, 6 optional package missing, 7 another namespace's, "
+    "130 interrupted."
+)
+
+app = typer.Typer(
+    name="kvcascade",
+    help="Multi-tier KV-cache offloading for vLLM: look into caches, repair and carry them.",
+    epilog=EPILOG,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("inspect")(inspect.inspect)
+app.command("top")(top.top)
+app.command("verify")(verify.verify)
+app.command("gc")(gc.gc)
+app.command("export")(carry.export)
+app.command("import")(carry.import_)
+app.command("check")(check.check)
+app.add_typer(shm.app, name="shm")
+pass_on(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for a wrong call, as argparse has it)."""
-    parser = argparse.ArgumentParser(prog="kvcascade", description="Multi-tier KV-cache offloading")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = list(sys.argv[1:] if argv is None else argv)
-    modules = {}
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if name in asked[:1]:
-            modules[name] = import_module(f".{name}", __package__)
-            modules[name].add_arguments(command)
-    arguments = parser.parse_args(asked)
-    status: int = modules[arguments.command].run(arguments)
-    return status
+    """Run one command; returns the exit status (see `commands.common.ExitCode`)."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="kvcascade")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Twin(Machine):
     shm_free: int = 40 * GIB
     disk_free: int = 500 * GIB
     used: dict[Path, int] = field(default_factory=dict)
+    kept: int = 0
 
     def memory(self) -> Memory:
         return Memory(total=64 * GIB, available=self.available)
@@ -57,6 +58,9 @@ class Twin(Machine):
             return Disk(device=1, total=64 * GIB, free=self.shm_free)
         device = 2 + int(folder.name) if folder.name.isdigit() else 0
         return Disk(device=device, total=1024 * GIB, free=self.disk_free)
+
+    def kept_by_arenas(self, folder: Path) -> int:
+        return self.kept
 
     def used_by_namespaces(self, folder: Path) -> int:
         return self.used.get(folder, 0)
@@ -83,6 +87,21 @@ def test_a_machine_that_fits() -> None:
     check_machine(configured(path=["/mnt/0/kv", "/mnt/1/kv"], capacity="800GiB"), twin)
     check_machine(configured({"capacity": "50%"}, capacity="40%"), twin)
     check_machine(configured(path="/mnt/0"), twin)
+
+
+@pytest.mark.parametrize(
+    ("machine", "problem"),
+    [
+        ({"files": {Path("/mnt/0/log")}}, "is a file, not a folder"),
+        ({"read_only": {Path("/mnt/0")}}, "cannot be"),
+    ],
+)
+def test_a_record_that_cannot_be_written(machine: dict[str, Any], problem: str) -> None:
+    tiers = [{"type": "cpu", "capacity": "8GiB"}]
+    config = parse({"tiers": tiers, "record": "/mnt/0/log"})
+    check_machine(config, Twin())
+    text = message(config, Twin(**machine))
+    assert text.startswith('record: "/mnt/0/log"') and problem in text
 
 
 def test_shares_are_of_the_machine() -> None:

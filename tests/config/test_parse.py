@@ -24,12 +24,13 @@ from kvcascade.config import (
     CascadeConfig,
     DirectIO,
     Durability,
+    Movers,
     OnReset,
     WriteMode,
     parse,
 )
 from kvcascade.errors import ConfigError, ErrorKind
-from kvcascade.sizes import Blocks, Bytes, Share
+from kvcascade.sizes import Blocks, Bytes, DriveWrites, Share
 
 GOOD: dict[str, Any] = {
     "spec_name": "CascadeOffloadingSpec",
@@ -88,11 +89,17 @@ def test_defaults() -> None:
     assert (nvme.write_budget, nvme.io_threads) == (None, 2)
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
+    assert nvme.movers is Movers.PROCESS
     assert (config.write_mode, config.on_reset) == (WriteMode.DEMOTE, OnReset.INVALIDATE)
     assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, 20.0)
     assert (config.promotion_deadline_s, config.label) == (10.0, "")
     assert config.promotion_budget == Share(Fraction(1, 2))
     assert config.weights_id is None
+    assert (config.load_or_recompute, config.prefill_tokens_per_s, config.record) == (
+        True,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,11 @@ def test_defaults() -> None:
         ("dirty_age_s", 0, 0.0),
         ("shutdown_flush_s", 1.5, 1.5),
         ("promotion_budget", 32, Blocks(32)),
+        ("load_or_recompute", False, False),
+        ("prefill_tokens_per_s", 12_000, 12_000.0),
+        ("prefill_tokens_per_s", None, None),
+        ("record", "/var/log/kv", Path("/var/log/kv")),
+        ("record", None, None),
         ("label", "team a", "team a"),
         ("weights_id", "sha256:abc", "sha256:abc"),
         ("weights_id", None, None),
@@ -116,8 +128,11 @@ def test_defaults() -> None:
         ("nvme.admission", "second_touch", Admission.SECOND_TOUCH),
         ("nvme.write_budget", "500GB", Bytes(500 * 10**9)),
         ("nvme.write_budget", None, None),
+        ("nvme.write_budget", "0.3 DWPD", DriveWrites(Fraction(3, 10))),
+        ("nvme.admission", "my.rules:admit", "my.rules:admit"),
         ("nvme.min_free", 0, Bytes(0)),
         ("nvme.io_threads", 64, 64),
+        ("nvme.movers", "threads", Movers.THREADS),
         ("nvme.direct_io", True, DirectIO.ON),
         ("nvme.direct_io", False, DirectIO.OFF),
         ("nvme.direct_io", "auto", DirectIO.AUTO),
@@ -179,6 +194,12 @@ WRONG: list[tuple[str, object, str]] = [
     ("shutdown_flush_s", math.inf, "number of seconds"),
     ("shutdown_flush_s", math.nan, "number of seconds"),
     ("promotion_deadline_s", 0, "number of seconds above 0"),
+    ("load_or_recompute", "yes", "true or false"),
+    ("prefill_tokens_per_s", 0, "tokens per second above 0"),
+    ("prefill_tokens_per_s", "fast", "tokens per second above 0"),
+    ("prefill_tokens_per_s", math.inf, "tokens per second above 0"),
+    ("record", "requests.jsonl", "give an absolute path"),
+    ("record", True, "is not a folder"),
     ("promotion_budget", 0, "number of blocks"),
     ("promotion_budget", 0.5, "number of blocks"),
     ("label", 7, "give a string"),
@@ -189,10 +210,11 @@ WRONG: list[tuple[str, object, str]] = [
     ("nvme.io_threads", 0, "whole number from 1 to 64"),
     ("nvme.io_threads", 65, "whole number from 1 to 64"),
     ("nvme.io_threads", 2.0, "whole number from 1 to 64"),
+    ("nvme.movers", "fork", '"process" or "threads"'),
     ("nvme.direct_io", "on", '"auto", true or false'),
     ("nvme.direct_io", 1, '"auto", true or false'),
     ("nvme.durability", "disk", '"process" or "power"'),
-    ("nvme.admission", ["all"], '"all" or "second_touch"'),
+    ("nvme.admission", ["all"], 'or "package.module:name"'),
     # sizes
     ("cpu.capacity", 0, "64GiB"),
     ("cpu.capacity", -1, "64GiB"),
@@ -204,6 +226,8 @@ WRONG: list[tuple[str, object, str]] = [
     ("nvme.capacity", "150%", "50%"),
     ("nvme.write_budget", "50%", "500GB"),
     ("nvme.write_budget", 0, "500GB"),
+    ("nvme.write_budget", "0 DWPD", "0.3 DWPD"),
+    ("nvme.write_budget", "fast", "0.3 DWPD"),
     ("nvme.segment_size", "5%", "500GB"),
     ("nvme.min_free", "-5%", "50%"),
     ("cpu.low_watermark", "1GiB", "50%"),
@@ -218,7 +242,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("cpu.arena_dir", "shm", "absolute path"),
     # policies
     ("cpu.policy", "lrru", 'did you mean "lru"?'),
-    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "s3fifo", "sieve" or "slru"'),
+    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve" or "slru"'),
     ("nvme.policy", 3, '"sieve" or "slru"'),
     ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
     # tiers

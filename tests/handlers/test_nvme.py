@@ -14,27 +14,30 @@ from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
-from kvcascade.handlers import nvme
+from kvcascade.handlers.circuit import BREAKER_FAILURES, BREAKER_PROBE_S
 from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 
 ARENA_SLOTS = 64
+SMALL_PARTS = pytest.mark.parametrize("part_bytes", [4 * BLOCK])
 OK, CANCELLED, IO_ERROR = BlockOutcome.OK, BlockOutcome.CANCELLED, BlockOutcome.IO_ERROR
 
 
 class Mover:
     """A tier, an arena and both handlers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part_bytes: int = 1 << 20) -> None:
         self.fs = MemoryFileSystem()
         self.executor = SteppingExecutor()
         self.clock = ManualClock()
         self.rig = Rig(config_for([path], slots=32), fs=self.fs)
         self.arena = bytearray(ARENA_SLOTS * BLOCK)
         store = self.rig.tier.store
-        self.down = NvmeStoreHandler(store, self.view, self.executor, 4, self.clock, 0.0)
-        self.up = NvmeLoadHandler(store, self.view, self.executor, 4, self.clock, 0.0)
+        options = QueueOptions(4, self.clock, wait_limit_s=0.0, part_bytes=part_bytes)
+        self.down = NvmeStoreHandler(store, self.view, self.executor, options)
+        self.up = NvmeLoadHandler(store, self.view, self.executor, options)
 
     def view(self, slot: int) -> memoryview:
         return memoryview(self.arena)[slot * BLOCK : (slot + 1) * BLOCK]
@@ -73,8 +76,13 @@ class Mover:
 
 
 @pytest.fixture
-def mover(tmp_path: Path) -> Iterator[Mover]:
-    mover = Mover(tmp_path)
+def part_bytes() -> int:
+    return 1 << 20
+
+
+@pytest.fixture
+def mover(tmp_path: Path, part_bytes: int) -> Iterator[Mover]:
+    mover = Mover(tmp_path, part_bytes)
     yield mover
     mover.executor.run_all()
     mover.fs.heal()
@@ -109,9 +117,9 @@ def test_the_queue_is_bounded(mover: Mover) -> None:
     assert mover.store(9, keys(2, start=90)) is not None
 
 
+@SMALL_PARTS
 @pytest.mark.parametrize("which", [0, -1, 1])
-def test_parts_end_in_any_order(mover: Mover, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    monkeypatch.setattr(nvme, "PART_BYTES", 4 * BLOCK)
+def test_parts_end_in_any_order(mover: Mover, which: int) -> None:
     mover.rig.store(keys(32, start=100))
     mover.store(1, keys(14))
     assert len(mover.executor) == 4
@@ -125,10 +133,8 @@ def test_parts_end_in_any_order(mover: Mover, monkeypatch: pytest.MonkeyPatch, w
     mover.rig.check_sums()
 
 
-def test_one_failed_part_fails_its_blocks_only(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nvme, "PART_BYTES", 4 * BLOCK)
+@SMALL_PARTS
+def test_one_failed_part_fails_its_blocks_only(mover: Mover) -> None:
     mover.store(1, keys(8))
     mover.fs.fail("pwritev", errno.EIO)
     mover.executor.run_all()
@@ -146,7 +152,7 @@ def test_an_empty_job_ends(mover: Mover) -> None:
 
 
 def test_the_breaker_opens_probes_and_closes(mover: Mover) -> None:
-    mover.fs.fail("pwritev", errno.EIO, times=nvme.BREAKER_FAILURES + 1)
+    mover.fs.fail("pwritev", errno.EIO, times=BREAKER_FAILURES + 1)
 
     def attempt(job_id: int) -> bool | None:
         hashes = keys(1, start=100 * job_id)
@@ -157,13 +163,13 @@ def test_the_breaker_opens_probes_and_closes(mover: Mover) -> None:
         mover.land(hashes, result.outcomes)
         return result.success
 
-    assert [attempt(i) for i in range(1, 4)] == [False] * nvme.BREAKER_FAILURES
+    assert [attempt(i) for i in range(1, 4)] == [False] * BREAKER_FAILURES
     assert attempt(4) is None and not mover.down.accepts_stores
-    mover.clock.advance(nvme.BREAKER_PROBE_S)
+    mover.clock.advance(BREAKER_PROBE_S)
     assert mover.down.accepts_stores
     assert attempt(5) is False, "the probe fails: closed for as long again"
     assert attempt(6) is None
-    mover.clock.advance(nvme.BREAKER_PROBE_S)
+    mover.clock.advance(BREAKER_PROBE_S)
     assert mover.store(7, keys(1, start=700)) is not None
     assert not mover.down.accepts_stores, "one probe at a time"
     mover.executor.run_all()
@@ -215,7 +221,8 @@ def test_a_bug_below_is_an_outcome(mover: Mover, monkeypatch: pytest.MonkeyPatch
 def test_a_stalled_device_blocks_nobody_but_its_thread(tmp_path: Path) -> None:
     mover = Mover(tmp_path)
     with ThreadPoolExecutor(2) as executor:
-        down = NvmeStoreHandler(mover.rig.tier.store, mover.view, executor, wait_limit_s=30.0)
+        options = QueueOptions(wait_limit_s=30.0)
+        down = NvmeStoreHandler(mover.rig.tier.store, mover.view, executor, options)
         statuses = mover.rig.begin_store(keys(2))
         spec = mover.rig.backend.get_load_store_spec(keys(2), statuses)
         mover.fs.gate = threading.Event()

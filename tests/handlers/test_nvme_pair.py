@@ -9,6 +9,7 @@ import pytest
 from support.executors import InlineExecutor, SteppingExecutor
 from support.nvme_rig import Rig, config_for, key
 
+from kvcascade.handlers.nvme_jobs import QueueOptions
 from kvcascade.handlers.nvme_pair import NvmePairHandler
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
 
@@ -101,12 +102,14 @@ def test_shutdown_cancels_what_has_not_begun(rigs: tuple[Rig, Rig]) -> None:
 def test_the_queue_is_bounded(rigs: tuple[Rig, Rig]) -> None:
     upper, lower = rigs
     executor = SteppingExecutor()
-    handler = NvmePairHandler(upper.tier.store, lower.tier.store, executor, max_jobs=1)
-    assert handler.transfer_async(1, (_empty(upper), _empty(lower)))
+    options = QueueOptions(max_jobs=1)
+    handler = NvmePairHandler(upper.tier.store, lower.tier.store, executor, options)
+    targets = begin(handler, upper, lower)
     assert not handler.transfer_async(2, (_empty(upper), _empty(lower)))
     executor.run_all()
     assert [result.job_id for result in handler.get_finished()] == [1]
     handler.wait({1, 99})
+    land(lower, targets, [BlockOutcome.OK] * 5)
     assert handler.transfer_async(3, (_empty(upper), _empty(lower)))
 
 

@@ -6,11 +6,12 @@ import pytest
 from support.cascade import BLOCK_SIZE, Cascade, block_bytes, key
 
 from kvcascade.config import WriteMode
-from kvcascade.manager.admission import DAY_S, AdmitSecondTouch
+from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.endurance import DAY_S
 
 HIT, MISS, PENDING, RETRY = (
     LookupState.HIT,
@@ -433,9 +434,9 @@ def test_events_tell_what_lies_where() -> None:
     first, *others = cascade.manager.take_events()
     assert (set(first.block_hashes), first.medium, first.removed) == (set(keys(0, 2)), "M0", False)
     assert others == [
-        BlockEvent((key(0), key(1)), "M1", removed=False),
-        BlockEvent((key(1),), "M0", removed=True),
-        BlockEvent((key(2),), "M0", removed=False),
+        BlockEvent((key(0), key(1)), "M1", False, "M1"),
+        BlockEvent((key(1),), "M0", True, "M0"),
+        BlockEvent((key(2),), "M0", False, "M0"),
     ]
     assert cascade.manager.take_events() == []
 

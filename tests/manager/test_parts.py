@@ -5,52 +5,110 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.cascade import key
 
+from kvcascade.errors import ConfigError
 from kvcascade.manager.admission import (
-    BUDGET_BUCKETS,
-    DAY_S,
     AdmitAll,
+    AdmitBy,
     AdmitSecondTouch,
+    EnduranceWatch,
     WriteBudget,
+    admission_by_path,
 )
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.ticker import Ticker
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.endurance import BUCKET_S, DAY_S, DayLog, DayTotals
 
 
 class TestWriteBudget:
-    def test_without_a_limit_everything_may_be_written(self) -> None:
-        budget = WriteBudget(None, lambda: 0.0)
-        budget.spend(1 << 40)
-        assert budget.left_bytes() is None
-
-    def test_what_was_spent_comes_back_after_a_day(self) -> None:
+    def test_what_was_written_comes_back_after_a_day(self) -> None:
         now = [0.0]
-        budget = WriteBudget(1000, lambda: now[0])
-        budget.spend(600)
+        log = DayLog(lambda: now[0])
+        budget = WriteBudget(1000, log.totals, log.add)
+        write(budget, 600)
         now[0] = DAY_S / 2
-        budget.spend(300)
+        write(budget, 300)
         assert budget.left_bytes() == 100
-        now[0] = DAY_S + DAY_S / BUDGET_BUCKETS
+        now[0] = DAY_S + BUCKET_S
         assert budget.left_bytes() == 700
         now[0] = 2 * DAY_S
         assert budget.left_bytes() == 1000
 
+    def test_what_is_on_its_way_counts(self) -> None:
+        budget = WriteBudget(1000, DayTotals)
+        budget.started(700)
+        assert budget.left_bytes() == 300
+        budget.ended(700)
+        assert budget.left_bytes() == 1000, "it failed: the record has nothing of it"
+
     def test_never_more_than_the_limit_in_any_sliding_day(self) -> None:
         now = [0.0]
-        budget = WriteBudget(100, lambda: now[0])
+        log = DayLog(lambda: now[0])
+        budget = WriteBudget(100, log.totals, log.add)
         spent: list[tuple[float, int]] = []
         for step in range(1000):
             now[0] = step * 731.0
-            size = min(7, budget.left_bytes() or 0)
-            budget.spend(size)
+            size = min(7, budget.left_bytes())
+            write(budget, size)
             spent.append((now[0], size))
             assert sum(s for at, s in spent if at > now[0] - DAY_S) <= 100
 
 
-def test_admission() -> None:
-    assert AdmitAll().admits(1)
-    assert not AdmitSecondTouch().admits(1)
-    assert AdmitSecondTouch().admits(2)
+def write(budget: WriteBudget, size_bytes: int) -> None:
+    budget.started(size_bytes)
+    budget.ended(size_bytes)
+
+
+class TestAdmission:
+    def test_rules(self) -> None:
+        assert AdmitAll().admits(key(1), 1)
+        assert not AdmitSecondTouch().admits(key(1), 1)
+        assert AdmitSecondTouch().admits(key(1), 2)
+
+    def test_a_function_of_the_user_decides(self) -> None:
+        rule = admission_by_path(f"{__name__}:only_even")
+        assert rule.admits(key(2), 1)
+        assert not rule.admits(key(3), 1)
+
+    def test_one_that_fails_is_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
+        rule = AdmitBy(lambda block_hash, uses: 1 // 0 == uses, "broken")
+        assert rule.admits(key(1), 1) and rule.admits(key(1), 1)
+        assert caplog.text.count("admission broken failed") == 1
+
+    @pytest.mark.parametrize("path", ["no.such:thing", "json:nothing", f"{__name__}:DAY_S"])
+    def test_a_path_that_leads_nowhere_is_named(self, path: str) -> None:
+        with pytest.raises(ConfigError, match="admission"):
+            admission_by_path(path)
+
+
+def only_even(block_hash: BlockHash, uses: int) -> bool:
+    return block_hash == key(2)
+
+
+class TestEnduranceWatch:
+    def test_a_day_of_writes_that_nobody_read_is_told_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = [0.0]
+        log = DayLog(lambda: now[0])
+        watch = EnduranceWatch("nvme", log.totals, lambda: now[0])
+        for _ in range(200):
+            log.add(4096)
+            now[0] += BUCKET_S
+            watch.check()
+        assert caplog.text.count("none was read back") == 1
+
+    def test_one_read_in_a_day_is_enough(self, caplog: pytest.LogCaptureFixture) -> None:
+        now = [0.0]
+        log = DayLog(lambda: now[0])
+        watch = EnduranceWatch("nvme", log.totals, lambda: now[0])
+        for step in range(400):
+            log.add(4096, 4096 if step % 90 == 0 else 0)
+            now[0] += BUCKET_S
+            watch.check()
+        assert not caplog.text
 
 
 class TestTicker:

@@ -25,10 +25,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from support.replay import count_hits
-from support.traces import FRACTIONS, block_references, capacities, reference
+from support.traces import FRACTIONS, LLM, block_references, capacities, reference
 
 EAGER = "kvcascade.tiers.policies.s3fifo:S3FifoEagerOrder"
-LLM = ("mooncake_conversation", "cc_agentic_global", "tau_airline_toolagent")
 SMALL = ("classic_lirs_gli",)
 CLASSIC = (
     *SMALL,

@@ -10,6 +10,7 @@ from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptio
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.endurance import DayLog
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
@@ -39,6 +40,7 @@ class Cascade:
         bytes_per_day: int | None = None,
     ) -> None:
         self.now_s = 1000.0
+        self.writes = DayLog(lambda: self.now_s)
         self.backends = [
             MemoryBackend(BLOCK_SIZE, n, medium=f"M{i}") for i, n in enumerate(capacities)
         ]
@@ -53,7 +55,9 @@ class Cascade:
                     backend,
                     self.policies[i],
                     admission if admission and i else AdmitAll(),
-                    WriteBudget(bytes_per_day, lambda: self.now_s) if i else None,
+                    WriteBudget(bytes_per_day, self.writes.totals, self.writes.add)
+                    if i and bytes_per_day
+                    else None,
                 )
                 for i, backend in enumerate(self.backends)
             ],

@@ -81,9 +81,12 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Answers:
-        """Send requests together."""
-        answers: Answers = self._ask(do="generate", prompts=prompts, max_tokens=max_tokens)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salt: str | None = None
+    ) -> Answers:
+        """Send requests together; `salt` is the tenant's cache salt."""
+        command = {"do": "generate", "prompts": prompts, "max_tokens": max_tokens, "salt": salt}
+        answers: Answers = self._ask(**command)
         return answers
 
     def reset(self, connector: bool) -> None:
@@ -120,6 +123,11 @@ class Engine:
                 stream.close()
             except BrokenPipeError:
                 continue
+
+    @property
+    def process(self) -> psutil.Process:
+        """The first of its processes."""
+        return psutil.Process(self._process.pid)
 
     def _family(self) -> list[psutil.Process]:
         try:

@@ -11,6 +11,7 @@ An exception is answered with {"error": its text}. Run it with `python -m suppor
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -36,14 +37,17 @@ class Runner:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._llm = LLM(**options)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Send all prompts together; greedy answers."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Send all prompts together; greedy answers. `salt`: the tenant's cache salt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True
         )
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        tenant = {} if salt is None else {"cache_salt": salt}
+        requests = [{"prompt_token_ids": prompt, **tenant} for prompt in prompts]
         outputs = self._llm.generate(requests, sampling, use_tqdm=False)
         return [
             {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens or 0}
@@ -61,7 +65,11 @@ class Runner:
 
     def stop(self) -> None:
         """Shut down as a server does."""
-        self._llm.llm_engine.engine_core.shutdown(timeout=30.0)
+        shutdown = self._llm.llm_engine.engine_core.shutdown
+        if "timeout" in inspect.signature(shutdown).parameters:
+            shutdown(timeout=30.0)
+        else:  # up to 0.18: as long as it takes them, five seconds at most
+            shutdown()
 
     def _samples(self) -> Iterator[tuple[str, float]]:
         for metric in self._llm.get_metrics():

@@ -12,7 +12,7 @@ import hashlib
 from collections import deque
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -133,13 +133,18 @@ class SchedulerRig:
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32
         )
         assert spec.page_size_bytes == PAGE_BYTES
-        tensor = KVCacheTensor(
-            size=PAGE_BYTES * device_blocks * len(LAYERS),
+        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+        size, tensor = PAGE_BYTES * device_blocks, cast(Any, KVCacheTensor)
+        if "shared_by" in KVCacheTensor.__dataclass_fields__:  # up to 0.28
+            apart = [tensor(size=size, shared_by=[layer]) for layer in LAYERS]
+            return KVCacheConfig(device_blocks, apart, groups)
+        together = tensor(
+            size=size * len(LAYERS),
             layers=list(LAYERS),
-            layer_stride=PAGE_BYTES * device_blocks,
+            layer_stride=size,
             block_stride=PAGE_BYTES,
         )
-        return KVCacheConfig(device_blocks, [tensor], [KVCacheGroupSpec(list(LAYERS), spec)])
+        return KVCacheConfig(device_blocks, [together], groups)
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         """A new request."""

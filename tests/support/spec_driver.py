@@ -328,8 +328,12 @@ class Driver:
             for labels, value in by_labels.items():
                 assert len(labels) == len(self.declared[name].labelnames)
                 where = f"{name}{list(labels)}" if labels else name
-                is_counter = stats.data["types"][name] == "counter"
-                self.metrics[where] = value + (self.metrics.get(where, 0) if is_counter else 0)
+                kind = stats.data["types"][name]
+                if kind == "histogram":
+                    assert all(sample >= 0 for sample in value)
+                    value = len(value)
+                before = 0 if kind == "gauge" else self.metrics.get(where, 0)
+                self.metrics[where] = before + value
 
     @property
     def counters(self) -> Any:

@@ -14,6 +14,8 @@ import pytest
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 FRACTIONS = ("0.01", "0.05", "0.1", "0.3")
 """Sizes of the reference, as shares of the distinct blocks."""
+LLM = ("mooncake_conversation", "cc_agentic_global", "tau_airline_toolagent")
+"""Traces of requests for prompts; the others are of single blocks."""
 
 
 @cache
@@ -35,6 +37,19 @@ def block_references(trace: str, limit: int | None = None) -> tuple[int, ...]:
         starts, lengths = arrays["run_start"][:runs].tolist(), arrays["run_len"][:runs].tolist()
     ids = (i for start, n in zip(starts, lengths, strict=True) for i in range(start, start + n))
     return tuple(islice(ids, limit))
+
+
+def block_chains(trace: str, limit: int) -> list[list[int]]:
+    """Block ids of each of the first `limit` requests."""
+    reference(trace)  # skips where there are none
+    with np.load(TRACES / f"{trace}.npz") as arrays:
+        offsets = arrays["run_offset"][: limit + 1].tolist()
+        starts, lengths = arrays["run_start"], arrays["run_len"]
+        runs = [range(s, s + n) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    return [
+        [i for run in runs[first:stop] for i in run]
+        for first, stop in zip(offsets, offsets[1:], strict=False)
+    ]
 
 
 def capacities(trace: str, limit: int) -> list[int]:

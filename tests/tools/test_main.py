@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from support.cache_rig import ROOT, call
 
 from kvcascade import __version__
-from kvcascade.tools.__main__ import COMMANDS, main
+from kvcascade.tools.__main__ import main
+from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.passed_on import PASSED_ON
+
+OURS = ("inspect", "top", "verify", "gc", "export", "import", "check")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,17 +22,59 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"kvcascade {__version__}, Python 3.")
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert all(name in printed and summary in printed for name, summary in COMMANDS.items())
+def test_help_lists_every_command() -> None:
+    answer = call("--help")
+    assert answer.code == 0
+    assert all(name in answer.out for name in (*OURS, "bench", "demo", "version"))
 
 
-@pytest.mark.parametrize("wrong", [[], ["frobnicate"], ["version", "extra"]])
+@pytest.mark.parametrize("name", OURS)
+def test_help_of_every_command_has_examples(name: str) -> None:
+    answer = call(name, "--help")
+    assert answer.code == 0
+    assert f"kvcascade {name} " in answer.out and "--json" in answer.out
+
+
+@pytest.mark.parametrize("name", ["bench", "demo"])
+def test_commands_with_their_own_parser_get_their_arguments(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"usage: kvcascade {name}" in capsys.readouterr().out
+    assert main([name, "--no-such-option"]) == ExitCode.USAGE
+    assert "--no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[], ["frobnicate"], ["version", "extra"], ["inspect"], ["inspect", ".", "--frobnicate"]],
+)
 def test_wrong_calls(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(wrong)
-    assert ended.value.code == 2
-    assert "usage: kvcascade" in capsys.readouterr().err
+    assert main(wrong) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert "usage: kvcascade" in (captured.err + captured.out).lower()
+
+
+def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    answer = call("inspect", tmp_path)
+    assert answer.code == ExitCode.CANNOT_OPEN
+    assert answer.err.count("\n") == 1 and "no namespace in" in answer.err
+    answer = call("inspect", tmp_path / "nowhere", "--json")
+    assert answer.code == ExitCode.CANNOT_OPEN
+    assert answer.document["schema"] == "kvcascade.error"
+    assert answer.document["error"] == "cannot_open"
+
+
+def test_a_start_loads_nothing_heavy() -> None:
+    heavy = ("torch", "vllm", "numpy", "lmdb", "matplotlib", "prometheus_client")
+    code = (
+        "import sys; from kvcascade.tools.__main__ import main; main(['--help']);"
+        f"print(sorted(set({heavy!r}) & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_passed_on_has_a_summary() -> None:
+    assert all(summary for _, summary in PASSED_ON.values())

@@ -331,6 +331,9 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         assert driver.metrics["vllm:kvcascade_stored_blocks"] == driver.counters.stored_blocks
         assert driver.metrics["vllm:kvcascade_loaded_blocks['nvme']"] > 0
         assert 0 < driver.metrics["vllm:kvcascade_tier_used_ratio['cpu']"] <= 1
+        assert driver.metrics["vllm:kvcascade_promotion_seconds['nvme']"] > 0, "samples arrive"
+        assert driver.metrics["vllm:kvcascade_day_written_bytes['nvme']"] > 0
+        assert driver.metrics["vllm:kvcascade_served_tokens['nvme']"] > 0
         (info,) = driver.manager.config_info()
         assert set(info) == {"kvcascade_tiers", "kvcascade_write_mode"}
         assert info["kvcascade_write_mode"] == "demote"

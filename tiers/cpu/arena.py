@@ -9,7 +9,8 @@ Guarantees:
 - Two engines with one engine_id never mix: a rank that a live process holds cannot be taken.
 - The name goes away as soon as the scheduler and all ranks have mapped the file, so kill -9 of
   anything afterwards leaves nothing. Before that, whoever closes removes it; after kill -9 the
-  next `open` in the directory does (`sweep`).
+  next `open` in the directory does (`sweep`). An arena whose geometry says `kept` gets a lasting
+  name then, and the next engine of the same geometry takes it over with what its table names.
 
 Not guaranteed: any order between processes. Who may write a slot when is the manager's business;
 a slot has one writer at a time and readers only after the manager was told that it is complete.
@@ -45,14 +46,15 @@ from .arena_file import (
     Wait,
     arena_path,
     check_dir,
+    give_up_name,
     open_file,
     sweep,
-    unlink_if_same,
 )
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
-from .locks import byte_locked_by_other, try_lock_byte
+from .locks import byte_locked_by_other, try_flock, try_lock_byte
 from .machine import probe_machine, process_start_ticks
 from .prefault import PIECE_BYTES, Span, prefault
+from .slot_table import SlotTable
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -136,7 +138,7 @@ class Arena:
             arena = cls(file, role)
         except BaseException:
             if file.is_made:
-                unlink_if_same(path, file.fd)
+                give_up_name(path, file.fd, geometry.kept)
             os.close(file.fd)
             raise
         try:
@@ -156,6 +158,14 @@ class Arena:
             raise ClosedError("the CPU arena is closed; open it again")
         return self._slots
 
+    def slot_table(self) -> SlotTable:
+        """The table of a kept arena, over the shared memory."""
+        assert self.geometry.kept, "only a kept arena has a table"
+        if self._map is None:
+            raise ClosedError("the CPU arena is closed; open it again")
+        start = HEADER_BYTES + self.geometry.data_bytes
+        return SlotTable(np.frombuffer(self._map, np.uint8, self.geometry.table_bytes, start))
+
     @property
     def base_address(self) -> int:
         """Address of slot 0 in this process, a multiple of 4096."""
@@ -169,6 +179,18 @@ class Arena:
         """One rank's part of every slot, shape `(slots, rank_bytes)`, strided by `slot_bytes`."""
         start = self._part_offset(rank)
         return self.slots[:, start : start + self.geometry.rank_bytes]
+
+    def duplicate(self) -> int:
+        """A descriptor of the same memory for a helper process: it has no role.
+
+        It holds the shared lock: while the helper lives, nobody takes the memory for abandoned.
+        Slot 0 begins at `HEADER_BYTES`. The caller closes it. Raises `TierIOError`.
+        """
+        self._header()
+        with os_errors(f"opening the CPU arena {self.path} once more"):
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        try_flock(fd, exclusive=False)
+        return fd
 
     def publish_layout(self, digest: bytes) -> None:
         """Worker: leave the 16-byte digest of this rank's KV tensor layout for the scheduler."""
@@ -212,7 +234,7 @@ class Arena:
         if self._map is None or self._page is None:
             return
         if self._may_unlink:
-            unlink_if_same(self.path, self._fd)
+            give_up_name(self.path, self._fd, self.geometry.kept)
         mapping, self._map, self._slots = self._map, None, None
         self._page.release()
         self._page = None
@@ -276,7 +298,7 @@ class Arena:
         if self.role.rank is not None and not byte_locked_by_other(self._fd, scheduler):
             return
         if not self.missing_ranks():
-            unlink_if_same(self.path, self._fd)
+            give_up_name(self.path, self._fd, self.geometry.kept)
 
     def _pieces(self) -> Iterator[list[Span]]:
         geometry = self.geometry

@@ -14,6 +14,10 @@ only then looks whether the name still leads to its file; a racing opener that f
 between, unlocked, has removed it as stale, and the maker starts again. A joiner holds the shared
 flock before it looks at the maker byte, so a maker it sees as dead is dead.
 
+An arena that is kept gets a lasting name once everybody has mapped it. A later maker takes it over
+only if it can have the exclusive flock, so never from anybody alive (a process that may write into
+slots holds the shared one), keeps that until the header is a new arena's, and shares it then.
+
 Assumes one host, a local file system that supports both kinds of locks (tmpfs, hugetlbfs, ext4,
 xfs), and one user. Not thread-safe; each call opens its own file.
 """
@@ -54,6 +58,9 @@ SWEEP_ENTRIES_MAX = 1024
 
 _MAKER_BYTE = 0
 _NAME = re.compile(r"kvcascade-[0-9a-f]{32}")
+_KEPT_NAME = re.compile(r"kvcascade-kept-[0-9a-f]{32}")
+KEPT_ENTRIES_MAX = 1024
+"""Kept arenas that are looked at for one to take over."""
 _DIGEST_SIZE = 16
 
 
@@ -89,6 +96,54 @@ def arena_path(arena_dir: str, engine_id: str) -> str:
     return os.path.join(arena_dir, f"kvcascade-{digest}")
 
 
+def kept_arenas(arena_dir: str) -> list[str]:
+    """Paths of the arenas in a directory that outlived, or may outlive, their processes."""
+    with suppress(OSError), os.scandir(arena_dir) as entries:
+        found = [entry.path for entry in entries if _KEPT_NAME.fullmatch(entry.name)]
+        return sorted(found)[:KEPT_ENTRIES_MAX]
+    return []
+
+
+def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
+    """The arena's own name is not needed any more; a kept one gets a lasting name instead.
+
+    True if the name was still that of the open file.
+    """
+    if not is_kept:
+        return unlink_if_same(path, fd)
+    lasting = os.path.join(os.path.dirname(path), f"kvcascade-kept-{secrets.token_hex(16)}")
+    try:
+        os.link(path, lasting, follow_symlinks=False)
+        if os.path.samestat(os.stat(lasting, follow_symlinks=False), os.fstat(fd)):
+            return unlink_if_same(path, fd)
+        os.unlink(lasting)
+    except OSError:
+        return False  # gone already: somebody else gave it its name
+    return False
+
+
+def drop_kept(path: str) -> bool:
+    """Remove a kept arena unless a live process holds it; True if it is gone."""
+    return bool(_KEPT_NAME.fullmatch(os.path.basename(path))) and _remove_stale(path)
+
+
+def kept_header(path: str) -> tuple[ArenaHeader, bool] | None:
+    """The header of a kept arena, and whether a live process holds it; None if it is none of ours.
+
+    Takes the exclusive lock for a moment, as a maker that looks for one to take over does.
+    """
+    fd = _open_own(path)
+    if fd is None:
+        return None
+    try:
+        is_free = try_flock(fd, exclusive=True)
+        return layout.read_fixed(os.pread(fd, HEADER_BYTES, 0), path), not is_free
+    except (OSError, FormatError):
+        return None
+    finally:
+        os.close(fd)
+
+
 def check_dir(arena_dir: str) -> None:
     """Raise `ConfigError` unless files can be made in `arena_dir`."""
     if not os.path.isdir(arena_dir):
@@ -106,7 +161,8 @@ def open_file(request: ArenaRequest) -> ArenaFile:
     deadline = request.clock() + JOIN_TIMEOUT_S
     for _ in range(OPEN_ATTEMPTS_MAX):
         if request.may_make:
-            file = _make(request) or _join(request)
+            taken = _take_over(request) if request.geometry.kept else None
+            file = taken or _make(request) or _join(request)
         else:
             file = _join(request)
         if file is not None:
@@ -148,15 +204,24 @@ def sweep(arena_dir: str) -> list[str]:
     return removed
 
 
-def _remove_stale(path: str) -> bool:
+def _open_own(path: str) -> int | None:
+    """Open a regular file of this user; None if it is not one."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return None
+    info = os.fstat(fd)
+    if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _remove_stale(path: str) -> bool:
+    fd = _open_own(path)
+    if fd is None:
         return False
     try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            return False
         if not try_flock(fd, exclusive=True):
             return False
         return layout.looks_like_arena(os.pread(fd, HEADER_BYTES, 0)) and unlink_if_same(path, fd)
@@ -164,6 +229,36 @@ def _remove_stale(path: str) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _take_over(request: ArenaRequest) -> ArenaFile | None:
+    """A kept arena of the same shape that nobody holds, under this engine's name."""
+    for path in kept_arenas(os.path.dirname(request.path)):
+        fd = _open_own(path)
+        if fd is None:
+            continue
+        try:
+            file = _renamed(request, path, fd)
+        except (OSError, FormatError):
+            file = None
+        if file is not None:
+            return file
+        os.close(fd)
+    return None
+
+
+def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
+    if not try_flock(fd, exclusive=True):
+        return None
+    old = layout.read_fixed(os.pread(fd, HEADER_BYTES, 0), path)
+    size = os.fstat(fd).st_size
+    if old.geometry != request.geometry or size < request.geometry.file_bytes:
+        return None
+    os.link(path, request.path, follow_symlinks=False)
+    unlink_if_same(path, fd)
+    made = _write_header(request, fd, size)
+    is_ours = try_lock_byte(fd, _MAKER_BYTE) and try_flock(fd, exclusive=False)
+    return ArenaFile(fd, request.path, size, made, is_made=True) if is_ours else None
 
 
 def _make(request: ArenaRequest) -> ArenaFile | None:
@@ -201,21 +296,24 @@ def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
     """Reserve the memory, write the header, let the others in."""
     geometry, path = request.geometry, request.path
     memory = request.probe(os.path.dirname(path))
-    size = layout.round_up(HEADER_BYTES + geometry.data_bytes, memory.block_bytes)
+    size = layout.round_up(geometry.file_bytes, memory.block_bytes)
     check_capacity(size, os.path.dirname(path), memory)
     _reserve(fd, size, path)
+    return ArenaFile(fd, path, size, _write_header(request, fd, size), is_made=True)
+
+
+def _write_header(request: ArenaRequest, fd: int, size: int) -> ArenaHeader:
     pid = os.getpid()
-    made = ArenaHeader(
-        geometry,
-        Creator(pid, process_start_ticks(pid)),
-        secrets.token_bytes(layout.TOKEN_BYTES),
-    )
+    creator = Creator(pid, process_start_ticks(pid))
+    made = ArenaHeader(request.geometry, creator, secrets.token_bytes(layout.TOKEN_BYTES))
     # Through a mapping: hugetlbfs files cannot be written with write().
-    with os_errors(f"mapping {path}"), mmap.mmap(fd, min(size, memory.block_bytes)) as page:
+    page_bytes = min(size, request.probe(os.path.dirname(request.path)).block_bytes)
+    with os_errors(f"mapping {request.path}"), mmap.mmap(fd, page_bytes) as page:
         with memoryview(page) as view:
+            layout.clear_records(view)
             layout.write_fixed(view, made)
             layout.mark_ready(view)
-    return ArenaFile(fd, path, size, made, is_made=True)
+    return made
 
 
 def _reserve(fd: int, size: int, path: str) -> None:
@@ -226,7 +324,8 @@ def _reserve(fd: int, size: int, path: str) -> None:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(
                 f"capacity: {show_bytes(size)} could not be reserved in {os.path.dirname(path)} "
-                f"({error.strerror}); lower it or free memory"
+                f"({error.strerror}); lower it or free memory (kvcascade shm ls shows arenas that "
+                f"were kept)"
             ) from error
         with os_errors(f"reserving {show_bytes(size)} for {path}"):
             raise
@@ -307,6 +406,6 @@ def _check_owner(path: str, fd: int) -> None:
 
 def _checked_size(fd: int, geometry: ArenaGeometry, path: str) -> int:
     size = os.fstat(fd).st_size
-    if size < HEADER_BYTES + geometry.data_bytes:
+    if size < geometry.file_bytes:
         raise FormatError(f"{path} is {size} bytes, too short; remove it and start again")
     return size

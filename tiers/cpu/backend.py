@@ -9,7 +9,9 @@ to each other and move as one piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import numpy as np
@@ -27,6 +29,18 @@ SORT_WINDOW_FACTOR = 4
 _block_id = attrgetter("block_id")
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Millions of new objects of which none is garbage: collecting would take most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CpuBackend(Backend):
     """Slots of the CPU arena, medium `"CPU"`."""
 
@@ -39,7 +53,8 @@ class CpuBackend(Backend):
         fields[:, 1] = np.arange(capacity, dtype=np.int32)
         self.ref_counts: npt.NDArray[np.int32] = fields[:, 0]
         """`ref_cnt` of every slot, shape `(capacity,)`, live; 0 for free ones."""
-        self._statuses = list(table)
+        with collector_paused():
+            self._statuses = list(table)
         self._taken = bytearray(capacity)
         self._taken_flags: npt.NDArray[np.uint8] = np.frombuffer(self._taken, dtype=np.uint8)
         self._free = list(range(capacity - 1, -1, -1))
@@ -76,12 +91,29 @@ class CpuBackend(Backend):
             taken[slot] = 1
         return allocated
 
+    def adopt(self, slots: Sequence[int]) -> list[BlockStatus]:
+        """Take these free slots, whose bytes are complete: an earlier engine left them."""
+        adopted = set(slots)
+        self._free = [slot for slot in self._free if slot not in adopted]
+        self._taken_flags[list(slots)] = 1
+        return [self._statuses[slot] for slot in slots]
+
     def free(self, status: BlockStatus) -> None:
         slot = status.block_id
         assert self._taken[slot], f"slot {slot} was freed twice"
         self._taken[slot] = 0
         status.ref_cnt = 0
         self._free.append(slot)
+        self._unsorted = True
+
+    def free_many(self, statuses: Sequence[BlockStatus]) -> None:
+        slots = list(map(_block_id, statuses))
+        taken = self._taken
+        for slot in slots:
+            assert taken[slot], f"slot {slot} was freed twice"
+            taken[slot] = 0
+        self.ref_counts[slots] = 0
+        self._free += slots
         self._unsorted = True
 
     def get_load_store_spec(

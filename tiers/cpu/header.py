@@ -8,7 +8,7 @@ All integers are little-endian.
 | 8..12       | version, uint32                                                                 |
 | 12..16      | crc32 of bytes 16..128                                                          |
 | 16..40      | slots, slot_bytes, rank_bytes: uint64 each                                      |
-| 40..48      | world_size, flags (bit 0: replicated): uint32 each                              |
+| 40..48      | world_size, flags (bit 0: replicated, bit 1: kept): uint32 each                 |
 | 48..64      | creator: pid uint32, 4 zero bytes, start time uint64 (clock ticks since boot)   |
 | 64..80      | random token of this arena                                                      |
 | 80..128     | zero                                                                            |
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ...errors import ConfigError, FormatError
+from . import slot_table
 
 MAGIC = b"KVCARENA"
 VERSION = 1
@@ -51,6 +52,7 @@ _RECORD = struct.Struct("<IIQ16s")
 _RECORDS_OFFSET = 512
 _RECORD_READS_MAX = 16
 _FLAG_REPLICATED = 1
+_FLAG_KEPT = 2
 
 SCHEDULER_RECORD = MAX_RANKS
 """Number of the scheduler's record, behind the records of the ranks."""
@@ -79,6 +81,8 @@ class ArenaGeometry:
     """Number of worker processes that map the arena."""
     replicated: bool = False
     """True if all ranks hold the same bytes: a slot then has one part, which all of them use."""
+    kept: bool = False
+    """True if the arena outlives its processes: a table of what it holds lies behind the slots."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.rank_bytes < 1:
@@ -107,19 +111,36 @@ class ArenaGeometry:
         """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table behind the slots."""
+        return slot_table.table_bytes(self.slots) if self.kept else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Header, slots and table."""
+        return HEADER_BYTES + self.data_bytes + self.table_bytes
+
     @classmethod
     def fit(
-        cls, capacity_bytes: int, rank_bytes: int, world_size: int, replicated: bool = False
+        cls,
+        capacity_bytes: int,
+        rank_bytes: int,
+        world_size: int,
+        replicated: bool = False,
+        kept: bool = False,
     ) -> ArenaGeometry:
         """The geometry with as many slots as `capacity_bytes` holds, header included."""
         slot_bytes = cls(1, rank_bytes, world_size, replicated).slot_bytes
-        slots = (capacity_bytes - HEADER_BYTES) // slot_bytes
+        record_bytes = slot_table.RECORD_BYTES if kept else 0
+        fixed_bytes, per_slot_bytes = HEADER_BYTES + record_bytes, slot_bytes + record_bytes
+        slots = (capacity_bytes - fixed_bytes) // per_slot_bytes
         if slots < 1:
             raise ConfigError(
                 f"capacity: {capacity_bytes} bytes hold no block; one block of this model takes "
-                f"{slot_bytes} bytes, so give the cpu tier at least {slot_bytes + HEADER_BYTES}"
+                f"{slot_bytes} bytes, so give the cpu tier at least {per_slot_bytes + fixed_bytes}"
             )
-        return cls(slots, rank_bytes, world_size, replicated)
+        return cls(slots, rank_bytes, world_size, replicated, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +185,7 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
         geometry.slot_bytes,
         geometry.rank_bytes,
         geometry.world_size,
-        _FLAG_REPLICATED if geometry.replicated else 0,
+        _FLAG_REPLICATED * geometry.replicated | _FLAG_KEPT * geometry.kept,
         creator.pid,
         0,
         creator.start_ticks,
@@ -172,6 +193,13 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
     ).ljust(_FIXED_END - _FIXED_START, b"\0")
     page[_FIXED_START:_FIXED_END] = fixed
     page[:_FIXED_START] = _PREFIX.pack(MAGIC, VERSION, zlib.crc32(fixed))
+
+
+def clear_records(page: memoryview) -> None:
+    """The arena begins a new life: not ready, and nobody has mapped it."""
+    end = _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size
+    _STATE.pack_into(page, _STATE_OFFSET, 0)
+    page[_RECORDS_OFFSET:end] = bytes(end - _RECORDS_OFFSET)
 
 
 def mark_ready(page: memoryview) -> None:
@@ -205,7 +233,8 @@ def read_fixed(page: bytes, name: str) -> ArenaHeader:
         page, _FIXED_START
     )
     try:
-        geometry = ArenaGeometry(slots, rank_bytes, world, bool(flags & _FLAG_REPLICATED))
+        is_replicated, is_kept = bool(flags & _FLAG_REPLICATED), bool(flags & _FLAG_KEPT)
+        geometry = ArenaGeometry(slots, rank_bytes, world, is_replicated, is_kept)
     except ConfigError as error:
         raise FormatError(f"{name} has an impossible header; remove the file: {error}") from error
     if geometry.slot_bytes != slot_bytes:

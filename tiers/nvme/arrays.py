@@ -6,7 +6,6 @@ Changed by the manager's thread by plain memory writes; no system call, nothing 
 
 from __future__ import annotations
 
-import logging
 import re
 import struct
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from ...errors import os_errors
+from ...logs import get_logger
 from .filesystem import File, FileSystem
 
 HEADER_BYTES = 64
@@ -25,9 +25,11 @@ MAX_ARRAY_BYTES = 1 << 40
 _HEADER = struct.Struct("<8s8sQQQ24x")
 _MAGIC = b"KVCARR1\0"
 _NAME = re.compile(r"[a-z0-9_]{1,48}")
+_KINDS = ("<i8", "<i4", "<u8", "<u4", "<u2", "|u1")
+"""Element types of arrays that are read without knowing what they are for."""
 assert _HEADER.size == HEADER_BYTES
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,18 @@ class MappedArrays:
         finally:
             file.close()
         self._fs.rename(temporary, path)
+
+
+def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
+    """Element type, length and session of an array file; None if it is none of ours."""
+    if len(data) != HEADER_BYTES:
+        return None
+    magic, kind_name, length, session, _ = _HEADER.unpack(data)
+    kinds = {_kind_name(np.dtype(kind)): np.dtype(kind) for kind in _KINDS}
+    kind = kinds.get(kind_name)
+    if magic != _MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
+        return None
+    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
 
 
 def _checksum(view: memoryview) -> int:

@@ -160,6 +160,10 @@ class NvmeBackend(Backend):
         self.flush_removals()
         return busy
 
+    def use_background(self, background: Background) -> None:
+        """Have another one do the work from now on."""
+        self._background = background
+
     def flush_removals(self) -> None:
         """Queue a commit of what waits to leave the index, and of the epoch if it is new."""
         self._background.commit(self._directory.take_removals(), self._directory.epoch)

@@ -7,12 +7,12 @@ so that several processes cannot overrun it together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError, InUseError, NoSpaceError, os_errors
+from ...logs import get_logger
 from .filesystem import FileSystem
 from .format import MAX_BLOCK_BYTES, MAX_SLOTS, PAGE_BYTES, SLOT_RECORD_BYTES, SegmentLayout
 from .namespace import namespaces_under, remove_namespace
@@ -26,7 +26,7 @@ METADATA_BYTES_PER_SLOT = 256
 MAX_METADATA_SHARE = 16
 BUDGET_LOCK = ".kvcascade.lock"
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,18 @@ class SpaceBudget:
         capacity_bytes: int,
         min_free_bytes: int,
         plan: Plan,
+        may_remove: bool = True,
     ) -> None:
-        """`folders`: the namespace's own directory in each path."""
+        """`folders`: the namespace's own directory in each path.
+
+        `may_remove`: whether other namespaces leave for this one.
+        """
         self._fs = fs
         self._folders = tuple(folders)
         self._share = capacity_bytes // len(self._folders)
         self._min_free_bytes = min_free_bytes
         self._metadata_bytes = plan.metadata_bytes
+        self._may_remove = may_remove
         self.removed_namespaces = 0
 
     def claim(self, part: int, own_bytes: int, growth: int) -> None:
@@ -105,7 +110,8 @@ class SpaceBudget:
         folder = self._folders[part]
         root = folder.parent
         try:
-            lock = self._fs.lock(root / BUDGET_LOCK)
+            with os_errors(f"locking {root}"):
+                lock = self._fs.lock(root / BUDGET_LOCK)
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
@@ -120,7 +126,7 @@ class SpaceBudget:
         for found in others:
             if taken + wanted <= self._share and self._is_disk_free(root, growth):
                 return
-            if remove_namespace(self._fs, found.path):
+            if self._may_remove and remove_namespace(self._fs, found.path):
                 _log.warning("removed %s, the namespace used longest ago, for room", found.path)
                 self.removed_namespaces += 1
                 taken -= found.used_bytes

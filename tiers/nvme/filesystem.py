@@ -22,6 +22,7 @@ from ...errors import InUseError
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
+OTHERS_WRITE = 0o022
 PAGE_BYTES = 4096
 MAX_PID_DIGITS = 20
 MAX_LOCK_TRIES = 8
@@ -207,6 +208,10 @@ class RealFile(File):
             os.close(self._fd)
             self._fd = -1
 
+    def try_direct(self) -> None:
+        """Pass by the page cache from now on, if the file system can. Raises `OSError`."""
+        _try_direct(self._fd)
+
     def _leave_direct_mode(self, error: OSError) -> None:
         """Direct transfers need alignment that a buffer may not have: go on through the cache."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -352,6 +357,8 @@ def _check_ours(found: os.stat_result, is_kind: object, path: Path) -> None:
         raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    if found.st_mode & OTHERS_WRITE:
+        raise PermissionError(errno.EPERM, "other users may write to it", str(path))
 
 
 def _try_direct(descriptor: int) -> None:

@@ -6,18 +6,18 @@ cannot be made lowers what is available for a while: it is counted and logged on
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 from ...errors import KVCascadeError
+from ...logs import get_logger
 from .capacity import SpaceBudget
 from .segments import SegmentSet
 
 RETRY_AFTER_S = 30.0
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class SegmentGrowth:

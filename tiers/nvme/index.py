@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import lmdb
@@ -31,10 +33,12 @@ from ...errors import (
     KVCascadeError,
     os_errors,
 )
+from .. import endurance
 from ..base import BlockHash
 from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, slot_in_entry
 from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
+from .index_pages import check_pages
 
 MAP_FIXED_BYTES = 64 << 20
 MAP_BYTES_PER_SLOT = 1024
@@ -79,12 +83,22 @@ class IndexIdentity:
 class BlockIndex:
     """An open index; see `open_index`."""
 
-    def __init__(self, env: lmdb.Environment, path: Path, capacity: int) -> None:
+    def __init__(
+        self,
+        env: lmdb.Environment,
+        path: Path,
+        capacity: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`wall_clock` gives seconds since 1970."""
         self.path = path
+        self.wall_clock = wall_clock
         self.capacity = capacity
         self.entries_at_open = 0
         self.was_clean = False
         self.needs_scan = False
+        self.reset_at_open = 0
+        """Entries that went because a reset was asked for that had not been committed."""
         """Set when the free extents of the last close cannot be used."""
         self.epoch = 0
         """Epoch of the last commit."""
@@ -136,6 +150,16 @@ class BlockIndex:
 
     # -- any thread ----------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """Hold no transaction until the next `refresh`, and know the epoch of the last commit."""
+        self.epoch = self.seen_epoch()
+        self._txn.abort()
+
+    def forget_dead_readers(self) -> None:
+        """Clear what processes that died left in the lock table, which pins old pages."""
+        with suppress(lmdb.Error):
+            self._env.reader_check()
+
     def entry(self, key: bytes) -> IndexEntry | None:
         """The entry of a block as committed now."""
         try:
@@ -150,8 +174,12 @@ class BlockIndex:
         epoch: int,
         removals: Sequence[Removal],
         puts: Sequence[tuple[BlockHash, IndexEntry]] = (),
+        read_bytes: int = 0,
     ) -> CommitOutcome:
-        """Remove and add entries in one transaction, removals first. All or nothing."""
+        """Remove and add entries in one transaction, removals first. All or nothing.
+
+        `read_bytes`: bytes read back since the last commit, for the totals.
+        """
         try:
             with self._env.begin(write=True, db=self._blocks) as txn:
                 if not self._enter_epoch(txn, epoch):
@@ -162,7 +190,7 @@ class BlockIndex:
                     txn.put(key, entry.pack(key))
                 if puts:
                     written = sum(entry.length for _, entry in puts)
-                    self._add_totals(txn, written, 0)
+                    self._add_totals(txn, written, read_bytes)
             self.epoch = max(self.epoch, epoch)
         except lmdb.Error as error:
             return outcome_of_lmdb(error)
@@ -207,6 +235,27 @@ class BlockIndex:
                 if entry is not None:
                     yield key, entry
 
+    def keys_after(self, key: bytes, limit: int) -> list[BlockHash]:
+        """Up to `limit` keys that follow `key` (b"": from the start), as committed now.
+
+        A short transaction each time: one that stays open keeps every freed page from reuse.
+        """
+        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
+            cursor = txn.cursor()
+            if cursor.set_range(key + b"\0" if key else b""):
+                found = islice(cursor.iternext(keys=True, values=False), limit)
+                return [BlockHash(bytes(k)) for k in found]
+        return []
+
+    def day_totals(self) -> endurance.DayTotals:
+        """Bytes committed and read back in the last day, by every process of the namespace."""
+        try:
+            with self._env.begin(db=self._meta) as txn:
+                record = txn.get(b"day", b"")
+        except lmdb.Error:
+            record = b""
+        return endurance.day_totals(record, self.wall_clock())
+
     def count(self) -> int:
         """Number of entries committed now."""
         with self._env.begin() as txn:
@@ -240,6 +289,7 @@ class BlockIndex:
             self.epoch = _number(txn.get(b"epoch"))
             if wanted_epoch > self.epoch:
                 self.epoch += 1
+                self.reset_at_open = int(txn.stat(self._blocks)["entries"])
                 txn.drop(self._blocks, delete=False)
                 txn.put(b"epoch", _U64.pack(self.epoch))
                 self.needs_scan = True
@@ -328,6 +378,9 @@ class BlockIndex:
         before = _TOTALS.unpack(stored) if len(stored) == _TOTALS.size else (0, 0)
         self.totals = (before[0] + written, before[1] + read)
         txn.put(b"totals", _TOTALS.pack(*self.totals), db=self._meta)
+        record = txn.get(b"day", b"", db=self._meta)
+        day = endurance.add(record, self.wall_clock(), written, read)
+        txn.put(b"day", day, db=self._meta)
 
     def _doomed(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
         """Positions of entries out of range, and of all but the latest on each slot."""
@@ -361,7 +414,7 @@ def open_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
     `capacity` in slots. Raises `CorruptionError` for damage, `TierIOError` for the device. Does
     not look at any entry: `BlockIndex.load` comes next. A file that is shorter than its own meta
     page says is extended with a hole, so that a read of the missing pages is an error that LMDB
-    reports and not a bus error, and `needs_scan` is set.
+    reports and not a bus error, and `needs_scan` is set. No other process may have it open.
     """
     with os_errors(f"opening the index in {path}"):
         return _open(path, capacity, is_durable)
@@ -370,17 +423,8 @@ def open_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
 def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
     original = check_file(path)
     try:
-        env = lmdb.open(
-            str(path),
-            map_size=MAP_FIXED_BYTES + MAP_BYTES_PER_SLOT * capacity,
-            mode=0o600,
-            max_dbs=4,
-            max_readers=MAX_READERS,
-            max_spare_txns=4,
-            sync=is_durable,
-            metasync=is_durable,
-            readahead=False,
-        )
+        check_pages(path)
+        env = _environment(path, capacity, is_durable)
         try:
             index = BlockIndex(env, path, capacity)
         except BaseException:
@@ -397,6 +441,35 @@ def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
         index.needs_scan = True
         index.check_pages()
     return index
+
+
+def attach_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
+    """Open an environment that another process has open and loaded; changes nothing in it.
+
+    Only `commit` and `entry` may be used: no transaction is held, so no page is pinned. Raises
+    `CorruptionError` or `TierIOError`.
+    """
+    with os_errors(f"attaching to the index in {path}"):
+        try:
+            index = BlockIndex(_environment(path, capacity, is_durable), path, capacity)
+            index.let_go()
+        except lmdb.Error as error:
+            raise from_lmdb(error, path) from error
+    return index
+
+
+def _environment(path: Path, capacity: int, is_durable: bool) -> lmdb.Environment:
+    return lmdb.open(
+        str(path),
+        map_size=MAP_FIXED_BYTES + MAP_BYTES_PER_SLOT * capacity,
+        mode=0o600,
+        max_dbs=4,
+        max_readers=MAX_READERS,
+        max_spare_txns=4,
+        sync=is_durable,
+        metasync=is_durable,
+        readahead=False,
+    )
 
 
 def _number(value: bytes | None) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from pathlib import Path
 
 from ...errors import CorruptionError
 
 DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
 MAX_FILE_BYTES = 1 << 62
+MAX_MAP_BYTES = 1 << 44
+"""Address space for a reader, whatever the file claims."""
 MAX_MISSING_BYTES = 64 << 20
 """The last pages that LMDB took need not have been written; more than this was cut off."""
 _HEAD_BYTES = 128 << 10
@@ -20,6 +25,7 @@ _META_HEAD = struct.Struct("<II")
 _META_TAIL = struct.Struct("<QQ")
 _META_PAGES = 2
 _META_HEAD_OFFSET = 16
+_META_MAP_OFFSET = 32
 _META_PAGE_SIZE_OFFSET = 40
 _META_TAIL_OFFSET = 136
 
@@ -30,6 +36,9 @@ def check_file(path: Path) -> int | None:
     LMDB itself would map whatever the file claims. Raises `CorruptionError` or `OSError`.
     """
     data = path / DATA_NAME
+    for name in (DATA_NAME, LOCK_NAME):  # LMDB would follow a link, and write to where it leads
+        if os.path.lexists(path / name):
+            _check_ours(path / name)
     if not os.path.lexists(data):
         return None
     descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -46,6 +55,35 @@ def check_file(path: Path) -> int | None:
         return size
     finally:
         os.close(descriptor)
+
+
+def _check_ours(file: Path) -> None:
+    found = os.lstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(file))
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others may have written it", str(file))
+
+
+def missing_bytes(path: Path) -> int:
+    """Bytes that the LMDB file lacks of what its meta page says; changes nothing.
+
+    Raises `CorruptionError` if it is no LMDB file, or `OSError`.
+    """
+    with (path / DATA_NAME).open("rb") as file:
+        needed = _bytes_needed(file.read(_HEAD_BYTES))
+        if needed is None or needed > MAX_FILE_BYTES:
+            raise CorruptionError(damaged(path, "it is no LMDB file"))
+        return max(0, needed - os.fstat(file.fileno()).st_size)
+
+
+def stored_map_bytes(path: Path) -> int:
+    """The size of the map that the writer of the LMDB file uses, at most `MAX_MAP_BYTES`."""
+    with (path / DATA_NAME).open("rb") as file:
+        head = file.read(_META_PAGE_SIZE_OFFSET)
+    return min(
+        MAX_MAP_BYTES, int.from_bytes(head[_META_MAP_OFFSET : _META_MAP_OFFSET + 8], "little")
+    )
 
 
 def _bytes_needed(head: bytes) -> int | None:

@@ -35,6 +35,8 @@ class NamespaceKey:
     """For people, such as the model's name; part of the directory's name."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Everything that the bytes of a block depend on; JSON values."""
+    about: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """Facts for people, written down but no part of the fingerprint; JSON values."""
 
     @property
     def digest(self) -> bytes:
@@ -127,6 +129,11 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
     return Namespace(folders, created or datetime.now(UTC), locks, created is not None)
 
 
+def is_namespace_name(name: str) -> bool:
+    """True for what `NamespaceKey.directory_name` may be."""
+    return _NAME.fullmatch(name) is not None
+
+
 def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
     """Every namespace directory in a path, the one that was used longest ago first."""
     found: list[FoundNamespace] = []
@@ -202,6 +209,7 @@ def describe_namespace(
             "part": part,
             "parts": len(namespace.folders),
             "created": namespace.created.isoformat(),
+            **({"about": dict(key.about)} if key.about else {}),
         }
         with os_errors(f"writing {folder / DESCRIPTION}"):
             fs.replace(folder / DESCRIPTION, json.dumps(document, indent=2).encode() + b"\n")

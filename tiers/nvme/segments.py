@@ -10,12 +10,12 @@ whole at open, and the checksum in the index tells which blocks survived.
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import os_errors
+from ...logs import get_logger
 from .filesystem import File, FileSystem
 from .format import SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
 
@@ -26,7 +26,7 @@ MAX_SHORT_TRANSFERS = 1000
 """Per call; a device that keeps moving less than it was asked to is broken."""
 _SUFFIX = ".safetensors"
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class SegmentSet:
         """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
         segment, offset = self._locate(first_slot, len(buffers))
         for part, position in self._calls(buffers, offset):
-            _read_all(segment.payload, part, position)
+            read_all(segment.payload, part, position)
 
     def sync(self, number: int) -> None:
         """Make everything written to a segment durable."""
@@ -225,7 +225,8 @@ def _write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
     raise OSError(errno.EIO, "the device keeps writing less than asked")
 
 
-def _read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill the buffers from `offset` on. Raises `OSError` if the file or the device ends before."""
     wanted = sum(len(buffer) for buffer in buffers)
     done = 0
     for _ in range(MAX_SHORT_TRANSFERS):

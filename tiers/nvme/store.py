@@ -10,22 +10,21 @@ Threads: `write`, `read` and `remove` may be called by several threads at once.
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter_ns
 
 from ...errors import ErrorKind, KVCascadeError, from_os_error
+from ...logs import get_logger
 from ..base import BlockHash, BlockOutcome
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
 from .index import BlockIndex, Removal
 from .index_errors import CommitOutcome
 from .segments import SegmentSet
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _OF_COMMIT = {
     CommitOutcome.DONE: BlockOutcome.OK,
@@ -89,10 +88,11 @@ class BlockStore:
         self._index = index
         self._segments = segments
         self._durability = durability
-        self._generations = itertools.count(first_generation)
+        self._next_generation = first_generation
         self._lock = threading.Lock()
         self._owed: list[Removal] = []
         self._owed_epoch = 0
+        self._reported_bytes = 0
 
     def write(
         self,
@@ -118,8 +118,9 @@ class BlockStore:
         ]
         self._count(refused_keys=len(keys) - len(writes))
         writes.sort(key=lambda write: write.slot)
-        for write in writes:
-            write.entry = self._entry_for(write)
+        first = self.reserve_generations(len(writes))
+        for generation, write in enumerate(writes, first):
+            write.entry = self._entry_for(write, generation)
         for begin, end in self._segments.runs([write.slot for write in writes]):
             run = writes[begin:end]
             _note(outcomes, run, self._write_run(run, epoch))
@@ -128,8 +129,16 @@ class BlockStore:
             written = self._sync(written, outcomes)
         puts = [(w.key, w.entry) for w in written if w.entry is not None]
         if puts:
-            _note(outcomes, written, _OF_COMMIT[self._index.commit(epoch, (), puts)])
+            read_bytes = self.take_read_bytes()
+            _note(outcomes, written, _OF_COMMIT[self._index.commit(epoch, (), puts, read_bytes)])
         return self._count_write(outcomes, started)
+
+    def take_read_bytes(self) -> int:
+        """Bytes read since the last call; whoever asks writes them into the index's totals."""
+        with self._lock:
+            now = self.counters.bytes_read
+            grown, self._reported_bytes = now - self._reported_bytes, now
+        return grown
 
     def read(
         self,
@@ -192,6 +201,37 @@ class BlockStore:
             self._owed.extend(removals)
             self._owed_epoch = max(self._owed_epoch, epoch)
 
+    # -- for a process that moves blocks in place of this one (see `attach`) --------------------
+
+    @property
+    def durability(self) -> Durability:
+        """What survives."""
+        return self._durability
+
+    def take_owed(self) -> list[Removal]:
+        """What `owe` and failed commits left, for somebody else to commit; each is given once."""
+        with self._lock:
+            taken, self._owed = self._owed, []
+        return taken
+
+    def reserve_generations(self, n: int) -> int:
+        """The first of `n` generations in a row that nobody else gets."""
+        with self._lock:
+            first = self._next_generation
+            self._next_generation += n
+        return first
+
+    @property
+    def reported_bytes(self) -> int:
+        """Bytes read that are in the index's totals."""
+        return self._reported_bytes
+
+    def absorb(self, counts: Mapping[str, int], reported_bytes: int) -> None:
+        """Add to the counters what another process did for this store, and reported itself."""
+        self._count(**counts)
+        with self._lock:
+            self._reported_bytes += reported_bytes
+
     # -- inside --------------------------------------------------------------------------------
 
     def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
@@ -208,13 +248,9 @@ class BlockStore:
             self.owe(due, epoch)
         return _OF_COMMIT[outcome]
 
-    def _entry_for(self, write: _Write) -> IndexEntry:
-        return IndexEntry(
-            write.slot,
-            len(write.payload),
-            block_checksum(write.key, write.payload),
-            next(self._generations),
-        )
+    def _entry_for(self, write: _Write, generation: int) -> IndexEntry:
+        checksum = block_checksum(write.key, write.payload)
+        return IndexEntry(write.slot, len(write.payload), checksum, generation)
 
     def _write_run(self, run: Sequence[_Write], epoch: int) -> BlockOutcome:
         records: list[bytes] = []

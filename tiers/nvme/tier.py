@@ -7,7 +7,6 @@ Whatever fails while opening raises one of our errors and leaves the data as it 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Executor
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CorruptionError, KVCascadeError
+from ...logs import get_logger
 from .arrays import MappedArrays
 from .backend import Background, NvmeBackend, StatusTable, free_pools
 from .capacity import SEGMENT_BYTES, Plan, SpaceBudget, plan_capacity
@@ -38,7 +38,7 @@ from .namespace import (
 from .segments import SegmentSet
 from .store import BlockStore, Durability
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class NvmeTierConfig:
     """Disk space that is never used."""
     slots_per_segment: int | None = None
     """For a new namespace; by default about 1 GiB, less for small tiers."""
+    may_remove_namespaces: bool = True
+    """Whether namespaces that nobody owns leave if there is no room beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,7 @@ class NvmeTier:
             self.epoch_arrays.sync()
         except KVCascadeError as error:
             _log.warning("recency may be lost: %s", error)
-        read_bytes = self.store.counters.bytes_read
-        self.index.close(free if is_settled and is_exact else None, read_bytes)
+        self.index.close(free if is_settled and is_exact else None, self.store.take_read_bytes())
 
 
 def open_nvme_tier(
@@ -246,7 +247,10 @@ class _Opening:
         identity = IndexIdentity(
             self._config.key.digest, self._config.block_bytes, self._plan.slots_per_segment
         )
-        return index, index.load(identity, wanted_epoch, may_create=not is_described)
+        session = index.load(identity, wanted_epoch, may_create=not is_described)
+        if index.reset_at_open:
+            _log.warning("a reset came to its end: %d blocks are forgotten", index.reset_at_open)
+        return index, session
 
     def _open_segments(self, index: BlockIndex) -> None:
         """Open what is there; the index forgets what lies in files that are not."""
@@ -317,6 +321,7 @@ class _Opening:
             self._config.capacity_bytes,
             self._config.min_free_bytes,
             self._plan,
+            self._config.may_remove_namespaces,
         )
         return SegmentGrowth(
             self._segments, budget, self._plan.segments, self._paths, self._executor, self._clock

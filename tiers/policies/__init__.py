@@ -20,15 +20,18 @@ from .lirs import LirsOrder
 from .lru import LruOrder
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
+from .prefix import PrefixOrder
 from .s3fifo import S3FifoOrder
 from .sieve import SieveOrder
 from .slru import SlruOrder
+from .usage import UsageOrder
 
 ORDERS: dict[str, type[EvictionOrder]] = {
     "arc": ArcOrder,
     "fifo": FifoOrder,
     "lirs": LirsOrder,
     "lru": LruOrder,
+    "prefix": PrefixOrder,
     "s3fifo": S3FifoOrder,
     "sieve": SieveOrder,
     "slru": SlruOrder,
@@ -87,7 +90,14 @@ def create(
     capacity: int,
     directory: BlockDirectory | None = None,
     arrays: ArraySource = heap_arrays,
+    *,
+    with_usage: bool = False,
 ) -> CachePolicy:
-    """A policy for a tier of `capacity` slots; without a directory it lives in memory."""
+    """A policy for a tier of `capacity` slots; without a directory it lives in memory.
+
+    `with_usage` also notes when and how often blocks are used (see `UsageOrder`).
+    """
     order = order_class(name)(capacity, arrays)
+    if with_usage:
+        order = UsageOrder(order, arrays)
     return OrderedPolicy(DictDirectory(capacity) if directory is None else directory, order)

@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 
 from ..base import BlockHash, BlockStatus
 
+NO_BLOCK = BlockHash(b"")
+"""Stands where no block is."""
+
 
 class BlockDirectory(ABC):
     """Hash to status, and slot to hash."""
+
+    ready_at: list[BlockHash] | None = None
+    """By slot, the blocks that were marked ready and are still here, else `NO_BLOCK`; one more of
+    those at the end. For the hot path, which follows runs of adjacent slots. None: not offered."""
 
     get: Callable[[BlockHash], BlockStatus | None]
     """The live status of a block, or None. An attribute so that the hot path can bind it."""
@@ -26,10 +33,26 @@ class BlockDirectory(ABC):
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         """Remove a block; None if it was not there."""
 
-    def put_many(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
-        """`put` for many."""
+    def put_many(
+        self,
+        block_hashes: Sequence[BlockHash],
+        statuses: Sequence[BlockStatus],
+        slots: Sequence[int],
+    ) -> None:
+        """`put` for many; `slots` are those of the statuses."""
         for block_hash, status in zip(block_hashes, statuses, strict=True):
             self.put(block_hash, status)
+
+    def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """`pop` for many that are here, in these slots."""
+        for block_hash in block_hashes:
+            self.pop(block_hash)
+
+    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """The bytes of these blocks, which are here, are complete until they are popped."""
+        if self.ready_at is not None:
+            for block_hash, slot in zip(block_hashes, slots, strict=True):
+                self.ready_at[slot] = block_hash
 
     @abstractmethod
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
@@ -45,41 +68,59 @@ class BlockDirectory(ABC):
 
 
 class DictDirectory(BlockDirectory):
-    """A dict and a list by slot: for tiers that live in memory."""
+    """A dict, and lists by slot: for tiers that live in memory."""
 
     def __init__(self, capacity: int) -> None:
         self._status_of: dict[BlockHash, BlockStatus] = {}
         self._hash_at: list[BlockHash | None] = [None] * capacity
+        self._status_at: list[BlockStatus | None] = [None] * capacity
+        self._ready_at = self.ready_at = [NO_BLOCK] * (capacity + 1)
         self.get = self._status_of.get
 
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
         assert block_hash not in self._status_of, "a block may be inserted only once"
+        slot = status.block_id
         self._status_of[block_hash] = status
-        self._hash_at[status.block_id] = block_hash
+        self._hash_at[slot] = block_hash
+        self._status_at[slot] = status
 
-    def put_many(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
-        status_of, hash_at = self._status_of, self._hash_at
+    def put_many(
+        self,
+        block_hashes: Sequence[BlockHash],
+        statuses: Sequence[BlockStatus],
+        slots: Sequence[int],
+    ) -> None:
+        status_of, hash_at, status_at = self._status_of, self._hash_at, self._status_at
         before = len(status_of)
-        for block_hash, status in zip(block_hashes, statuses, strict=True):
+        for block_hash, status, slot in zip(block_hashes, statuses, slots, strict=True):
             status_of[block_hash] = status
-            hash_at[status.block_id] = block_hash
+            hash_at[slot] = block_hash
+            status_at[slot] = status
         assert len(status_of) == before + len(statuses), "a block may be inserted only once"
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         status = self._status_of.pop(block_hash, None)
         if status is not None:
-            self._hash_at[status.block_id] = None
+            slot = status.block_id
+            self._hash_at[slot] = None
+            self._ready_at[slot] = NO_BLOCK
         return status
 
+    def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        status_of, hash_at, ready_at = self._status_of, self._hash_at, self._ready_at
+        for block_hash, slot in zip(block_hashes, slots, strict=True):
+            del status_of[block_hash]
+            hash_at[slot] = None
+            ready_at[slot] = NO_BLOCK
+
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
-        block_hash = self._hash_at[slot]
-        if block_hash is None:
-            return None
-        return block_hash, self._status_of[block_hash]
+        block_hash, status = self._hash_at[slot], self._status_at[slot]
+        return None if block_hash is None or status is None else (block_hash, status)
 
     def clear(self) -> None:
         self._status_of.clear()
         self._hash_at = [None] * len(self._hash_at)
+        self._ready_at[:] = [NO_BLOCK] * len(self._ready_at)
 
     def __len__(self) -> int:
         return len(self._status_of)

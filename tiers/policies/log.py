@@ -120,7 +120,7 @@ class RecencyLog:
         """Position that the next slot will get."""
         return self._end[_TAIL]
 
-    def append(self, slots: Sequence[int]) -> None:
+    def append(self, slots: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Make these slots the most recent, the last of them most of all; adds absent ones."""
         if len(slots) <= FEW:
             for slot in slots:
@@ -141,7 +141,7 @@ class RecencyLog:
         if distinct != len(batch):  # a slot was given twice: count it once
             self._ends[_COUNT] = np.count_nonzero(self._stamp)
 
-    def discard(self, slots: Sequence[int]) -> None:
+    def discard(self, slots: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Remove these slots; absent ones are ignored."""
         if len(slots) <= FEW:
             for slot in slots:

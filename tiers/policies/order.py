@@ -19,6 +19,10 @@ ArraySource = Callable[[str, int, type[np.generic]], npt.NDArray[Any]]
 """`source(name, length, dtype)` gives an array: zeros the first time, afterwards (for a persistent
 tier) what it held when the tier was last open."""
 
+TIP_BLOCKS = 2
+"""Last blocks of a request whose tags an order is told, to know it again. The very last one may be
+partly filled, and then never comes back."""
+
 
 def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """The `ArraySource` of tiers that live in memory."""
@@ -38,10 +42,12 @@ class EvictionOrder(ABC):
     """Which of the slots in use leaves next. Slots are `0 .. capacity - 1`.
 
     `tags` are 64-bit digests of block hashes, for orders that remember what left (ghosts); others
-    leave `wants_tags` False and are given none.
+    leave `wants_tags` False and are given none. Those that go by what requests have in common set
+    `wants_chains` and are told of each request's blocks.
     """
 
     wants_tags: ClassVar[bool] = False
+    wants_chains: ClassVar[bool] = False
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         self.capacity = capacity
@@ -63,6 +69,15 @@ class EvictionOrder(ABC):
 
     def settle(self, slots: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
         """These were inserted bit by bit and belong in this order, least recent first; no use."""
+
+    def chain(  # noqa: B027 - most orders need not know
+        self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]
+    ) -> None:
+        """A request of `blocks` blocks ended; `slots`, first block first, are of those still here.
+
+        Only as far as none is missing: what lies behind a gap cannot be used. `tip_tags` are the
+        tags of its last blocks, `TIP_BLOCKS` at most, in prefix order.
+        """
 
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy.typing as npt
 
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
 from .directory import BlockDirectory
-from .order import EvictionOrder
+from .order import TIP_BLOCKS, EvictionOrder
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 
@@ -28,11 +29,16 @@ class OrderedPolicy(CachePolicy):
     def __init__(self, directory: BlockDirectory, order: EvictionOrder) -> None:
         self._directory = directory
         self._order = order
+        self.wants_chains = order.wants_chains
+        self.ready_at = directory.ready_at
         # The hot path of every lookup: no call of our own between the manager and the directory.
         setattr(self, "get", directory.get)  # noqa: B010 - a method may not be assigned to
 
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         return self._directory.get(block_hash)
+
+    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        self._directory.mark_ready(block_hashes, slots)
 
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._order.wants_tags:
@@ -45,8 +51,8 @@ class OrderedPolicy(CachePolicy):
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
-        self._directory.put_many(block_hashes, statuses)
         slots = [status.block_id for status in statuses]
+        self._directory.put_many(block_hashes, statuses, slots)
         slots.reverse()
         self._order.insert(slots, self._tags(block_hashes[::-1]))
 
@@ -65,6 +71,13 @@ class OrderedPolicy(CachePolicy):
     def settle(self, block_hashes: Iterable[BlockHash]) -> None:
         self._order.settle(self._slots(block_hashes))
 
+    def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:
+        if self.wants_chains and block_hashes:
+            present = takewhile(lambda status: status is not None, map(self.get, block_hashes))
+            slots = [status.block_id for status in present if status is not None]
+            tips = list(map(tag_of, block_hashes[-TIP_BLOCKS:]))
+            self._order.chain(slots, len(block_hashes), tips)
+
     def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Slots of the blocks that are here, the first block's last."""
         get = self._directory.get
@@ -79,10 +92,9 @@ class OrderedPolicy(CachePolicy):
         if len(chosen) < n:
             return None
         hashes = [block_hash for block_hash, _ in chosen]
-        self._order.evicted([status.block_id for _, status in chosen], self._tags(hashes))
-        pop = self._directory.pop
-        for block_hash in hashes:
-            pop(block_hash)
+        slots = [status.block_id for _, status in chosen]
+        self._order.evicted(slots, self._tags(hashes))
+        self._directory.pop_many(hashes, slots)
         return chosen
 
     def coldest(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,11 @@ MEASUREMENTS = {
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
     "reopening": "how long a start takes, and what it keeps in memory",
+    "engine": "time to the first token in the real engine, and bytes written to the disk",
+    "gpu": "device to CPU tier and back, on a machine with a GPU",
 }
+ASKED_FOR = ("gpu",)
+"""Measured only if asked for by name."""
 """Name (and module) of every measurement, and what it is about."""
 
 
@@ -74,11 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where bench.json goes (default: out)",
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="also draw the results (needs kvcascade[plot])"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; returns the exit status."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    needed = (*NEEDED, "matplotlib") if arguments.plot else NEEDED
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         extras = "pip install 'kvcascade[vllm,plot]'"
         names = ", ".join(missing)
@@ -89,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up, as Ctrl-C
     try:
         return _run(arguments)
     except (BenchError, KVCascadeError) as error:
@@ -110,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     scale = scale_of(arguments)
-    names = [name for name in MEASUREMENTS if not arguments.only or name in arguments.only]
+    names = names_of(arguments.only, scale)
     reporter, began = Reporter(), time.monotonic()
     facts: dict[str, Any] = {
         "machine": machine_facts(folder),
@@ -132,6 +142,12 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
+    if arguments.plot:
+        from .plot import plot
+        from .results import document
+
+        plot(document(tables, facts), arguments.plot)
+        reporter.print(f"saved {arguments.plot}")
     return 0
 
 
@@ -143,6 +159,14 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
     scale = QUICK if arguments.quick else FULL
     return replace(scale, repeats=arguments.repeats) if arguments.repeats else scale
+
+
+def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
+    """The measurements that are made: those asked for, or what belongs to the scale."""
+    if only:
+        return [name for name in MEASUREMENTS if name in only]
+    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine")
+    return [name for name in MEASUREMENTS if name not in left_out]
 
 
 def measure(name: str, setup: Setup) -> Table:

@@ -95,11 +95,11 @@ def _half(
     is_down: bool,
 ) -> tuple[float, list[float], list[float]]:
     """One direction: its seconds, and those of the bursts before and during it."""
-    from .vllm_calls import end_step, random_keys
+    from .vllm_calls import end_step, frozen, random_keys
     from .vllm_steps import put, read_up, settle, write_down
 
     scale = setup.scale
-    with closing(opened(device)) as engine:
+    with closing(opened(device)) as engine, frozen():
         resident = random_keys(RESIDENT_BLOCKS)
         numbered = range(bench.blocks, bench.blocks + len(resident))
         context = put(engine, [*keys, *resident], numbered)

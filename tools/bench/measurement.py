@@ -44,6 +44,8 @@ class Case:
     contenders: Mapping[str, Callable[[], Figures]]
     quantities: tuple[Quantity, ...] = ()
     """Its rows, where they are not those of the measurement."""
+    repeats: int | None = None
+    """How often each contender runs, where not as often as the scale says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,11 @@ def run_case(case: Case, quantities: Sequence[Quantity], setup: Setup) -> list[R
     """Run one case as often as the scale says; returns the rows that it has figures of."""
     samples: dict[str, dict[str, list[float]]] = {}
     names = list(case.contenders)
-    for repeat in range(setup.scale.repeats):
+    repeats = case.repeats or setup.scale.repeats
+    for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            setup.say(f"{case.label}: {name}, {repeat + 1} of {setup.scale.repeats}")
+            setup.say(f"{case.label}: {name}, {repeat + 1} of {repeats}")
             gc.collect()
             for quantity, figure in case.contenders[name]().items():
                 samples.setdefault(quantity, {}).setdefault(name, []).append(figure)

@@ -13,9 +13,10 @@ from typing import Any
 FORMAT = 1
 """Version of the JSON document."""
 
-OURS, VLLM, LIMIT = "ours", "vllm", "limit"
-CONTENDERS = (OURS, VLLM, LIMIT)
-"""Who is measured: kvcascade, what vLLM ships, and what the machine can do at best."""
+OURS, VLLM, LIMIT, NONE = "ours", "vllm", "limit", "none"
+CONTENDERS = (OURS, VLLM, LIMIT, NONE)
+"""Who is measured: kvcascade, what vLLM ships, what the machine can do at best, and an engine
+without offloading."""
 
 
 class BenchError(Exception):
@@ -28,7 +29,7 @@ class Goal:
 
     bound: float
     against: str | None = None
-    """`VLLM` or `LIMIT`: the bound is on the ratio to theirs; None: on the figure itself."""
+    """Whose: the bound is on the ratio to theirs; None: on the figure itself."""
     is_least: bool = False
     """True: at least the bound; False: at most."""
 

@@ -6,6 +6,40 @@ from dataclasses import dataclass
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
+BLOCK_TOKENS = 32
+"""The engine on CPU takes multiples of 32."""
+SUFFIX_BLOCKS = 2
+ENGINE_ANSWER_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineScale:
+    """The model and what it is asked. Prompts are whole blocks and a few tokens."""
+
+    layers: int = 6
+    hidden: int = 512
+    prefixes: int = 8
+    prefix_blocks: int = 60
+    fresh: int = 8
+    """Prompts of the workload without reuse."""
+    cpu_share: float = 0.3
+    """The CPU tier, as a share of all that a pass stores."""
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """No prompt with its answer is longer."""
+        return (self.prefix_blocks + SUFFIX_BLOCKS + 1) * BLOCK_TOKENS + ENGINE_ANSWER_TOKENS
+
+    @property
+    def pass_blocks(self) -> int:
+        """Different blocks of a pass."""
+        return self.prefixes * (self.prefix_blocks + 2 * SUFFIX_BLOCKS)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers: keys and values in float32, half as many KV heads as heads."""
+        return 2 * 4 * BLOCK_TOKENS * self.layers * self.hidden // 2
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -30,6 +64,10 @@ class Scale:
     """Blocks of the lookup that a busy scheduler is timed by."""
     quiet_bursts: int
     """How often that lookup is timed without transfers."""
+    engine: EngineScale = EngineScale()
+    engine_repeats: int = 1
+    is_whole: bool = False
+    """True if the engine is started too, which takes minutes, without being asked for."""
 
 
 FULL = Scale(
@@ -44,6 +82,8 @@ FULL = Scale(
     busy_bytes=1 * GIB,
     burst_blocks=1000,
     quiet_bursts=1000,
+    engine_repeats=3,
+    is_whole=True,
 )
 QUICK = Scale(
     repeats=3,
@@ -70,5 +110,6 @@ SMOKE = Scale(
     busy_bytes=256 * KIB,
     burst_blocks=16,
     quiet_bursts=8,
+    engine=EngineScale(layers=2, hidden=128, prefixes=2, prefix_blocks=4, fresh=2, cpu_share=1.0),
 )
 """For tests: every measurement, as small as it can be."""

@@ -27,6 +27,9 @@ ABOVE_VLLM_AT = 512 * KIB
 """The block size that the second goal is about."""
 DOWN, UP = "down", "up"
 SHARE = "larger share"
+REQUEST_BYTES = 16 * MIB
+WINDOW = 6
+"""Requests that wait for their blocks at a time."""
 SPARE_BYTES = 64 * MIB
 DISK_FACTOR = 1.5
 """Room on disk, for what a tier needs beside the blocks."""
@@ -56,7 +59,10 @@ class Bench:
         self.blocks = max(1, total_bytes // block_bytes)
         self.folders = [setup.folder / f"disk{number}" for number in range(paths)]
         self._options = setup.nvme
-        self._cpu_blocks = self.blocks + pinned + max(2, SPARE_BYTES // block_bytes)
+        spare = max(2, SPARE_BYTES // block_bytes)
+        asked_for = min(self.blocks, WINDOW * REQUEST_BYTES // block_bytes)
+        # Half of the tier may be promoted into.
+        self._cpu_blocks = max(self.blocks, 2 * asked_for) + pinned + spare
         stored = (self.blocks + 2 * pinned) * block_bytes  # the pinned ones are others each time
         self._disk_bytes = int(stored * DISK_FACTOR) + 2 * SPARE_BYTES * paths
 
@@ -124,9 +130,10 @@ class Bench:
         more: dict[str, float],
         between: Between,
     ) -> float:
+        from .vllm_calls import frozen
         from .vllm_steps import write_down
 
-        with closing(opened(device)) as engine:
+        with closing(opened(device)) as engine, frozen():
             took_s = write_down(engine, keys, between)
             shares = engine.blocks_per_path()
             if len(shares) > 1:
@@ -140,9 +147,10 @@ class Bench:
         keys: list[Key],
         between: Between,
     ) -> float:
+        from .vllm_calls import frozen
         from .vllm_steps import read_up
 
-        with closing(opened(device)) as engine:
+        with closing(opened(device)) as engine, frozen():
             return self.rate(read_up(engine, keys, between))
 
     def rate(self, took_s: float) -> float:

@@ -54,6 +54,7 @@ class _Managed:
     """What `CascadeManager` needs of a cascade whose bytes nobody asks for."""
 
     manager: CascadingOffloadingManager
+    recorder: None = None
 
 
 def over(manager: CascadingOffloadingManager) -> CascadeManager:

@@ -15,14 +15,12 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from .results import BenchError
+from .transfers import REQUEST_BYTES, WINDOW
 from .vllm_calls import end_step, new_request
 from .vllm_engines import Engine
 
 IDLE_SLEEP_S = 0.001
 """What vLLM's engine core sleeps when it has nothing to run."""
-REQUEST_BYTES = 16 << 20
-WINDOW = 6
-"""Requests that wait at a time."""
 TIMEOUT_S = 300.0
 PAGE_WORDS = 512
 """Every page of a block carries the block's number."""

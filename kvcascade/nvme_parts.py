@@ -1,0 +1,85 @@
+"""Opening one NVMe tier from its options: folders, threads, policy, admission and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from .config import NvmeTier
+from .errors import os_errors
+from .machine import ThisMachine, nvme_capacity, nvme_disk_bytes
+from .manager.admission import WriteBudget
+from .manager.level import Tier
+from .named import admission_rule
+from .tiers.endurance import DayTotals
+from .tiers.nvme import tier as nvme
+from .tiers.nvme.filesystem import FileSystem
+from .tiers.nvme.namespace import NamespaceKey
+from .tiers.nvme.store import Durability
+from .tiers.policies import OrderedPolicy, create
+
+
+def io_threads_of(
+    options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
+) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Threads for stores and for loads: a load never queues behind a store."""
+    for direction in ("store", "load"):
+        executor = ThreadPoolExecutor(options.io_threads, f"kvcascade-{direction}")
+        undo.callback(executor.shutdown, cancel_futures=True)
+        executors.append(executor)
+    return executors[-2], executors[-1]
+
+
+def open_nvme(
+    options: NvmeTier,
+    block_bytes: int,
+    key: NamespaceKey,
+    executor: ThreadPoolExecutor,
+    file_system: FileSystem,
+) -> nvme.NvmeTier:
+    """Open the namespace of `key` in the folders of `options`; `executor` does background work.
+
+    Raises one of our errors.
+    """
+    machine, segment_size = ThisMachine(), options.segment_size
+    for path in options.path:
+        with os_errors(f"creating {path} ({options.key}.path)"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = nvme.NvmeTierConfig(
+        paths=options.path,
+        capacity_bytes=nvme_capacity(options, machine),
+        block_bytes=block_bytes,
+        key=key,
+        durability=Durability(str(options.durability)),
+        min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
+        slots_per_segment=(
+            None if segment_size is None else max(1, segment_size.of(0) // block_bytes)
+        ),
+    )
+    return nvme.open_nvme_tier(config, executor, file_system)
+
+
+def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
+    """An open tier as the manager wants it. Raises `ConfigError` for names that lead nowhere."""
+    policy = create(
+        options.policy, tier.backend.capacity, tier.directory, tier.arrays, with_usage=True
+    )
+    if tier.recovered:
+        assert isinstance(policy, OrderedPolicy)
+        policy.reconcile(tier.live_slots())
+    totals = tier.index.day_totals
+    return Tier(
+        name,
+        tier.backend,
+        policy,
+        admission_rule(options),
+        write_budget=_write_budget(options, totals),
+        day_totals=totals,
+    )
+
+
+def _write_budget(options: NvmeTier, totals: Callable[[], DayTotals]) -> WriteBudget | None:
+    if options.write_budget is None:
+        return None
+    return WriteBudget(options.write_budget.of(nvme_disk_bytes(options, ThisMachine())), totals)

@@ -1,0 +1,86 @@
+"""What the adapters of all vLLM generations do alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from . import vllm_facts
+from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
+from .config import CascadeConfig
+from .identity import is_shareable, weights_identity
+from .logs import get_logger
+
+logger = get_logger(__name__)
+
+
+def log_beside_vllm() -> None:
+    """vLLM sets up handlers for its own logger only: our lines shall appear beside its own."""
+    ours, theirs = logging.getLogger(__package__), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
+def namespace_facts(
+    settings: CascadeConfig, engine_config: Any | None, model: str, shape: Mapping[str, str]
+) -> dict[str, str]:
+    """Every fact of the fingerprint that is known before the workers' tensors are.
+
+    `engine_config`: vLLM's `VllmConfig`, None if it was not found; `model`: name or path to go by
+    without it; `shape`: what the generation's own configuration says about blocks and parallelism.
+    """
+    version = ".".join(map(str, vllm_facts.vllm_version()))
+    facts = {"vllm": version, "label": settings.label, **shape}
+    revision, is_real = None, True
+    if engine_config is not None:
+        facts.update(vllm_facts.model_facts(engine_config))
+        model, revision, is_real = vllm_facts.weights_facts(engine_config)
+    facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
+    return facts
+
+
+def open_scheduler_side(
+    settings: CascadeConfig,
+    geometry: Geometry,
+    engine_id: str,
+    facts: Mapping[str, str],
+    engine_config: Any | None,
+    model: str,
+    *,
+    with_events: bool,
+    waits_for_stores: bool = True,
+    about: Mapping[str, Any] | None = None,
+    file_system: FileSystemOf = real_file_system,
+) -> Cascade:
+    """Open the cascade in the scheduler process, and say so once if it cannot persist.
+
+    `about` is written beside the fingerprint, for people.
+
+    Raises one of our errors.
+    """
+    if not is_shareable(facts["weights"]):
+        logger.warning(
+            "kvcascade: the weights of %r cannot be identified, so nothing is shared with other "
+            "processes or kept for the next start; set weights_id to change that",
+            model,
+        )
+    if vllm_facts.hashes_change_at_restart(engine_config):
+        logger.warning(
+            "kvcascade: this vLLM draws a new block hash seed at every start, so nothing on disk "
+            "will be found again; set the environment variable PYTHONHASHSEED=0"
+        )
+    return open_cascade(
+        settings,
+        geometry,
+        engine_id,
+        facts,
+        label=settings.label or model,
+        steps_until_flushed=vllm_facts.pipeline_depth(engine_config),
+        with_events=with_events,
+        waits_for_stores=waits_for_stores,
+        about=about,
+        file_system=file_system,
+    )

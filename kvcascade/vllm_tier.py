@@ -1,0 +1,186 @@
+"""kvcascade's NVMe tier inside vLLM's own tiering, for users who keep vLLM's manager.
+
+    "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+    "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
+                         "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
+
+The options are those of an `nvme` tier. vLLM writes everything through; this tier is bounded,
+evicts by its own policy, verifies every block that it reads, and names the model in its namespace.
+All methods are called by the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any, ClassVar, cast
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from . import vllm_facts
+from .config import CascadeConfig, NvmeTier, parse
+from .errors import ConfigError
+from .handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from .logs import get_logger
+from .machine import ThisMachine, check_nvme
+from .manager.flow import Link
+from .manager.solo import SoloTier
+from .nvme_parts import io_threads_of, nvme_level, open_nvme
+from .tiers.base import BlockHash
+from .tiers.nvme.filesystem import RealFileSystem
+from .tiers.nvme.namespace import NamespaceKey
+from .tiers.nvme.tier import NvmeTier as OpenTier
+from .tiers.policies import known_names
+from .vllm_common import log_beside_vllm, namespace_facts
+from .vllm_modern import shape_facts, to_vllm_event
+
+logger = get_logger(__name__)
+
+MAX_KEPT_S = 5.0
+"""Seconds that transfers under way get at shutdown."""
+_RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
+
+
+class KVCascadeTier(SecondaryTierManager):
+    """An NVMe tier of ours as a secondary tier of vLLM."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """`options`: those of an `nvme` tier, and `label` and `weights_id`. Raises our errors."""
+        if backpressure_detector is None:  # an argument of later versions
+            super().__init__(offloading_spec, primary_kv_view, tier_type)
+        else:
+            super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_beside_vllm()
+        self._rows = primary_kv_view.cast("B")
+        settings = _settings(options)
+        key = _namespace_key(offloading_spec.config, settings, self._block_size_bytes)
+        self._executors: list[ThreadPoolExecutor] = []
+        with ExitStack() as undo:
+            self._tier, self._solo = self._open(settings.nvme[0], key, undo)
+            undo.pop_all()
+        self._with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        state = self._solo.level
+        logger.info(
+            "kvcascade opened: %s (blocks=%d, capacity_blocks=%d, policy=%s, namespace=%s)",
+            tier_type,
+            len(state.policy),
+            state.capacity,
+            settings.nvme[0].policy,
+            self._tier.report.folder,
+        )
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self._solo.has(BlockHash(key)) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._solo.store(job_metadata.job_id, _hashes(job_metadata.keys), _rows_of(job_metadata))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._solo.load(job_metadata.job_id, _hashes(job_metadata.keys), _rows_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        for result in self._solo.finished():
+            about = {
+                "successful_keys": result.loaded or None,
+                "transfer_time": result.time_s,
+                "transfer_bytes": result.size_bytes,
+            }
+            known = {name: value for name, value in about.items() if name in _RESULT_FIELDS}
+            results.append(JobResult(result.job_id, result.is_whole, **cast(Any, known)))
+        return results
+
+    def has_pending_work(self) -> bool:
+        is_busy: bool = self._solo.is_busy
+        return is_busy
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._solo.events = self._solo.events, []
+        return [to_vllm_event(event) for event in events] if self._with_events else []
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._solo.touch(_hashes(keys))
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        self._solo.drain()
+
+    def shutdown(self) -> None:
+        if not self._solo.close(MAX_KEPT_S):
+            logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
+            return
+        for executor in self._executors:
+            executor.shutdown(cancel_futures=True)
+        self._tier.close()
+
+    def _open(
+        self, options: NvmeTier, key: NamespaceKey, undo: ExitStack
+    ) -> tuple[OpenTier, SoloTier]:
+        stores, loads = io_threads_of(options, self._executors, undo)
+        file_system = RealFileSystem(direct=str(options.direct_io) != "off")
+        tier = open_nvme(options, self._block_size_bytes, key, stores, file_system)
+        undo.callback(tier.close)
+        link = Link(
+            down=NvmeStoreHandler(tier.store, self._row, stores),
+            up=NvmeLoadHandler(tier.store, self._row, loads),
+        )
+        return tier, SoloTier(nvme_level(self.tier_type, options, tier), link, time.monotonic)
+
+    def _row(self, slot: int) -> memoryview:
+        start = slot * self._block_size_bytes
+        return self._rows[start : start + self._block_size_bytes]
+
+
+def _settings(options: dict[str, Any]) -> CascadeConfig:
+    """The options as a configuration of ours; vLLM's CPU tier stands where ours would be."""
+    about: dict[str, Any] = {
+        name: options.pop(name) for name in ("label", "weights_id") if name in options
+    }
+    options.pop("locality", None)
+    tiers = [{"type": "cpu", "capacity": 1}, {"type": "nvme", **options}]
+    config: dict[str, Any] = {"tiers": tiers, **about}
+    try:
+        settings = parse(config, known_names())
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("tiers[1]", "secondary_tiers.KVCascadeTier")) from None
+    check_nvme(settings, ThisMachine())
+    return settings
+
+
+def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
+    engine_config = vllm_facts.engine_config()
+    shape = {**shape_facts(config), "rows": f"vLLM's tiering, {row_bytes} bytes"}
+    facts = namespace_facts(settings, engine_config, config.model.name, shape)
+    return NamespaceKey(settings.label or config.model.name, facts)
+
+
+def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
+    return cast(list[BlockHash], list(keys))
+
+
+def _rows_of(job: Any) -> list[int]:
+    """Rows of the primary tier: `chunk_ids`, and `block_ids` up to 0.29."""
+    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(row) for row in rows]

@@ -1,0 +1,63 @@
+"""Leaving a tier alone that fails or stalls, so that no request waits for it: a circuit breaker.
+
+It opens after failures in a row, or when transfers are under way and none has ended for too long.
+While it is open nothing is started. After a rest whatever is asked for next is the probe, and its
+end closes the breaker or opens it again; until a stalled transfer ends, it stays open.
+
+Used under the manager's lock only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+FAILURES_TO_OPEN = 3
+"""One bad place of a disk must not close the rest of it."""
+REST_S = 5.0
+
+
+class Breaker:
+    """For the transfers of one link in one direction."""
+
+    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
+        """`clock` gives monotonic seconds; `stall_s`: so long without an end is a failure."""
+        self.openings = 0
+        """How often it opened, failed probes included."""
+        self._clock = clock
+        self._stall_s = stall_s
+        self._failures = 0
+        self._rest_until_s = 0.0
+        self._progress_s = 0.0
+        self._under_way = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while nothing may be started."""
+        if self._failures < FAILURES_TO_OPEN:
+            return False
+        return self._under_way > 0 or self._clock() < self._rest_until_s
+
+    def started(self) -> None:
+        """A transfer was started."""
+        if self._under_way == 0:
+            self._progress_s = self._clock()
+        self._under_way += 1
+
+    def ended(self, is_failure: bool) -> None:
+        """A transfer ended; it failed if the device moved nothing of it."""
+        self._under_way -= 1
+        self._progress_s = self._clock()
+        self._failures = self._failures + 1 if is_failure else 0
+        if self._failures >= FAILURES_TO_OPEN:
+            self._open()
+
+    def look_at_clock(self) -> None:
+        """Open if transfers are under way and none has ended for `stall_s`."""
+        if self._under_way and self._clock() - self._progress_s >= self._stall_s:
+            self._failures = max(self._failures, FAILURES_TO_OPEN)
+            self._open()
+
+    def _open(self) -> None:
+        now_s = self._clock()
+        self.openings += now_s >= self._rest_until_s
+        self._rest_until_s = now_s + REST_S

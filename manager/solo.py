@@ -1,0 +1,216 @@
+"""One tier under somebody else's manager: stores and loads of slots that the other one owns.
+
+The other manager decides what it offers and when; admission, eviction, capacity and verification
+are this tier's own. A job is answered block by block: what admission, the write budget or the room
+refuse is left out of a store without a word, and a block that fails to load is a miss from then on
+for `FORGET_FAILED_S`, so that nobody asks for it in a loop.
+
+Used by one thread; nothing here waits, `drain` and `close` apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
+from .base import BlockEvent
+from .flow import Link, outcomes_of
+from .level import Level, Tier
+
+FORGET_FAILED_S = 30.0
+MAX_FAILED = 65_536
+"""Failed blocks that are remembered; beyond it all are tried again."""
+DRAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SoloResult:
+    """A job that ended."""
+
+    job_id: int
+    """As the other manager calls it."""
+    loaded: tuple[BlockHash, ...]
+    """For a load: blocks that arrived and were verified."""
+    is_whole: bool
+    """True if every block of a load arrived, or nothing of a store failed."""
+    size_bytes: int
+    time_s: float
+
+
+@dataclass(slots=True)
+class _Job:
+    job_id: int
+    hashes: list[BlockHash]
+    statuses: list[BlockStatus]
+    is_load: bool
+    is_partial: bool = False
+    """Blocks that were asked for are not here."""
+
+
+class SoloTier:
+    """A tier and its two handlers."""
+
+    def __init__(self, tier: Tier, link: Link, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self.level = Level(tier, is_last=True)
+        self.level.on_evicted = self._note_evicted
+        self.events: list[BlockEvent] = []
+        self._link = link
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, _Job] = {}
+        self._ended: list[SoloResult] = []
+        self._failed: dict[BlockHash, float] = {}
+        self._seen: dict[BlockHash, None] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """True while jobs are under way."""
+        return bool(self._jobs)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """True if the block can be loaded."""
+        until_s = self._failed.get(block_hash)
+        if until_s is not None:
+            if self._clock() < until_s:
+                return False
+            del self._failed[block_hash]
+        status = self.level.policy.get(block_hash)
+        return status is not None and status.ref_cnt >= 0
+
+    def store(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """Write those blocks that are not here and may come; `slots` are the other manager's."""
+        new = [
+            (h, slot)
+            for h, slot in zip(block_hashes, slots, strict=True)
+            if not self.level.holds(h) and self._admits(h)
+        ]
+        self.level.policy.expect([h for h, _ in new])
+        room = self.level.make_room(len(new), (), may_drop_dirty=True) if new else 0
+        budget = self.level.write_budget
+        if budget is not None and room:
+            room = min(room, budget.left_bytes() // self.level.block_size)
+        new = new[:room]
+        hashes = [h for h, _ in new]
+        targets = self.level.take(hashes) if new else []
+        job = _Job(job_id, hashes, targets, is_load=False)
+        if new and self._start(job, [slot for _, slot in new]):
+            if budget is not None:
+                budget.started(len(new) * self.level.block_size)
+            return
+        for block_hash, target in zip(hashes, targets, strict=True):
+            self.level.drop(block_hash, target)
+        self._ended.append(SoloResult(job_id, (), not new, 0, 0.0))
+
+    def load(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """Read and verify blocks into the other manager's slots."""
+        found = [
+            (h, status, slot)
+            for h, slot in zip(block_hashes, slots, strict=True)
+            if (status := self.level.policy.get(h)) is not None and status.ref_cnt >= 0
+        ]
+        job = _Job(job_id, [h for h, _, _ in found], [s for _, s, _ in found], is_load=True)
+        job.is_partial = len(found) < len(block_hashes)
+        for status in job.statuses:
+            status.ref_cnt += 1
+        if found and self._start(job, [slot for _, _, slot in found]):
+            return
+        for status in job.statuses:
+            status.ref_cnt -= 1
+        self._ended.append(SoloResult(job_id, (), False, 0, 0.0))
+
+    def finished(self) -> list[SoloResult]:
+        """Jobs that ended since the last call."""
+        for handler in (self._link.down, self._link.up):
+            for result in handler.get_finished():
+                job = self._jobs.pop(result.job_id)
+                outcomes = outcomes_of(result, len(job.hashes))
+                land = self._land_load if job.is_load else self._land_store
+                loaded, is_whole = land(job, outcomes)
+                self._ended.append(
+                    SoloResult(job.job_id, loaded, is_whole, result.size_bytes, result.time_s)
+                )
+        ended, self._ended = self._ended, []
+        return ended
+
+    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
+        """These were used; first block of the prefix first."""
+        self.level.policy.touch(block_hashes)
+
+    def drain(self) -> None:
+        """Wait until every job has ended, `DRAIN_S` at most."""
+        for handler, is_load in ((self._link.down, False), (self._link.up, True)):
+            waiting = {number for number, job in self._jobs.items() if job.is_load is is_load}
+            handler.wait(waiting, DRAIN_S)
+
+    def close(self, deadline_s: float) -> bool:
+        """Stop the handlers; False if transfers are still under way."""
+        has_ended = [h.shutdown(deadline_s) for h in (self._link.down, self._link.up)]
+        self.finished()
+        return all(has_ended)
+
+    def _admits(self, block_hash: BlockHash) -> bool:
+        """The other manager offers a block once per request: offers are its uses."""
+        admission = self.level.admission
+        if not admission.counts_uses:
+            return admission.admits(block_hash, 1)
+        uses = 2 if block_hash in self._seen else 1
+        self._seen[block_hash] = None
+        if len(self._seen) > max(MAX_FAILED, 2 * self.level.capacity):
+            del self._seen[next(iter(self._seen))]
+        return admission.admits(block_hash, uses)
+
+    def _start(self, job: _Job, slots: list[int]) -> bool:
+        number = next(self._ids)
+        theirs = SlotSpec(np.array(slots, dtype=np.int32))
+        ours = self.level.backend.get_load_store_spec(job.hashes, job.statuses)
+        handler = self._link.up if job.is_load else self._link.down
+        if handler.transfer_async(number, (ours, theirs) if job.is_load else (theirs, ours)):
+            self._jobs[number] = job
+            return True
+        return False
+
+    def _land_store(
+        self, job: _Job, outcomes: Sequence[BlockOutcome]
+    ) -> tuple[tuple[BlockHash, ...], bool]:
+        if self.level.write_budget is not None:
+            self.level.write_budget.ended(len(job.hashes) * self.level.block_size)
+        stored: list[BlockHash] = []
+        for block_hash, status, outcome in zip(job.hashes, job.statuses, outcomes, strict=True):
+            if outcome is BlockOutcome.OK:
+                status.ref_cnt = 0
+                stored.append(block_hash)
+            else:
+                self.level.drop(block_hash, status)
+        self._emit(stored, removed=False)
+        return (), len(stored) == len(job.hashes)
+
+    def _land_load(
+        self, job: _Job, outcomes: Sequence[BlockOutcome]
+    ) -> tuple[tuple[BlockHash, ...], bool]:
+        loaded: list[BlockHash] = []
+        for block_hash, status, outcome in zip(job.hashes, job.statuses, outcomes, strict=True):
+            status.ref_cnt -= 1
+            if outcome is BlockOutcome.OK:
+                loaded.append(block_hash)
+                continue
+            if len(self._failed) >= MAX_FAILED:
+                self._failed.clear()
+            self._failed[block_hash] = self._clock() + FORGET_FAILED_S
+            if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+                self.level.drop(block_hash, status)
+                self._emit([block_hash], removed=True)
+        self.level.policy.touch(loaded)
+        return tuple(loaded), len(loaded) == len(job.hashes) and not job.is_partial
+
+    def _note_evicted(self, evicted: Sequence[tuple[BlockHash, BlockStatus]]) -> None:
+        self._emit([block_hash for block_hash, _ in evicted], removed=True)
+
+    def _emit(self, block_hashes: Sequence[BlockHash], removed: bool) -> None:
+        if block_hashes:
+            level = self.level
+            self.events.append(BlockEvent(tuple(block_hashes), level.medium, removed, level.name))

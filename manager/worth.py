@@ -1,0 +1,197 @@
+"""Load or recompute: is bringing blocks up expected to be faster than computing them again?
+
+    load       = (bytes on their way + bytes of this request) / read rate of the link
+    recompute  = tokens of these blocks / prefill speed
+
+A request recomputes only if loading is expected to take `CONSERVATIVE` times as long: what is not
+known (nothing was read or computed yet) speaks for loading, and both measurements err to that side.
+So that a device that was slow once is not avoided for ever, now and then a few blocks are read all
+the same: a *probe*, for which nobody waits.
+
+Nothing here takes a time: "now" is passed in, in seconds of any monotonic clock. Used under the
+manager's lock only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+CONSERVATIVE = 2.0
+"""Loading must be expected to take this many times as long as recomputing before it is refused."""
+
+SAMPLE_BYTES_MIN = 8 << 20
+SAMPLE_S_MIN = 0.05
+"""A read that is both smaller and shorter than these says more of latency than of rate; it only
+counts where it was faster than what was known."""
+SLOWER_SHARE = 0.25
+FASTER_SHARE = 0.5
+"""Weight of a new sample in the rate: one stall shall not decide, a recovery shall be seen soon."""
+
+PROBE_INTERVAL_S = 5.0
+PROBE_S = 0.5
+PROBE_BYTES_MAX = 16 << 20
+"""At most one probe in this interval, of what should be read in this time, and at most this."""
+
+PREFILL_TOKENS_MIN = 256
+PREFILL_WINDOW_S = 1.0
+PREFILL_SHARE = 0.25
+STEPS_UNTIL_COMPUTED = 3
+"""End of a step after which what was offered before it is computed: scheduling runs ahead by one,
+and some engines end a step after they offered, others before."""
+
+
+class Decision(Enum):
+    """What a request does with its blocks in lower tiers. Taken once."""
+
+    OPEN = "open"
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
+class LinkSpeed:
+    """How fast bytes come up one link: what arrived while it was busy, jobs side by side."""
+
+    def __init__(self) -> None:
+        self.in_flight_bytes = 0
+        """Sent, not landed."""
+        self._bytes_per_s: float | None = None
+        self._since_s = 0.0
+        self._arrived_bytes = 0
+
+    def sent(self, size_bytes: int, now_s: float) -> None:
+        """A job was started."""
+        if not self.in_flight_bytes:
+            self._since_s, self._arrived_bytes = now_s, 0
+        self.in_flight_bytes += size_bytes
+
+    def landed(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
+        """A job of `size_bytes` ended; `arrived_bytes` of it are there."""
+        self.in_flight_bytes -= size_bytes
+        self._arrived_bytes += arrived_bytes
+        elapsed_s = now_s - self._since_s
+        if not self._arrived_bytes or elapsed_s <= 0:
+            return
+        sample = self._arrived_bytes / elapsed_s
+        known = self._bytes_per_s
+        is_faster = known is not None and sample > known
+        if elapsed_s < SAMPLE_S_MIN and self._arrived_bytes < SAMPLE_BYTES_MIN and not is_faster:
+            return
+        if known is None:
+            self._bytes_per_s = sample
+        else:  # a mean of logarithms: ten times slower weighs as much as ten times faster
+            share = FASTER_SHARE if is_faster else SLOWER_SHARE
+            self._bytes_per_s = known * (sample / known) ** share
+        self._since_s, self._arrived_bytes = now_s, 0
+
+    def bytes_per_s(self, now_s: float) -> float:
+        """The rate, `inf` while it is unknown.
+
+        While nothing arrives it cannot be higher than what is on its way over the time so far.
+        """
+        known = math.inf if self._bytes_per_s is None else self._bytes_per_s
+        waited_s = now_s - self._since_s
+        if self.in_flight_bytes and waited_s >= SAMPLE_S_MIN:
+            return min(known, (self.in_flight_bytes + self._arrived_bytes) / waited_s)
+        return known
+
+    def expected_s(self, size_bytes: int, now_s: float) -> float:
+        """Seconds until this much more has arrived, behind what is on its way."""
+        return (self.in_flight_bytes + size_bytes) / self.bytes_per_s(now_s)
+
+
+class PrefillSpeed:
+    """Tokens computed per second, from what a scheduler shows: blocks offered, and steps.
+
+    A scheduler offers blocks when it schedules their tokens, and ends later steps when these are
+    computed. The time from the first offer to `STEPS_UNTIL_COMPUTED` steps after the last one
+    covers the computation and a little more, so the figure errs to the low side.
+    """
+
+    def __init__(self, given_tokens_per_s: float | None = None) -> None:
+        """A speed that is given is not measured."""
+        self._is_given = given_tokens_per_s is not None
+        self.tokens_per_s = given_tokens_per_s
+        """None while it is unknown."""
+        self._since_s: float | None = None
+        self._tokens = 0.0
+        self._steps_left = 0
+
+    def offered(self, tokens: float, now_s: float) -> None:
+        """Blocks of so many computed tokens were offered (0: they will be offered again)."""
+        if self._is_given:
+            return
+        if self._since_s is None:
+            self._since_s, self._tokens = now_s, 0.0
+        self._tokens += tokens
+        self._steps_left = STEPS_UNTIL_COMPUTED
+
+    def end_step(self, now_s: float) -> None:
+        """A step of the scheduler ended."""
+        if self._since_s is None:
+            return
+        elapsed_s = now_s - self._since_s
+        self._steps_left -= 1
+        if self._steps_left > 0 and elapsed_s < PREFILL_WINDOW_S:
+            return
+        if self._tokens >= PREFILL_TOKENS_MIN and elapsed_s > 0:
+            sample, known = self._tokens / elapsed_s, self.tokens_per_s
+            self.tokens_per_s = (
+                sample if known is None else known + PREFILL_SHARE * (sample - known)
+            )
+        self._since_s = None
+
+
+class Worth:
+    """Decides for each request, once. `links[i]` lies between levels `i` and `i + 1`."""
+
+    def __init__(
+        self, links: int, block_bytes: int, tokens_per_block: float, prefill: PrefillSpeed
+    ) -> None:
+        self.links = [LinkSpeed() for _ in range(links)]
+        self.prefill = prefill
+        self.tokens_per_block = tokens_per_block
+        self._block_bytes = block_bytes
+        self._probe_due_s = -math.inf
+
+    def is_hopeless(self, level: int, now_s: float) -> bool:
+        """True if blocks of this level come up slower, each, than they are recomputed.
+
+        Then no number of them is worth it, and there is no need to wait for the number.
+        """
+        patience_s = self._patience_s(1)
+        return any(
+            self._block_bytes / link.bytes_per_s(now_s) > patience_s for link in self.links[:level]
+        )
+
+    def is_worth(self, blocks: Sequence[int], queued: Sequence[int], now_s: float) -> bool:
+        """True if so many blocks of each level should be loaded.
+
+        `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent.
+        """
+        longest_s, crossing = 0.0, 0
+        for level in range(len(self.links), 0, -1):
+            crossing += blocks[level]
+            if crossing:
+                size_bytes = (crossing + queued[level]) * self._block_bytes
+                link = self.links[level - 1]
+                longest_s = max(longest_s, link.expected_s(size_bytes, now_s))
+        return longest_s <= self._patience_s(sum(blocks))
+
+    def may_probe(self, level: int, now_s: float) -> bool:
+        """True if the last probe was long ago and nothing is on its way from this level."""
+        is_idle = not any(link.in_flight_bytes for link in self.links[:level])
+        return is_idle and now_s >= self._probe_due_s
+
+    def probe_blocks(self, level: int, now_s: float) -> int:
+        """Begin a probe; returns how many blocks to read for it."""
+        self._probe_due_s = now_s + PROBE_INTERVAL_S
+        slowest = min(link.bytes_per_s(now_s) for link in self.links[:level])
+        return max(1, int(min(PROBE_BYTES_MAX, slowest * PROBE_S)) // self._block_bytes)
+
+    def _patience_s(self, blocks: int) -> float:
+        speed = self.prefill.tokens_per_s
+        if speed is None:
+            return math.inf
+        return CONSERVATIVE * blocks * self.tokens_per_block / speed

@@ -1,0 +1,68 @@
+"""What engines are asked and how they are set up; the engines themselves are not started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcascade.config import parse
+from kvcascade.tiers.policies import known_names
+from kvcascade.tools.bench.engine import MEASUREMENT
+from kvcascade.tools.bench.engine_runs import Answers, Runs, fresh_prompts, one_pass, written_bytes
+from kvcascade.tools.bench.results import NONE, OURS, VLLM
+from kvcascade.tools.bench.scale import BLOCK_TOKENS, EngineScale
+
+SCALE = EngineScale(prefixes=3, prefix_blocks=4)
+
+
+def runs(tmp_path: Path, on_cpu: bool = True) -> Runs:
+    return Runs(tmp_path, tmp_path / "model", SCALE, on_cpu, lambda line: None)
+
+
+def test_a_pass_uses_every_prefix_twice_with_the_others_between() -> None:
+    prompts = one_pass(SCALE)
+    heads = [tuple(prompt[: 4 * BLOCK_TOKENS]) for prompt in prompts]
+    assert heads[:3] == heads[3:] and len(set(heads)) == 3
+    assert len({tuple(prompt) for prompt in prompts}) == 6
+    assert prompts == one_pass(SCALE), "the same in every process"
+    assert all(len(prompt) < SCALE.prompt_tokens_max for prompt in prompts)
+    blocks = {tuple(p[: end * BLOCK_TOKENS]) for p in prompts for end in range(1, 7)}
+    assert len(blocks) == SCALE.pass_blocks
+
+
+def test_fresh_prompts_share_nothing() -> None:
+    prompts = fresh_prompts(SCALE, "fresh", 3) + fresh_prompts(SCALE, "again", 3)
+    assert len({tuple(prompt[:BLOCK_TOKENS]) for prompt in prompts}) == 6
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_engines_differ_in_their_offloading_only(tmp_path: Path, on_cpu: bool) -> None:
+    options = {
+        name: runs(tmp_path, on_cpu)._options(name, tmp_path / "kv", 0.5)
+        for name in (NONE, VLLM, OURS)
+    }
+    transfers = {name: each.pop("kv_transfer_config", None) for name, each in options.items()}
+    assert options[NONE] == options[VLLM] == options[OURS]
+    assert transfers[NONE] is None
+    assert ("gpu_memory_utilization" in options[NONE]) is not on_cpu
+    theirs = transfers[VLLM]["kv_connector_extra_config"]
+    ours = parse(dict(transfers[OURS]["kv_connector_extra_config"]), known_names())
+    assert ours.cpu.capacity.of(0) == theirs["cpu_bytes_to_use"], "as much memory for both"
+    assert theirs["spec_name"] == ("CpuTieringSpec" if on_cpu else "TieringOffloadingSpec")
+
+
+def test_figures_have_rows() -> None:
+    names = {quantity.name for quantity in MEASUREMENT.quantities}
+    figures = Answers([0.3, 0.1, 0.2], 1.0, 7).figures("second pass")
+    assert figures.keys() <= names
+    assert figures["second pass: TTFT p50"] == 200 and figures["second pass: TTFT p95"] == 300
+
+
+def test_bytes_of_the_other_tier_are_those_of_its_files(tmp_path: Path) -> None:
+    for name in ("a/x", "b/y/z"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(100))
+    assert written_bytes(VLLM, tmp_path) == 200
+    assert written_bytes(OURS, tmp_path / "a") == 0, "no namespace, nothing written"

@@ -1,0 +1,207 @@
+"""An arena that outlives its processes: taken over complete, by the same namespace only."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cascade import key
+
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend, sweep
+from kvcascade.tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
+from kvcascade.tiers.cpu.slot_table import (
+    MAX_KEY_BYTES,
+    RECORD_BYTES,
+    KeptDirectory,
+    SlotTable,
+    table_bytes,
+)
+from kvcascade.tiers.policies import create
+
+ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
+OURS, THEIRS = b"o" * 32, b"t" * 32
+WORKER, SCHEDULER = ArenaRole.worker(0), ArenaRole.scheduler()
+
+OWNER = """
+import os, signal, sys
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+geometry = ArenaGeometry(8, 4096, 1, kept=True)
+worker = Arena.open(geometry, "first", ArenaRole.worker(0), arena_dir=sys.argv[1])
+scheduler = Arena.open(geometry, "first", ArenaRole.scheduler(), arena_dir=sys.argv[1])
+worker.slots[3] = 7
+table = scheduler.slot_table()
+table.begin(b"o" * 32)
+table.mark([BlockHash(b"block")], [3])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def open_both(folder: Path, engine: str) -> tuple[Arena, Arena]:
+    worker = Arena.open(GEOMETRY, engine, WORKER, arena_dir=str(folder))
+    return worker, Arena.open(GEOMETRY, engine, SCHEDULER, arena_dir=str(folder))
+
+
+def table_of(slots: int) -> tuple[SlotTable, bytearray]:
+    import numpy as np
+
+    memory = bytearray(table_bytes(slots))
+    return SlotTable(np.frombuffer(memory, np.uint8)), memory
+
+
+def test_what_is_complete_is_there_for_the_next_engine(tmp_path: Path) -> None:
+    worker, scheduler = open_both(tmp_path, "first")
+    assert not scheduler.slot_table().begin(OURS)
+    worker.slots[5] = 42
+    scheduler.slot_table().mark([key(1)], [5])
+    worker.close()
+    scheduler.close()
+    assert len(kept_arenas(str(tmp_path))) == 1
+    worker, scheduler = open_both(tmp_path, "second")
+    assert scheduler.slot_table().begin(OURS)
+    assert scheduler.slot_table().complete() == ([key(1)], [5])
+    assert (worker.slots[5] == 42).all()
+    worker.close()
+    scheduler.close()
+    assert len(os.listdir(tmp_path)) == 1, "it is the same file still"
+
+
+def test_after_kill_9_too_and_never_from_the_living(tmp_path: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert owner.stdin is not None and owner.stdout is not None
+    assert owner.stdout.readline() == b"ready\n"
+    (kept,) = kept_arenas(str(tmp_path))
+    header = kept_header(kept)
+    assert header is not None and header[1], "a live process holds it"
+    assert not drop_kept(kept)
+    other, others_scheduler = open_both(tmp_path, "other")
+    assert not others_scheduler.slot_table().begin(OURS), "a new, empty arena"
+    owner.kill()
+    owner.wait(60)
+    owner.stdin.close()
+    owner.stdout.close()
+    worker, scheduler = open_both(tmp_path, "second")
+    assert scheduler.slot_table().begin(OURS)
+    assert scheduler.slot_table().complete() == ([BlockHash(b"block")], [3])
+    assert (worker.slots[3] == 7).all()
+    for arena in (worker, scheduler, other, others_scheduler):
+        arena.close()
+
+
+def test_another_namespace_gets_the_memory_but_not_the_blocks(tmp_path: Path) -> None:
+    worker, scheduler = open_both(tmp_path, "first")
+    scheduler.slot_table().begin(OURS)
+    scheduler.slot_table().mark([key(1)], [5])
+    worker.close()
+    scheduler.close()
+    worker, scheduler = open_both(tmp_path, "second")
+    assert not scheduler.slot_table().begin(THEIRS)
+    assert scheduler.slot_table().complete() == ([], [])
+    worker.close()
+    scheduler.close()
+
+
+def test_another_shape_is_left_alone(tmp_path: Path) -> None:
+    for arena in open_both(tmp_path, "first"):
+        arena.close()
+    other = ArenaGeometry(slots=9, rank_bytes=4096, world_size=1, kept=True)
+    Arena.open(other, "second", WORKER, arena_dir=str(tmp_path)).close()
+    assert len(kept_arenas(str(tmp_path))) == 2
+
+
+def test_sweeping_spares_what_is_kept_and_dropping_does_not(tmp_path: Path) -> None:
+    for arena in open_both(tmp_path, "first"):
+        arena.close()
+    assert sweep(str(tmp_path)) == []
+    (kept,) = kept_arenas(str(tmp_path))
+    assert not drop_kept(str(tmp_path / "kvcascade-other"))
+    assert drop_kept(kept)
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_kept_without_the_option(tmp_path: Path) -> None:
+    geometry = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1)
+    worker = Arena.open(geometry, "first", WORKER, arena_dir=str(tmp_path))
+    Arena.open(geometry, "first", SCHEDULER, arena_dir=str(tmp_path)).close()
+    worker.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_helper_that_still_writes_holds_the_memory(tmp_path: Path) -> None:
+    worker, scheduler = open_both(tmp_path, "first")
+    helper = scheduler.duplicate()
+    worker.close()
+    scheduler.close()
+    (kept,) = kept_arenas(str(tmp_path))
+    header = kept_header(kept)
+    assert header is not None and header[1]
+    os.close(helper)
+    header = kept_header(kept)
+    assert header is not None and not header[1]
+
+
+def test_the_directory_keeps_the_table_true() -> None:
+    table, _ = table_of(8)
+    table.begin(OURS)
+    backend = CpuBackend(64, 8)
+    policy = create("lru", 8, KeptDirectory(8, table))
+    hashes = [key(i) for i in range(5)]
+    statuses = backend.allocate_blocks(hashes)
+    policy.insert_many(hashes, statuses)
+    assert table.complete() == ([], []), "their bytes are on the way"
+    for status in statuses:
+        status.ref_cnt = 0
+    policy.mark_ready(hashes, [status.block_id for status in statuses])
+    assert set(table.complete()[0]) == set(hashes)
+    evicted = policy.evict(2, ())
+    assert evicted is not None
+    policy.remove(hashes[0])
+    gone = {hashes[0], *(block_hash for block_hash, _ in evicted)}
+    assert set(table.complete()[0]) == set(hashes) - gone
+    policy.clear()
+    assert table.complete() == ([], [])
+
+
+def test_slots_that_are_adopted_are_not_handed_out() -> None:
+    backend = CpuBackend(64, 8)
+    adopted = backend.adopt([2, 5])
+    assert [status.block_id for status in adopted] == [2, 5]
+    assert all(status.is_ready for status in adopted)
+    others = backend.allocate_blocks([key(i) for i in range(6)])
+    assert sorted(status.block_id for status in others) == [0, 1, 3, 4, 6, 7]
+    for status in adopted:
+        backend.free(status)
+    assert backend.get_num_free_blocks() == 2
+
+
+@given(st.integers(0, 2**32), st.integers(1, 255))
+def test_a_damaged_record_is_no_block(seed: int, flip: int) -> None:
+    table, memory = table_of(4)
+    table.begin(OURS)
+    table.mark([key(i) for i in range(4)], [0, 1, 2, 3])
+    place = random.Random(seed).randrange(RECORD_BYTES, len(memory))
+    memory[place] ^= flip
+    keys, slots = table.complete()
+    assert len(keys) == 3 and (place // RECORD_BYTES - 1) not in slots
+
+
+@pytest.mark.parametrize("length", [1, MAX_KEY_BYTES, MAX_KEY_BYTES + 1])
+def test_keys_of_every_length(length: int) -> None:
+    table, _ = table_of(2)
+    block_hash = BlockHash(b"k" * length)
+    table.mark([block_hash], [1])
+    assert table.complete() == (([block_hash], [1]) if length <= MAX_KEY_BYTES else ([], []))

@@ -1,0 +1,169 @@
+"""Every command and every JSON object in README and docs is run, or at least read, as it stands.
+
+Blocks between ``` fences are looked at line by line. What needs an engine of many gigabytes
+(`vllm serve`) is not started: its configuration is checked as the engine's first process would.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from support.cache_rig import call, fill
+
+from kvcascade.config import parse
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.policies import known_names
+from kvcascade.tools.commands.common import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+CACHE = "/mnt/nvme/kv"
+METRICS = "http://127.0.0.1:8000/metrics"
+ELSEWHERE = ("pip install", "export ", "git clone", "cd ", "#")
+"""Lines that change the machine they run on."""
+NOT_RUN = {"bench", "demo"}
+"""Commands with tests of their own that take minutes."""
+
+
+def fenced(page: Path) -> Iterator[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
+        yield match[1], match[2]
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of the blocks that hold commands, continued ones joined, comments cut off."""
+    found: list[str] = []
+    for language, text in fenced(page):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in _joined(text):
+            words = line.split("  #")[0].strip().removeprefix("$ ")
+            if re.match(r"(kvcascade|make|vllm|PYTHONHASHSEED)\b", words):
+                found.append(words)
+    return found
+
+
+def _joined(text: str) -> list[str]:
+    """Lines, those whose quotes are open put together."""
+    lines: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        if lines and lines[-1].count("'") % 2:
+            lines[-1] += "\n" + line
+        else:
+            lines.append(line)
+    return lines
+
+
+def check_json(document: dict[str, object]) -> None:
+    """A configuration as the engine reads it."""
+    extra = document.get("kv_connector_extra_config", document)
+    assert isinstance(extra, dict)
+    if "secondary_tiers" in extra:
+        (ours,) = extra["secondary_tiers"]
+        options = {k: v for k, v in ours.items() if k not in ("type", "module_path")}
+        extra = {"tiers": [{"type": "cpu", "capacity": 1}, {"type": "nvme", **options}]}
+    parse(extra, known_names())
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Path:
+    """A folder with what the commands of the docs speak of."""
+    folder = tmp_path
+    for label in ("old", "new"):
+        made = fill(folder / f"made-{label}", namespace=NamespaceKey(label, {"label": label}))
+        (folder / "kv").mkdir(exist_ok=True)
+        made.rename(folder / "kv" / made.name)
+    tiers = [
+        {"type": "cpu", "capacity": "64MiB"},
+        {"type": "nvme", "capacity": "64MiB", "path": str(folder / "tier"), "min_free": 0},
+    ]
+    (folder / "kv.json").write_text(json.dumps({"tiers": tiers}))
+    requests = [
+        {
+            "timestamp": 1000 * i,
+            "input_length": 1024,
+            "output_length": 8,
+            "hash_ids": [1, 2 + i % 3],
+        }
+        for i in range(20)
+    ]
+    lines = "\n".join(json.dumps(request) for request in requests)
+    (folder / "trace.jsonl").write_text(lines + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def metrics_url() -> Iterator[str]:
+    """Where an engine would serve its metrics."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'vllm:kvcascade_loaded_blocks_total{tier="nvme"} 3.0\n')
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_json_object_is_a_right_configuration(page: Path) -> None:
+    for language, text in fenced(page):
+        if language == "json":
+            check_json(json.loads(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_works(
+    page: Path, sandbox: Path, metrics_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sandbox)
+    for command in commands(page):
+        words = shlex.split(command)
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), command
+        elif "vllm" in words:
+            _check_serve(words)
+        elif words[1] not in NOT_RUN:
+            arguments = [
+                w.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
+                for w in words[1:]
+            ]
+            answer = call(*arguments)
+            assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS), f"{command}\n{answer}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_running_text_exists(page: Path) -> None:
+    for name in set(re.findall(r"`kvcascade ([a-z]+)(?![a-z:])", page.read_text())):
+        answer = call(name, "--help")
+        assert answer.code == ExitCode.OK, f"kvcascade {name}\n{answer}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def _check_serve(words: list[str]) -> None:
+    if "--kv-transfer-config" in words:
+        config = words[words.index("--kv-transfer-config") + 1]
+        if config != "$(cat kv.json)":
+            check_json(json.loads(config))

@@ -1,0 +1,224 @@
+"""The mover's own rules, with a process that the test plays: nothing blocks, nothing is lost."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from support.clock import ManualClock
+from support.executors import InlineExecutor
+
+from kvcascade.handlers import mover as limits
+from kvcascade.handlers.mover import Mover, MoverOptions
+from kvcascade.handlers.mover_child import Connection
+from kvcascade.handlers.mover_wire import (
+    Answer,
+    FrameReader,
+    Ready,
+    RepairJob,
+    frame,
+    to_mover,
+)
+
+
+class PlayedChild:
+    """A process that dies when the test says so."""
+
+    def __init__(self) -> None:
+        self.pid = 1
+        self.status: int | None = None
+        self.was_killed = False
+        self.dies_when_killed = True
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.ours.setblocking(False)
+        self.theirs.settimeout(10.0)
+        self._reader = FrameReader()
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def kill(self) -> None:
+        self.was_killed = True
+        if self.dies_when_killed:
+            self.die()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.status is None:
+            self.die(0)
+        assert self.status is not None
+        return self.status
+
+    def die(self, status: int = -9) -> None:
+        self.status = status
+        self.theirs.close()
+
+    def say(self, message: msgspec.Struct) -> None:
+        self.theirs.sendall(frame(message))
+
+    def hear(self, n: int) -> list[object]:
+        """The next `n` orders."""
+        heard: list[object] = []
+        while len(heard) < n:
+            heard += [to_mover.decode(b) for b in self._reader.feed(self.theirs.recv(1 << 16))]
+        return heard
+
+
+class Stage:
+    """A mover, its clock, and all the processes it has started."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.children: list[PlayedChild] = []
+        self.ended: list[tuple[str, bool]] = []
+        self.mover = Mover(self.launch, InlineExecutor(), MoverOptions(self.clock))
+
+    def launch(self) -> Connection:
+        child = PlayedChild()
+        self.children.append(child)
+        child.say(Ready())
+        return Connection(child, child.ours)
+
+    def submit(self, name: str, slots: int = 1) -> bool:
+        return self.mover.submit(
+            lambda ticket: RepairJob(ticket, tuple(range(slots))),
+            lambda answer: self.ended.append((name, answer is not None)),
+        )
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    stage.mover.start()
+    yield stage
+    stage.mover.close()
+    for child in stage.children:
+        child.theirs.close()
+        child.ours.close()
+
+
+def test_jobs_are_answered_in_any_order(stage: Stage) -> None:
+    assert stage.submit("a") and stage.submit("b")
+    child = stage.children[0]
+    first, second = child.hear(2)
+    assert isinstance(first, RepairJob) and isinstance(second, RepairJob)
+    child.say(Answer(second.ticket))
+    stage.mover.poll()
+    assert stage.ended == [("b", True)]
+    child.say(Answer(first.ticket))
+    stage.mover.poll()
+    assert stage.ended == [("b", True), ("a", True)]
+
+
+def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
+    """Far more than a socket holds: every call returns, and what was taken is sent in the end."""
+    taken = [stage.submit(str(i), slots=20_000) for i in range(limits.JOBS_AT_MOST + 3)]
+    assert taken == [True] * limits.JOBS_AT_MOST + [False] * 3
+    heard: list[object] = []
+    child = stage.children[0]
+    while len(heard) < limits.JOBS_AT_MOST:
+        heard += child.hear(1)
+        stage.mover.poll()
+    assert [order.ticket for order in heard if isinstance(order, RepairJob)] == list(
+        range(1, limits.JOBS_AT_MOST + 1)
+    )
+
+
+def test_jobs_of_a_dead_process_have_failed_and_another_is_started(stage: Stage) -> None:
+    assert stage.submit("a")
+    stage.children[0].die()
+    stage.mover.poll()
+    assert stage.ended == [("a", False)]
+    stage.mover.poll()
+    assert len(stage.children) == 2
+    assert stage.submit("b")
+    (order,) = stage.children[1].hear(1)
+    assert isinstance(order, RepairJob)
+    stage.children[1].say(Answer(order.ticket))
+    stage.mover.poll()
+    assert stage.ended[1:] == [("b", True)]
+
+
+def test_an_answer_that_was_sent_before_death_counts(stage: Stage) -> None:
+    assert stage.submit("a") and stage.submit("b")
+    first, _ = stage.children[0].hear(2)
+    assert isinstance(first, RepairJob)
+    stage.children[0].say(Answer(first.ticket))
+    stage.children[0].die()
+    stage.mover.poll()
+    assert stage.ended == [("a", True), ("b", False)]
+
+
+def test_a_job_is_not_over_before_its_process_is_gone_for_certain(stage: Stage) -> None:
+    """It hung up, but waits for its disk: until then it may write what the job names."""
+    child = stage.children[0]
+    child.dies_when_killed = False
+    assert stage.submit("a")
+    child.theirs.close()
+    for _ in range(3):
+        stage.mover.poll()
+    assert child.was_killed and stage.ended == [] and len(stage.children) == 1
+    assert not stage.submit("b")
+    child.status = -9
+    stage.mover.poll()
+    assert stage.ended == [("a", False)]
+
+
+def test_a_silent_mover_is_killed(stage: Stage) -> None:
+    stage.clock.advance(10 * limits.SILENCE_LIMIT_S)
+    stage.mover.poll()
+    assert not stage.children[0].was_killed, "without work there is nothing to say"
+    assert stage.submit("a")
+    stage.clock.advance(limits.SILENCE_LIMIT_S)
+    stage.mover.poll()
+    assert not stage.children[0].was_killed
+    stage.clock.advance(1.0)
+    stage.mover.poll()
+    assert stage.children[0].was_killed and stage.ended == [("a", False)]
+
+
+@pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(Answer(77))])
+def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
+    assert stage.submit("a")
+    stage.children[0].theirs.sendall(nonsense)
+    stage.mover.poll()
+    assert stage.children[0].was_killed and stage.ended == [("a", False)]
+
+
+def test_starts_are_bounded(stage: Stage) -> None:
+    for _ in range(10):
+        stage.children[-1].die()
+        stage.mover.poll()
+        stage.mover.poll()
+    assert len(stage.children) == limits.STARTS_PER_MINUTE
+    assert not stage.submit("a")
+    stage.clock.advance(60.0)
+    assert not stage.submit("b"), "it is only being started"
+    assert len(stage.children) == limits.STARTS_PER_MINUTE + 1
+    stage.mover.poll()
+    assert stage.submit("c")
+    for _ in range(limits.STARTS_AT_MOST):
+        stage.clock.advance(60.0)
+        stage.children[-1].die()
+        stage.mover.poll()
+        stage.mover.poll()
+    assert len(stage.children) == limits.STARTS_AT_MOST
+
+
+def test_waits_are_bounded(stage: Stage) -> None:
+    assert stage.submit("a")
+    assert not stage.mover.wait(lambda: bool(stage.ended), 0.0)
+    (order,) = stage.children[0].hear(1)
+    assert isinstance(order, RepairJob)
+    stage.children[0].say(Answer(order.ticket))
+    assert stage.mover.wait(lambda: bool(stage.ended), 60.0)
+
+
+def test_after_closing_nothing_is_taken_or_started(stage: Stage) -> None:
+    assert stage.submit("a")
+    assert stage.mover.close()
+    assert stage.ended == [("a", False)]
+    assert not stage.submit("b")
+    stage.mover.poll()
+    assert len(stage.children) == 1 and stage.mover.close()

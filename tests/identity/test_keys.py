@@ -1,0 +1,45 @@
+"""What vLLM puts into a block hash: salts and adapters tell apart requests with equal tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+BLOCK_TOKENS = 16
+
+
+def hashes(**request: Any) -> list[bytes]:
+    """The block hashes of one prompt."""
+    init_none_hash(sha256)
+    sampling = SamplingParams(max_tokens=1)
+    sampling.update_from_generation_config({}, 2)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    made = Request("r", list(range(64)), sampling, None, block_hasher=hasher, **request)
+    return [bytes(block_hash) for block_hash in made.block_hashes]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora_request": LoRARequest("one", 1, "/adapters/one")},
+        {"lora_request": LoRARequest("two", 2, "/adapters/two")},
+    ],
+    ids=["salt a", "salt b", "adapter one", "adapter two"],
+)
+def test_every_block_of_another_tenant_has_another_key(request_of: dict[str, Any]) -> None:
+    plain, other = hashes(), hashes(**request_of)
+    assert len(plain) == len(other) == 4
+    assert not set(plain) & set(other), "the first block's key is part of all that follow"
+    assert hashes(**request_of) == other
+
+
+def test_two_tenants_share_nothing() -> None:
+    assert not set(hashes(cache_salt="a")) & set(hashes(cache_salt="b"))

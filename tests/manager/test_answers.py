@@ -1,0 +1,105 @@
+"""Hits of a step: looked up one by one, or in runs of adjacent slots."""
+
+from __future__ import annotations
+
+from support.cascade import Cascade, key
+
+from kvcascade.manager.answers import Answers
+from kvcascade.manager.base import LookupState
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash
+
+A, B, C, D = (BlockHash(name) for name in (b"a", b"b", b"c", b"d"))
+NONE = BlockHash(b"")
+
+
+def follow(answers: Answers, *blocks: BlockHash) -> list[bool]:
+    """Ask as an adapter does; True for what was found in the run."""
+    found = []
+    for block in blocks:
+        is_next = answers.ready_at[answers.at] == block
+        answers.at += is_next
+        found.append(is_next)
+    return found
+
+
+def test_a_hit_leads_to_its_neighbours() -> None:
+    answers = Answers([A, B, C, NONE, D, NONE])
+    assert follow(answers, A) == [False], "nobody knows yet where to look"
+    answers.hit(A, 1)
+    assert follow(answers, B, C, D) == [True, True, False]
+    answers.hit(D, 5)
+    assert follow(answers, A) == [False], "the end of the tier"
+    assert answers.hits() == [A, B, C, D]
+
+
+def test_what_is_asked_by_whom() -> None:
+    answers = Answers([A, B, C, D, NONE])
+    answers.begin()
+    answers.hit(A, 1)
+    follow(answers, B)
+    answers.begin()
+    assert follow(answers, C) == [False], "another request finds its own way"
+    answers.hit(C, 3)
+    follow(answers, D)
+    assert (answers.of_request(), answers.hits()) == ([C, D], [A, B, C, D])
+    answers.clear()
+    assert answers.hits() == answers.of_request() == []
+    assert follow(answers, A) == [False]
+
+
+def test_without_slots_every_hit_is_looked_up() -> None:
+    answers = Answers(None)
+    answers.hit(A, 1)
+    assert follow(answers, B) == [False]
+    assert answers.hits() == [A]
+
+
+def test_only_blocks_that_are_there_are_in_a_run() -> None:
+    cascade = Cascade((8, 16))
+    answers = cascade.manager.answers
+    output = cascade.manager.prepare_store([key(i) for i in range(4)])
+    assert output is not None
+    assert not any(answers.ready_at), "nothing has arrived"
+    cascade.manager.complete_store(set(output.block_hashes_to_store))
+    assert sum(map(bool, answers.ready_at)) == 4
+    evicted = cascade.policies[0].evict(1, ())
+    assert evicted is not None and evicted[0][0] not in answers.ready_at
+    cascade.manager.reset_cache()
+    assert not any(answers.ready_at)
+
+
+def test_hits_in_a_run_stay_until_the_end_of_the_step() -> None:
+    cascade = Cascade((8, 64), ManagerOptions(promotion_budget_slots=8))
+    blocks = [key(i) for i in range(8)]
+    cascade.store(blocks)
+    cascade.manager.flush_dirty(cascade.now_s + 60)
+    manager, request = cascade.manager, Request()
+    assert manager.lookup_block(blocks[0], request) is LookupState.HIT
+    assert follow(manager.answers, *blocks[1:]) == [True] * 7
+    output = manager.prepare_store([key(100)])
+    assert output is None or not output.block_hashes_evicted, "all eight are promised"
+    assert all(cascade.holds(0, block) for block in blocks)
+    manager.end_step()
+    output = manager.prepare_store([key(100)])
+    assert output is not None and len(output.block_hashes_evicted) == 1
+
+
+def test_the_background_takes_nothing_while_a_request_is_asking() -> None:
+    cascade = Cascade((4, 64), ManagerOptions(promotion_budget_slots=4))
+    below = [key(i) for i in range(4)]
+    cascade.store(below)
+    cascade.manager.flush_dirty(cascade.now_s + 60)
+    for start in (10, 20):
+        cascade.store([key(start + i) for i in range(4)])
+        cascade.manager.flush_dirty(cascade.now_s + 60)
+    manager = cascade.manager
+    assert manager.lookup_block(below[0], Request("waits")) is LookupState.PENDING
+    manager.begin_asking(Request("asks"))
+    manager.maintain()
+    assert cascade.policies[0].coldest(4), "all slots still hold what they held"
+    assert len(cascade.policies[0]) == 4 and manager.has_pending_work()
+    manager.end_step()
+    cascade.run_transfers()
+    assert cascade.holds(0, below[0])

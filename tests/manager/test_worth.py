@@ -1,0 +1,285 @@
+"""Load or recompute: the measurements, the choice, and what a request then gets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.cascade import BLOCK_SIZE, Cascade, key
+
+from kvcascade.manager.base import LookupState
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.request import Request
+from kvcascade.manager.worth import (
+    PROBE_INTERVAL_S,
+    SAMPLE_BYTES_MIN,
+    LinkSpeed,
+    PrefillSpeed,
+    Worth,
+)
+
+MIB = 1 << 20
+HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING
+
+
+# ---- the rate of a link ------------------------------------------------------------------------
+
+
+def test_an_unknown_rate_speaks_for_loading() -> None:
+    assert LinkSpeed().expected_s(1 << 40, 0.0) == 0.0
+
+
+def test_jobs_side_by_side_count_together() -> None:
+    link = LinkSpeed()
+    for now in (0.0, 0.0):
+        link.sent(100 * MIB, now)
+    link.landed(100 * MIB, 100 * MIB, 1.0)
+    assert link.bytes_per_s(1.0) == 100 * MIB
+    link.landed(100 * MIB, 100 * MIB, 1.0)  # in no time at all: no sample
+    assert link.bytes_per_s(1.0) == 100 * MIB
+
+
+def test_time_without_work_is_not_counted() -> None:
+    link = LinkSpeed()
+    for start in (0.0, 1000.0):
+        link.sent(100 * MIB, start)
+        link.landed(100 * MIB, 100 * MIB, start + 1)
+    assert link.bytes_per_s(1001.0) == pytest.approx(100 * MIB)
+
+
+def test_a_short_small_read_says_nothing_unless_it_was_faster() -> None:
+    link = LinkSpeed()
+    link.sent(4096, 0.0)
+    link.landed(4096, 4096, 0.004)
+    assert link.bytes_per_s(0.004) == math.inf
+    link.sent(SAMPLE_BYTES_MIN, 1.0)
+    link.landed(SAMPLE_BYTES_MIN, SAMPLE_BYTES_MIN, 9.0)
+    link.sent(2 * MIB, 10.0)
+    link.landed(2 * MIB, 2 * MIB, 10.04)
+    assert MIB < link.bytes_per_s(10.04) < 50 * MIB
+
+
+def test_one_stall_weighs_less_than_the_reads_before() -> None:
+    link = LinkSpeed()
+    link.sent(1000 * MIB, 0.0)
+    link.landed(1000 * MIB, 1000 * MIB, 1.0)
+    link.sent(10 * MIB, 2.0)
+    link.landed(10 * MIB, 10 * MIB, 3.0)
+    assert 300 * MIB < link.bytes_per_s(3.0) < 400 * MIB
+
+
+def test_a_device_that_is_silent_is_no_faster_than_its_silence() -> None:
+    link = LinkSpeed()
+    link.sent(MIB, 0.0)
+    assert link.bytes_per_s(4.0) == MIB / 4
+
+
+# ---- the speed of computing --------------------------------------------------------------------
+
+
+def test_prefill_is_measured_from_offers_and_steps() -> None:
+    prefill = PrefillSpeed()
+    prefill.offered(1000, 10.0)
+    prefill.end_step(10.5)
+    prefill.end_step(10.6)
+    assert prefill.tokens_per_s is None
+    prefill.end_step(11.0)
+    assert prefill.tokens_per_s == 1000
+
+
+def test_a_long_prefill_is_measured_as_it_goes() -> None:
+    prefill = PrefillSpeed()
+    for step in range(30):
+        prefill.offered(500, step * 0.1)
+        prefill.end_step(step * 0.1 + 0.05)
+    assert prefill.tokens_per_s is not None
+    assert 4000 < prefill.tokens_per_s < 6000
+
+
+def test_a_few_tokens_say_nothing_and_what_is_given_is_not_measured() -> None:
+    decode, given = PrefillSpeed(), PrefillSpeed(7000.0)
+    for prefill in (decode, given):
+        prefill.offered(16, 0.0)
+        for now in (1.0, 2.0, 3.0):
+            prefill.end_step(now)
+    assert (decode.tokens_per_s, given.tokens_per_s) == (None, 7000.0)
+
+
+# ---- the choice --------------------------------------------------------------------------------
+
+
+def measured(bytes_per_s: float, prefill: float = 1000.0) -> Worth:
+    """Blocks of 1 MiB that save 100 tokens: 0.1 s each to compute."""
+    worth = Worth(1, MIB, 100, PrefillSpeed(prefill))
+    worth.links[0].sent(64 * MIB, 0.0)
+    worth.links[0].landed(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
+    return worth
+
+
+@pytest.mark.parametrize(("mib_per_s", "is_worth"), [(20, True), (6, True), (4, False)])
+def test_loading_must_be_twice_as_slow_to_be_refused(mib_per_s: int, is_worth: bool) -> None:
+    worth = measured(mib_per_s * MIB)
+    assert worth.is_worth([0, 10], [0, 0], 100.0) is is_worth
+    assert worth.is_hopeless(1, 100.0) is not is_worth
+
+
+def test_the_queue_counts_and_a_long_prefix_outweighs_it() -> None:
+    worth = measured(20 * MIB)
+    assert worth.is_worth([0, 1], [0, 3], 100.0)
+    assert not worth.is_worth([0, 1], [0, 4], 100.0)
+    assert worth.is_worth([0, 2], [0, 4], 100.0)
+    worth.links[0].sent(4 * MIB, 100.0)
+    assert not worth.is_worth([0, 1], [0, 0], 100.0)
+
+
+def test_every_link_on_the_way_counts() -> None:
+    worth = Worth(2, MIB, 100, PrefillSpeed(1000.0))
+    for link, bytes_per_s in zip(worth.links, (100 * MIB, 2 * MIB), strict=True):
+        link.sent(64 * MIB, 0.0)
+        link.landed(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
+    assert worth.is_worth([0, 8, 0], [0, 0, 0], 100.0)
+    assert not worth.is_worth([0, 0, 8], [0, 0, 0], 100.0)
+    assert (worth.is_hopeless(1, 100.0), worth.is_hopeless(2, 100.0)) == (False, True)
+
+
+# ---- what a request gets -----------------------------------------------------------------------
+
+TOKENS = 100
+KEYS = [key(i) for i in range(4)]
+
+
+class Slow:
+    """Four blocks below a first tier of eight; a read of all of them once took `read_s`."""
+
+    def __init__(self, read_s: float, prefill_tokens_per_s: float | None = 1000.0) -> None:
+        options = ManagerOptions(
+            tokens_per_block=TOKENS,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            promotion_budget_slots=8,
+        )
+        self.cascade = Cascade((8, 64), options)
+        self.manager = self.cascade.manager
+        self.counters = self.manager.counters
+        self.fill()
+        first = Request("first")
+        assert self.ask(first) == [PENDING] * 4, "nothing is known yet"
+        self.manager.end_step()
+        self.cascade.now_s += read_s
+        self.cascade.run_transfers()
+        self.manager.finish_request(first)
+        self.fill()
+
+    def fill(self) -> None:
+        """Bring the blocks down by storing others above them."""
+        self.cascade.store(KEYS)
+        for start in range(100, 140, 4):
+            for _ in range(2):  # the first time may only make room
+                self.cascade.store([key(start + i) for i in range(4)])
+                self.cascade.run_transfers()
+        assert not any(self.cascade.holds(0, k) for k in KEYS)
+        assert all(self.cascade.holds(1, k) for k in KEYS)
+
+    def run(self) -> None:
+        """Steps until nothing is under way."""
+        for _ in range(3):
+            self.manager.end_step()
+            self.cascade.run_transfers()
+
+    def ask(self, request: Request) -> list[LookupState]:
+        """As the scheduler does: up to the first miss."""
+        states: list[LookupState] = []
+        for block_hash in KEYS:
+            states.append(self.manager.lookup_block(block_hash, request))
+            if states[-1] is MISS:
+                break
+        return states
+
+
+def test_a_fast_tier_is_read() -> None:
+    slow = Slow(read_s=0.1)
+    request = Request("second")
+    assert slow.ask(request) == [PENDING] * 4
+    slow.run()
+    assert slow.ask(request) == [HIT] * 4
+    assert slow.counters.promotions_worth == 2
+    assert slow.counters.promotions_not_worth == 0
+
+
+def test_a_slow_tier_is_not_and_nobody_waits() -> None:
+    slow = Slow(read_s=4.0)
+    promoted = slow.counters.links[0].promoted_blocks
+    probing = Request("probes")
+    slow.ask(probing)
+    slow.run()
+    assert slow.counters.promotion_probes == 1
+    probed = slow.counters.links[0].promoted_blocks - promoted
+    assert 1 <= probed < 4
+    for number in range(5):
+        request = Request(f"r{number}")
+        for _ in range(3):  # asked again, it is not thought over again
+            assert slow.ask(request)[-1] is MISS
+        slow.manager.finish_request(request)
+        slow.run()
+    assert slow.counters.promotions_not_worth == 6
+    assert slow.counters.links[0].promoted_blocks - promoted == probed
+    assert not slow.manager.has_pending_work()
+
+
+def test_a_probe_brings_blocks_that_nobody_waits_for() -> None:
+    slow = Slow(read_s=4.0)
+    request = Request("probes")
+    assert slow.ask(request) == [PENDING] * 4
+    slow.manager.end_step()
+    assert slow.ask(request) == [MISS], "the next step computes"
+    assert not request.is_waiting
+    slow.run()
+    assert slow.cascade.holds(0, KEYS[0]) and not slow.cascade.holds(0, KEYS[3])
+
+
+def test_a_tier_that_recovers_is_used_again() -> None:
+    slow = Slow(read_s=40.0)
+    for number in range(12):
+        slow.cascade.now_s += PROBE_INTERVAL_S
+        request = Request(f"r{number}")
+        slow.ask(request)
+        slow.manager.end_step()
+        slow.cascade.now_s += 0.001
+        slow.run()
+        slow.manager.finish_request(request)
+        if slow.counters.promotions_worth > 1:
+            break
+        slow.fill()
+    assert slow.counters.promotions_worth == 2
+    assert slow.counters.promotion_probes >= 1
+
+
+def test_without_a_prefill_speed_everything_is_read() -> None:
+    slow = Slow(read_s=40.0, prefill_tokens_per_s=None)
+    assert slow.ask(Request("r")) == [PENDING] * 4
+    slow.manager.end_step()
+    assert slow.counters.promotions_not_worth == 0
+
+
+def test_prefill_is_measured_by_what_a_request_computes() -> None:
+    cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
+    manager = cascade.manager
+    held, computed = [key(i) for i in range(20)], [key(i) for i in range(20, 30)]
+    request = Request("r")
+    assert manager.lookup_block(computed[0], request) is MISS  # the device holds what is before
+    output = manager.prepare_store(held + computed, request)
+    assert output is not None
+    cascade.now_s += 0.5
+    for _ in range(3):
+        manager.end_step()
+    assert manager._worth is not None
+    assert manager._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
+
+
+def test_a_block_that_somebody_else_waits_for_still_comes() -> None:
+    slow = Slow(read_s=0.1)
+    first, second = Request("first"), Request("second")
+    assert slow.ask(first) == [PENDING] * 4
+    assert slow.ask(second) == [PENDING] * 4, "it waits for the same blocks, at no cost"
+    slow.run()
+    assert slow.ask(first) == slow.ask(second) == [HIT] * 4
+    assert slow.counters.links[0].promoted_bytes == 8 * BLOCK_SIZE

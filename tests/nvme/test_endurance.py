@@ -1,0 +1,71 @@
+"""What the index remembers of the last day's writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.nvme_rig import key
+
+from kvcascade.tiers import endurance
+from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
+from kvcascade.tiers.nvme.format import IndexEntry
+from kvcascade.tiers.nvme.index import BlockIndex, IndexIdentity, open_index
+
+NOW_S = 1_800_000_000.0
+INLINE_LIMIT_BYTES = 2000
+"""LMDB keeps what is smaller inside its page."""
+
+
+def opened(path: Path, now: list[float]) -> BlockIndex:
+    index = open_index(path, 64, is_durable=False)
+    index.wall_clock = lambda: now[0]
+    index.load(IndexIdentity(b"f" * 32, 4096, 8), 0, may_create=True)
+    return index
+
+
+def put(index: BlockIndex, number: int, read_bytes: int = 0) -> None:
+    entry = IndexEntry(number % 64, 4096, 1, number)
+    index.commit(0, (), [(key(number), entry)], read_bytes)
+
+
+def test_the_window_survives_a_crash_and_slides(tmp_path: Path) -> None:
+    now = [NOW_S]
+    index = opened(tmp_path, now)
+    put(index, 1)
+    put(index, 2, read_bytes=100)
+    index.abandon()  # as after kill -9
+    now[0] += DAY_S - BUCKET_S
+    index = opened(tmp_path, now)
+    put(index, 3)
+    assert index.day_totals() == DayTotals(3 * 4096, 100)
+    now[0] += 3 * BUCKET_S
+    assert index.day_totals() == DayTotals(4096, 0)
+    now[0] += 2 * DAY_S
+    assert index.day_totals() == DayTotals()
+    index.abandon()
+
+
+def test_a_clock_that_goes_back_forgets_nothing() -> None:
+    record = endurance.add(b"", NOW_S, 10, 1)
+    record = endurance.add(record, NOW_S - 5 * DAY_S, 20, 2)
+    assert endurance.day_totals(record, NOW_S - 9 * DAY_S) == DayTotals(30, 3)
+    assert endurance.day_totals(record, NOW_S) == DayTotals(30, 3)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"x", b"y" * (RECORD_BYTES + 1)])
+def test_a_damaged_record_begins_anew(damaged: bytes) -> None:
+    assert endurance.day_totals(endurance.add(damaged, NOW_S, 5, 6), NOW_S) == DayTotals(5, 6)
+
+
+def test_a_day_is_whole_once_its_oldest_bucket_was_written() -> None:
+    record = b""
+    for bucket in range(BUCKETS - 1):
+        now_s = NOW_S + bucket * BUCKET_S
+        assert not endurance.day_totals(record, now_s).is_whole_day
+        record = endurance.add(record, now_s, 1, 0)
+    assert endurance.day_totals(record, NOW_S + (BUCKETS - 1) * BUCKET_S).is_whole_day
+
+
+def test_the_record_fits_into_a_page_of_the_index() -> None:
+    assert len(endurance.add(b"", NOW_S, 1, 1)) == RECORD_BYTES < INLINE_LIMIT_BYTES

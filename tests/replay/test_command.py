@@ -1,0 +1,107 @@
+"""The command: tables, JSON, a sweep with CSV and picture, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcascade.tools.__main__ import main
+from kvcascade.tools.replay.models import MODELS, kv_bytes_per_token
+from kvcascade.tools.replay.options import TierOptions, parse_tier, with_bench
+from kvcascade.tools.replay.virtual import Speed
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Twenty sessions of three turns, twice as many blocks as the small tier below holds."""
+    lines = [
+        {
+            "timestamp": 1000 * (turn * 20 + session),
+            "input_length": 512 * 2 * (turn + 1),
+            "output_length": 1,
+            "hash_ids": list(range(100 * session, 100 * session + 2 * (turn + 1))),
+        }
+        for turn in range(3)
+        for session in range(20)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+CALL = ("--kv-bytes-per-token", "2", "--tier", "cpu=60KiB", "--tier", "nvme=1MiB,lru,read=1MB")
+
+
+def test_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, *CALL, "--prefill-tokens-per-s", "1000"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in ("60 requests", "prefix-hit tokens", "drive writes per day", "break-even of nvme"):
+        assert part in printed
+
+
+def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, *CALL, "--json", "--limit", "30"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["ttft_s"]) == (30, None)
+    assert [tier["name"] for tier in found["tiers"]] == ["cpu", "nvme"]
+
+
+def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, png = tmp_path / "s.csv", tmp_path / "s.png"
+    sweep = ["--sweep", "cpu=16KiB,64KiB,1MiB", "--policies", "lru,arc"]
+    call = ["--kv-bytes-per-token", "2", "--tier", "cpu=60KiB", *sweep]
+    assert main(["replay", trace, *call, "--csv", str(out), "--png", str(png)]) == 0
+    assert "arc" in capsys.readouterr().out
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert len(rows) == 6
+    lru = [float(row["hit_ratio"]) for row in rows if row["policy"] == "lru"]
+    assert lru == sorted(lru) and lru[0] < lru[-1] == pytest.approx(0.5)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tier", "cpu=1MiB"], "use one of llama-3.1-8b"),
+        (["--model", "gpt-9", "--tier", "cpu=1MiB"], "'gpt-9' is not known"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu"], "write it as NAME=SIZE"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,best"], "'best' is not known"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,reed=4"], "'reed=4'"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=lots"], "'lots'"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,latency=x"], "give seconds"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1000"], "hold no block"),
+        ([*CALL, "--sweep", "dram=1MiB"], "there is no tier 'dram'"),
+        ([*CALL, "--sweep", "cpu"], "is no list"),
+    ],
+)
+def test_wrong_calls(
+    trace: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", trace, *arguments]) != 0
+    said = capsys.readouterr().err
+    assert problem in said and said.count("\n") == 1
+
+
+def test_speeds_from_a_benchmark(tmp_path: Path) -> None:
+    rows = [
+        {"case": f"{size} KiB", "quantity": kind, "median": {"ours": rate}}
+        for size, rate in ((64, 1.0), (512, 2.5))
+        for kind in ("down", "up")
+    ]
+    rows.append({"case": "2 paths", "quantity": "up", "median": {"ours": 9.0}})
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"measurements": [{"name": "transfers", "rows": rows}]}))
+    tiers = [TierOptions("cpu", 1), TierOptions("nvme", 1), parse_tier("far=1KiB,read=1GB")]
+    top, nvme, far = with_bench(tiers, path, 400_000)
+    assert top.read == Speed()
+    assert nvme.read == nvme.write == Speed(2.5e9)
+    assert (far.read, far.write) == (Speed(1e9), Speed(2.5e9))
+
+
+def test_models() -> None:
+    assert kv_bytes_per_token("llama-3.1-8b") == 131_072
+    assert kv_bytes_per_token("deepseek-v3") == 70_272
+    assert all(shape.bytes_per_token() > 0 for shape in MODELS.values())

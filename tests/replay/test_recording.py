@@ -1,0 +1,103 @@
+"""A recording: what is in its files, what is not, their bounds; and it can be replayed."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from support.cascade import key
+from support.clock import ManualClock
+
+from kvcascade import recording
+from kvcascade.errors import KVCascadeError
+from kvcascade.recording import Recorder, RecordFacts, RecordFiles, open_recorder
+from kvcascade.tools.replay.options import ReplayOptions, TierOptions
+from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.traces import read_trace
+
+FACTS = RecordFacts(tokens_per_block=16, block_bytes=4096)
+KEYS = [key(i) for i in range(40)]
+
+
+def test_a_recording_is_replayed(tmp_path: Path) -> None:
+    clock = ManualClock()
+    recorder = open_recorder(tmp_path / "record", FACTS, clock)
+    for n in (10, 20, 40):
+        clock.advance(2.0)
+        arrived_s = clock()
+        clock.advance(0.5)
+        recorder.note(arrived_s, KEYS[:n])
+    recorder.close()
+    recorder.close()
+    recorder.note(clock(), KEYS)
+    assert (recorder.recorded_requests, recorder.dropped_requests) == (3, 1)
+    trace = read_trace(tmp_path / "record")
+    assert [len(request.ids) for request in trace.requests] == [10, 20, 40]
+    assert [request.arrived_s for request in trace.requests] == [2.0, 4.5, 7.0]
+    assert [request.input_tokens for request in trace.requests] == [160, 320, 640]
+    report = replay(trace, ReplayOptions((TierOptions("cpu", 1 << 20),), 256))
+    assert (report.hit_tokens, report.block_bytes) == (30 * 16, 4096)
+
+
+def test_nothing_in_it_leads_back_to_the_hashes(tmp_path: Path) -> None:
+    texts = []
+    for name in ("a", "b"):
+        recorder = open_recorder(tmp_path / name, FACTS, ManualClock())
+        recorder.note(1000.0, KEYS[:3])
+        recorder.close()
+        (path,) = (tmp_path / name).iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        header, line = map(json.loads, path.read_text().splitlines())
+        assert set(header) == {
+            "kvcascade_record", "started", "part", "tokens_per_block", "block_bytes"
+        }  # fmt: skip
+        assert set(line) == {"t", "d", "n", "b"}
+        texts.append(line["b"])
+    assert texts[0] != texts[1], "every recording has a salt of its own"
+
+
+def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, FACTS, file_bytes=2000, max_files=3)
+    recorder = Recorder(files, FACTS, ManualClock())
+    for _ in range(50):
+        recorder.note(1000.0, KEYS)
+    recorder.close()
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 3 and recorder.recorded_requests == 50
+    assert all(path.stat().st_size <= 2000 for path in paths)
+    parts = [json.loads(path.read_text().splitlines()[0])["part"] for path in paths]
+    assert parts[0] > 0 and parts == list(range(parts[0], parts[0] + 3))
+    assert {len(request.ids) for request in read_trace(tmp_path).requests} == {40}
+
+
+def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path) -> None:
+    recorder = open_recorder(tmp_path, FACTS, ManualClock())
+    recorder.note(1000.0, KEYS * (recording.MAX_QUEUED_BLOCKS // len(KEYS) + 1))
+    recorder.close()
+    assert (recorder.recorded_requests, recorder.dropped_requests) == (0, 1)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVCascadeError, match=r"recording requests in .*file.*\(record\)"):
+        open_recorder(tmp_path / "file", FACTS, ManualClock())
+
+
+class FullDisk(RecordFiles):
+    """Takes the header, and nothing more."""
+
+    def write(self, line: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(FullDisk(tmp_path, FACTS), FACTS, ManualClock())
+    recorder.note(1000.0, KEYS)
+    recorder.close()
+    recorder.note(1000.0, KEYS)
+    assert (recorder.recorded_requests, recorder.dropped_requests) == (0, 1)
+    assert "recording ended" in caplog.text

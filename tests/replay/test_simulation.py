@@ -1,0 +1,137 @@
+"""The simulator against what is known of the traces, and against itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from support.traces import TRACES, reference
+
+from kvcascade.errors import ConfigError
+from kvcascade.tools.replay.options import ReplayOptions, TierOptions, parse_tier
+from kvcascade.tools.replay.report import ReplayReport
+from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.traces import Trace, TraceRequest, read_trace
+
+TAU = "tau_airline_toolagent"
+BLOCK_TOKENS = 16
+
+
+@cache
+def tau(requests: int | None = None) -> Trace:
+    """The small trace, whole or its beginning."""
+    reference(TAU)  # skips where it is not at hand
+    return read_trace(TRACES / f"{TAU}.npz", requests)
+
+
+def conversations(seed: int = 3, count: int = 60, turns: int = 6) -> Trace:
+    """Sessions that grow turn by turn, ten seconds apart, taking turns."""
+    rng = np.random.default_rng(seed)
+    chains = np.arange(count * turns * 8, dtype=np.uint64).reshape(count, turns * 8)
+    requests = []
+    for turn in range(turns):
+        for number, session in enumerate(rng.permutation(count)):
+            ids = chains[session, : (turn + 1) * 8]
+            arrived_s = float(turn * count + number)
+            requests.append(TraceRequest(arrived_s, len(ids) * BLOCK_TOKENS, ids))
+    return Trace("conversations", BLOCK_TOKENS, requests)
+
+
+def options(*tiers: TierOptions, prefill: float | None = None) -> ReplayOptions:
+    return ReplayOptions(tuple(tiers), kv_bytes_per_token=1, prefill_tokens_per_s=prefill)
+
+
+def tier(name: str, blocks: int, policy: str = "lru") -> TierOptions:
+    """So many blocks of one byte per token; transfers take no time."""
+    return TierOptions(name, blocks * BLOCK_TOKENS, policy)
+
+
+def check(report: ReplayReport) -> None:
+    """What must add up in any run."""
+    top, *lower = report.tiers
+    assert sum(t.hit_tokens for t in report.tiers) == report.hit_tokens <= report.input_tokens
+    came = report.stored_blocks + (lower[0].promoted_blocks if lower else 0)
+    assert came == top.resident_blocks + top.evicted_blocks, "every block stayed or left"
+    for one in lower:
+        assert one.demoted_blocks == one.resident_blocks + one.evicted_blocks
+    assert all(t.resident_blocks <= t.capacity_blocks for t in report.tiers)
+    assert report.stored_blocks + report.unstored_blocks >= report.distinct_blocks
+
+
+@pytest.mark.parametrize("fraction", ["0.01", "0.05", "0.1", "0.3"])
+def test_one_tier_equals_the_reference_of_prefix_lru(fraction: str) -> None:
+    known = reference(TAU)
+    report = replay(tau(), options(tier("cpu", known["cache_sizes"][fraction])))
+    expected = known["prefix_lru"]["leaf_first"][fraction]["hit_token_ratio"]
+    assert report.hit_ratio == pytest.approx(expected, abs=1e-4)
+    check(report)
+
+
+def test_a_second_tier_never_costs_hits_and_everything_adds_up() -> None:
+    trace = tau(700)
+    one = replay(trace, options(tier("cpu", 300)))
+    two = replay(trace, options(tier("cpu", 300), tier("nvme", 3000)))
+    large = replay(trace, options(tier("cpu", 300), tier("nvme", 1 << 20)))
+    assert one.hit_tokens < two.hit_tokens <= large.hit_tokens
+    for report in (one, two, large):
+        check(report)
+    assert two.tiers[1].hit_tokens > 0
+
+
+def test_three_tiers() -> None:
+    report = replay(
+        conversations(), options(tier("cpu", 100), tier("nvme", 1000), tier("far", 1 << 14))
+    )
+    check(report)
+    assert all(t.hit_blocks for t in report.tiers[1:])
+
+
+def test_the_same_run_gives_the_same_report() -> None:
+    slow = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=1KB").read)
+    given = options(tier("cpu", 200), slow, prefill=100.0)
+    assert replay(conversations(), given) == replay(conversations(), given)
+
+
+def test_what_is_found_costs_no_prefill() -> None:
+    roomy = options(tier("cpu", 1 << 14), prefill=1000.0)
+    report = replay(conversations(), roomy)
+    assert report.prefill_s_saved == report.hit_tokens / 1000
+    assert report.ttft_s is not None and report.ttft_without_s is not None
+    assert report.ttft_s.mean * 2 < report.ttft_without_s.mean
+    assert report.hit_ratio == pytest.approx(15 / 21), "1 + ... + 5 of 1 + ... + 6 eighths"
+
+
+def test_a_slow_disk_is_not_waited_for() -> None:
+    """Reading a block takes 1.6 s, computing it 0.016 s."""
+    slow = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=10").read)
+    given = options(tier("cpu", 200), slow, prefill=1000.0)
+    wise = replay(conversations(), given)
+    stubborn = replay(conversations(), replace(given, load_or_recompute=False))
+    assert wise.requests_recomputed > wise.requests_loaded
+    assert stubborn.requests_recomputed == 0
+    assert wise.ttft_s is not None and stubborn.ttft_s is not None
+    assert wise.ttft_s.mean * 3 < stubborn.ttft_s.mean
+    (even,) = wise.break_even
+    assert even.prefill_tokens_per_s == 10.0
+
+
+def test_a_latency_makes_short_prompts_not_worth_it() -> None:
+    far = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=1MB,latency=0.5").read)
+    report = replay(conversations(count=5), options(tier("cpu", 64), far, prefill=1000.0))
+    (even,) = report.break_even
+    assert even.least_tokens == pytest.approx(500, rel=0.01)
+
+
+def test_a_tier_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cpu: 15 bytes hold no block of 16 bytes"):
+        replay(conversations(), options(TierOptions("cpu", 15)))
+
+
+def test_the_report_is_json() -> None:
+    report = replay(conversations(count=5), options(tier("cpu", 64), tier("nvme", 64)))
+    document = json.loads(json.dumps(report.document()))
+    assert document["hit_tokens"] == report.hit_tokens
+    assert [t["name"] for t in document["tiers"]] == ["cpu", "nvme"]

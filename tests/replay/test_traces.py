@@ -1,0 +1,109 @@
+"""All three kinds of trace are read, and what is none is refused in one sentence."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.traces import TRACES, block_references, reference
+
+from kvcascade.errors import ConfigError, FormatError, KVCascadeError
+from kvcascade.tools.replay.simulation import hashes_of
+from kvcascade.tools.replay.traces import read_trace
+
+TAU = "tau_airline_toolagent"
+
+
+def test_npz_archives() -> None:
+    known = reference(TAU)
+    trace = read_trace(TRACES / f"{TAU}.npz")
+    assert len(trace.requests) == known["requests"]
+    assert (trace.references, trace.block_tokens) == (known["block_references"], 16)
+    assert sum(request.input_tokens for request in trace.requests) == known["input_tokens"]
+    first = [i for request in trace.requests for i in request.ids.tolist()]
+    assert first == list(block_references(TAU))
+    assert len(read_trace(TRACES / f"{TAU}.npz", limit=7).requests) == 7
+
+
+def test_arrivals_alone_are_refused() -> None:
+    reference(TAU)
+    with pytest.raises(FormatError, match="names no blocks"):
+        read_trace(TRACES / "azure2023_code_arrivals.npz")
+
+
+def test_mooncake_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [7, 9]},
+        {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.references, trace.duration_s) == (512, 4, 3.0)
+    assert [request.ids.tolist() for request in trace.requests] == [[7, 8], [7, 9]]
+    assert read_trace(path, block_tokens=256).block_tokens == 256
+
+
+def record_line(digests: bytes, ms: int = 0) -> str:
+    encoded = base64.b64encode(digests).decode()
+    return json.dumps({"t": ms, "d": 1, "n": 2 * len(digests), "b": encoded}) + "\n"
+
+
+def header(part: int = 0, version: int = 1, tokens: float = 16.0) -> str:
+    facts = {"kvcascade_record": version, "part": part, "tokens_per_block": tokens}
+    return json.dumps(facts) + "\n"
+
+
+def test_recordings_part_by_part(tmp_path: Path) -> None:
+    a, b, c = bytes(8), b"1" * 8, b"2" * 8
+    old, new = "requests-20260101T000000-1-aaaaaa", "requests-20260102T000000-1-bbbbbb"
+    (tmp_path / f"{old}-000000.jsonl").write_text(header() + record_line(c))
+    (tmp_path / f"{new}-000000.jsonl").write_text(header() + record_line(a + b))
+    cut = record_line(b + c, 2000)[:-9]
+    (tmp_path / f"{new}-000001.jsonl").write_text(header(1) + record_line(a, 500) + cut)
+    trace = read_trace(tmp_path)
+    assert [len(request.ids) for request in trace.requests] == [2, 1], "the newest, cut line out"
+    assert trace.requests[0].ids[0] == trace.requests[1].ids[0]
+    assert (trace.block_tokens, trace.requests[1].arrived_s) == (16, 0.5)
+    assert read_trace(tmp_path / f"{old}-000000.jsonl").references == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "is no trace"),
+        ("[1]\n", "is no trace"),
+        ('{"hash_ids": [1]}\n', "line 1 is not a request"),
+        (header(version=9) + record_line(bytes(8)), "record version 9"),
+        (header() + record_line(bytes(7)), "line 2 is not a request"),
+        (header(), "names no blocks"),
+    ],
+)
+def test_what_is_no_trace(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(FormatError, match=problem):
+        read_trace(path)
+
+
+def test_other_ways_to_be_wrong(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="holds no recording"):
+        read_trace(tmp_path)
+    with pytest.raises(KVCascadeError, match="No such file"):
+        read_trace(tmp_path / "nothing.jsonl")
+    (tmp_path / "x.npz").write_bytes(b"PK nothing")
+    with pytest.raises(FormatError, match="not such an archive"):
+        read_trace(tmp_path / "x.npz")
+    path = tmp_path / "t.jsonl"
+    path.write_text(header(tokens=0) + record_line(bytes(8)))
+    with pytest.raises(ConfigError, match="--block-tokens"):
+        read_trace(path)
+
+
+def test_hashes_differ_in_all_their_bits() -> None:
+    hashes = hashes_of(np.arange(1000, dtype=np.uint64))
+    assert len(set(hashes)) == 1000 and {len(h) for h in hashes} == {16}
+    assert hashes == hashes_of(np.arange(1000, dtype=np.uint64))

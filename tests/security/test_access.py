@@ -1,0 +1,117 @@
+"""Who may read and write what we leave; nothing that we read is executed; tenants stay apart."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.nvme_rig import Rig, config_for, key
+
+from kvcascade.errors import InUseError, KVCascadeError
+from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ("kvcascade", "tiers", "handlers", "manager", "tools")
+EXECUTING = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
+"""Modules whose readers run what they read."""
+OTHER_USER = 12345
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def rig_in(folder: Path) -> Rig:
+    return Rig(config_for([folder], slots=32, per_segment=8))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A closed tier; its namespace directory."""
+    before = os.umask(0)  # the modes are ours, not the umask's
+    try:
+        rig = rig_in(tmp_path)
+        rig.store([key(i) for i in range(32)])
+        rig.close()
+    finally:
+        os.umask(before)
+    return rig.tier.namespace.folders[0]
+
+
+def test_files_and_directories_are_private(folder: Path) -> None:
+    found = {path: stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]}
+    assert len(found) > 8
+    for path, mode in found.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
+
+
+def test_shared_memory_is_private(tmp_path: Path) -> None:
+    geometry = ArenaGeometry(slots=2, rank_bytes=4096, world_size=2)
+    before = os.umask(0)
+    try:
+        with Arena.open(geometry, "engine", ArenaRole.worker(0), arena_dir=str(tmp_path)) as arena:
+            assert stat.S_IMODE(os.stat(arena.path).st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
+PLACES = ["", "segments", "state", "index/data.mdb", "namespace.json", "lock", "state/epoch.arr"]
+
+
+@as_root
+@pytest.mark.parametrize("place", PLACES)
+def test_what_belongs_to_somebody_else_is_refused(folder: Path, place: str) -> None:
+    os.chown(folder / place, OTHER_USER, OTHER_USER)
+    with pytest.raises(KVCascadeError):
+        rig_in(folder.parent)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_may_write_is_refused(folder: Path, place: str) -> None:
+    target = folder / place
+    target.chmod(stat.S_IMODE(target.stat().st_mode) | 0o022)
+    with pytest.raises(KVCascadeError):
+        rig_in(folder.parent)
+
+
+@as_root
+def test_a_segment_of_somebody_else_is_left_out(folder: Path) -> None:
+    os.chown(folder / "segments" / "000000.safetensors", OTHER_USER, OTHER_USER)
+    rig = rig_in(folder.parent)
+    assert sum(rig.check(key(i)) for i in range(32)) == 24
+    rig.close()
+
+
+@as_root
+def test_an_arena_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    geometry = ArenaGeometry(slots=2, rank_bytes=4096, world_size=2)
+    with Arena.open(geometry, "engine", ArenaRole.worker(0), arena_dir=str(tmp_path)) as arena:
+        os.chown(arena.path, OTHER_USER, OTHER_USER)
+        with pytest.raises(InUseError):
+            Arena.open(geometry, "engine", ArenaRole.worker(1), arena_dir=str(tmp_path))
+
+
+def sources() -> Iterator[Path]:
+    """Every module of the package."""
+    for folder in PACKAGE:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_nothing_that_is_read_is_executed() -> None:
+    """No pickle and the like, no `eval`, no `allow_pickle`, no `torch.load`."""
+    count = 0
+    for path in sources():
+        count += 1
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: set[str] = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").partition(".")[0]}
+            assert not names & EXECUTING, f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("eval", "exec", "torch.load"), f"{path}:{node.lineno}"
+                assert "allow_pickle" not in {k.arg for k in node.keywords}, f"{path}:{node.lineno}"
+    assert count > 40

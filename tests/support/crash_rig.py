@@ -1,0 +1,413 @@
+"""A scheduler process and two worker processes over the real assembly, to be killed at any moment.
+
+No model and no engine: the scheduler obeys the manager as vLLM's does, workers fill device blocks
+with a pattern made from the key (and from how often the cache was reset: the "weights" changed),
+and compare every block they load. Processes are forked from a server that has imported everything,
+so a cycle costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from kvcascade.assembly import Cascade, Geometry, open_cascade, open_worker
+from kvcascade.config import CascadeConfig, parse
+from kvcascade.handlers.device import GpuBlocks
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.policies import OrderedPolicy, create, known_names
+
+from .executors import InlineExecutor
+
+PAGES = (1024, 3072)
+"""Bytes of a block in each of a worker's tensors."""
+WORLD = 2
+GEOMETRY = Geometry(rank_bytes=sum(PAGES), world_size=WORLD, blocks_per_chunk=1)
+SLOT_BYTES = WORLD * sum(PAGES)
+ARENA_SLOTS = 48
+SLOTS_PER_SEGMENT = 16
+TEXTS, CHUNKS = 24, 12
+ROUNDS_MAX = 20_000
+ROUND_S = 0.0005
+GONE_LIMIT_S = 60.0
+READ_AT_ONCE = 64
+
+
+def key_of(text: int, chunk: int) -> BlockHash:
+    """A block hash as vLLM makes them."""
+    return BlockHash(hashlib.sha256(f"{text}:{chunk}".encode()).digest() + b"\0\0\0\0")
+
+
+def page(key: bytes, version: int, rank: int, tensor: int) -> bytes:
+    """The one right content of a page."""
+    name = key + bytes([rank, tensor]) + version.to_bytes(4, "little")
+    return hashlib.shake_128(name).digest(PAGES[tensor])
+
+
+def row(key: bytes, version: int) -> bytes:
+    """The one right content of a whole slot."""
+    parts = ((rank, tensor) for rank in range(WORLD) for tensor in range(len(PAGES)))
+    return b"".join(page(key, version, rank, tensor) for rank, tensor in parts)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where an engine keeps its blocks, and how many."""
+
+    path: Path
+    shared: Path
+    nvme_slots: int
+    engine_id: str = "crash"
+    durability: str = "process"
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Room for `nvme_slots` blocks."""
+        segment = SLOTS_PER_SEGMENT * (SLOT_BYTES + 128) + 4096
+        return -(-self.nvme_slots // SLOTS_PER_SEGMENT) * segment * 16 // 15 + 8192
+
+    def settings(self) -> CascadeConfig:
+        """The configuration of every process of the engine."""
+        cpu = {
+            "type": "cpu",
+            "capacity": ARENA_SLOTS * SLOT_BYTES + 4096,
+            "arena_dir": str(self.shared),
+            "prefault": False,
+        }
+        nvme = {
+            "type": "nvme",
+            "path": str(self.path),
+            "capacity": self.capacity_bytes,
+            "segment_size": SLOTS_PER_SEGMENT * SLOT_BYTES,
+            "min_free": 0,
+            "durability": self.durability,
+        }
+        extra = {"tiers": [cpu, nvme], "write_mode": "back", "dirty_age_s": 0.01}
+        return parse(extra, known_names())
+
+
+# ---- the worker process ----------------------------------------------------------------------
+
+
+def worker_main(setup: Setup, rank: int, scheduler: Connection) -> None:
+    """Copy as told until the scheduler is gone; answers the keys whose bytes were wrong."""
+    import torch
+
+    torch.set_num_threads(1)
+    tensors = [torch.zeros((ARENA_SLOTS, size), dtype=torch.int8) for size in PAGES]
+    groups = [list(enumerate(PAGES))]
+    side = open_worker(setup.settings(), GEOMETRY, setup.engine_id, rank, tensors, groups)
+    views = [tensor.numpy() for tensor in tensors]
+    try:
+        scheduler.send("ready")
+        while True:
+            job_id, is_store, version, keys, slots = scheduler.recv()
+            blocks = GpuBlocks.of(range(len(keys)), [len(keys)], [0])
+            _fill(views, keys, version if is_store else None, rank)
+            submit = side.copier.submit_store if is_store else side.copier.submit_load
+            assert submit(job_id, blocks, np.asarray(slots, dtype=np.int32))
+            side.copier.wait({job_id})
+            side.copier.get_finished()
+            scheduler.send([] if is_store else _wrong(views, keys, version, rank))
+    except (EOFError, OSError):  # the scheduler is gone
+        pass
+    finally:
+        side.close()
+
+
+def _fill(views: Sequence[Any], keys: Sequence[bytes], version: int | None, rank: int) -> None:
+    for block, key in enumerate(keys):
+        for tensor, view in enumerate(views):
+            noise = b"\x55" * PAGES[tensor]
+            data = noise if version is None else page(key, version, rank, tensor)
+            view[block] = np.frombuffer(data, dtype=np.int8)
+
+
+def _wrong(views: Sequence[Any], keys: Sequence[bytes], version: int, rank: int) -> list[bytes]:
+    return [
+        key
+        for block, key in enumerate(keys)
+        if any(
+            view[block].tobytes() != page(key, version, rank, tensor)
+            for tensor, view in enumerate(views)
+        )
+    ]
+
+
+# ---- the scheduler process -------------------------------------------------------------------
+
+
+class Scheduler:
+    """Serves random requests for ever, and reports what it did."""
+
+    def __init__(
+        self, cascade: Cascade, workers: Sequence[Connection], report: Connection, version: int
+    ) -> None:
+        self._manager = cascade.manager
+        self._workers = workers
+        self._report = report
+        self._version = version
+        self._jobs = 0
+        self._pause = threading.Event()
+
+    def serve(self, rng: random.Random) -> None:
+        """One request: load what is there, store the rest."""
+        text = rng.randrange(TEXTS)
+        keys = [key_of(text, i) for i in range(rng.randint(1, CHUNKS))]
+        request = Request()
+        hits = self._await_hits(keys, request)
+        if hits:
+            spec = self._manager.prepare_load(keys[:hits], request)
+            self._run(False, keys[:hits], spec)
+            self._manager.complete_load(keys[:hits])
+        output = self._manager.prepare_store(keys[hits:], request)
+        if output is not None and output.block_hashes_to_store:
+            self._run(True, output.block_hashes_to_store, output.store_spec)
+            self._manager.complete_store(output.block_hashes_to_store)
+        self._manager.finish_request(request)
+        self._manager.end_step()
+        self._tell_events(loaded=hits)
+
+    def reset(self) -> None:
+        """The weights change; nothing from before may be met again."""
+        self._report.send(("resetting",))
+        self._manager.reset_cache()
+        self._manager.on_reset_flushed()
+        self._version += 1
+        self._report.send(("reset",))
+
+    def _await_hits(self, keys: Sequence[BlockHash], request: Request) -> int:
+        for _ in range(ROUNDS_MAX):
+            hits = self._manager.lookup(keys, request)
+            if hits is not None:
+                return hits
+            self._manager.end_step()
+            self._pause.wait(ROUND_S)
+        raise AssertionError("a lookup never ended")
+
+    def _run(self, is_store: bool, keys: Sequence[BlockHash], spec: object) -> None:
+        assert isinstance(spec, SlotSpec)
+        self._jobs += 1
+        for worker in self._workers:
+            worker.send((self._jobs, is_store, self._version, list(keys), spec.slots.tolist()))
+        for worker in self._workers:
+            wrong = worker.recv()
+            if wrong:
+                self._report.send(("wrong", wrong))
+
+    def _tell_events(self, loaded: int) -> None:
+        events = self._manager.take_events()
+        below = [(list(e.block_hashes), e.removed) for e in events if e.medium == "NVME"]
+        self._report.send(("served", loaded, below))
+
+
+def scheduler_main(
+    setup: Setup,
+    workers: Sequence[Connection],
+    report: Connection,
+    seed: int,
+    version: int,
+    must_reset: bool,
+) -> None:
+    """Serve until a worker is gone, then shut down cleanly."""
+    for worker in workers:
+        worker.recv()
+    facts = {"weights": "files:crash", "vllm": "none"}
+    cascade = open_cascade(
+        setup.settings(),
+        GEOMETRY,
+        setup.engine_id,
+        facts,
+        label="crash",
+        steps_until_flushed=3,
+        with_events=True,
+    )
+    report.send(("open", cascade.nvme_tiers[0].report.blocks))
+    scheduler = Scheduler(cascade, workers, report, version)
+    rng = random.Random(seed)
+    try:
+        if must_reset:
+            scheduler.reset()
+        while True:
+            scheduler.serve(rng)
+            if rng.random() < 0.01:
+                scheduler.reset()
+    except (EOFError, OSError):  # a worker is gone, or the test
+        cascade.close()
+
+
+# ---- the test's side -------------------------------------------------------------------------
+
+
+@dataclass
+class Known:
+    """What the test knows of a tier from the reports of the engines before."""
+
+    version: int = 0
+    must_reset: bool = False
+    """A reset began and was not reported as done: it has to be asked for again."""
+    stored: set[bytes] = field(default_factory=set)
+    """Acknowledged on NVMe, and not reported as evicted."""
+    loaded_blocks: int = 0
+    wrong: list[bytes] = field(default_factory=list)
+    is_open: bool = False
+
+    def take(self, message: tuple[Any, ...]) -> None:
+        """One report."""
+        kind = message[0]
+        if kind == "open":
+            self.is_open = True
+        elif kind == "wrong":
+            self.wrong += message[1]
+        elif kind == "resetting":
+            self.must_reset = True
+            self.stored.clear()
+        elif kind == "reset":
+            self.must_reset = False
+            self.version += 1
+        elif kind == "served":
+            self.loaded_blocks += message[1]
+            for keys, is_removed in message[2]:
+                (self.stored.difference_update if is_removed else self.stored.update)(keys)
+
+
+@cache
+def _server() -> ForkServerContext:
+    """A server of processes that have imported everything; it finds us by PYTHONPATH only."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.crash_rig", "torch"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+class Engine:
+    """The processes of one engine; nothing of it is left after `finish`."""
+
+    def __init__(self, setup: Setup, known: Known, seed: int) -> None:
+        known.is_open = False
+        self._known = known
+        context = _server()
+        pairs = [context.Pipe() for _ in range(WORLD)]
+        self._report, told = context.Pipe(duplex=False)
+        self.workers: list[BaseProcess] = [
+            context.Process(target=worker_main, args=(setup, rank, theirs))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        ours = [mine for mine, _ in pairs]
+        arguments = (setup, ours, told, seed, known.version, known.must_reset)
+        self.scheduler: BaseProcess = context.Process(target=scheduler_main, args=arguments)
+        for process in self.processes:
+            process.start()
+        for pair in pairs:
+            for end in pair:
+                end.close()
+        told.close()
+        self._helpers: set[psutil.Process] = set()
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """All of them, workers first."""
+        return [*self.workers, self.scheduler]
+
+    def listen(self, messages: int) -> None:
+        """Take in so many reports."""
+        for _ in range(messages):
+            self._known.take(self._report.recv())
+            if self._known.is_open and not self._helpers:
+                self._helpers.update(psutil.Process(self.scheduler.pid).children())
+
+    def listen_for(self, seconds: float) -> None:
+        """Take in one report more if it comes within this time."""
+        if self._report.poll(seconds):
+            self.listen(1)
+
+    def listen_to_the_end(self) -> None:
+        """Take in every report until the scheduler is gone."""
+        try:
+            while wait([self._report], GONE_LIMIT_S):
+                self.listen(1)
+            raise AssertionError("the scheduler is stuck")
+        except EOFError:
+            pass
+
+    def finish(self) -> None:
+        """Take in what is left until every process is gone."""
+        self.listen_to_the_end()
+        for process in self.processes:
+            process.join(GONE_LIMIT_S)
+            assert process.exitcode is not None, "a process is stuck"
+        self._report.close()
+
+    def assert_nobody_left(self) -> None:
+        """What the scheduler itself had started is gone, too."""
+        assert not psutil.wait_procs(self._helpers, timeout=GONE_LIMIT_S)[1], "a process is left"
+
+
+def read_all(setup: Setup, version: int, *, close_clean: bool) -> set[bytes]:
+    """Open the tier alone and read every block of it; the keys that it holds.
+
+    Asserts that each one is right and that free and used slots add up exactly.
+    """
+    tier = _open_alone(setup)
+    assert tier is not None
+    policy = create("lru", tier.backend.capacity, tier.directory, tier.arrays)
+    assert isinstance(policy, OrderedPolicy)
+    if tier.recovered:
+        policy.reconcile(tier.live_slots())
+    try:
+        entries = list(tier.index.keys())
+        for start in range(0, len(entries), READ_AT_ONCE):
+            part = entries[start : start + READ_AT_ONCE]
+            keys = [BlockHash(key) for key, _ in part]
+            buffers = [bytearray(SLOT_BYTES) for _ in part]
+            views = [memoryview(buffer) for buffer in buffers]
+            outcomes = tier.store.read(keys, [entry.slot for _, entry in part], views)
+            assert set(outcomes) == {BlockOutcome.OK}, "what is listed is there"
+            for key, buffer in zip(keys, buffers, strict=True):
+                assert bytes(buffer) == row(key, version), "wrong bytes"
+        used = sorted(entry.slot for _, entry in entries)
+        assert tier.live_slots().tolist() == used, "one slot per block, one block per slot"
+        assert tier.backend.get_num_free_blocks() + len(used) == tier.backend.available
+        return {key for key, _ in entries}
+    finally:
+        tier.close(clean=close_clean)
+
+
+def _open_alone(setup: Setup) -> NvmeTier | None:
+    (description,) = setup.path.glob("*/namespace.json")
+    document = json.loads(description.read_text())
+    config = NvmeTierConfig(
+        paths=(setup.path,),
+        capacity_bytes=setup.capacity_bytes,
+        block_bytes=SLOT_BYTES,
+        key=NamespaceKey(document["label"], document["fields"]),
+    )
+    return open_nvme_tier(config, InlineExecutor())

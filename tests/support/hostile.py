@@ -1,0 +1,116 @@
+"""Damages an LMDB file by seed, opens the tier over it, and uses it. Run in a process of its own:
+
+    python -m support.hostile FOLDER SEED ROUNDS
+
+FOLDER holds a namespace. Prints how many rounds opened and how many were refused; it must not die
+of a signal, and may not take more memory than `MEMORY_BYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcascade.errors import KVCascadeError
+
+from .nvme_rig import Rig, config_for, key
+
+SLOTS, PER_SEGMENT = 64, 8
+MEMORY_BYTES = 4 << 30
+PAGE = 4096
+META_PAGES = 2
+
+Mutation = Callable[[bytearray, random.Random], None]
+
+
+def _pages(data: bytearray) -> int:
+    return len(data) // PAGE
+
+
+def flip_bits(data: bytearray, rng: random.Random) -> None:
+    """Single bits, anywhere."""
+    for _ in range(rng.choice((1, 4, 64))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def noise_page(data: bytearray, rng: random.Random) -> None:
+    """A page of noise."""
+    start = rng.randrange(META_PAGES, _pages(data)) * PAGE
+    data[start : start + PAGE] = rng.randbytes(PAGE)
+
+
+def zero_page(data: bytearray, rng: random.Random) -> None:
+    """A page that was never written."""
+    start = rng.randrange(META_PAGES, _pages(data)) * PAGE
+    data[start : start + PAGE] = bytes(PAGE)
+
+
+def swap_pages(data: bytearray, rng: random.Random) -> None:
+    """Two pages in each other's place."""
+    a, b = (rng.randrange(META_PAGES, _pages(data)) * PAGE for _ in range(2))
+    data[a : a + PAGE], data[b : b + PAGE] = data[b : b + PAGE], data[a : a + PAGE]
+
+
+def huge_counts(data: bytearray, rng: random.Random) -> None:
+    """Page header or node header: numbers as large as they go."""
+    start = rng.randrange(META_PAGES, _pages(data)) * PAGE
+    offset = start + rng.choice((0, 8, 10, 12, 14, 16, 18, 20, rng.randrange(16, PAGE - 8)))
+    value = rng.choice((0, 1, 0x7FFF, 0xFFF0, 0xFFFF))
+    struct.pack_into("<H", data, offset, value)
+
+
+def meta_fields(data: bytearray, rng: random.Random) -> None:
+    """Depth, root and counts in the meta pages."""
+    offset = rng.choice((40, 44, 46, 48, 56, 64, 72, 80, 88, 92, 96, 104, 112, 120, 128))
+    value = rng.choice((0, 1, 2, 3, 1 << 16, 1 << 31, (1 << 64) - 2, rng.randrange(1 << 20)))
+    for page in range(META_PAGES):
+        struct.pack_into("<Q", data, page * PAGE + offset, value)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    m.__name__: m for m in (flip_bits, noise_page, zero_page, swap_pages, huge_counts, meta_fields)
+}
+
+
+def attempt(root: Path) -> bool:
+    """Open the tier, read, write and close it; False if it was refused."""
+    try:
+        rig = Rig(config_for([root], slots=SLOTS, per_segment=PER_SEGMENT))
+    except KVCascadeError:
+        return False
+    for i in range(SLOTS):
+        rig.check(key(i))
+    with contextlib.suppress(AssertionError):  # the rig insists on room; there may be none
+        rig.store([key(1000 + i) for i in range(8)])
+    try:
+        rig.close()
+    except KVCascadeError:
+        pass
+    return True
+
+
+def main() -> None:
+    """All rounds, announced before they begin so that a crash names its own."""
+    root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    data = next(root.glob("*/index/data.mdb"))
+    good = data.read_bytes()
+    opened = 0
+    for number in range(rounds):
+        rng = random.Random(f"{seed}:{number}")
+        name = rng.choice(sorted(MUTATIONS))
+        print("round", number, name, flush=True)
+        damaged = bytearray(good)
+        MUTATIONS[name](damaged, rng)
+        data.write_bytes(damaged)
+        opened += attempt(root)
+    print("survived", opened, "opened", rounds - opened, "refused", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`kvcascade check`: what a configuration comes to, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cache_rig import call
+
+from kvcascade.errors import ConfigError
+from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.nvme.capacity import plan_capacity
+from kvcascade.tools.cache.check import BlockShape, check, prefault_rate
+from kvcascade.tools.cache.models import kv_shape
+from kvcascade.tools.commands.common import ExitCode
+
+MIB = 1 << 20
+LLAMA = "llama-3.1-8b"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """64 MiB of memory above 256 MiB of disk."""
+    extra = {
+        "spec_name": "CascadeOffloadingSpec",
+        "tiers": [
+            {"type": "cpu", "capacity": "64MiB"},
+            {"type": "nvme", "capacity": "256MiB", "path": str(tmp_path / "kv")},
+        ],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    return path
+
+
+def change(path: Path, **options: Any) -> None:
+    """Set keys of `kv_connector_extra_config`."""
+    document = json.loads(path.read_text())
+    document["kv_connector_extra_config"].update(options)
+    path.write_text(json.dumps(document))
+
+
+def test_what_tiers_hold(config: Path, tmp_path: Path) -> None:
+    answer = call("check", config, "--model", LLAMA, "--world-size", "2", "--json")
+    found = answer.document
+    assert answer.code == ExitCode.OK and found["problem"] is None
+    assert found["bytes_per_token"] == 2 * 32 * 8 * 128 * 2 == 131_072
+    assert found["block_bytes"] == 16 * 131_072 and found["pinned_bytes"] == 64 * MIB
+    cpu, nvme = found["tiers"]
+    arena = ArenaGeometry.fit(64 * MIB, 8 * 131_072, 2)
+    assert cpu["blocks"] == arena.slots and cpu["tokens"] == 16 * arena.slots
+    assert nvme["blocks"] == plan_capacity(256 * MIB, 16 * 131_072, 1).slots
+    assert found["start_s"] > 0 and found["start_after_crash_s"] > found["start_s"]
+    assert not (tmp_path / "kv").exists(), "nothing is created"
+    assert "131,072 bytes" in call("check", config, "--model", LLAMA).out
+
+
+def test_without_a_model_there_are_bytes_only(config: Path) -> None:
+    found = call("check", config, "--json").document
+    assert [tier["blocks"] for tier in found["tiers"]] == [None, None]
+    assert [tier["capacity_bytes"] for tier in found["tiers"]] == [64 * MIB, 256 * MIB]
+    assert "give --model" in call("check", config).out
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"), [({}, 32), ({"blocks_per_chunk": 4}, 128), ({"block_size": 64}, 64)]
+)
+def test_tokens_of_a_block(config: Path, options: dict[str, int], tokens: int) -> None:
+    change(config, **options)
+    answer = call("check", config, "--kv-bytes-per-token", 1024, "--block-size", 32, "--json")
+    assert answer.document["tokens_per_block"] == tokens
+    assert answer.document["block_bytes"] == tokens * 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tiers": [{"type": "cpu", "capacity": "9999TiB"}]}, "more memory than there is"),
+        ({"tiers": []}, "list of tiers"),
+        ({"write_mod": "back"}, "write_mode"),
+    ],
+)
+def test_what_is_wrong_is_named(config: Path, options: dict[str, Any], said: str) -> None:
+    change(config, **options)
+    answer = call("check", config, "--json")
+    assert answer.code == ExitCode.PROBLEMS and said in answer.document["problem"]
+    shown = call("check", config)
+    assert shown.code == ExitCode.PROBLEMS and said in " ".join(shown.out.split())
+
+
+def test_strange_files(tmp_path: Path) -> None:
+    strange = tmp_path / "strange.json"
+    for text in ("{", "[]", "3", '"a"', "[" * 100_000):
+        strange.write_text(text)
+        assert call("check", strange).code == ExitCode.PROBLEMS
+    assert call("check", tmp_path / "nowhere.json").code == ExitCode.USAGE
+
+
+def test_a_tier_too_small_for_the_blocks(config: Path) -> None:
+    report = check(config, BlockShape(16, 100 * MIB), measure=lambda folder: 1e9)
+    assert report.problem is not None and report.start_s is None
+
+
+def test_start_is_memory_by_rate(config: Path) -> None:
+    report = check(config, BlockShape(16, 1024), measure=lambda folder: 32.0 * MIB)
+    assert report.start_s == pytest.approx(2.016)
+    report = check(config, BlockShape(16, 1024), measure=lambda folder: None)
+    assert report.start_s is None
+
+
+def test_the_rate_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    rate = prefault_rate(tmp_path)
+    assert rate is not None and rate > 0 and not list(tmp_path.iterdir())
+
+
+def test_models(tmp_path: Path) -> None:
+    mla = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+           "num_attention_heads": 128, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(mla))
+    assert kv_shape(str(tmp_path)).bytes_per_token == 61 * 576 * 2
+    text = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    nested = {"text_config": {**text, "head_dim": 64, "dtype": "float32"}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert kv_shape(str(tmp_path / "config.json")).bytes_per_token == 2 * 32 * 8 * 64 * 4
+    assert kv_shape(LLAMA, "fp8").bytes_per_token == 65_536
+    for model, dtype in (("no/such-model", None), (LLAMA, "float7")):
+        with pytest.raises(ConfigError):
+            kv_shape(model, dtype)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": "many"}')
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        kv_shape(str(tmp_path))

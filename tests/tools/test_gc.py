@@ -1,0 +1,137 @@
+"""`kvcascade gc`: what was asked for leaves, nothing else, and nothing that an engine owns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cache_rig import (
+    PER_SEGMENT,
+    UsageRig,
+    call,
+    call_outside,
+    config_of,
+    fill,
+    fill_two,
+    segment,
+)
+from support.nvme_rig import key
+
+from kvcascade.tools.cache.gc import Wish, collect
+from kvcascade.tools.cache.opened import locations
+from kvcascade.tools.commands.common import ExitCode
+
+BLOCKS = 24
+NOW_S = 1_000_000.0
+
+
+def right_blocks(root: Path) -> set[int]:
+    """Which blocks an engine finds, each of them right."""
+    rig = UsageRig(config_of(root))
+    found = {i for i in range(BLOCKS) if rig.check(key(i))}
+    rig.check_sums()
+    rig.close()
+    return found
+
+
+@pytest.fixture
+def aged(tmp_path: Path) -> Path:
+    """24 blocks: 0 to 7 were used just now, 8 to 15 an hour ago, 16 to 23 a day ago."""
+    now = [NOW_S - 86_400]
+    rig = UsageRig(config_of(tmp_path), lambda: now[0])
+    rig.store([key(i) for i in range(BLOCKS)])
+    now[0] = NOW_S - 3600
+    rig.policy.touch([key(i) for i in range(16)])
+    now[0] = NOW_S
+    rig.policy.touch([key(i) for i in range(8)])
+    rig.close()
+    return rig.tier.namespace.folders[0]
+
+
+def test_by_age(aged: Path) -> None:
+    found = locations(aged)
+    (would,) = collect(found, Wish(older_than_s=7200), is_dry_run=True, now_s=NOW_S)
+    assert would.blocks_removed == 8 and right_blocks(aged.parent) == set(range(BLOCKS))
+    (did,) = collect(found, Wish(older_than_s=7200), is_dry_run=False, now_s=NOW_S)
+    assert did == would
+    assert not segment(aged, 2).exists(), "nothing is left in it"
+    assert right_blocks(aged.parent) == set(range(16))
+
+
+def test_blocks_of_unknown_age_stay(aged: Path) -> None:
+    for path in (aged / "state").glob("use_*.arr"):
+        path.unlink()
+    (report,) = collect(locations(aged), Wish(older_than_s=1), is_dry_run=False, now_s=NOW_S)
+    assert report.blocks_removed == 0
+
+
+def test_by_age_and_hash(aged: Path) -> None:
+    wish = Wish(older_than_s=7200, prefix=key(17)[:4])
+    (report,) = collect(locations(aged), wish, is_dry_run=False, now_s=NOW_S)
+    assert report.blocks_removed == 1
+    assert right_blocks(aged.parent) == set(range(BLOCKS)) - {17}
+
+
+def test_to_a_size_the_coldest_segments_leave(aged: Path) -> None:
+    size = segment(aged).stat().st_blocks * 512
+    total = sum(p.stat().st_blocks * 512 for p in aged.rglob("*") if p.is_file())
+    wish = Wish(max_bytes=total - size - 1)  # the empty fourth segment is not enough
+    (report,) = collect(locations(aged), wish, is_dry_run=False, now_s=NOW_S)
+    assert report.segments_removed == 2 and report.blocks_removed == PER_SEGMENT
+    assert not segment(aged, 3).exists() and not segment(aged, 2).exists()
+    assert right_blocks(aged.parent) == set(range(16))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--dry-run", "--json")
+    assert answer.code == ExitCode.OK and answer.document["is_dry_run"] is True
+    assert answer.one["blocks_removed"] == 1 and answer.one["blocks_before"] == BLOCKS
+    assert "Would be removed" in call("gc", tmp_path, "--max-size", "1MiB", "--dry-run").out
+    assert call("gc", tmp_path, "--prefix", key(3).hex()).code == ExitCode.OK
+    assert call("verify", folder).code == ExitCode.OK
+    assert right_blocks(tmp_path) == set(range(BLOCKS)) - {3}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        ["--older-than", "soon"],
+        ["--max-size", "50%"],
+        ["--prefix", "xyz"],
+        ["--remove-namespace"],
+        ["--remove-namespace", "-n", "one", "--max-size", "1GiB"],
+    ],
+)
+def test_wrong_calls(tmp_path: Path, wrong: list[str]) -> None:
+    fill(tmp_path)
+    assert call("gc", tmp_path, *wrong).code == ExitCode.USAGE
+
+
+def test_a_whole_namespace(tmp_path: Path) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    call("gc", tmp_path, "-n", "one", "--remove-namespace", "--dry-run")
+    assert one.exists()
+    answer = call("gc", tmp_path, "-n", "one", "--remove-namespace", "--json")
+    assert answer.code == ExitCode.OK and answer.one["was_removed"]
+    assert not one.exists() and two.exists()
+
+
+def test_what_an_engine_owns_is_left_alone(tmp_path: Path) -> None:
+    rig = UsageRig(config_of(tmp_path))
+    rig.store([key(i) for i in range(BLOCKS)])
+    folder = rig.tier.namespace.folders[0]
+    answer = call_outside("gc", tmp_path, "--prefix", "00", "--json")
+    assert answer.code == ExitCode.OK
+    assert "in use by process" in answer.one["skipped"] and not answer.one["blocks_removed"]
+    answer = call_outside("gc", tmp_path, "-n", folder.name, "--remove-namespace")
+    assert answer.code == ExitCode.IN_USE and folder.exists()
+    assert all(rig.check(key(i)) for i in range(BLOCKS))
+    rig.close()
+
+
+def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:
+    folder = fill(tmp_path)
+    (folder / "index" / "data.mdb").unlink()
+    assert "--rebuild-index" in call("gc", tmp_path, "--prefix", "00", "--json").one["skipped"]

@@ -1,0 +1,45 @@
+"""Every field of every JSON document is in docs/cli.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcascade.tools.cache.block import BlockReport, LayerStatistics
+from kvcascade.tools.cache.check import CheckReport, TierReport
+from kvcascade.tools.cache.export import ExportReport
+from kvcascade.tools.cache.gc import GcReport
+from kvcascade.tools.cache.import_ import ImportReport
+from kvcascade.tools.cache.inspect import GroupReport, NamespaceReport
+from kvcascade.tools.cache.rebuild import RebuildReport
+from kvcascade.tools.cache.top import Frame, TierFrame
+from kvcascade.tools.cache.verify import BlockProblem, Problem, VerifyReport
+from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\S+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S))
+DOCUMENTS: list[tuple[str, type[Any]]] = [
+    ("inspect", NamespaceReport), ("inspect", GroupReport), ("inspect", BlockReport),
+    ("inspect", LayerStatistics), ("top", Frame), ("top", TierFrame), ("verify", VerifyReport),
+    ("verify", BlockProblem), ("verify", RebuildReport), ("gc", GcReport),
+    ("export", ExportReport), ("export", ImportReport), ("check", CheckReport),
+    ("check", TierReport),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "document"), DOCUMENTS)
+def test_every_field_is_described(section: str, document: type[Any]) -> None:
+    named = set(re.findall(r"`([a-z_]+)`", SECTIONS[section]))
+    assert {each.name for each in fields(document)} <= named
+
+
+def test_statuses_problems_and_version() -> None:
+    for code in ExitCode:
+        assert f"| {code.value} | `{code.name.lower()}` |" in DOCS
+    for problem in Problem:
+        assert f"| `{problem}` |" in SECTIONS["verify"]
+    assert f"`schema_version` is **{SCHEMA_VERSION}**" in DOCS

@@ -1,0 +1,54 @@
+"""`kvcascade shm`: arenas that outlive their engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tools.__main__ import main
+from kvcascade.tools.commands.common import ExitCode
+
+GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
+
+
+def keep_one(folder: Path) -> list[Arena]:
+    worker = Arena.open(GEOMETRY, "engine", ArenaRole.worker(0), arena_dir=str(folder))
+    scheduler = Arena.open(GEOMETRY, "engine", ArenaRole.scheduler(), arena_dir=str(folder))
+    scheduler.slot_table().begin(b"f" * 32)
+    scheduler.slot_table().mark([BlockHash(b"a"), BlockHash(b"b")], [0, 4])
+    return [worker, scheduler]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    main(["shm", *arguments, "--json"])
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_listed_while_it_lives_and_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--arena-dir", str(tmp_path))
+    assert asked(capsys, "ls", *where)["arenas"] == []
+    arenas = keep_one(tmp_path)
+    (live,) = asked(capsys, "ls", *where)["arenas"]
+    assert (live["blocks"], live["slots"], live["is_live"]) == (2, 8, True)
+    assert main(["shm", "drop", live["name"], *where]) == ExitCode.IN_USE
+    for arena in arenas:
+        arena.close()
+    (left,) = asked(capsys, "ls", *where)["arenas"]
+    assert not left["is_live"]
+    assert main(["shm", "ls", *where]) == ExitCode.OK
+    assert left["name"][:20] in capsys.readouterr().out
+    assert asked(capsys, "drop", *where)["dropped"] == [left["name"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_not_there(tmp_path: Path) -> None:
+    assert main(["shm", "drop", "nothing", "--arena-dir", str(tmp_path)]) == ExitCode.CANNOT_OPEN

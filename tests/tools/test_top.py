@@ -1,0 +1,113 @@
+"""`kvcascade top`: figures from an engine's metrics and from the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from support.cache_rig import call, fill
+from support.nvme_rig import BLOCK
+
+from kvcascade.tools.cache.top import Reading, frame, parse_metrics, read_url
+from kvcascade.tools.cache.top_view import render
+from kvcascade.tools.commands.common import ExitCode
+
+LABELS = 'engine="0",model_name="m"'
+
+
+def metrics(hits: int, up: int, samples: int) -> str:
+    """What an engine's `/metrics` says, as vLLM's exporter writes it."""
+    name = "vllm:kvcascade_promotion_seconds"
+    return f"""# HELP vllm:num_requests_running Requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{{LABELS}}} 3.0
+# TYPE vllm:kvcascade_loaded_blocks_total counter
+vllm:kvcascade_loaded_blocks_total{{{LABELS},tier="cpu"}} {hits}
+vllm:kvcascade_loaded_blocks_total{{{LABELS},tier="nvme"}} 7.0
+# TYPE vllm:kvcascade_promoted_bytes_total counter
+vllm:kvcascade_promoted_bytes_total{{{LABELS},tier="nvme"}} {up}
+# TYPE vllm:kvcascade_lookup_misses_total counter
+vllm:kvcascade_lookup_misses_total{{{LABELS}}} 11.0
+# TYPE vllm:kvcascade_tier_used_ratio gauge
+vllm:kvcascade_tier_used_ratio{{{LABELS},tier="cpu"}} 0.5
+# TYPE {name} histogram
+{name}_bucket{{{LABELS},tier="nvme",le="0.1"}} {samples}
+{name}_bucket{{{LABELS},tier="nvme",le="+Inf"}} {samples}
+{name}_count{{{LABELS},tier="nvme"}} {samples}
+{name}_sum{{{LABELS},tier="nvme"}} {samples * 0.25}
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[str, list[str]]]:
+    """An address that serves metrics, and the texts it serves, the first one first."""
+    texts: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (texts.pop(0) if len(texts) > 1 else texts[0]).encode()
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}", texts
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_rates_are_growth_by_time() -> None:
+    before = Reading(10.0, parse_metrics(metrics(100, 1000, 4)))
+    now = Reading(12.0, parse_metrics(metrics(150, 9000, 8)))
+    cpu, nvme = frame("x", now, before).tiers
+    assert (cpu.tier, cpu.hits, cpu.hits_per_s, cpu.used_ratio) == ("cpu", 150, 25.0, 0.5)
+    assert (nvme.tier, nvme.hits_per_s, nvme.up_bytes_per_s) == ("nvme", 0.0, 4000.0)
+    assert nvme.up_latency_s == 0.25 and nvme.budget_left_bytes is None
+    assert frame("x", now, before).misses_per_s == 0.0
+
+
+def test_a_restarted_engine_has_no_rates_for_once() -> None:
+    before = Reading(10.0, parse_metrics(metrics(100, 1000, 4)))
+    cpu, nvme = frame("x", Reading(11.0, parse_metrics(metrics(3, 2, 1))), before).tiers
+    assert cpu.hits_per_s is None and nvme.up_bytes_per_s is None
+
+
+def test_from_an_engine(engine: tuple[str, list[str]]) -> None:
+    address, texts = engine
+    texts.append(metrics(100, 1000, 4))
+    answer = call("top", "--url", address, "--json")
+    assert answer.code == ExitCode.OK and answer.document["misses"] == 11
+    assert [tier["tier"] for tier in answer.document["tiers"]] == ["cpu", "nvme"]
+    shown = call("top", "--url", f"http://{address}/metrics", "--once").out
+    assert "nvme" in shown and "misses 11" in shown and "250.0 ms" in shown
+    assert render(frame("x", read_url(address)))
+
+
+def test_an_engine_without_our_metrics(engine: tuple[str, list[str]]) -> None:
+    address, texts = engine
+    texts.append("# TYPE a gauge\na 1\n")
+    answer = call("top", "--url", address, "--json")
+    assert answer.code == ExitCode.CANNOT_OPEN and "no metrics of kvcascade" in answer.out
+    texts[0] = "a{{{ 1"
+    assert call("top", "--url", address).code == ExitCode.CANNOT_OPEN
+
+
+def test_from_a_path(tmp_path: Path) -> None:
+    fill(tmp_path, 20)
+    (tier,) = call("top", tmp_path, "--json").document["tiers"]
+    assert (tier["blocks"], tier["used_ratio"], tier["down_bytes"]) == (20, 20 / 32, 20 * BLOCK)
+    assert "20" in call("top", tmp_path, "--once").out
+
+
+def test_one_of_the_two(tmp_path: Path) -> None:
+    assert call("top").code == ExitCode.USAGE
+    assert call("top", tmp_path, "--url", "x").code == ExitCode.USAGE

@@ -1,0 +1,265 @@
+"""`kvcascade verify`: damage is found and named, exactly it is dropped, nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+from support.cache_rig import (
+    Answer,
+    UsageRig,
+    call,
+    call_outside,
+    config_of,
+    fill,
+    flip,
+    payload_offset,
+    record_offset,
+    segment,
+)
+from support.clock import ManualClock
+from support.nvme_rig import BLOCK, key
+
+from kvcascade.tiers.nvme.format import IndexEntry
+from kvcascade.tiers.nvme.scan import Throttle
+from kvcascade.tools.commands.common import ExitCode
+
+BLOCKS = 20
+
+
+def problems(answer: Answer) -> dict[str, str]:
+    """Hash to problem."""
+    return {each["hash"]: each["problem"] for each in answer.one["problems"]}
+
+
+def right_blocks(folder: Path) -> set[int]:
+    """Which blocks an engine finds, each of them right."""
+    rig = UsageRig(config_of(folder.parent))
+    found = {i for i in range(BLOCKS) if rig.check(key(i))}
+    rig.check_sums()
+    rig.close()
+    return found
+
+
+def change_index(folder: Path, change: Callable[[lmdb.Transaction[bytes]], None]) -> None:
+    """Write to the table of blocks directly."""
+    env = lmdb.open(str(folder / "index"), max_dbs=4)
+    with env.begin(write=True, db=env.open_db(b"blocks")) as txn:
+        change(txn)
+    env.close()
+
+
+def snapshot_of(folder: Path) -> dict[str, bytes]:
+    """Every file but LMDB's table of readers, which a reader writes to by its nature."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(p): p.read_bytes() for p in files if p.name != "lock.mdb"}
+
+
+def test_nothing_wrong(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    before = snapshot_of(folder)
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.OK
+    assert answer.one["is_clean"] and answer.one["ok"] == answer.one["blocks"] == BLOCKS
+    assert answer.one["space_adds_up"] is True and answer.one["bytes_read"] == BLOCKS * BLOCK
+    assert snapshot_of(folder) == before, "looking changes nothing"
+    assert "nothing is wrong" in call("verify", tmp_path).out
+
+
+def test_a_flipped_payload_is_found_and_only_it_is_dropped(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    flip(segment(folder), payload_offset(3) + 17)
+    before = snapshot_of(folder)
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    assert problems(answer) == {key(3).hex(): "corrupt"}
+    assert answer.one["ok"] == BLOCKS - 1
+    assert snapshot_of(folder) == before
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.one["dropped"] == 1
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS)) - {3}
+
+
+def test_a_flipped_record_is_written_anew(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    flip(segment(folder), record_offset(5) + 40)
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert problems(answer) == {key(5).hex(): "record"}
+    assert (answer.one["dropped"], answer.one["records_written"]) == (0, 1)
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS))
+
+
+def test_a_missing_segment_costs_its_blocks(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    segment(folder, 1).unlink()
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert problems(answer) == {key(i).hex(): "no_segment" for i in range(8, 16)}
+    assert answer.one["dropped"] == 8
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS)) - set(range(8, 16))
+
+
+def test_a_damaged_header_costs_nothing(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    flip(segment(folder), 20)
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS and not problems(answer)
+    assert list(answer.one["segments_damaged"].values()) == ["its header is damaged"]
+    assert answer.one["segments_repaired"] == 1
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS))
+
+
+def test_a_truncated_segment_keeps_what_is_before_the_cut(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    with segment(folder).open("r+b") as file:
+        file.truncate(payload_offset(4))
+    answer = call("verify", tmp_path, "--repair", "--json")
+    found = problems(answer)
+    lost = {key(i).hex(): "unreadable" for i in range(4, 8)}
+    assert found == lost | {key(i).hex(): "record" for i in range(4)}
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS)) - {4, 5, 6, 7}
+
+
+def test_entries_that_cannot_be(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+
+    def change(txn: lmdb.Transaction[bytes]) -> None:
+        txn.put(key(0), b"short")
+        txn.put(key(1), txn.get(key(2), b""))  # another block's entry
+        txn.put(key(900), IndexEntry(2, BLOCK, 0, 1).pack(key(900)))  # an older one on slot 2
+        txn.put(key(901), IndexEntry(7000, BLOCK, 0, 1).pack(key(901)))
+
+    change_index(folder, change)
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert problems(answer) == {
+        key(0).hex(): "entry",
+        key(1).hex(): "entry",
+        key(900).hex(): "shared_slot",
+        key(901).hex(): "no_segment",
+    }
+    assert answer.one["dropped"] == 4 and answer.one["space_adds_up"] is False
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS)) - {0, 1}
+
+
+def test_a_live_cache_is_read_and_not_repaired(tmp_path: Path) -> None:
+    rig = UsageRig(config_of(tmp_path))
+    rig.store([key(i) for i in range(BLOCKS)])
+    flip(segment(rig.tier.namespace.folders[0]), payload_offset(2))
+    answer = call_outside("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.one["is_live"]
+    assert problems(answer) == {key(2).hex(): "corrupt"} and answer.one["ok"] == BLOCKS - 1
+    assert call_outside("verify", tmp_path, "--repair").code == ExitCode.IN_USE
+    answer = call_outside("verify", tmp_path, "--rebuild-index", "--json")
+    assert answer.code == ExitCode.IN_USE and answer.document["error"] == "in_use"
+    assert not rig.check(key(2)) and rig.check(key(3))
+    rig.check_sums()
+    rig.close()
+
+
+def test_not_both(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert call("verify", tmp_path, "--repair", "--rebuild-index").code == ExitCode.USAGE
+    assert "--bwlimit" in call("verify", tmp_path, "--bwlimit", "fast").err
+
+
+@pytest.mark.parametrize("loss", ["deleted", "zeroed", "garbage", "truncated"])
+def test_a_lost_index_is_rebuilt(tmp_path: Path, loss: str) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    data = folder / "index" / "data.mdb"
+    size = data.stat().st_size
+    if loss == "deleted":
+        data.unlink()
+    elif loss == "truncated":
+        data.write_bytes(data.read_bytes()[: size // 3])
+    else:
+        noise = random.Random(1).randbytes(size)
+        data.write_bytes(bytes(size) if loss == "zeroed" else noise)
+    refused = call("verify", tmp_path)
+    assert refused.code == ExitCode.CANNOT_OPEN and "--rebuild-index" in refused.err
+    flip(segment(folder), payload_offset(3))
+    flip(segment(folder), record_offset(4) + 9)
+    answer = call("verify", tmp_path, "--rebuild-index", "--json")
+    found = answer.document
+    assert answer.code == ExitCode.PROBLEMS
+    assert (found["recovered"], found["corrupt"]) == (BLOCKS - 2, 1)
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert right_blocks(folder) == set(range(BLOCKS)) - {3, 4}
+
+
+def test_damage_inside_the_index_ends_no_command_by_a_signal(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    data = folder / "index" / "data.mdb"
+    whole = data.read_bytes()
+    rng = random.Random(7)
+    for _ in range(6):
+        broken = bytearray(whole)
+        start = rng.randrange(8192, len(whole) - 64)
+        broken[start : start + 64] = rng.randbytes(64)
+        data.write_bytes(broken)
+        answer = call("verify", tmp_path, "--json")
+        assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS, ExitCode.CANNOT_OPEN)
+
+
+def test_only_what_is_of_the_current_epoch_comes_back(tmp_path: Path) -> None:
+    rig = UsageRig(config_of(tmp_path))
+    rig.store([key(i) for i in range(BLOCKS)])
+    rig.reset()
+    rig.store([key(100)])
+    rig.close()
+    folder = rig.tier.namespace.folders[0]
+    (folder / "index" / "data.mdb").unlink()
+    found = call("verify", tmp_path, "--rebuild-index", "--json").document
+    assert found["recovered"] == 1 and found["epoch"] == 1 and found["other_epoch"] == BLOCKS - 1
+    assert not right_blocks(folder)
+
+
+def test_nothing_is_proved_without_the_epoch(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    (folder / "index" / "data.mdb").unlink()
+    (folder / "state" / "epoch.arr").unlink()
+    answer = call("verify", tmp_path, "--rebuild-index")
+    assert answer.code == ExitCode.CANNOT_OPEN and "can be proved" in answer.err
+
+
+def test_a_rebuilt_index_goes_on_with_newer_generations(tmp_path: Path) -> None:
+    folder = fill(tmp_path, BLOCKS)
+    rig = UsageRig(config_of(tmp_path))
+    rig.drop(key(0))
+    rig.tier.backend.flush_removals()
+    rig.store([key(0)], version=0)
+    rig.close()
+    (folder / "index" / "data.mdb").unlink()
+    call("verify", tmp_path, "--rebuild-index")
+    rig = UsageRig(config_of(tmp_path))
+    assert rig.check(key(0))
+    before = rig.tier.index.entry(key(0))
+    rig.drop(key(0))
+    rig.store([key(0)])
+    after = rig.tier.index.entry(key(0))
+    assert before is not None and after is not None and after.generation > before.generation
+    rig.close()
+
+
+def test_a_throttle_bounds_the_rate() -> None:
+    clock = ManualClock()
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        clock.advance(seconds)
+
+    throttle = Throttle(1000.0, clock, wait)
+    for _ in range(10):
+        throttle.take(500)
+    assert clock() == pytest.approx(1004.5) and sum(waited) == pytest.approx(4.5)
+    clock.advance(100)
+    throttle.take(500)
+    assert sum(waited) == pytest.approx(4.5), "time that was not used is not saved up"

@@ -1,0 +1,60 @@
+"""What the README says about versions and models is what the one list says, and has evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcascade.tools.versions import (
+    BEGIN,
+    END,
+    FEATURES,
+    RELEASES,
+    Feature,
+    Proof,
+    Release,
+    files_for,
+    tables,
+)
+from kvcascade.vllm_generation import SUPPORTED
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROWS: list[Release | Feature] = [*RELEASES, *FEATURES]
+
+
+def test_the_readme_has_the_tables() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = text[text.index(BEGIN) : text.index(END) + len(END)]
+    assert found == tables(), "paste what `python -m kvcascade.tools.versions` prints"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_row_names_tests_that_exist(row: Release | Feature) -> None:
+    for name in row.evidence:
+        path, _, test = name.partition("::")
+        text = (ROOT / "tests" / path).read_text()
+        assert test.partition("[")[0] in text
+        kind = test.partition("[")[2].rstrip("]")
+        assert f'"{kind}"' in text or not kind
+
+
+def test_what_was_run_was_run_on_a_real_engine() -> None:
+    for row in ROWS:
+        if row.proof is Proof.ENGINE:
+            assert any("test_engine" in name for name in row.evidence), row
+        assert row.evidence, row
+
+
+def test_the_sentence_of_the_adapter_names_the_same_versions() -> None:
+    minors = [row.version.rpartition(".")[0] for row in RELEASES if row.proof is not Proof.NONE]
+    gaps = [i for i in range(1, len(minors)) if int(minors[i][2:]) != int(minors[i - 1][2:]) + 1]
+    assert len(gaps) == 1
+    last, first = minors[gaps[0] - 1], minors[gaps[0]]
+    assert SUPPORTED == f"{minors[0]} to {last} or {first} to {minors[-1]}"
+
+
+def test_only_what_is_run_can_be_run() -> None:
+    assert "tests/vllm/test_engine_versions.py" in files_for("0.19.1")
+    with pytest.raises(KeyError, match=r"0\.21\.0 is not among those"):
+        files_for("0.21.0")

@@ -1,0 +1,112 @@
+"""What must hold on the real engine of every vLLM that is supported; run by `make test-vllm`.
+
+Only what every version has is asked for: tokens, and how many of a prompt were cached.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from support.engine_rig import Answers, Engine, engine_options
+
+from kvcascade.tools.model import make_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
+"""Layers, tokens, K and V, KV heads times head size, float32."""
+DEVICE_BLOCKS = 80
+PROMPT_TOKENS = 700
+PROMPTS = 8
+DECODE_TOKENS = 120
+
+
+def _prompts(seed: int, count: int, length: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1000) for _ in range(length)] for _ in range(count)]
+
+
+TEXTS = _prompts(1, PROMPTS, PROMPT_TOKENS)
+LONG = _prompts(2, 8, 600)
+CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def tokens(answers: Answers) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What an engine without offloading answers, to the texts and to the long ones."""
+    log = tmp_path_factory.mktemp("reference") / "engine.log"
+    with Engine(log, engine_options(model, 600, None)) as engine:
+        return tokens(engine.generate(TEXTS)), tokens(engine.generate(LONG, DECODE_TOKENS))
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in shared memory that nobody else uses; nothing may be left in it."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+        assert not list(Path(folder).iterdir())
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]]) -> Answers:
+    return [answer for prompt in prompts for answer in engine.generate([prompt])]
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_reset_restart_and_preemption(
+    model: Path,
+    expected: tuple[list[list[int]], list[list[int]]],
+    shared: Path,
+    tmp_path: Path,
+    blocks_per_chunk: int,
+) -> None:
+    """Prompts come back from memory, from disk, and in a new process; answers never change."""
+    chunk_bytes = BLOCK_BYTES * blocks_per_chunk
+    extra: dict[str, Any] = {
+        "blocks_per_chunk": blocks_per_chunk,
+        "tiers": [
+            {"type": "cpu", "capacity": 96 * BLOCK_BYTES + 4096, "arena_dir": str(shared)},
+            {
+                "type": "nvme",
+                "capacity": 600 * (chunk_bytes + 4096),
+                "path": str(tmp_path / "nvme"),
+                "min_free": 0,
+            },
+        ],
+    }
+    found = CACHEABLE // (BLOCK_TOKENS * blocks_per_chunk) * (BLOCK_TOKENS * blocks_per_chunk)
+    texts, long = expected
+    log = tmp_path / "engine.log"
+    with Engine(log, engine_options(model, DEVICE_BLOCKS, extra)) as engine:
+        assert tokens(engine.generate(TEXTS)) == texts
+        assert tokens(one_by_one(engine, TEXTS)) == texts
+        engine.reset(connector=False)
+        again = one_by_one(engine, TEXTS[::-1])
+        assert tokens(again) == texts[::-1]
+        assert [answer["cached"] for answer in again] == [found] * PROMPTS
+        engine.stop()
+    with Engine(log, engine_options(model, 150, extra)) as engine:
+        again = one_by_one(engine, TEXTS)
+        assert tokens(again) == texts
+        assert [answer["cached"] for answer in again] == [found] * PROMPTS
+        for _ in range(2):
+            assert tokens(engine.generate(LONG, DECODE_TOKENS)) == long
+        assert engine.metrics()["vllm:num_preemptions"] > 0
+        assert tokens(engine.generate(TEXTS)) == texts
+        engine.stop()

@@ -1,0 +1,83 @@
+"""The adapter is chosen by what the installed vLLM offers; what fits none is one clear sentence.
+
+Every case is a process of its own with a tree of modules in place of vLLM: those modules and names
+by which the real releases differ.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULT = "from dataclasses import dataclass\n@dataclass\nclass TransferResult:\n    job_id: int\n"
+TREES: dict[str, dict[str, str]] = {
+    "0.9.2": {},
+    "0.15.1": {"abstract": "", "mediums": "", "worker/worker": "TransferResult = tuple[int, bool]"},
+    "0.16.0": {"abstract": "", "mediums": "", "spec": "", "worker/worker": RESULT},
+    "0.19.1": {"abstract": "", "mediums": "", "spec": "", "worker/worker": RESULT},
+    "0.20.2": {"abstract": "OffloadKey = bytes", "mediums": "", "worker/worker": RESULT},
+    "0.21.0": {"base": "OffloadKey = bytes", "worker/worker": RESULT},
+    "0.25.1": {"base": "OffloadKey = bytes", "worker/worker": RESULT},
+    "0.26.0": {"base": "OffloadKey = bytes", "config": ""},
+    "0.27.1": {"base": "OffloadKey = Medium = TierFilter = bytes", "config": ""},
+    "0.33.0": {"base": "OffloadKey = Medium = TierFilter = bytes", "config": ""},
+}
+ADAPTERS = {
+    "0.16.0": "vllm_seed",
+    "0.19.1": "vllm_seed",
+    "0.27.1": "vllm_modern",
+    "0.33.0": "vllm_modern",
+}
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python with nothing but the standard library, this tree and a folder to import from."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def tree(folder: Path, version: str) -> None:
+    """Write the modules of a version."""
+    package = folder / "vllm"
+    (package / "v1").mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    (package / "v1" / "__init__.py").write_text("")
+    for name, text in TREES[version].items():
+        module = package / "v1" / "kv_offload" / f"{name}.py"
+        for parent in (module.parent, package / "v1" / "kv_offload"):
+            parent.mkdir(parents=True, exist_ok=True)
+            (parent / "__init__.py").touch()
+        module.write_text(text + "\n")
+
+
+@pytest.mark.parametrize("version", sorted(ADAPTERS))
+def test_supported_versions_have_an_adapter(version: str, tmp_path: Path) -> None:
+    tree(tmp_path, version)
+    done = run("from kvcascade.vllm_generation import adapter; print(adapter())", tmp_path)
+    assert done.stdout.strip() == ADAPTERS[version], done.stderr
+
+
+@pytest.mark.parametrize("version", sorted(TREES.keys() - ADAPTERS.keys()))
+def test_others_are_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
+    tree(tmp_path, version)
+    done = run("import kvcascade.spec", tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvcascade.errors.ConfigError: kvcascade does not support")
+    assert f"vLLM {version}," in last and "install vLLM 0.16 to 0.19 or 0.27 to 0.33." in last
+
+
+def test_no_vllm_at_all(tmp_path: Path) -> None:
+    done = run("import kvcascade.spec", tmp_path)
+    assert "needs vLLM, which is not installed" in done.stderr.splitlines()[-1]

@@ -1,0 +1,131 @@
+"""`vllm serve` with the cascade: metrics over HTTP, KV events over ZMQ, one line in the log."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from support.server_rig import Server, write_tokenizer
+
+from kvcascade.metrics import METRICS, PREFIX, Kind
+from kvcascade.tools.model import make_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+VOCAB = 1024
+BLOCK_BYTES = 4 * 32 * 2 * 128 * 4
+PROMPTS = 12
+TOKENS = 640
+ROUNDS_MAX = 100
+HASH_BYTES = 32
+EVENT_HASH_BYTES = 8
+"""Events name a block by the end of its hash."""
+
+
+def prompt(number: int) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(1, VOCAB) for _ in range(TOKENS)]
+
+
+class Router:
+    """What a cache-aware router believes, from nothing but the events."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
+        self.removed = dict.fromkeys(self.held, 0)
+
+    def take(self, server: Server) -> None:
+        for event in server.events():
+            medium = str(getattr(event, "medium", None)).upper()
+            if medium not in self.held:  # the device's own blocks
+                continue
+            assert str(event.locality).upper() == "LOCAL"
+            if type(event).__name__ == "BlockRemoved":
+                self.held[medium].difference_update(event.block_hashes)
+                self.removed[medium] += len(event.block_hashes)
+            else:
+                self.held[medium].update(event.block_hashes)
+
+
+def on_disk(root: Path) -> set[int]:
+    """Hashes in the index as events name them, read beside the running server."""
+    (index,) = root.glob("*/index")
+    with lmdb.open(str(index), readonly=True, max_dbs=4) as environment:
+        blocks = environment.open_db(b"blocks", create=False)
+        with environment.begin(db=blocks) as transaction:
+            hashes = (bytes(key)[:HASH_BYTES] for key, _ in transaction.cursor())
+            return {int.from_bytes(found[-EVENT_HASH_BYTES:], "big") for found in hashes}
+
+
+def settle(server: Server, is_done: Callable[[dict[tuple[str, str], float]], bool]) -> None:
+    """Short requests until the figures say that nothing is under way."""
+    for number in range(ROUNDS_MAX):
+        server.complete([1 + number] * 4)
+        if is_done(server.metrics()):
+            return
+    raise AssertionError(f"nothing settles\n{server.log_tail()}")
+
+
+def everything_is_written(metrics: dict[tuple[str, str], float]) -> bool:
+    dirty = metrics.get((PREFIX + "tier_dirty_ratio", "cpu"), 1.0)
+    return dirty == 0 and metrics.get((PREFIX + "demotion_jobs", "nvme"), 1.0) == 0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = make_llama(tmp_path / "model", seed=5, vocab=VOCAB)
+    write_tokenizer(folder, VOCAB)
+    return folder
+
+
+def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
+    disk = tmp_path / "disk"
+    extra: dict[str, Any] = {
+        "write_mode": "through",
+        "tiers": [
+            {"type": "cpu", "capacity": 64 * BLOCK_BYTES},
+            {"type": "nvme", "capacity": 200 * BLOCK_BYTES, "path": str(disk), "min_free": 0},
+        ],
+    }
+    options = ["--max-model-len", "2048", "--num-gpu-blocks-override", "80"]
+    options += ["--served-model-name", "model"]
+    router = Router()
+    with Server(tmp_path / "server.log", model, extra, *options) as server:
+        first = [server.complete(prompt(number)) for number in range(PROMPTS)]
+        settle(server, everything_is_written)
+        # The last ones first: the others left the disk meanwhile.
+        again = [server.complete(prompt(number)) for number in reversed(range(PROMPTS))]
+        assert again[::-1] == first
+        settle(server, everything_is_written)
+        router.take(server)
+        metrics = server.metrics()
+        assert router.held["STORAGE"] == on_disk(disk)
+        assert router.removed["CPU"] > 0 and router.removed["STORAGE"] > 0
+        held = metrics[PREFIX + "tier_blocks", "cpu"]
+        assert len(router.held["CPU"]) == held
+        _check_metrics(metrics)
+        server.stop()
+        opened = [
+            line for line in server.log_tail(200_000).splitlines() if "kvcascade opened" in line
+        ]
+        assert len(opened) == 1 and "policy=" in opened[0] and "fingerprint=" in opened[0]
+
+    router = Router()
+    with Server(tmp_path / "again.log", model, extra, *options) as server:
+        settle(server, everything_is_written)
+        router.take(server)
+        assert router.held["STORAGE"] == on_disk(disk), "what an earlier server left is announced"
+
+
+def _check_metrics(metrics: dict[tuple[str, str], float]) -> None:
+    assert metrics[PREFIX + "served_tokens_total", "nvme"] > 0
+    assert metrics[PREFIX + "promotion_seconds_count", "nvme"] > 0
+    assert metrics[PREFIX + "day_written_bytes", "nvme"] > 0
+    names = {name for name, _ in metrics}
+    gauges = {PREFIX + m.name for m in METRICS if m.kind is Kind.GAUGE}
+    optional = {PREFIX + "write_budget_left_bytes"}
+    assert gauges - optional <= names

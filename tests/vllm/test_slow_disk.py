@@ -1,0 +1,55 @@
+"""A disk slower than the model, under the real engine: requests compute instead of waiting.
+
+The record that the engine keeps meanwhile is replayed in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from support.engine_rig import Engine, engine_options
+from support.slow_disk import READ_RATE
+
+from kvcascade.tools.model import make_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
+"""Layers, tokens, K and V, KV heads times head size, float32."""
+PROMPTS = 8
+PROMPT_TOKENS = 640
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+BYTES_PER_S = 1_000_000
+"""A prompt takes two seconds and a half to read, and a small part of that to compute."""
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that share nothing."""
+    rng = random.Random(5)
+    return [[rng.randrange(1000) for _ in range(PROMPT_TOKENS + 8)] for _ in range(PROMPTS)]
+
+
+def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(READ_RATE, str(BYTES_PER_S))
+    with TemporaryDirectory(dir="/dev/shm") as shared:
+        tiers = [
+            {"type": "cpu", "capacity": 40 * BLOCK_BYTES + 4096, "arena_dir": shared},
+            {"type": "nvme", "capacity": "200MiB", "path": str(tmp_path / "kv"), "min_free": 0},
+        ]
+        slow = {"spec_name": "SlowDiskSpec", "spec_module_path": "support.slow_disk"}
+        extra = {"tiers": tiers, "record": str(tmp_path / "record"), **slow}
+        options = engine_options(make_llama(tmp_path / "llama"), 80, extra)
+        with Engine(tmp_path / "engine.log", options) as engine:
+            answers = [engine.generate([prompt]) for prompt in prompts()]
+            again = [engine.generate([prompt]) for prompt in prompts()]
+            seen = engine.metrics()
+            engine.stop()
+    for first, second in zip(answers, again, strict=True):
+        assert first[0]["tokens"] == second[0]["tokens"]
+    assert seen["vllm:kvcascade_promotions_not_worth"] >= PROMPTS // 2, "computed, not read"
+    loaded = seen.get("vllm:kvcascade_loaded_blocks[nvme]", 0)
+    assert loaded <= 2 * PROMPT_BLOCKS, "only until the rate was known"

@@ -1,0 +1,116 @@
+"""What lies in each slot of an arena that outlives its processes.
+
+    | fingerprint 64 | slot 0: 64 | slot 1: 64 | ...
+    slot: key length uint8 (0: nothing complete), 7 zero bytes, key padded to 48,
+          XXH3-64 of key and slot number, uint64 little-endian
+
+The table lies behind the slots in the same file. Guarantees: a record is there only while the bytes
+of its slot are complete. The scheduler, its only writer, writes it after the bytes have arrived and
+removes it before the slot is given to anybody; a record that was torn by the writer's death does
+not match its checksum. What the machine itself loses, it loses altogether: it is memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..base import BlockHash, BlockStatus
+from ..policies.directory import DictDirectory
+
+RECORD_BYTES = 64
+KEY_OFFSET = 8
+MAX_KEY_BYTES = 48
+CHECK_OFFSET = KEY_OFFSET + MAX_KEY_BYTES
+FINGERPRINT_BYTES = 32
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def table_bytes(slots: int) -> int:
+    """Size of the table of an arena of so many slots."""
+    return (slots + 1) * RECORD_BYTES
+
+
+class SlotTable:
+    """The table over shared memory. Scheduler thread (under the manager's lock)."""
+
+    def __init__(self, memory: _Bytes) -> None:
+        """`memory`: uint8, `table_bytes(slots)` long."""
+        rows = memory.reshape(-1, RECORD_BYTES)
+        self._fingerprint = rows[0, :FINGERPRINT_BYTES]
+        self._rows = rows[1:]
+
+    def begin(self, fingerprint: bytes) -> bool:
+        """Use the table for this namespace; False if it was for another one, and is empty now."""
+        assert len(fingerprint) == FINGERPRINT_BYTES
+        if self._fingerprint.tobytes() == fingerprint:
+            return True
+        self.clear()
+        self._fingerprint[:] = np.frombuffer(fingerprint, np.uint8)
+        return False
+
+    def complete(self) -> tuple[list[BlockHash], list[int]]:
+        """Blocks whose bytes are complete, and their slots in ascending order.
+
+        Of two slots with one key the first counts.
+        """
+        keys: dict[BlockHash, int] = {}
+        lengths = self._rows[:, 0]
+        for slot in np.flatnonzero((lengths > 0) & (lengths <= MAX_KEY_BYTES)).tolist():
+            raw = self._rows[slot].tobytes()
+            key = raw[KEY_OFFSET : KEY_OFFSET + raw[0]]
+            if raw == _record(key, slot):
+                keys.setdefault(BlockHash(key), slot)
+        return list(keys), list(keys.values())
+
+    def mark(self, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """The bytes of these slots are complete. Keys that are too long are left out."""
+        short = [(k, s) for k, s in zip(keys, slots, strict=True) if len(k) <= MAX_KEY_BYTES]
+        if short:
+            raw = b"".join(_record(key, slot) for key, slot in short)
+            records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD_BYTES)
+            self._rows[[slot for _, slot in short]] = records
+
+    def unmark(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing from now on."""
+        self._rows[slots, 0] = 0
+
+    def clear(self) -> None:
+        """No slot holds anything."""
+        self._rows[:, 0] = 0
+
+
+class KeptDirectory(DictDirectory):
+    """A directory in memory that keeps the table true."""
+
+    def __init__(self, capacity: int, table: SlotTable) -> None:
+        super().__init__(capacity)
+        self._table = table
+
+    def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        super().mark_ready(block_hashes, slots)
+        self._table.mark(block_hashes, slots)
+
+    def pop(self, block_hash: BlockHash) -> BlockStatus | None:
+        status = super().pop(block_hash)
+        if status is not None:
+            self._table.unmark([status.block_id])
+        return status
+
+    def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        super().pop_many(block_hashes, slots)
+        self._table.unmark(slots)
+
+    def clear(self) -> None:
+        super().clear()
+        self._table.clear()
+
+
+def _record(key: bytes, slot: int) -> bytes:
+    check = xxhash.xxh3_64_intdigest(key + slot.to_bytes(8, "little"))
+    head = bytes([len(key)]).ljust(KEY_OFFSET, b"\0") + key.ljust(MAX_KEY_BYTES, b"\0")
+    return head + check.to_bytes(8, "little")

@@ -1,0 +1,81 @@
+"""Bytes written and read back over the last day, in buckets of a quarter of an hour.
+
+The record lies in the index and changes in the transaction of each commit, so it is shared by all
+processes of a namespace and survives restarts and `kill -9` as exactly as the blocks themselves do.
+
+Time is wall-clock time, because the window outlives processes. A clock that goes back adds to the
+newest bucket, so what was written is never forgotten early; one that jumps ahead forgets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+DAY_S = 86_400
+BUCKET_S = 900
+BUCKETS = DAY_S // BUCKET_S + 1
+"""The one that fills up now, and those of the 24 hours before it."""
+
+_NEWEST = struct.Struct("<Q")
+RECORD_BYTES = _NEWEST.size + BUCKETS * 16
+
+_Table = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class DayTotals:
+    """What the last day saw, in bytes."""
+
+    written: int = 0
+    read: int = 0
+    is_whole_day: bool = False
+    """True if the oldest bucket has writes: there is a day to judge by."""
+
+
+class DayLog:
+    """A record in memory, for tiers that keep none; any one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._record = b""
+
+    def add(self, written: int, read: int = 0) -> None:
+        """So many bytes were written and read."""
+        self._record = add(self._record, self._clock(), written, read)
+
+    def totals(self) -> DayTotals:
+        """The sums of the day that ends now."""
+        return day_totals(self._record, self._clock())
+
+
+def add(record: bytes, now_s: float, written: int, read: int) -> bytes:
+    """The record after `written` and `read` bytes more. A damaged record begins anew."""
+    newest, table = _at(record, now_s)
+    table[newest % BUCKETS] += np.array([written, read], dtype=np.uint64)
+    return _NEWEST.pack(newest) + table.tobytes()
+
+
+def day_totals(record: bytes, now_s: float) -> DayTotals:
+    """The sums of the sliding day that ends now."""
+    newest, table = _at(record, now_s)
+    written, read = table.sum(axis=0).tolist()
+    is_whole = bool(table[(newest + 1) % BUCKETS, 0])
+    return DayTotals(written, read, is_whole)
+
+
+def _at(record: bytes, now_s: float) -> tuple[int, _Table]:
+    """The record as of now: the bucket that fills up, and the table without what is too old."""
+    now = max(0, int(now_s // BUCKET_S))
+    if len(record) != RECORD_BYTES:
+        return now, np.zeros((BUCKETS, 2), dtype=np.uint64)
+    (newest,) = _NEWEST.unpack_from(record)
+    table: _Table = np.frombuffer(record, dtype="<u8", offset=_NEWEST.size).reshape(-1, 2).copy()
+    for bucket in range(newest + 1, min(now, newest + BUCKETS) + 1):
+        table[bucket % BUCKETS] = 0
+    return max(now, newest), table

@@ -1,0 +1,206 @@
+"""Changing a namespace that no engine owns: dropping entries, making the index anew.
+
+Whoever changes anything here holds the owner's locks (`exclusive`): an engine counts the slots that
+it owns in memory, and an entry that vanished under it would be a slot that it never gets back.
+Every change is one index transaction that also marks the namespace as not cleanly closed, so that
+the next start reads all entries once and counts the free slots itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from ...errors import CorruptionError, os_errors
+from .filesystem import FileLock, RealFileSystem
+from .format import FORMAT_VERSION, IndexEntry, SlotRecord
+from .index import (
+    GENERATIONS_PER_SESSION,
+    MAP_BYTES_PER_SLOT,
+    MAP_FIXED_BYTES,
+    IndexIdentity,
+)
+from .index_errors import from_lmdb
+from .namespace import LOCK
+from .reader import Description
+from .segments import SegmentSet
+
+KEYS_PER_TRANSACTION = 65536
+DAMAGED_SUFFIX = ".damaged"
+_U64 = struct.Struct("<Q")
+_TOTALS = struct.Struct("<QQ")
+
+
+@contextmanager
+def exclusive(description: Description) -> Iterator[None]:
+    """Own a namespace. Raises `InUseError` with the owner's pid, or `TierIOError`."""
+    fs = RealFileSystem()
+    locks: list[FileLock] = []
+    try:
+        with os_errors(f"locking {description.home}"):
+            for _, folder in sorted(description.folders.items()):
+                locks.append(fs.lock(folder / LOCK))
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """An entry that shall go, if it still is exactly this one."""
+
+    key: bytes
+    value: bytes
+
+
+def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
+    """Remove entries; returns how many were still there. Needs `exclusive`."""
+    path = description.home / "index"
+    removed = 0
+    with _writable(path, _map_bytes(description)) as env:
+        meta, blocks = env.open_db(b"meta"), env.open_db(b"blocks")
+        for start in range(0, max(1, len(drops)), KEYS_PER_TRANSACTION):
+            with env.begin(write=True, db=blocks) as txn:
+                for drop in drops[start : start + KEYS_PER_TRANSACTION]:
+                    if txn.get(drop.key) == drop.value:
+                        txn.delete(drop.key)
+                        removed += 1
+                txn.put(b"clean", b"\0", db=meta)
+    return removed
+
+
+def write_records(description: Description, records: Sequence[tuple[int, SlotRecord]]) -> None:
+    """Write slot records anew: (slot, record). Needs `exclusive`."""
+    layout = description.layout
+    for slot, record in records:
+        number, index = divmod(slot, layout.slots)
+        path = segment_path(description, number)
+        with os_errors(f"writing {path}"):
+            file = RealFileSystem(direct=False).open(path)
+            try:
+                packed = record.pack()
+                file.pwritev([memoryview(packed)], layout.records_offset + index * len(packed))
+            finally:
+                file.close()
+
+
+def make_segments_whole(description: Description, numbers: Sequence[int]) -> int:
+    """Put header and size of segment files right; returns how many. Needs `exclusive`."""
+    if not numbers:
+        return 0
+    folders = [description.folders[part] / "segments" for part in range(description.parts)]
+    segments = SegmentSet(RealFileSystem(), folders, description.layout)
+    try:
+        for number in numbers:
+            segments.open(number)
+    finally:
+        segments.close()
+    return segments.repaired
+
+
+def remove_segments(description: Description, numbers: Sequence[int]) -> None:
+    """Delete segment files that hold no block. Needs `exclusive`."""
+    if numbers:
+        drop_entries(description, ())  # the saved free extents are history: say so first
+    for number in numbers:
+        path = segment_path(description, number)
+        with os_errors(f"removing {path}"):
+            os.unlink(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes over the life of a namespace."""
+
+    written: int = 0
+    read: int = 0
+
+
+def replace_index(
+    description: Description,
+    entries: Sequence[tuple[bytes, IndexEntry]],
+    epoch: int,
+    session: int,
+    totals: Totals,
+) -> Path | None:
+    """Make an index of these entries in place of the one that is there. Needs `exclusive`.
+
+    Returns where the old one went; None if there was none. Every generation must be below
+    `session * GENERATIONS_PER_SESSION`, so that later writes are newer.
+    """
+    index = description.home / "index"
+    fresh = index.with_name("index.new")
+    limit = (session + 1) * GENERATIONS_PER_SESSION
+    assert all(entry.generation < limit for _, entry in entries)
+    with os_errors(f"making {fresh}"):
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+    identity = IndexIdentity(
+        bytes.fromhex(description.fingerprint),
+        description.block_bytes,
+        description.slots_per_segment,
+    )
+    with _writable(fresh, _map_bytes(description)) as env:
+        with env.begin(write=True) as txn:
+            meta, blocks = env.open_db(b"meta", txn=txn), env.open_db(b"blocks", txn=txn)
+            for key, entry in entries:
+                txn.put(key, entry.pack(key), db=blocks)
+            for name, value in (
+                (b"format", _U64.pack(FORMAT_VERSION)),
+                (b"identity", identity.pack()),
+                (b"epoch", _U64.pack(epoch)),
+                (b"session", _U64.pack(session)),
+                (b"clean", b"\0"),
+                (b"totals", _TOTALS.pack(totals.written, totals.read)),
+            ):
+                txn.put(name, value, db=meta)
+        env.sync(True)
+    return _swap(index, fresh)
+
+
+def segment_path(description: Description, number: int) -> Path:
+    """Where a segment lies. Raises `CorruptionError` if its path was not given."""
+    folder = description.folders.get(number % description.parts)
+    if folder is None:
+        raise CorruptionError(f"segment {number} lies in a path that was not given; give all paths")
+    return folder / "segments" / f"{number:06d}.safetensors"
+
+
+def _swap(index: Path, fresh: Path) -> Path | None:
+    """Put the new directory in the old one's place; the old one is kept beside it."""
+    kept = index.with_name(index.name + DAMAGED_SUFFIX)
+    with os_errors(f"replacing {index}"):
+        had_one = index.exists()
+        if had_one:
+            shutil.rmtree(kept, ignore_errors=True)
+            os.rename(index, kept)
+        os.rename(fresh, index)
+        RealFileSystem().sync_dir(index.parent)
+    return kept if had_one else None
+
+
+def _map_bytes(description: Description) -> int:
+    folders = [folder / "segments" for folder in description.folders.values()]
+    segments = sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
+    return MAP_FIXED_BYTES + MAP_BYTES_PER_SLOT * segments * description.slots_per_segment
+
+
+@contextmanager
+def _writable(path: Path, map_bytes: int) -> Iterator[lmdb.Environment]:
+    """An LMDB environment whose commits survive a loss of power."""
+    try:
+        env = lmdb.open(str(path), map_size=map_bytes, mode=0o600, max_dbs=4, readahead=False)
+        try:
+            yield env
+        finally:
+            env.close()
+    except lmdb.Error as error:
+        raise from_lmdb(error, path) from error

@@ -1,0 +1,163 @@
+"""Reading many slots and saying which of them hold what they should: near the speed of the disk.
+
+Several threads, each with one page-aligned buffer, read runs of adjacent slots with direct I/O and
+hash them; unlike the engine's threads they give up the interpreter lock while they hash. The
+caller's thread submits, throttles and takes results: what is under way at a time is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+
+import xxhash
+
+from .reader import SegmentReader
+
+SCAN_THREADS = 4
+READ_BYTES = 8 << 20
+"""Per read and thread: at least one block."""
+MAX_BUFFERS_PER_READ = 1024
+PIECES_PER_THREAD = 2
+
+
+class Verdict(Enum):
+    """What became of one slot."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    NO_SEGMENT = "no_segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A slot and what it should hold."""
+
+    slot: int
+    key: bytes
+    checksum: int
+    length: int
+    """Payload bytes; anything but the block size is corrupt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A slot, and whether it holds that."""
+
+    wanted: Wanted
+    verdict: Verdict
+
+
+class Throttle:
+    """Bounds a rate by waiting before work is handed out."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """None: no limit. `wait` takes seconds."""
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._wait = wait or threading.Event().wait
+        self._free_at_s = clock()
+
+    def take(self, count: int) -> None:
+        """Wait until `count` more bytes may move."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        if self._free_at_s > now:
+            self._wait(self._free_at_s - now)
+        self._free_at_s = max(self._free_at_s, now) + count / self._rate
+
+
+def payload_checksum(key: bytes, payload: memoryview) -> int:
+    """`block_checksum` in one call, which gives up the interpreter lock while it runs."""
+    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(key))
+
+
+def scan(
+    segments: SegmentReader,
+    wanted: Sequence[Wanted],
+    throttle: Throttle | None = None,
+    visit: Callable[[Wanted, memoryview], None] | None = None,
+    threads: int = SCAN_THREADS,
+) -> Iterator[list[Scanned]]:
+    """Read and check slots, a batch per item, in the order of their places.
+
+    `wanted` in any order. `visit` is given every payload that is right, on one of the threads, and
+    must be done with it when it returns.
+    """
+    pieces = _pieces(segments, sorted(wanted, key=lambda each: each.slot))
+    local = threading.local()
+    throttle = throttle or Throttle(None)
+
+    def work(piece: Sequence[Wanted]) -> list[Scanned]:
+        if not hasattr(local, "buffer"):
+            local.buffer = mmap.mmap(-1, max(READ_BYTES, segments.layout.block_bytes))
+        return _scan_piece(segments, piece, memoryview(local.buffer), visit)
+
+    under_way: deque[Future[list[Scanned]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
+        try:
+            for piece in pieces:
+                throttle.take(len(piece) * segments.layout.block_bytes)
+                under_way.append(pool.submit(work, piece))
+                if len(under_way) >= threads * PIECES_PER_THREAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def _pieces(segments: SegmentReader, wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
+    """Runs of adjacent slots in one segment that fit a buffer."""
+    layout = segments.layout
+    most = max(1, min(MAX_BUFFERS_PER_READ, READ_BYTES // layout.block_bytes))
+    begin = 0
+    for i in range(1, len(wanted) + 1):
+        is_next = i < len(wanted) and wanted[i].slot == wanted[i - 1].slot + 1
+        if not is_next or wanted[i].slot % layout.slots == 0 or i - begin == most:
+            yield wanted[begin:i]
+            begin = i
+
+
+def _scan_piece(
+    segments: SegmentReader,
+    piece: Sequence[Wanted],
+    buffer: memoryview,
+    visit: Callable[[Wanted, memoryview], None] | None,
+) -> list[Scanned]:
+    size = segments.layout.block_bytes
+    views = [buffer[i * size : (i + 1) * size] for i in range(len(piece))]
+    try:
+        segments.read_run(piece[0].slot, views)
+    except FileNotFoundError:
+        return [Scanned(each, Verdict.NO_SEGMENT) for each in piece]
+    except OSError as error:
+        if len(piece) > 1 and error.errno != errno.EBADF:  # find out which one it is
+            return [
+                scanned
+                for each in piece
+                for scanned in _scan_piece(segments, [each], buffer, visit)
+            ]
+        return [Scanned(each, Verdict.UNREADABLE) for each in piece]
+    found: list[Scanned] = []
+    for each, view in zip(piece, views, strict=True):
+        is_right = each.length == size and each.checksum == payload_checksum(each.key, view)
+        if is_right and visit is not None:
+            visit(each, view)
+        found.append(Scanned(each, Verdict.OK if is_right else Verdict.CORRUPT))
+    return found

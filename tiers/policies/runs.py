@@ -1,0 +1,198 @@
+"""Runs: blocks that one request was the last to use, as records in arrays, and a log of slots.
+
+Records lie in a ring in the order in which they were made, and are known by a number that only
+grows. A run without slots stays as a ghost until its record is needed again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .log import RecencyLog
+from .order import ArraySource, heap_arrays, scalars
+from .reuse import AGE_CLASSES, UNKNOWN, Ints
+
+Slots = npt.NDArray[np.int32]
+
+RUNS_MIN = 1 << 14
+"""Records at least, so that a small tier also remembers what left it."""
+RUNS_PER_SLOT = 0.5
+GAP_SCALE = 1000
+ANCIENT = 0
+"""The run of slots whose own record was needed again; never a number of any other."""
+
+
+class Runs:
+    """Which slots belong to which run, in the order of their use: about 60 bytes a slot of the 81.
+
+    Invariant: slot `s` is present iff it is in the log, and then `run_of[s]` is the place (number
+    modulo `size`) of a record with `live` slots in log positions `start .. stop - 1`.
+    """
+
+    def __init__(self, name: str, capacity: int, arrays: ArraySource = heap_arrays) -> None:
+        size = self.size = max(RUNS_MIN, int(RUNS_PER_SLOT * capacity))
+        self.log = _Log(name, capacity, arrays, self)
+        self.run_of = arrays(f"{name}_run_of", capacity, np.int32)
+        self.depth_of = arrays(f"{name}_depth_of", capacity, np.int32)
+        """Of each slot whose chain is known: blocks before it."""
+        self.start = arrays(f"{name}_run_start", size, np.int64)
+        self.stop = arrays(f"{name}_run_stop", size, np.int64)
+        self.live = arrays(f"{name}_run_live", size, np.int32)
+        self.number = arrays(f"{name}_run_number", size, np.int64)
+        self.made_at = arrays(f"{name}_run_made_at", size, np.int64)
+        """Time, in requests."""
+        self.ended_at_age = arrays(f"{name}_run_ended", size, np.int32)
+        """Age at which it came back, or was lost sight of; 0 while it waits."""
+        self.class_ = arrays(f"{name}_run_class", size, np.int16)
+        self.anchor = arrays(f"{name}_run_anchor", size, np.int32)
+        """Slot of the block that its first one follows, plus one; 0: none is known."""
+        # One record at a time: a view costs a fifth of numpy's way to one number.
+        self.made_at_of = scalars(self.made_at)
+        self.ended_of = scalars(self.ended_at_age)
+        self.class_of = scalars(self.class_)
+        self.anchor_of = scalars(self.anchor)
+        self.live_of = scalars(self.live)
+        self.number_of = scalars(self.number)
+        self.uses = scalars(arrays(f"{name}_run_uses", size, np.int32))
+        self.gap_scaled = scalars(arrays(f"{name}_run_gap", size, np.int32))
+        """Moving mean of log2(1 + time between uses), times `GAP_SCALE`."""
+        self.first = scalars(arrays(f"{name}_run_first", size, np.int32))
+        """Depth of its first block."""
+        self.depth = scalars(arrays(f"{name}_run_depth", size, np.int32))
+        """Depth at which it ends: blocks of the request up to its end."""
+        self.parent = scalars(arrays(f"{name}_run_parent", size, np.int64))
+        """Number of the ghost that came back with these blocks; 0: none."""
+        self._state = arrays(f"{name}_run_state", 1 + AGE_CLASSES, np.int64)
+        """Numbers given out, and for each class of age the first run not yet looked at."""
+        self._given_out = scalars(self._state)
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next run will get."""
+        return self._given_out[0] + 1
+
+    @property
+    def looked_at(self) -> Ints:
+        """For each class of age: runs below this number were seen when they got that old."""
+        return self._state[1:]
+
+    def at(self, number: int) -> int | None:
+        """The place of a run's record, None if it was needed again."""
+        place = number % self.size
+        return place if number > 0 and self.number_of[place] == number else None
+
+    def add(self, now: int, class_: int = UNKNOWN) -> int:
+        """A new run without slots; returns the place of its record."""
+        number = self.next_number
+        if number % self.size == ANCIENT:
+            number += 1
+        self._given_out[0] = number
+        place = number % self.size
+        if self.live_of[place]:
+            self._forget(place)
+        self.number_of[place] = number
+        self.made_at_of[place] = now
+        self.class_of[place] = class_
+        self.live_of[place] = self.ended_of[place] = self.anchor_of[place] = 0
+        self.uses[place] = self.gap_scaled[place] = self.parent[place] = 0
+        self.first[place] = self.depth[place] = 0
+        return place
+
+    def put(self, slots: Slots, *places: tuple[int, int]) -> None:
+        """Make `slots`, coldest first, the most recent.
+
+        Each `(place, n)` of `places` makes a run of the next `n`. Slots must be distinct.
+        """
+        self._leave(slots)
+        self.log.append(slots)
+        begin, at = self.log.tail - len(slots), 0
+        for place, n in places:
+            self.run_of[slots[at : at + n]] = place
+            self.start[place], self.stop[place] = begin + at, begin + at + n
+            self.live[place] = n
+            at += n
+        assert at == len(slots), "every slot belongs to a run"
+
+    def discard(self, slots: Slots) -> None:
+        """Remove slots; absent ones are ignored."""
+        self._leave(slots)
+        self.log.discard(slots)
+
+    def move_all(self, place: int, to: int) -> None:
+        """The slots of a run become those of another one, and keep their places in the log."""
+        slots = self.slots(np.array([place]))
+        self.run_of[slots] = to
+        self.start[to], self.stop[to] = self.start[place], self.stop[place]
+        self.live[to] = len(slots)
+        self.live[place] = 0
+
+    def slots(self, places: Ints) -> Slots:
+        """The slots of some runs, run by run, coldest first."""
+        if not len(places):
+            return np.empty(0, np.int32)
+        start, length = self.start[places], self.stop[places] - self.start[places]
+        ends = np.cumsum(length)
+        positions = np.repeat(start - (ends - length), length) + np.arange(ends[-1])
+        slots, is_live = self.log.at(positions)
+        owners = np.repeat(places, length)
+        return np.asarray(slots[is_live & (self.run_of[slots] == owners)])
+
+    def clear(self) -> None:
+        """Forget every slot, run and ghost."""
+        self.log.clear()
+        self._forget_records()
+
+    def rebuild(self, present: npt.NDArray[np.integer]) -> None:
+        """After a crash: only the order of the slots is kept; all are in one run."""
+        self._forget_records()
+        self.log.rebuild(present)
+        self.class_[ANCIENT] = UNKNOWN
+        self.run_of[present] = ANCIENT
+        self.start[ANCIENT], self.stop[ANCIENT] = 0, len(present)
+        self.live[ANCIENT] = len(present)
+
+    def _forget_records(self) -> None:
+        for field in (self.live, self.start, self.stop, self.number, self.made_at, self._state):
+            field[:] = 0
+        for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
+            field[:] = 0
+
+    def _leave(self, slots: Slots) -> None:
+        present = slots[self.log.holds(slots)]
+        if len(present):
+            np.subtract.at(self.live, self.run_of[present], 1)
+
+    def _forget(self, place: int) -> None:
+        """The record of a run that has slots is needed: they join those of older runs."""
+        self.class_[ANCIENT] = UNKNOWN
+        slots = self.slots(np.array([place]))
+        self.run_of[slots] = ANCIENT
+        begin = self.start[place]
+        if self.live[ANCIENT]:
+            begin = min(begin, self.start[ANCIENT])
+            self.stop[ANCIENT] = max(self.stop[place], self.stop[ANCIENT])
+        else:
+            self.stop[ANCIENT] = self.stop[place]
+        self.start[ANCIENT] = begin
+        self.live[ANCIENT] += len(slots)
+
+
+class _Log(RecencyLog):
+    """Keeps the runs' positions right when the log is compacted."""
+
+    def __init__(self, name: str, capacity: int, arrays: ArraySource, runs: Runs) -> None:
+        super().__init__(name, capacity, arrays)
+        self._runs = runs
+
+    def at(self, positions: Ints) -> tuple[Slots, npt.NDArray[np.bool_]]:
+        """The slots logged at some positions, and which of them are still there."""
+        slots = self._log[positions % self._length]
+        return slots, self._stamp[slots] == positions + 1
+
+    def _rewrite(self, ordered: Slots) -> None:
+        before = self._stamp[ordered] - 1
+        held = np.flatnonzero(self._runs.live)
+        for ends in (self._runs.start, self._runs.stop):
+            ends[held] = np.searchsorted(before, ends[held])
+        super()._rewrite(ordered)

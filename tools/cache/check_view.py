@@ -1,0 +1,39 @@
+"""`kvcascade check` as tables."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from . import show
+from .check import CheckReport
+
+
+def print_checked(report: CheckReport) -> None:
+    """What a configuration comes to, or what is wrong with it."""
+    console = show.console()
+    if report.problem is not None:
+        console.print(Text(report.problem, style="red"))
+        return
+    numbers = ["capacity", "blocks", "tokens", "files"]
+    table = show.columns("Tiers", "tier", "where", "policy", *numbers, right=numbers)
+    for tier in report.tiers:
+        counts = (tier.blocks, tier.tokens, tier.segments)
+        shown = [show.NOTHING if count is None else f"{count:,}" for count in counts]
+        table.add_row(tier.tier, tier.where, tier.policy, show.size(tier.capacity_bytes), *shown)
+    console.print(table)
+    rows = [("pinned memory", show.size(report.pinned_bytes))]
+    if report.block_bytes is not None:
+        rows.insert(0, ("block", f"{report.tokens_per_block} tokens, {report.block_bytes:,} bytes"))
+        rows.insert(0, ("KV per token", f"{report.bytes_per_token:,} bytes"))
+    else:
+        rows.insert(0, ("blocks and tokens", "give --model or --kv-bytes-per-token to see them"))
+    if report.model is not None:
+        rows.insert(0, ("model", report.model))
+    if report.prefault_bytes_per_s is not None:
+        rate = f"{show.size(report.prefault_bytes_per_s)}/s"
+        rows.append(("touching memory", f"{rate} (measured now)"))
+    rows.append(("start, about", show.duration(report.start_s)))
+    if report.start_after_crash_s is not None:
+        rows.append(("after a crash, at most", show.duration(report.start_after_crash_s)))
+    console.print(show.facts("", rows))
+    console.print(Text("  The configuration fits this machine.", style="green"))

@@ -1,0 +1,127 @@
+"""`kvcascade inspect` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from . import show
+from .inspect import NamespaceReport
+
+MAX_FIELD_CHARS = 200
+HISTOGRAM_CELLS = 12
+
+
+def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
+    """All namespaces of a path."""
+    for report in reports:
+        console.print(Text(report.name, style="bold"))
+        console.print(f"  {', '.join(report.paths)}", style="dim", markup=False)
+        if report.problem:
+            console.print(Text(f"  {report.problem}", style="red"))
+        if report.fingerprint:
+            console.print(_render(report))
+
+
+def print_differences(
+    console: Console, names: tuple[str, str], found: Mapping[str, tuple[Any, Any]]
+) -> None:
+    """The answer to `--why`."""
+    if not found:
+        console.print("Every field of the two fingerprints is equal: they share blocks.")
+        return
+    table = show.columns("Fields that differ", "field", *names)
+    for name, (one, other) in found.items():
+        table.add_row(name, _cut(one), _cut(other))
+    console.print(table)
+
+
+def _render(report: NamespaceReport) -> Group:
+    parts: list[Table | Columns] = [show.facts("", _facts(report))]
+    if report.policies:
+        parts.append(_policies(report))
+    if report.blocks:
+        counted = (
+            ("Written, ago", report.age),
+            ("Last used, ago", report.idle),
+            ("Used", report.reuse),
+        )
+        parts.append(Columns([_histogram(*each) for each in counted], padding=(0, 4)))
+    fields = [(name, _cut(value)) for name, value in report.fields.items()]
+    parts.append(show.facts("Fingerprint fields", fields))
+    return Group(*parts)
+
+
+def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
+    owners = ", ".join(map(str, report.owners))
+    state = report.state + (f", owned by process {owners}" if owners else "")
+    use = report.blocks / report.slots if report.slots else 0.0
+    rows = [
+        ("state", state),
+        ("label", report.label),
+        ("fingerprint", report.fingerprint),
+        ("made", f"{report.created[:19]} ({show.duration(report.age_s)} ago)"),
+        ("blocks", f"{report.blocks:,} of {report.slots:,} slots  {show.bar(use)} {use:.0%}"),
+        ("block size", f"{report.block_bytes:,} bytes"),
+        ("payload", show.size(report.payload_bytes)),
+        ("on disk", f"{show.size(report.disk_bytes)}, index {show.size(report.index_bytes)}"),
+        ("segments", _segments(report)),
+        ("dirty", f"{show.UNKNOWN} (a running engine knows: tier_dirty_ratio in its metrics)"),
+        ("written / read", f"{show.size(report.written_bytes)} / {show.size(report.read_bytes)}"),
+        (
+            "last 24 hours",
+            f"{show.size(report.written_bytes_last_day)} / {show.size(report.read_bytes_last_day)}",
+        ),
+        ("endurance", _endurance(report)),
+        ("opened", f"{report.sessions} times, {report.epoch} resets"),
+    ]
+    if report.capacity_slots is not None:
+        rows.insert(5, ("planned for", f"{report.capacity_slots:,} blocks"))
+    for group in report.groups:
+        tokens = show.UNKNOWN if group.tokens is None else f"{group.tokens:,}"
+        rows.append((f"KV group {group.group}", f"{group.blocks:,} blocks, {tokens} tokens"))
+    return rows
+
+
+def _segments(report: NamespaceReport) -> str:
+    text = f"{report.segments} files"
+    if report.segments_damaged:
+        text += f", damaged: {', '.join(map(str, report.segments_damaged))}"
+    if report.parts > 1:
+        text += f", over {report.parts} paths"
+    if report.parts_missing:
+        text += f"; parts {', '.join(map(str, report.parts_missing))} not given (use --also)"
+    return text
+
+
+def _endurance(report: NamespaceReport) -> str:
+    if report.written_bytes_per_day is None or report.drive_writes_per_day is None:
+        return show.UNKNOWN
+    writes = f"{report.drive_writes_per_day:.3g} drive writes per day"
+    return f"{show.size(report.written_bytes_per_day)} per day since it was made, {writes}"
+
+
+def _policies(report: NamespaceReport) -> Table:
+    table = show.columns("Policy state", "policy", "slots", "arrays", "size", right=["slots"])
+    for policy in report.policies:
+        held, arrays = f"{policy['held']:,}", str(policy["arrays"])
+        table.add_row(policy["name"], held, arrays, show.size(policy["bytes"]))
+    return table
+
+
+def _histogram(title: str, counts: Mapping[str, int]) -> Table:
+    table = show.columns(title, "", "blocks", "", right=["blocks"])
+    most = max([1, *counts.values()])
+    for name, count in counts.items():
+        table.add_row(name, f"{count:,}", show.bar(count / most, HISTOGRAM_CELLS))
+    return table
+
+
+def _cut(value: Any) -> str:
+    text = "–" if value is None else str(value)
+    return text if len(text) <= MAX_FIELD_CHARS else f"{text[:MAX_FIELD_CHARS]}…"

@@ -1,0 +1,111 @@
+"""Choosing and opening what a command works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import ConfigError, TierIOError
+from ...tiers.nvme.presence import owners
+from ...tiers.nvme.reader import (
+    Description,
+    IndexReader,
+    Location,
+    SegmentReader,
+    locate,
+    read_description,
+)
+from ...tiers.nvme.state_reader import StateReader
+from .probe import check_index_can_be_walked
+
+MAX_MATCHES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCache:
+    """One namespace, open for reading."""
+
+    description: Description
+    index: IndexReader
+    segments: SegmentReader
+    state: StateReader
+    owners: list[int]
+    """Processes that own it now; empty: it is closed."""
+
+    @property
+    def slots(self) -> int:
+        """Slots up to the last segment that is there."""
+        numbers = self.segments.found
+        return (max(numbers) + 1) * self.description.slots_per_segment if numbers else 0
+
+
+def locations(path: Path, also: Sequence[Path] | None = None) -> list[Location]:
+    """Namespaces in the paths, at least one. Raises `TierIOError`."""
+    paths = [path, *(also or ())]
+    found = locate(paths)
+    if not found:
+        shown = ", ".join(map(str, paths))
+        raise TierIOError(2, f"no namespace in {shown}; give the path of an NVMe tier")
+    return found
+
+
+def choose(found: Sequence[Location], name: str | None) -> Location:
+    """The one that is meant: by name, its start or its end; all there is without a name.
+
+    Raises `ConfigError` if that is none or several.
+    """
+    if name is None:
+        matches = list(found)
+    else:
+        wanted = name.rstrip("/").rpartition("/")[2]
+        matches = [each for each in found if each.name == wanted] or [
+            each for each in found if each.name.startswith(wanted) or each.name.endswith(wanted)
+        ]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(each.name for each in (matches or found)[:MAX_MATCHES_SHOWN])
+    if not matches:
+        raise ConfigError(f"--namespace: there is no {name!r}; there are {names}")
+    raise ConfigError(f"--namespace: {len(matches)} namespaces could be meant; give one of {names}")
+
+
+@contextmanager
+def opened(location: Location, *, is_trusted: bool = False) -> Iterator[OpenedCache]:
+    """Open one for reading. Raises one of our errors.
+
+    An index that no engine has open is walked elsewhere first, unless it `is_trusted`.
+    """
+    description = read_description(location)
+    held = owners(description.folders.values())
+    if not held and not is_trusted:
+        check_index_can_be_walked(description.home)
+    with open_index(description) as index:
+        segments = SegmentReader(description)
+        try:
+            yield OpenedCache(
+                description,
+                index,
+                segments,
+                StateReader(description.home),
+                held,
+            )
+        finally:
+            segments.close()
+
+
+def open_index(description: Description) -> IndexReader:
+    """The index of a namespace, for reading. Raises one of our errors."""
+    return IndexReader(description.home / "index")
+
+
+def parse_hash(text: str) -> bytes:
+    """A block hash, or the start of one, from hexadecimal digits. Raises `ConfigError`."""
+    digits = text.removeprefix("0x")
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is no block hash; give an even number of hexadecimal digits"
+        ) from None

@@ -1,0 +1,72 @@
+"""Numbers for people: sizes, times, shares, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ...sizes import human
+
+NOTHING = "–"
+UNKNOWN = "n/a"
+PLAIN_WIDTH = 120
+"""Columns where the output is not a terminal."""
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_UNITS = (("d", 86_400.0), ("h", 3600.0), ("min", 60.0))
+
+
+def console() -> Console:
+    """Where tables go."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(width=PLAIN_WIDTH, highlight=False)
+
+
+def size(count: int | float | None) -> str:
+    """Bytes, rounded."""
+    return UNKNOWN if count is None else human(int(count))
+
+
+def duration(seconds: float | None) -> str:
+    """A time span, in its largest unit."""
+    if seconds is None:
+        return UNKNOWN
+    for name, unit in _UNITS:
+        if seconds >= unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def share(part: float | None) -> str:
+    """A share in percent."""
+    return UNKNOWN if part is None else f"{part:.1%}"
+
+
+def bar(part: float, width: int = 24) -> str:
+    """A bar of block characters, `part` of the width long."""
+    eighths = round(max(0.0, min(1.0, part)) * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (_EIGHTHS[rest] if rest else "")
+
+
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and values."""
+    table = Table(box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
+    table.add_column("", style="dim", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def columns(title: str, *names: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns in `right` hold numbers."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for name in names:
+        is_number = name in right
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
+        )
+    return table

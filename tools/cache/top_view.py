@@ -1,0 +1,86 @@
+"""`kvcascade top` on a terminal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from . import show
+from .top import Frame, Reading, TierFrame, frame
+
+NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up time", "down time", "queue", "budget")
+
+
+def run(source: str, read: Callable[[], Reading], interval_s: float) -> None:
+    """Show a new picture every `interval_s`, until Ctrl-C. Raises what `read` raises."""
+    wait = threading.Event().wait
+    before: Reading | None = None
+    with Live(console=show.console(), auto_refresh=False, screen=False) as live:
+        while True:
+            now = read()
+            live.update(render(frame(source, now, before)), refresh=True)
+            before = now
+            wait(interval_s)
+
+
+def render(picture: Frame) -> Group:
+    """One picture."""
+    table = show.columns(f"kvcascade top: {picture.source}", "tier", *NUMBERS, "", right=NUMBERS)
+    for tier in picture.tiers:
+        table.add_row(*_cells(tier))
+    return Group(table, _line(picture))
+
+
+def _cells(tier: TierFrame) -> list[str | Text]:
+    used, dirty = tier.used_ratio, tier.dirty_ratio
+    state = "" if used is None else f"{show.bar(used, 10)} {used:.0%} used"
+    state += "" if dirty is None else f", {dirty:.0%} dirty"
+    cells: list[str | Text] = [
+        tier.tier,
+        _count(tier.blocks),
+        _count(tier.hits_per_s),
+        _count(tier.tokens_per_s),
+        _rate(tier.up_bytes_per_s, tier.up_bytes),
+        _rate(tier.down_bytes_per_s, tier.down_bytes),
+        _time(tier.up_latency_s),
+        _time(tier.down_latency_s),
+        _count(tier.pending_blocks),
+        show.NOTHING if tier.budget_left_bytes is None else show.size(tier.budget_left_bytes),
+        Text(state + (", takes no writes" if tier.is_blocked else "")),
+    ]
+    return cells
+
+
+def _line(picture: Frame) -> Table:
+    table = Table.grid(padding=(0, 3))
+    facts = (
+        ("misses/s", picture.misses_per_s),
+        ("misses", picture.misses),
+        ("past deadline", picture.deadline_misses),
+        ("corrupt", picture.corrupt_blocks),
+        ("dropped unwritten", picture.dropped_dirty_blocks),
+    )
+    shown = [f"{name} {_count(value)}" for name, value in facts if value is not None]
+    table.add_row(*shown)
+    return table
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return show.NOTHING
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def _rate(per_s: float | None, total: float | None) -> str:
+    if per_s is not None:
+        return f"{show.size(per_s)}/s"
+    return show.NOTHING if total is None else show.size(total)
+
+
+def _time(seconds: float | None) -> str:
+    return show.NOTHING if seconds is None else f"{seconds * 1000:.1f} ms"

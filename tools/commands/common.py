@@ -1,0 +1,111 @@
+"""What all commands share: the option `--json`, exit statuses, errors as one sentence.
+
+Imported by every start of the command line, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ...errors import ErrorKind, KVCascadeError
+
+SCHEMA_VERSION = 1
+"""Of every JSON document that a command prints; grows when a field changes its meaning or goes."""
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status says."""
+
+    OK = 0
+    PROBLEMS = 1
+    """The command did its work and found something wrong."""
+    USAGE = 2
+    """A wrong call."""
+    CANNOT_OPEN = 3
+    """There is nothing there, or it cannot be read."""
+    IN_USE = 4
+    """A running engine owns it, and this command needs it for itself."""
+    NO_SPACE = 5
+    """Not enough disk or memory."""
+    MISSING = 6
+    """An optional package is not installed."""
+    DIFFERENT = 7
+    """What was given belongs to another namespace."""
+    INTERRUPTED = 130
+    """Ctrl-C, or a polite kill."""
+
+
+_OF_KIND = {
+    ErrorKind.IN_USE: ExitCode.IN_USE,
+    ErrorKind.NO_SPACE: ExitCode.NO_SPACE,
+    ErrorKind.CONFIG: ExitCode.USAGE,
+}
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="The tier's path, or one namespace directory in it.")
+]
+AlsoOption = Annotated[
+    list[Path] | None,
+    typer.Option("--also", metavar="PATH", help="Another path of the same tier (repeatable)."),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Name, or the start or end of one that is unique."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade\\[plot])."),
+]
+
+
+class CommandError(Exception):
+    """A command cannot go on; the message says what to do."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def answering(as_json: bool) -> Iterator[None]:
+    """Every error inside ends the command: one sentence, or a JSON document, and the status."""
+    try:
+        yield
+    except CommandError as error:
+        _fail(str(error), error.code, as_json)
+    except KVCascadeError as error:
+        said = error.strerror if isinstance(error, OSError) else None
+        _fail(said or str(error), _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN), as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted", ExitCode.INTERRUPTED, as_json)
+
+
+def emit(schema: str, document: dict[str, Any]) -> None:
+    """Print a JSON document on standard output."""
+    head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
+    print(json.dumps({**head, **document}, indent=1, ensure_ascii=False, default=str))
+
+
+def finish(code: ExitCode) -> None:
+    """End the command with a status; returns if it is 0."""
+    if code is not ExitCode.OK:
+        raise typer.Exit(int(code))
+
+
+def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
+    if as_json:
+        emit("error", {"error": code.name.lower(), "message": message})
+    else:
+        print(f"kvcascade: {message}", file=sys.stderr)
+    raise typer.Exit(int(code)) from None

@@ -1,0 +1,126 @@
+"""`kvcascade gc`: options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    answering,
+    emit,
+    finish,
+)
+from .verify import size_of
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+OlderOption = Annotated[
+    str | None,
+    typer.Option("--older-than", metavar="AGE", help="Blocks not used for so long: 12h, 7d, 2w."),
+]
+PrefixOption = Annotated[
+    str | None,
+    typer.Option("--prefix", metavar="HEX", help="Blocks whose hash begins with these digits."),
+]
+MaxOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-size",
+        metavar="SIZE",
+        help="Coldest segment files first, until all takes so much at most: 500GiB.",
+    ),
+]
+WholeOption = Annotated[
+    bool, typer.Option("--remove-namespace", help="The namespace (see -n) altogether.")
+]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+
+
+def gc(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    older_than: OlderOption = None,
+    prefix: PrefixOption = None,
+    max_size: MaxOption = None,
+    remove_namespace: WholeOption = False,
+    dry_run: DryOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Clear out blocks or namespaces that no engine owns.
+
+    With --older-than and --prefix a block leaves if both hold. A segment file that holds no block
+    any more is deleted. What a running engine owns is skipped and named.
+
+    Examples:
+
+        kvcascade gc /mnt/nvme/kv --older-than 30d --dry-run
+
+        kvcascade gc /mnt/nvme/kv --max-size 1TiB
+
+        kvcascade gc /mnt/nvme/kv -n old-model-1a2b3c4d5e6f --remove-namespace
+    """
+    with answering(as_json):
+        if not (older_than or prefix or max_size or remove_namespace):
+            remedy = "give --older-than, --prefix, --max-size or --remove-namespace"
+            raise CommandError(f"nothing was asked for; {remedy}", ExitCode.USAGE)
+        if remove_namespace and (namespace is None or older_than or prefix or max_size):
+            remedy = "it goes with -n NAME, and with nothing else"
+            raise CommandError(f"--remove-namespace: {remedy}", ExitCode.USAGE)
+        code = _run(
+            path, also, namespace, older_than, prefix, max_size, remove_namespace, dry_run, as_json
+        )
+    finish(code)
+
+
+def _run(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    older_than: str | None,
+    prefix: str | None,
+    max_size: str | None,
+    whole: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> ExitCode:
+    from ..cache import gc as core
+    from ..cache.gc_view import print_collected
+    from ..cache.opened import choose, locations, parse_hash
+
+    wish = core.Wish(
+        older_than_s=None if older_than is None else _seconds(older_than),
+        prefix=b"" if prefix is None else parse_hash(prefix),
+        max_bytes=size_of("--max-size", max_size),
+        whole=whole,
+    )
+    found = locations(path, also)
+    chosen = found if namespace is None else [choose(found, namespace)]
+    reports = core.collect(chosen, wish, dry_run)
+    if as_json:
+        listed = [report.as_json() for report in reports]
+        emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
+    else:
+        print_collected(reports, dry_run)
+    is_refused = whole and any(report.skipped for report in reports)
+    return ExitCode.IN_USE if is_refused else ExitCode.OK
+
+
+def _seconds(text: str) -> float:
+    match = _AGE.fullmatch(text)
+    if not match:
+        raise CommandError(
+            f'--older-than: "{text}" is no age; write it as 90s, 30min, 12h, 7d or 2w',
+            ExitCode.USAGE,
+        )
+    return float(match[1]) * _UNITS[match[2]]

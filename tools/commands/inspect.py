@@ -1,0 +1,125 @@
+"""`kvcascade inspect`: options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import (
+    AlsoOption,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    PlotOption,
+    answering,
+    emit,
+    finish,
+)
+
+WhyOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--why", metavar="A B", help="Name the fingerprint fields in which two namespaces differ."
+    ),
+]
+BlockOption = Annotated[
+    str | None,
+    typer.Option("--block", metavar="HASH", help="One block: hexadecimal, or a unique start."),
+]
+
+
+def inspect(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    why: WhyOption = None,
+    block: BlockOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is in a cache, how it is used and what it costs the drive.
+
+    Works on a live cache and on a closed one, and changes neither.
+
+    Examples:
+
+        kvcascade inspect /mnt/nvme/kv
+
+        kvcascade inspect /mnt/nvme/kv --json | jq '.namespaces[].blocks'
+
+        kvcascade inspect /mnt/nvme/kv --why llama-3-1a2b mistral-9f
+
+        kvcascade inspect /mnt/nvme/kv --block 5f3c
+    """
+    with answering(as_json):
+        if why is not None:
+            code = _why(path, also, why, as_json)
+        elif block is not None:
+            code = _block(path, also, namespace, block, as_json)
+        else:
+            code = _all(path, also, namespace, plot, as_json)
+    finish(code)
+
+
+def _all(
+    path: Path, also: list[Path] | None, namespace: str | None, plot: Path | None, as_json: bool
+) -> ExitCode:
+    from ..cache import show
+    from ..cache.inspect import report
+    from ..cache.inspect_view import print_reports
+    from ..cache.opened import choose, locations
+
+    found = locations(path, also)
+    chosen = found if namespace is None else [choose(found, namespace)]
+    reports = [report(each) for each in chosen]
+    if as_json:
+        emit("inspect", {"namespaces": [each.as_json() for each in reports]})
+    else:
+        print_reports(show.console(), reports)
+    if plot is not None:
+        from ..cache.plot import plot_namespace
+
+        plot_namespace(choose(chosen, None), plot)
+        if not as_json:
+            print(f"Saved {plot}")
+    is_bad = any(each.problem or each.segments_damaged for each in reports)
+    return ExitCode.PROBLEMS if is_bad else ExitCode.OK
+
+
+def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
+    from ..cache import show
+    from ..cache.inspect import differing
+    from ..cache.inspect_view import print_differences
+    from ..cache.opened import choose, locations
+
+    sides = []
+    for name in why:
+        is_path = Path(name).is_dir()
+        found = locations(Path(name)) if is_path else locations(path, also)
+        sides.append(choose(found, None if is_path else name))
+    fields = differing(sides[0], sides[1])
+    if as_json:
+        listed = [{"field": name, "a": a, "b": b} for name, (a, b) in fields.items()]
+        emit("why", {"a": sides[0].name, "b": sides[1].name, "differing": listed})
+    else:
+        print_differences(show.console(), (sides[0].name, sides[1].name), fields)
+    return ExitCode.PROBLEMS if fields else ExitCode.OK
+
+
+def _block(
+    path: Path, also: list[Path] | None, namespace: str | None, block: str, as_json: bool
+) -> ExitCode:
+    from ..cache import show
+    from ..cache.block import look, print_block
+    from ..cache.opened import choose, locations, opened
+
+    with opened(choose(locations(path, also), namespace)) as cache:
+        found = look(cache, block)
+    if as_json:
+        emit("block", found.as_json())
+    else:
+        print_block(show.console(), found)
+    return ExitCode.OK if found.verdict == "ok" else ExitCode.PROBLEMS

@@ -1,0 +1,82 @@
+"""`kvcascade top`: options."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import AlsoOption, CommandError, ExitCode, JsonOption, answering, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..cache.top import Reading
+
+PathOption = Annotated[
+    Path | None, typer.Argument(metavar="PATH", help="The tier's path: shows what the disk shows.")
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
+]
+IntervalOption = Annotated[
+    float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two pictures.")
+]
+OnceOption = Annotated[bool, typer.Option("--once", help="One picture, for scripts.")]
+
+
+def top(
+    path: PathOption = None,
+    also: AlsoOption = None,
+    url: UrlOption = None,
+    interval: IntervalOption = 2.0,
+    once: OnceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a running engine, or a path: hits, rates, queues, latencies, budget.
+
+    With --once there is one picture, without rates; --json implies it.
+
+    Examples:
+
+        kvcascade top --url localhost:8000
+
+        kvcascade top /mnt/nvme/kv --interval 5
+
+        kvcascade top --url localhost:8000 --json
+    """
+    with answering(as_json):
+        if (path is None) == (url is None):
+            raise CommandError("give a PATH or --url, one of the two", ExitCode.USAGE)
+        source, read = _source(path, also, url)
+        _show(source, read, interval, once, as_json)
+
+
+def _source(
+    path: Path | None, also: list[Path] | None, url: str | None
+) -> tuple[str, Callable[[], Reading]]:
+    from ..cache.opened import locations
+    from ..cache.top import read_path, read_url
+
+    if url is not None:
+        return url, partial(read_url, url)
+    assert path is not None
+    return str(path), lambda: read_path(locations(path, also))
+
+
+def _show(
+    source: str, read: Callable[[], Reading], interval: float, once: bool, as_json: bool
+) -> None:
+    from ..cache import show
+    from ..cache.top import frame
+    from ..cache.top_view import render, run
+
+    if as_json:
+        emit("top", frame(source, read()).as_json())
+    elif once:
+        show.console().print(render(frame(source, read())))
+    else:
+        run(source, read, interval)

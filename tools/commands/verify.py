@@ -1,0 +1,153 @@
+"""`kvcascade verify`: options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    answering,
+    emit,
+    finish,
+)
+
+if TYPE_CHECKING:
+    from ...tiers.nvme.reader import Location
+    from ...tiers.nvme.scan import Throttle
+
+RepairOption = Annotated[
+    bool,
+    typer.Option("--repair", help="Drop exactly what is damaged (the namespace must be closed)."),
+]
+RebuildOption = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild-index",
+        help="Make the index anew from what the segments prove (the namespace must be closed).",
+    ),
+]
+LimitOption = Annotated[
+    str | None,
+    typer.Option("--bwlimit", metavar="SIZE", help="Read at most so much a second: 200MiB, 1GB."),
+]
+
+
+def verify(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    repair: RepairOption = False,
+    rebuild_index: RebuildOption = False,
+    bwlimit: LimitOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every block against its checksum, and the index against the files.
+
+    Without --repair and --rebuild-index it only reads, on a live cache too.
+
+    Examples:
+
+        kvcascade verify /mnt/nvme/kv --bwlimit 500MB
+
+        kvcascade verify /mnt/nvme/kv --repair
+
+        kvcascade verify /mnt/nvme/kv/llama-1a2b3c4d5e6f --rebuild-index
+    """
+    with answering(as_json):
+        if repair and rebuild_index:
+            raise CommandError("give --repair or --rebuild-index, not both", ExitCode.USAGE)
+        code = _run(path, also, namespace, repair, rebuild_index, bwlimit, as_json)
+    finish(code)
+
+
+def _run(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    repair: bool,
+    rebuild_index: bool,
+    bwlimit: str | None,
+    as_json: bool,
+) -> ExitCode:
+    from ...tiers.nvme.scan import Throttle
+    from ..cache.opened import choose, locations
+
+    rate = size_of("--bwlimit", bwlimit)
+    throttle = Throttle(rate)
+    found = locations(path, also)
+    if rebuild_index:
+        return _rebuild(choose(found, namespace), throttle, as_json)
+    chosen = found if namespace is None else [choose(found, namespace)]
+    reports = [_verify_one(each, repair, throttle, as_json) for each in chosen]
+    if as_json:
+        emit("verify", {"namespaces": reports})
+    return ExitCode.OK if all(each["is_clean"] for each in reports) else ExitCode.PROBLEMS
+
+
+def _verify_one(
+    location: Location, repair: bool, throttle: Throttle, as_json: bool
+) -> dict[str, Any]:
+    from time import perf_counter
+
+    from ..cache import verify as core
+    from ..cache.opened import opened
+    from ..cache.verify_view import print_verified, progress_of
+
+    with opened(location) as cache:
+        if repair and cache.owners:
+            raise CommandError(
+                f"{cache.description.home} is in use by process {cache.owners[0]}: a running "
+                "engine drops what is damaged when it meets it; stop it first, or leave out "
+                "--repair",
+                ExitCode.IN_USE,
+            )
+        began = perf_counter()
+        total = cache.index.meta().entries
+        with progress_of(location.name, total, cache.description.block_bytes, as_json) as advance:
+            report, drops, records = core.verify(cache, throttle, advance)
+        report.seconds = perf_counter() - began
+        description = cache.description
+    if repair:
+        core.repair(description, report, drops, records)
+    if not as_json:
+        print_verified(report)
+    return report.as_json()
+
+
+def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
+    from time import perf_counter
+
+    from ...tiers.nvme.reader import read_description
+    from ..cache.rebuild import rebuild
+    from ..cache.verify_view import print_rebuilt, progress_of
+
+    description = read_description(location)
+    began = perf_counter()
+    with progress_of(location.name, None, description.block_bytes, as_json) as advance:
+        report = rebuild(description, throttle, advance)
+    report.seconds = perf_counter() - began
+    if as_json:
+        emit("rebuild", report.as_json())
+    else:
+        print_rebuilt(report)
+    return ExitCode.PROBLEMS if report.corrupt or report.segments_damaged else ExitCode.OK
+
+
+def size_of(option: str, text: str | None) -> int | None:
+    """A size in bytes as an option has it. Raises `CommandError`."""
+    from ...sizes import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text).count
+    except ValueError as error:
+        raise CommandError(f'{option}: "{text}" {error}', ExitCode.USAGE) from None

@@ -1,0 +1,176 @@
+"""A replay's report as tables, a sweep as table, CSV and picture."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ... import sizes
+from ...errors import os_errors
+from .report import Quantiles, ReplayReport, TierReport
+
+UNKNOWN = "-"
+
+TIER_ROWS: dict[str, Callable[[TierReport], str]] = {
+    "hit blocks": lambda tier: f"{tier.hit_blocks:,}",
+    "prefix-hit tokens": lambda tier: f"{tier.hit_tokens:,}",
+    "demoted into": lambda tier: f"{tier.demoted_blocks:,}",
+    "promoted from": lambda tier: f"{tier.promoted_blocks:,}",
+    "evicted": lambda tier: f"{tier.evicted_blocks:,}",
+    "written": lambda tier: sizes.human(tier.written_bytes),
+    "read": lambda tier: sizes.human(tier.read_bytes),
+    "write amplification": lambda tier: _figure(tier.write_amplification, ".2f"),
+    "drive writes per day": lambda tier: _figure(tier.drive_writes_per_day, ".2f"),
+}
+"""Row of the table, and what a tier has there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One run of a sweep."""
+
+    tier: str
+    capacity_bytes: int
+    policy: str
+    report: ReplayReport
+
+
+CSV_FIELDS = (
+    "tier",
+    "capacity_bytes",
+    "policy",
+    "hit_ratio",
+    "hit_tokens",
+    "input_tokens",
+    "written_bytes",
+    "read_bytes",
+    "ttft_p50_s",
+    "ttft_p99_s",
+)
+
+
+def print_report(report: ReplayReport, console: Console) -> None:
+    """Everything about one run."""
+    console.print(
+        f"{report.trace}: {report.requests:,} requests, {report.references:,} blocks of "
+        f"{report.block_tokens:g} tokens ({sizes.human(report.block_bytes)}), "
+        f"{report.distinct_blocks:,} distinct, over {report.trace_s / 3600:.2f} h"
+    )
+    console.print(_tier_table(report))
+    facts = Table(show_header=False, box=None)
+    for name, value in _facts(report):
+        facts.add_row(name, value)
+    console.print(facts)
+
+
+def _tier_table(report: ReplayReport) -> Table:
+    table = Table()
+    table.add_column("")
+    for tier in report.tiers:
+        title = f"{tier.name} {sizes.human(tier.capacity_bytes)} {tier.policy}"
+        table.add_column(title, justify="right")
+    for name, value in TIER_ROWS.items():
+        table.add_row(name, *(value(tier) for tier in report.tiers))
+    return table
+
+
+def _facts(report: ReplayReport) -> list[tuple[str, str]]:
+    facts = [
+        ("prefix-hit tokens", f"{report.hit_tokens:,} ({report.hit_ratio:.2%} of the prompts)"),
+        ("not stored", f"{report.unstored_blocks:,} blocks"),
+        ("lost unwritten", f"{report.dropped_dirty_blocks:,} blocks"),
+    ]
+    if report.prefill_s_saved is None:
+        facts.append(("prefill and TTFT", "unknown: give --prefill-tokens-per-s"))
+    else:
+        facts += [
+            ("prefill saved", f"{report.prefill_s_saved:,.0f} s"),
+            ("TTFT", _quantiles(report.ttft_s)),
+            ("TTFT without a cache", _quantiles(report.ttft_without_s)),
+            (
+                "load or recompute",
+                f"{report.requests_loaded:,} requests loaded from below, "
+                f"{report.requests_recomputed:,} computed instead",
+            ),
+        ]
+    for even in report.break_even:
+        text = f"a model above {even.prefill_tokens_per_s:,.0f} tokens/s computes faster"
+        if even.least_tokens is not None:
+            text += f"; so does this one below {even.least_tokens:,.0f} tokens"
+        facts.append((f"break-even of {even.tier}", text))
+    return facts
+
+
+def print_sweep(points: Sequence[SweepPoint], console: Console) -> None:
+    """Hit ratio by size and policy."""
+    policies = list(dict.fromkeys(point.policy for point in points))
+    table = Table(title=f"prefix-hit tokens by size of {points[0].tier}")
+    table.add_column("size", justify="right")
+    for policy in policies:
+        table.add_column(policy, justify="right")
+    ratios = {(point.capacity_bytes, point.policy): point.report.hit_ratio for point in points}
+    for capacity in sorted({point.capacity_bytes for point in points}):
+        row = [f"{ratios[capacity, policy]:.2%}" for policy in policies]
+        table.add_row(sizes.human(capacity), *row)
+    console.print(table)
+
+
+def write_csv(points: Sequence[SweepPoint], path: Path) -> None:
+    """One line per run. Raises the mapped form of an `OSError`."""
+    with os_errors(f"writing {path}"), path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(CSV_FIELDS)
+        for point in points:
+            report = point.report
+            (tier,) = (tier for tier in report.tiers if tier.name == point.tier)
+            ttft = report.ttft_s
+            writer.writerow(
+                [
+                    *(point.tier, point.capacity_bytes, point.policy, f"{report.hit_ratio:.6f}"),
+                    *(report.hit_tokens, report.input_tokens),
+                    *(tier.written_bytes, tier.read_bytes),
+                    *(("", "") if ttft is None else (f"{ttft.p50:.6f}", f"{ttft.p99:.6f}")),
+                ]
+            )
+
+
+def write_png(points: Sequence[SweepPoint], path: Path) -> None:
+    """The hit-rate curve. Needs matplotlib; raises the mapped form of an `OSError`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for policy in dict.fromkeys(point.policy for point in points):
+        of_policy = sorted(
+            (point.capacity_bytes / (1 << 30), 100 * point.report.hit_ratio)
+            for point in points
+            if point.policy == policy
+        )
+        axes.plot(*zip(*of_policy, strict=True), marker="o", label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(f"size of {points[0].tier} (GiB)")
+    axes.set_ylabel("prefix-hit tokens (%)")
+    axes.set_title(points[0].report.trace)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    with os_errors(f"writing {path}"):
+        figure.savefig(path)
+
+
+def _quantiles(found: Quantiles | None) -> str:
+    if found is None:
+        return UNKNOWN
+    named = (("mean", found.mean), ("p50", found.p50), ("p90", found.p90), ("p99", found.p99))
+    return ", ".join(f"{name} {value:.3f} s" for name, value in named)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)

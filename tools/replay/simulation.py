@@ -1,0 +1,325 @@
+"""The real manager under a trace, in virtual time.
+
+Each request asks for its blocks, waits for those that are brought up, loads, and stores the rest;
+what it stores is there at once, computing takes no place on the clock. Requests wait side by side,
+and their reads queue behind one another. The device's own cache is not part of it: the first tier
+sees every block of every prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...manager.base import LookupState
+from ...manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
+from ...manager.request import Request
+from ...tiers.base import BlockHash
+from ...tiers.policies import create
+from .options import ReplayOptions, TierOptions
+from .report import BreakEven, Quantiles, ReplayReport, TierReport
+from .traces import Ids, Trace, TraceRequest
+from .virtual import SlotBackend, TimedHandler, VirtualClock
+
+RETRY_S = 0.25
+"""A request that waits for room asks again after this, if nothing happens before."""
+STORE_PATIENCE_S = 5.0
+"""So long a request offers its blocks again while everything is busy: about as long as an answer
+takes. What is not taken by then is not stored."""
+SEEN_BLOCK_BYTES_MAX = 1 << 20
+"""The manager makes batches of 32 MiB. Blocks of a trace may be larger than an engine's (512 tokens
+in Mooncake's): the manager is told that they are of this size at most, so that it still batches."""
+MAX_ROUNDS = 100_000
+"""Steps that may pass between two events of the trace; more would be a request that never ends."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+Progress = Callable[[int], None]
+"""Called with the number of requests that were begun since the last call."""
+
+
+def hashes_of(ids: Ids) -> list[BlockHash]:
+    """Block hashes whose bits are spread as those of real hashes are; equal for equal ids."""
+    spread = np.zeros((len(ids), 2), np.uint64)
+    np.multiply(ids, _SPREAD, out=spread[:, 0])
+    data = spread.tobytes()
+    return [BlockHash(data[i : i + 16]) for i in range(0, len(data), 16)]
+
+
+@dataclass(slots=True, eq=False)
+class Active:
+    """A request that was begun and is not served yet."""
+
+    arrived_s: float
+    input_tokens: int
+    hashes: list[BlockHash]
+    request: Request
+    hits: int = 0
+    """Blocks that it loaded."""
+    ask_again_s: float = 0.0
+    give_up_s: float = 0.0
+    """When it stops offering the others."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is summed up beside the manager's own counters."""
+
+    input_tokens: int = 0
+    hit_tokens: list[int] = field(default_factory=list)
+    """By tier."""
+    saved_tokens: int = 0
+    unstored_blocks: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    """Per request: from its arrival to its blocks' being in the first tier, and to the device."""
+    computed_tokens: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    distinct: set[BlockHash] = field(default_factory=set)
+
+
+class Simulation:
+    """One run over one trace."""
+
+    def __init__(self, trace: Trace, options: ReplayOptions) -> None:
+        """Raises `ConfigError` if a tier cannot hold a block."""
+        self._trace = trace
+        self._options = options
+        self.block_bytes = max(1, round(options.kv_bytes_per_token * trace.block_tokens))
+        self._clock = VirtualClock()
+        self._handlers: list[TimedHandler] = []
+        self.manager = self._make_manager(options.tiers)
+        self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
+        self._asking: list[Active] = []
+        self._storing: deque[Active] = deque()
+        self._tally = Tally(hit_tokens=[0] * len(options.tiers))
+
+    def run(self, progress: Progress = lambda requests: None) -> ReplayReport:
+        """The whole trace."""
+        first_s = self._trace.requests[0].arrived_s
+        for arrival in self._trace.requests:
+            now_s = (arrival.arrived_s - first_s) / self._options.speed_up
+            self._pass_until(now_s)
+            self._begin(arrival)
+            progress(1)
+        self._pass_until(None)
+        return self._report()
+
+    # ---- time ----------------------------------------------------------------------------
+
+    def _pass_until(self, until_s: float | None) -> None:
+        """Everything that happens before; None: until nothing happens any more."""
+        for _ in range(MAX_ROUNDS):
+            due_s = min((handler.next_end_s for handler in self._handlers), default=float("inf"))
+            if self._asking or self._storing:
+                due_s = min(due_s, self._clock.now_s + RETRY_S)
+            if due_s == float("inf") or (until_s is not None and due_s > until_s):
+                break
+            self._clock.now_s = max(self._clock.now_s, due_s)
+            self._step()
+        else:
+            raise AssertionError("a request never ends")
+        if until_s is not None:
+            self._clock.now_s = max(self._clock.now_s, until_s)
+
+    def _step(self) -> None:
+        self.manager.end_step()
+        if self._asking or self._storing:
+            self._go_on()
+            self.manager.end_step()
+
+    def _go_on(self) -> None:
+        """Ask again for those that wait for blocks; store in turn while there is room."""
+        self._asking = [active for active in self._asking if not self._has_asked(active)]
+        self._store_in_turn()
+
+    def _store_in_turn(self) -> None:
+        while self._storing and self._has_stored(self._storing[0]):
+            self._storing.popleft()
+
+    def _begin(self, arrival: TraceRequest) -> None:
+        hashes = hashes_of(arrival.ids)
+        self._tally.distinct.update(hashes)
+        self._tally.input_tokens += arrival.input_tokens
+        active = Active(self._clock.now_s, arrival.input_tokens, hashes, Request())
+        if not self._has_asked(active):
+            self._asking.append(active)
+        self._store_in_turn()
+        self.manager.end_step()
+
+    # ---- one request ---------------------------------------------------------------------
+
+    def _has_asked(self, active: Active) -> bool:
+        """Ask; True if nothing is to be waited for, and the request has loaded what there is."""
+        now_s, request = self._clock.now_s, active.request
+        if request.pending and now_s < request.pending_until_s:
+            return False
+        if now_s < active.ask_again_s:
+            return False
+        hits = self._ask(active)
+        if hits is None:
+            active.ask_again_s = now_s if request.pending else now_s + RETRY_S
+            return False
+        self._load(active, hits)
+        active.hits, active.give_up_s = hits, now_s + STORE_PATIENCE_S
+        self._storing.append(active)
+        return True
+
+    def _has_stored(self, active: Active) -> bool:
+        """Offer what was computed; True if it is stored, or given up."""
+        rest = active.hashes[active.hits :]
+        if rest and self._clock.now_s < active.give_up_s:
+            output = self.manager.prepare_store(rest, active.request)
+            if output is None:
+                return False
+            self.manager.complete_store(output.block_hashes_to_store)
+        else:
+            self._tally.unstored_blocks += len(rest)
+        self.manager.finish_request(active.request)
+        return True
+
+    def _ask(self, active: Active) -> int | None:
+        """How long its cached prefix is; None: ask again."""
+        request, lookup = active.request, self.manager.lookup_block
+        hits, is_waiting = 0, False
+        self.manager.begin_asking(request)
+        for block_hash in active.hashes:
+            state = lookup(block_hash, request)
+            if state is LookupState.HIT:
+                hits += 1
+            elif state is LookupState.MISS:
+                break
+            else:
+                is_waiting = True
+        return None if is_waiting else hits
+
+    def _load(self, active: Active, hits: int) -> None:
+        tally, tokens = self._tally, self._trace.block_tokens
+        hit_tokens = min(round(hits * tokens), active.input_tokens)
+        wait_s = self._clock.now_s - active.arrived_s
+        if hits:
+            loaded = active.hashes[:hits]
+            self.manager.prepare_load(loaded, active.request)
+            self.manager.complete_load(loaded)
+            wait_s += self._options.tiers[0].read.time_s(hits * self.block_bytes)
+        below = 0
+        for medium in active.request.sources.values():
+            tally.hit_tokens[self._level_of[medium]] += round(tokens)
+            below += round(tokens)
+        tally.hit_tokens[0] += max(0, hit_tokens - below)
+        tally.saved_tokens += hit_tokens
+        tally.waits_s.append(wait_s)
+        tally.computed_tokens.append(active.input_tokens - hit_tokens)
+        tally.prompts.append(active.input_tokens)
+
+    # ---- before and after ----------------------------------------------------------------
+
+    def _make_manager(self, tiers: Sequence[TierOptions]) -> CascadingOffloadingManager:
+        made: list[Tier] = []
+        for tier in tiers:
+            capacity = tier.capacity_bytes // self.block_bytes
+            if capacity < 1:
+                raise ConfigError(
+                    f"--tier {tier.name}: {tier.capacity_bytes} bytes hold no block of "
+                    f"{self.block_bytes} bytes; raise its size."
+                )
+            seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
+            backend = SlotBackend(seen_bytes, capacity, tier.name)
+            made.append(Tier(tier.name, backend, create(tier.policy, capacity)))
+        links: list[Link] = []
+        for tier in tiers[1:]:
+            down = TimedHandler(self.block_bytes, tier.write, self._clock)
+            up = TimedHandler(self.block_bytes, tier.read, self._clock)
+            self._handlers += [down, up]
+            links.append(Link(down, up))
+        given = self._options
+        options = ManagerOptions(
+            write_mode=given.write_mode,
+            promotion_budget_slots=max(1, int(made[0].backend.capacity * given.promotion_budget)),
+            load_or_recompute=given.load_or_recompute,
+            prefill_tokens_per_s=given.prefill_tokens_per_s,
+            tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
+            with_events=False,
+        )
+        return CascadingOffloadingManager(made, links, options, self._clock)
+
+    def _report(self) -> ReplayReport:
+        counters, tally = self.manager.counters, self._tally
+        speed = self._options.prefill_tokens_per_s
+        served = list(zip(tally.waits_s, tally.computed_tokens, strict=True))
+        return ReplayReport(
+            trace=self._trace.name,
+            requests=len(self._trace.requests),
+            references=self._trace.references,
+            distinct_blocks=len(tally.distinct),
+            block_tokens=self._trace.block_tokens,
+            block_bytes=self.block_bytes,
+            trace_s=self._trace.duration_s / self._options.speed_up,
+            input_tokens=tally.input_tokens,
+            hit_tokens=tally.saved_tokens,
+            stored_blocks=counters.stored_blocks,
+            dropped_dirty_blocks=counters.dropped_dirty_blocks,
+            unstored_blocks=counters.store_truncated_blocks + tally.unstored_blocks,
+            requests_loaded=counters.promotions_worth,
+            requests_recomputed=counters.promotions_not_worth,
+            tiers=tuple(self._tier_report(i) for i in range(len(self._options.tiers))),
+            prefill_s_saved=tally.saved_tokens / speed if speed else None,
+            ttft_s=Quantiles.of([wait + n / speed for wait, n in served]) if speed else None,
+            ttft_without_s=Quantiles.of([n / speed for n in tally.prompts]) if speed else None,
+            break_even=tuple(
+                self._break_even(tier)
+                for tier in self._options.tiers[1:]
+                if tier.read.bytes_per_s < float("inf")
+            ),
+        )
+
+    def _tier_report(self, level: int) -> TierReport:
+        tier, counters = self._options.tiers[level], self.manager.counters
+        state = self.manager.tier_states()[level]
+        link = counters.links[level - 1] if level else None
+        if link:
+            written, read = link.demoted_blocks, link.promoted_blocks
+        else:
+            written, read = counters.stored_blocks, sum(counters.loaded_blocks)
+        if level + 1 < len(self._options.tiers):
+            written += counters.links[level].promoted_blocks
+        days = self._trace.duration_s / self._options.speed_up / 86_400
+        stored = counters.stored_blocks
+        return TierReport(
+            name=tier.name,
+            policy=tier.policy,
+            capacity_bytes=tier.capacity_bytes,
+            capacity_blocks=state.capacity_blocks,
+            resident_blocks=state.blocks,
+            hit_blocks=counters.loaded_blocks[level],
+            hit_tokens=self._tally.hit_tokens[level],
+            demoted_blocks=link.demoted_blocks if link else 0,
+            promoted_blocks=link.promoted_blocks if link else 0,
+            evicted_blocks=counters.evicted_blocks[level],
+            written_bytes=written * self.block_bytes,
+            read_bytes=read * self.block_bytes,
+            write_amplification=written / stored if link and stored else None,
+            drive_writes_per_day=(
+                written * self.block_bytes / tier.capacity_bytes / days
+                if link and days > 0
+                else None
+            ),
+        )
+
+    def _break_even(self, tier: TierOptions) -> BreakEven:
+        """`tokens / prefill == latency + tokens * bytes_per_token / rate`, solved twice."""
+        bytes_per_token = self.block_bytes / self._trace.block_tokens
+        speed, least = self._options.prefill_tokens_per_s, None
+        if speed:
+            gain_s = 1 / speed - bytes_per_token / tier.read.bytes_per_s
+            least = tier.read.latency_s / gain_s if gain_s > 0 else None
+        return BreakEven(tier.name, tier.read.bytes_per_s / bytes_per_token, least)
+
+
+def replay(
+    trace: Trace, options: ReplayOptions, progress: Progress = lambda requests: None
+) -> ReplayReport:
+    """Run a trace through a cascade. Raises `ConfigError` if a tier cannot hold a block."""
+    return Simulation(trace, options).run(progress)

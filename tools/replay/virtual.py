@@ -1,0 +1,116 @@
+"""Tiers without bytes, and transfers that take the time that a cost model says.
+
+Single-threaded: one simulation uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import NoSpaceError
+from ...handlers.base import OffloadingHandler, TransferResult, TransferSpec
+from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, SlotSpec
+
+NEVER_S = math.inf
+
+
+class VirtualClock:
+    """Seconds that pass when the simulation says so; call it like `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What moving bytes costs in one direction: `latency_s` a batch, then a rate."""
+
+    bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def time_s(self, size_bytes: int) -> float:
+        """Seconds for one batch."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+class SlotBackend(Backend):
+    """Slots that hold nothing."""
+
+    def __init__(self, block_size: int, capacity: int, medium: str) -> None:
+        super().__init__(block_size, medium, capacity)
+        self._free: list[BlockStatus] = []
+        self._taken = 0
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free) + self.capacity - self._taken
+
+    def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
+        n = len(block_hashes)
+        if n > self.get_num_free_blocks():
+            raise NoSpaceError(f"{n} slots asked for, fewer are free; evict first")
+        fresh = min(n, self.capacity - self._taken)
+        statuses = [BlockStatus(NOT_READY, self._taken + i) for i in range(fresh)]
+        self._taken += fresh
+        while len(statuses) < n:
+            status = self._free.pop()
+            status.ref_cnt = NOT_READY
+            statuses.append(status)
+        return statuses
+
+    def free(self, status: BlockStatus) -> None:
+        status.ref_cnt = 0
+        self._free.append(status)
+
+    def get_load_store_spec(
+        self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
+    ) -> SlotSpec:
+        return SlotSpec(np.array([status.block_id for status in statuses], dtype=np.int32))
+
+    def reset(self) -> list[BlockStatus]:
+        raise AssertionError("a replay resets nothing")
+
+
+class TimedHandler(OffloadingHandler):
+    """One direction of a link: batches one after the other, each as long as its bytes take."""
+
+    def __init__(self, block_size: int, speed: Speed, clock: VirtualClock) -> None:
+        self._block_size = block_size
+        self._speed = speed
+        self._clock = clock
+        self._free_s = 0.0
+        self._jobs: deque[tuple[float, TransferResult]] = deque()
+        self.moved_blocks = 0
+
+    @property
+    def next_end_s(self) -> float:
+        """When the next job ends; `inf` if there is none."""
+        return self._jobs[0][0] if self._jobs else NEVER_S
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        source = spec[0]
+        assert isinstance(source, SlotSpec)
+        size_bytes = len(source.slots) * self._block_size
+        time_s = self._speed.time_s(size_bytes)
+        self._free_s = max(self._free_s, self._clock.now_s) + time_s
+        self.moved_blocks += len(source.slots)
+        self._jobs.append((self._free_s, TransferResult(job_id, True, size_bytes, time_s)))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        ended: list[TransferResult] = []
+        while self._jobs and self._jobs[0][0] <= self._clock.now_s:
+            ended.append(self._jobs.popleft()[1])
+        return ended
+
+    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
+        """Let time pass until these jobs have ended."""
+        ends = [end_s for end_s, result in self._jobs if result.job_id in job_ids]
+        self._clock.now_s = max([self._clock.now_s, *ends])
