@@ -123,8 +123,9 @@ class Mover:
     def submit(self, order: Order, on_end: OnEnd) -> bool:
         """Send a job; False if it cannot be taken now. `on_end` is called by `poll` and others."""
         with self._lock:
+            if not self.is_up:
+                self.poll()  # without jobs nobody else hears that it is ready
             if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
-                self._start_if_allowed()
                 return False
             ticket = next(self._tickets)
             if not self._jobs:

@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -165,6 +166,8 @@ class Recorder:
         except OSError as error:
             with self._lock:
                 self._is_ended = True
+            with suppress(OSError):
+                self._files.close()
             logger.warning("kvcascade: recording ended, its file cannot be written: %s", error)
 
     def _line(self, noted: _Noted) -> bytes:

@@ -38,12 +38,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from . import vllm_facts, vllm_metrics
 from .assembly import Cascade, Geometry, WorkerSide, open_worker, real_file_system
-from .config import CascadeConfig, NvmeTier, parse
+from .config import CascadeConfig, parse
 from .handlers.device import GpuBlocks
 from .manager.base import BlockEvent, LookupState
 from .manager.request import Request
 from .tiers.base import BlockHash, BlockStatus, SlotSpec
-from .tiers.nvme.filesystem import FileSystem
 from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
 from .vllm_layers import about_blocks
@@ -269,6 +268,10 @@ class CascadeOffloadingSpec(OffloadingSpec):
         """Asked by 0.33: label names of the info metric."""
         return Cascade.INFO_KEYS
 
+    file_system = staticmethod(real_file_system)
+    """What NVMe tiers read and write through. A subclass may put another in between; everything
+    then stays in the scheduler's process, whatever `movers` says."""
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
@@ -295,10 +298,6 @@ class CascadeOffloadingSpec(OffloadingSpec):
             )
             self._manager = CascadeManager(cascade, _tokens_per_block(self.config))
         return self._manager
-
-    def file_system(self, options: NvmeTier) -> FileSystem:
-        """What an NVMe tier reads and writes through; a subclass may put another in between."""
-        return real_file_system(options)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -106,49 +106,15 @@ class _OrderPolicy(CachePolicy):
         return found
 
 
-class FifoPolicy(_OrderPolicy):
-    """First in, first out."""
-
-    order_name = "fifo"
+def _policy(order_name: str) -> type[_OrderPolicy]:
+    return type(f"_{order_name}", (_OrderPolicy,), {"order_name": order_name})
 
 
-class LruPolicy(_OrderPolicy):
-    """Least recently used."""
-
-    order_name = "lru"
-
-
-class ArcPolicy(_OrderPolicy):
-    """Adaptive replacement."""
-
-    order_name = "arc"
-
-
-class S3FifoPolicy(_OrderPolicy):
-    """Three queues."""
-
-    order_name = "s3fifo"
-
-
-class SievePolicy(_OrderPolicy):
-    """SIEVE."""
-
-    order_name = "sieve"
-
-
-class SlruPolicy(_OrderPolicy):
-    """Segmented LRU."""
-
-    order_name = "slru"
-
-
-class LirsPolicy(_OrderPolicy):
-    """Low inter-reference recency."""
-
-    order_name = "lirs"
-
-
-class PrefixPolicy(_OrderPolicy):
-    """Our prefix-aware policy."""
-
-    order_name = "prefix"
+FifoPolicy = _policy("fifo")
+LruPolicy = _policy("lru")
+ArcPolicy = _policy("arc")
+S3FifoPolicy = _policy("s3fifo")
+SievePolicy = _policy("sieve")
+SlruPolicy = _policy("slru")
+LirsPolicy = _policy("lirs")
+PrefixPolicy = _policy("prefix")

@@ -43,6 +43,8 @@ class Pending:
     deadline_s: float
     level: int
     """Where it is read from now."""
+    found_in: int
+    """The level where the lookup found it."""
     waiters: dict[Request, None] = field(default_factory=dict)
 
 
@@ -118,7 +120,7 @@ class Promoter:
         if request.waiting_since_s is not None:
             if now >= request.waiting_since_s + self._deadline_s:
                 return LookupState.MISS
-        pending = Pending(now + self._deadline_s, level)
+        pending = Pending(now + self._deadline_s, level, level)
         self._add_waiter(pending, request)
         request.note_pending(block_hash, pending.deadline_s)
         self._pending[block_hash] = pending
@@ -409,7 +411,7 @@ class Promoter:
             self._queued[level - 1].append(block_hash)
             return
         del self._pending[block_hash]
-        self.origin[status.block_id] = pending.level
+        self.origin[status.block_id] = pending.found_in
         for request in pending.waiters:
             request.pending.discard(block_hash)
             if request in self._waiting:

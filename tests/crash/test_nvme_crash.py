@@ -22,6 +22,7 @@ from kvcascade.tiers.nvme.store import Durability
 KILL_CYCLES = 3
 POWER_CYCLES = 12
 MIXED_CYCLES = 30
+SOAK_CYCLES = 500
 SLOTS = 128
 
 _WRITER = """
@@ -88,10 +89,21 @@ def test_kill_nine_loses_nothing_acknowledged(tmp_path: Path, environment: dict[
 
 @pytest.mark.parametrize("durability", list(Durability))
 def test_loss_of_power(tmp_path: Path, durability: Durability) -> None:
+    lose_power(tmp_path, durability, POWER_CYCLES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("durability", list(Durability))
+def test_loss_of_power_for_long(tmp_path: Path, durability: Durability) -> None:
+    lose_power(tmp_path, durability, SOAK_CYCLES)
+
+
+def lose_power(tmp_path: Path, durability: Durability, cycles: int) -> None:
+    """Losses of power; `POWER` loses nothing that was acknowledged, neither ever lies."""
     fs = MemoryFileSystem()
     config = replace(config_for([tmp_path], slots=SLOTS, per_segment=16), durability=durability)
     lost = 0
-    for cycle in range(POWER_CYCLES):
+    for cycle in range(cycles):
         rng = random.Random(cycle)
         rig = Rig(config, fs=fs)
         stored: list[BlockHash] = []
@@ -110,17 +122,29 @@ def test_loss_of_power(tmp_path: Path, durability: Durability) -> None:
             rig.check(key(i))
         rig.check_sums()
         rig.close(clean=bool(cycle % 2))
+    print(
+        f"{cycles} losses of power, durability {durability.value}: {lost} acknowledged blocks lost"
+    )
     assert (lost == 0) == (durability is Durability.POWER), "the simulation must bite"
 
 
 def test_an_index_and_segments_of_different_moments(tmp_path: Path) -> None:
+    lose_index(tmp_path, MIXED_CYCLES)
+
+
+@pytest.mark.soak
+def test_an_index_and_segments_of_different_moments_for_long(tmp_path: Path) -> None:
+    lose_index(tmp_path, SOAK_CYCLES)
+
+
+def lose_index(tmp_path: Path, cycles: int) -> None:
     """Power is lost where nothing was synced: the index that survives is older than the payload, or
     some of its pages are. What opens serves right bytes; what does not is refused, in one sentence.
     """
     fs = MemoryFileSystem()
     config = config_for([tmp_path], slots=SLOTS, per_segment=16)
     outcomes = {"served": 0, "refused": 0}
-    for cycle in range(MIXED_CYCLES):
+    for cycle in range(cycles):
         rng = random.Random(cycle)
         rig = Rig(config, fs=fs)
         data = rig.tier.namespace.index_folder / "data.mdb"
@@ -142,6 +166,7 @@ def test_an_index_and_segments_of_different_moments(tmp_path: Path) -> None:
         outcomes["served"] += sum(rig.check(key(i)) for i in range(400))
         rig.check_sums()
         rig.close(clean=bool(cycle % 3))
+    print(f"{cycles} losses of power: {outcomes}")
     assert all(outcomes.values()), "the simulation must bite"
 
 

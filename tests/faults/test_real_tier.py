@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ from kvcascade.tiers.nvme.store import Durability
 FOR_EVER = 1 << 30
 SEGMENT_BYTES = BLOCK + 8 * SLOT_BYTES
 STATE_BYTES = 20_000
+OPEN_FILES = 64
 LONG_S = 60.0
 """Longer than every rest of the manager, the handlers and the tier."""
 
@@ -458,18 +460,12 @@ def test_too_many_open_files_in_this_process(tmp_path: Path) -> None:
     rig = FaultRig(tmp_path, fs=RealFileSystem())
     rig.on_disk(keys(0, 8))
     taken: list[int] = []
-    lowered = threading.Event()
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken, default=0) + 64, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
     try:
-        while not lowered.is_set():
-            try:
+        with pytest.raises(OSError, match="Too many open files"):
+            for _ in range(OPEN_FILES):
                 taken.append(os.open(os.devnull, os.O_RDONLY))
-            except OSError as error:
-                assert error.errno == errno.EMFILE
-                lowered.set()
         for i in range(100, 164, 8):
             assert rig.store(keys(i, i + 8)) == keys(i, i + 8)
             rig.write_down()

@@ -206,6 +206,16 @@ def test_starts_are_bounded(stage: Stage) -> None:
     assert len(stage.children) == limits.STARTS_AT_MOST
 
 
+def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> None:
+    """Nobody polls for a mover that has nothing to do: asking it to work must be enough."""
+    stage.children[0].die()
+    taken = [stage.submit(str(i)) for i in range(4)]
+    assert taken[0], "the socket has not said anything yet"
+    stage.mover.poll()
+    assert stage.ended == [("0", False)]
+    assert taken[1:] == [False, True, True] and len(stage.children) == 2
+
+
 def test_waits_are_bounded(stage: Stage) -> None:
     assert stage.submit("a")
     assert not stage.mover.wait(lambda: bool(stage.ended), 0.0)

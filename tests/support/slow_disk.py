@@ -72,5 +72,6 @@ class SlowFileSystem(RealFileSystem):
 class SlowDiskSpec(CascadeOffloadingSpec):
     """The cascade over a slow disk."""
 
-    def file_system(self, options: NvmeTier) -> FileSystem:
+    @staticmethod
+    def file_system(options: NvmeTier) -> FileSystem:
         return SlowFileSystem(float(os.environ[READ_RATE]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,13 @@ def test_one_block(tmp_path: Path) -> None:
         assert layer["nan"] == int(values.isnan().sum())
         assert layer["min"] == float(real.min()) and layer["max"] == float(real.max())
     assert "float16" in call("inspect", tmp_path, "--block", key(3).hex()).out
+
+
+def test_one_block_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, namespace=NamespaceKey("model", FIELDS, ABOUT))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = call("inspect", tmp_path, "--block", key(3).hex(), "--json").document
+    assert found["verdict"] == "ok" and not found["layers"] and "torch" in found["layout"]
 
 
 def test_one_block_that_is_damaged_or_not_there(tmp_path: Path) -> None:

@@ -56,5 +56,5 @@ def test_the_sentence_of_the_adapter_names_the_same_versions() -> None:
 
 def test_only_what_is_run_can_be_run() -> None:
     assert "tests/vllm/test_engine_versions.py" in files_for("0.19.1")
-    with pytest.raises(KeyError, match=r"0\.21\.0 is not among those"):
+    with pytest.raises(KeyError, match=r"0\.21\.0 is not among those that are tested"):
         files_for("0.21.0")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -73,7 +74,7 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
                     if txn.get(drop.key) == drop.value:
                         txn.delete(drop.key)
                         removed += 1
-                txn.put(b"clean", b"\0", db=meta)
+                _mark_unclean(txn, meta)
     return removed
 
 
@@ -185,6 +186,11 @@ def _swap(index: Path, fresh: Path) -> Path | None:
         os.rename(fresh, index)
         RealFileSystem().sync_dir(index.parent)
     return kept if had_one else None
+
+
+def _mark_unclean(txn: lmdb.Transaction[bytes], meta: Any) -> None:
+    """The next start counts slots itself. The one place that knows what a clean close leaves."""
+    txn.put(b"clean", b"\0", db=meta)
 
 
 def _map_bytes(description: Description) -> int:

@@ -27,7 +27,7 @@ def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
     for inode, pid in _held(lock_table):
         if inode in files:
             found.add(pid if pid > 0 else _written_pid(files[inode]))
-    return sorted(found)
+    return sorted(found - {0}) or sorted(found)
 
 
 def _lock_files(folder: Path) -> Iterator[tuple[int, Path]]:

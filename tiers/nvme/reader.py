@@ -240,17 +240,16 @@ class IndexReader:
         """Counts and totals as committed now."""
         with self._named(), self._env.begin(db=self._meta) as txn:
             totals = txn.get(b"totals", b"").ljust(16, b"\0")
-            blob = txn.get(b"free", b"")
-            free = np.frombuffer(blob[: len(blob) // 8 * 8], dtype="<i4").reshape(-1, 2)
+            is_clean, free = _left_behind(txn)
             return IndexMeta(
                 entries=int(txn.stat(self._blocks)["entries"]),
                 epoch=_number(txn.get(b"epoch")),
                 session=_number(txn.get(b"session")),
-                is_clean=txn.get(b"clean") == b"\1",
+                is_clean=is_clean,
                 written_bytes=int.from_bytes(totals[:8], "little"),
                 read_bytes=int.from_bytes(totals[8:16], "little"),
                 day=day_totals(txn.get(b"day", b""), time.time()),
-                free=free.astype(np.int64),
+                free=free,
             )
 
     def raw(self, key: bytes) -> bytes | None:
@@ -446,6 +445,16 @@ def _read_file(path: Path, limit: int) -> bytes:
         return bytes(data[:moved])
     finally:
         file.close()
+
+
+def _left_behind(txn: lmdb.Transaction[bytes]) -> tuple[bool, npt.NDArray[np.int64]]:
+    """Whether the last close was clean, and the free extents that it left: shape `(n, 2)`.
+
+    This is the one place of the readers that knows where a close leaves them.
+    """
+    blob = txn.get(b"free", b"")
+    free = np.frombuffer(blob[: len(blob) // 8 * 8], dtype="<i4").reshape(-1, 2)
+    return txn.get(b"clean") == b"\1", free.astype(np.int64)
 
 
 def _number(value: bytes | None) -> int:

@@ -55,7 +55,7 @@ class StateReader:
 
     def epoch(self) -> int | None:
         """The epoch that is wanted; None if no array says."""
-        found = [int(array[0]) for array in self._arrays("epoch") if len(array)]
+        found = [int(array.sum()) for array in self._arrays("epoch") if len(array)]
         return max(found) if found else None
 
     def capacity(self) -> int | None:

@@ -22,8 +22,9 @@ from ..demo.results import DemoError
 from ..demo.workload import Turn
 from .measurement import Say
 from .results import NONE, OURS, VLLM, BenchError, quantile
-from .scale import BLOCK_TOKENS, ENGINE_ANSWER_TOKENS, SUFFIX_BLOCKS, EngineScale
+from .scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
+ANSWER_TOKENS = 4
 FIRST_TOKEN = 3
 CPU_TIERING = "kvcascade.tools.vllm_cpu_tiering"
 """vLLM's own tiering with a device copy that takes CPU tensors."""
@@ -31,6 +32,7 @@ VOCABULARY = 1024
 DEVICE_SPARE_BLOCKS = 24
 """Beside one prompt: the rest of the one before it."""
 SEGMENT_BYTES = 16 << 20
+NVME_BYTES_MIN = 128 << 20
 
 Prompt = list[int]
 
@@ -116,7 +118,7 @@ class Runs:
 
     def _ask(self, engine: EngineProcess, prompts: Sequence[Prompt]) -> Answers:
         began = time.monotonic()
-        replies = [engine.generate([Turn(0, 1)], [p], ENGINE_ANSWER_TOKENS)[0] for p in prompts]
+        replies = [engine.generate([Turn(0, 1)], [p], ANSWER_TOKENS)[0] for p in prompts]
         total_s = time.monotonic() - began
         cached = sum(reply.cached_tokens for reply in replies)
         return Answers([reply.ttft_s for reply in replies], total_s, cached)
@@ -194,7 +196,7 @@ class Runs:
         assert contender == OURS
         nvme = {
             "type": "nvme",
-            "capacity": 8 * self._scale.pass_blocks * self._scale.block_bytes,
+            "capacity": max(NVME_BYTES_MIN, 8 * self._scale.pass_blocks * self._scale.block_bytes),
             "path": str(folder),
             "segment_size": SEGMENT_BYTES,
             "admission": admission,

@@ -31,9 +31,9 @@ from .measurement import Say, Setup
 from .results import BenchError
 
 BLOCK_BYTES = 4096
-FILL_BATCH = 512
-"""Entries of one commit, as many as a job of the manager has at most: larger ones leave more free
-pages behind than use does."""
+FILL_BATCH = 2048
+"""Entries of one commit; at least `TOUCHED`. Larger ones leave more free pages behind than use does,
+whose commits are smaller still."""
 METADATA_FACTOR = 1.25
 SPARE_BYTES = 128 << 20
 TOUCHED = 2000

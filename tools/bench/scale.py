@@ -9,7 +9,6 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BLOCK_TOKENS = 32
 """The engine on CPU takes multiples of 32."""
 SUFFIX_BLOCKS = 2
-ENGINE_ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class EngineScale:
     @property
     def prompt_tokens_max(self) -> int:
         """No prompt with its answer is longer."""
-        return (self.prefix_blocks + SUFFIX_BLOCKS + 1) * BLOCK_TOKENS + ENGINE_ANSWER_TOKENS
+        return (self.prefix_blocks + SUFFIX_BLOCKS + 2) * BLOCK_TOKENS
 
     @property
     def pass_blocks(self) -> int:
@@ -110,6 +109,6 @@ SMOKE = Scale(
     busy_bytes=256 * KIB,
     burst_blocks=16,
     quiet_bursts=8,
-    engine=EngineScale(layers=2, hidden=128, prefixes=2, prefix_blocks=4, fresh=2, cpu_share=1.0),
+    engine=EngineScale(layers=2, hidden=256, prefixes=2, prefix_blocks=4, fresh=2, cpu_share=1.0),
 )
 """For tests: every measurement, as small as it can be."""

@@ -111,7 +111,10 @@ def look(cache: OpenedCache, text: str) -> BlockReport:
     layers, source = [], "the namespace does not say how layers lie in a block"
     slices = layer_slices(description, group)
     if slices and verdict == "ok":
-        layers, source = statistics(payload, slices), "namespace.json"
+        try:
+            layers, source = statistics(payload, slices), "namespace.json"
+        except ImportError:
+            source = "torch is not installed: no statistics"
     found = cache.segments.found.get(number)
     return BlockReport(
         namespace=description.name,
@@ -156,7 +159,10 @@ def layer_slices(description: Description, group: int) -> list[LayerSlice]:
 
 
 def statistics(payload: memoryview, slices: list[LayerSlice]) -> list[LayerStatistics]:
-    """Statistics by layer. Imports torch, which knows every type that a KV cache may have."""
+    """Statistics by layer, by torch, which knows every type that a KV cache may have.
+
+    Raises `ImportError` without it.
+    """
     import torch
 
     found: list[LayerStatistics] = []

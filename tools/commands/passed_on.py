@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import typer
 
-PACKAGE = __package__.rpartition(".")[0]
+PACKAGE = __name__.removesuffix(".commands.passed_on")
 PASSED_ON = {
     "bench": ("bench", "measure beside vLLM's own offloading and the disk's limit"),
     "demo": ("demo", "run the main job end to end and print what came from where"),

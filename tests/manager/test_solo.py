@@ -1,0 +1,146 @@
+"""One tier under somebody else's manager."""
+
+from __future__ import annotations
+
+import pytest
+from support.cascade import BLOCK_SIZE, block_bytes, key
+
+from kvcascade.handlers.memory import MemoryHandler, all_ok
+from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch, WriteBudget
+from kvcascade.manager.flow import Link
+from kvcascade.manager.level import Tier
+from kvcascade.manager.solo import FORGET_FAILED_S, SoloResult, SoloTier
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.endurance import DayLog
+from kvcascade.tiers.memory import MemoryBackend
+from kvcascade.tiers.policies import create
+
+
+class Rig:
+    """The other manager: its slots are a memory backend; `now_s` is the clock."""
+
+    def __init__(
+        self, slots: int = 8, admission: Admission | None = None, bytes_per_day: int | None = None
+    ) -> None:
+        self.now_s = 100.0
+        self.theirs = MemoryBackend(BLOCK_SIZE, 32, medium="THEIRS")
+        ours = MemoryBackend(BLOCK_SIZE, slots, medium="OURS")
+        self.down = MemoryHandler(self.theirs, ours, False)
+        self.up = MemoryHandler(ours, self.theirs, False)
+        log = DayLog(lambda: self.now_s)
+        budget = WriteBudget(bytes_per_day, log.totals, log.add) if bytes_per_day else None
+        tier = Tier("ours", ours, create("lru", slots), admission or AdmitAll(), budget)
+        self.solo = SoloTier(tier, Link(self.down, self.up), lambda: self.now_s)
+        self._jobs = 0
+
+    def store(self, *numbers: int) -> SoloResult:
+        hashes = [key(i) for i in numbers]
+        for slot, block_hash in enumerate(hashes):
+            self.theirs.view(slot)[:] = block_bytes(block_hash)
+        return self._ended(self.solo.store, hashes)
+
+    def load(self, *numbers: int) -> SoloResult:
+        for slot in range(len(numbers)):
+            self.theirs.view(slot)[:] = bytes(BLOCK_SIZE)
+        return self._ended(self.solo.load, [key(i) for i in numbers])
+
+    def has(self, *numbers: int) -> list[bool]:
+        return [self.solo.has(key(i)) for i in numbers]
+
+    def read(self, slot: int) -> bytes:
+        return bytes(self.theirs.view(slot))
+
+    def _ended(self, start: object, hashes: list[BlockHash]) -> SoloResult:
+        assert callable(start)
+        self._jobs += 1
+        start(self._jobs, hashes, list(range(len(hashes))))
+        self.solo.drain()
+        (result,) = self.solo.finished()
+        assert result.job_id == self._jobs and not self.solo.is_busy
+        return result
+
+
+def test_what_was_stored_comes_back() -> None:
+    rig = Rig()
+    assert rig.store(1, 2, 3).is_whole
+    assert rig.has(1, 2, 3, 4) == [True, True, True, False]
+    result = rig.load(3, 1)
+    assert result.is_whole and result.loaded == (key(3), key(1))
+    assert [rig.read(0), rig.read(1)] == [block_bytes(key(3)), block_bytes(key(1))]
+
+
+def test_it_is_bounded_and_evicts_with_an_event() -> None:
+    rig = Rig(slots=4)
+    rig.store(1, 2, 3, 4)
+    rig.load(1, 2)
+    rig.store(5, 6)
+    assert rig.has(1, 2, 3, 4, 5, 6) == [True, True, False, False, True, True]
+    removed = {h for event in rig.solo.events if event.removed for h in event.block_hashes}
+    assert removed == {key(3), key(4)}
+
+
+def test_a_list_that_cannot_fit_is_taken_from_its_start() -> None:
+    rig = Rig(slots=4)
+    assert rig.store(*range(9)).is_whole
+    assert rig.has(*range(9)) == [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize("outcome", [BlockOutcome.CORRUPT, BlockOutcome.GONE])
+def test_a_damaged_block_is_a_miss_and_leaves(outcome: BlockOutcome) -> None:
+    rig = Rig()
+    rig.store(1, 2)
+    rig.up.fate = lambda source, target: outcome if target == 0 else BlockOutcome.OK
+    result = rig.load(1, 2)
+    assert not result.is_whole and result.loaded == (key(2),)
+    rig.now_s += FORGET_FAILED_S + 1
+    assert rig.has(1, 2) == [False, True]
+
+
+def test_a_read_error_is_a_miss_for_a_while() -> None:
+    rig = Rig()
+    rig.store(1)
+    rig.up.fate = lambda source, target: BlockOutcome.IO_ERROR
+    assert rig.load(1).loaded == ()
+    assert rig.has(1) == [False], "nobody asks for it in a loop"
+    rig.now_s += FORGET_FAILED_S + 1
+    assert rig.has(1) == [True]
+    rig.up.fate = all_ok
+    assert rig.load(1).is_whole
+
+
+def test_a_failed_write_is_not_there() -> None:
+    rig = Rig()
+    rig.down.fate = lambda source, target: BlockOutcome.IO_ERROR
+    assert not rig.store(1).is_whole
+    assert rig.has(1) == [False]
+    rig.down.fate = all_ok
+    assert rig.store(1).is_whole and rig.has(1) == [True]
+
+
+def test_a_load_of_what_is_gone_says_what_came() -> None:
+    rig = Rig()
+    rig.store(1)
+    result = rig.load(1, 9)
+    assert not result.is_whole and result.loaded == (key(1),)
+
+
+def test_second_touch_takes_what_is_offered_again() -> None:
+    rig = Rig(admission=AdmitSecondTouch())
+    rig.store(1, 2)
+    assert rig.has(1, 2) == [False, False]
+    rig.store(2, 3)
+    assert rig.has(1, 2, 3) == [False, True, False]
+
+
+def test_the_write_budget_holds() -> None:
+    rig = Rig(bytes_per_day=2 * BLOCK_SIZE)
+    rig.store(1, 2, 3)
+    assert rig.has(1, 2, 3) == [True, True, False]
+    assert rig.store(4).is_whole and rig.has(4) == [False]
+
+
+def test_closing_ends_its_handlers() -> None:
+    rig = Rig()
+    rig.store(1)
+    assert rig.solo.close(1.0)
+    assert not rig.solo.is_busy

@@ -1,0 +1,81 @@
+"""What is written about the layout of blocks is what the worker's tensors are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from kvcascade.vllm_layers import about_blocks
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+PAGE = SPEC.page_size_bytes
+BLOCKS = 10
+
+
+def kv_config(layers: list[str]) -> KVCacheConfig:
+    """One group; every layer has a region of its own."""
+    region = PAGE * BLOCKS
+    tensor = KVCacheTensor(region * len(layers), layers, layer_stride=region, block_stride=PAGE)
+    return KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(layers, SPEC)])
+
+
+def offloading_config(layers: list[str], block_bytes: int, pp_size: int = 1) -> OffloadingConfig:
+    """Two workers, chunks of three blocks."""
+    parallel = OffloadingParallelConfig(
+        rank=0, world_size=2, tp_size=2, pp_size=pp_size, pcp_size=1, dcp_size=1,
+        data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    )  # fmt: skip
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, tuple(layers), 0),),
+        worker_kv_bytes_per_block=block_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig("model", "bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=3),
+        parallel=parallel,
+    )
+
+
+def test_layers_follow_each_other() -> None:
+    layers = ["l0", "l1"]
+    kv_cache_config = kv_config(layers)  # found on the stack by this name, as in the connector
+    found = about_blocks(offloading_config(layers, 2 * PAGE))
+    assert found == about_blocks(offloading_config(layers, 2 * PAGE), kv_cache_config)
+    assert (found["world_size"], found["rank_bytes"]) == (2, 2 * 3 * PAGE)
+    assert found["layers"] == [
+        {"layer": f"l{i}", "group": 0, "offset": i * 3 * PAGE, "page_bytes": PAGE, "pages": 3,
+         "dtype": "bfloat16", "shape": [2, 16, 2, 8]}
+        for i in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        offloading_config(["l0", "l1"], 3 * PAGE),  # does not add up
+        offloading_config(["l0", "l1"], 2 * PAGE, pp_size=2),
+    ],
+)
+def test_nothing_is_written_where_it_is_not_known(config: Any) -> None:
+    assert about_blocks(config, kv_config(["l0", "l1"])) == {}
+
+
+def test_nothing_is_written_without_the_engine() -> None:
+    assert about_blocks(offloading_config(["l0"], PAGE)) == {}
