@@ -73,7 +73,7 @@ _NO = "refused with one sentence"
 RELEASES: tuple[Release, ...] = (
     Release("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
     Release("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.17.1", Proof.CONTRACT, _CPU_2_10, _SEED, _OLD),
+    Release("0.17.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     Release("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     Release("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     Release("0.20 to 0.26", Proof.NONE, "", _REFUSED, _NO),

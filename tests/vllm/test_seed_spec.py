@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ from kvcascade.vllm_generation import adapter
 if adapter() != "vllm_seed":
     pytest.skip("needs vLLM 0.16 to 0.19", allow_module_level=True)
 
-from vllm.v1.kv_offload import spec as vllm_spec  # noqa: E402
-from vllm.v1.kv_offload.mediums import GPULoadStoreSpec  # noqa: E402
-
-from kvcascade.spec import CascadeOffloadingSpec  # noqa: E402
+# By name: the pinned vLLM, whose types are checked, has other ones.
+vllm_spec: Any = import_module("vllm.v1.kv_offload.spec")
+GPULoadStoreSpec: Any = import_module("vllm.v1.kv_offload.mediums").GPULoadStoreSpec
+CascadeOffloadingSpec: Any = import_module("kvcascade.spec").CascadeOffloadingSpec
 
 BLOCKS, TOKENS, LAYERS, HALF = 64, 16, 2, (2, 16, 4)
 PAGE_BYTES = 2 * 2 * 16 * 4 * 4
@@ -88,7 +89,7 @@ class Engine:
         """The connector's method of this name."""
         self.manager.complete_store(hashes)
 
-    def gpu(self, blocks: list[int], first: int | None = None) -> GPULoadStoreSpec:
+    def gpu(self, blocks: list[int], first: int | None = None) -> Any:
         """Device blocks, with their group where this version says it."""
         if not hasattr(vllm_spec, "CanonicalKVCaches"):
             return GPULoadStoreSpec(blocks)
@@ -256,4 +257,4 @@ def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> No
         Engine(tmp_path, shared, 0)
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
     with pytest.raises(ConfigError, match="0.27 or newer for a model with several"):
-        CascadeOffloadingSpec(vllm_config(extra), cache_config(groups=2))  # type: ignore
+        CascadeOffloadingSpec(vllm_config(extra), cache_config(groups=2))

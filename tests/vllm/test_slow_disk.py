@@ -14,6 +14,9 @@ from support.engine_rig import Engine, engine_options
 from support.slow_disk import READ_RATE
 
 from kvcascade.tools.model import make_llama
+from kvcascade.tools.replay.options import ReplayOptions, TierOptions
+from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -53,3 +56,7 @@ def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     assert seen["vllm:kvcascade_promotions_not_worth"] >= PROMPTS // 2, "computed, not read"
     loaded = seen.get("vllm:kvcascade_loaded_blocks[nvme]", 0)
     assert loaded <= 2 * PROMPT_BLOCKS, "only until the rate was known"
+    trace = read_trace(tmp_path / "record")
+    assert [len(request.ids) for request in trace.requests] == [PROMPT_BLOCKS] * 2 * PROMPTS
+    roomy = ReplayOptions((TierOptions("cpu", 1 << 30),), kv_bytes_per_token=1)
+    assert replay(trace, roomy).hit_tokens == PROMPTS * PROMPT_BLOCKS * BLOCK_TOKENS

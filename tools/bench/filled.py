@@ -31,9 +31,9 @@ from .measurement import Say, Setup
 from .results import BenchError
 
 BLOCK_BYTES = 4096
-FILL_BATCH = 2048
-"""Entries of one commit; at least `TOUCHED`. Larger ones leave more free pages behind than use does,
-whose commits are smaller still."""
+FILL_BATCH = 512
+"""Entries of one commit, as many as a job of the manager has at most: larger commits leave more
+free pages behind than use does."""
 METADATA_FACTOR = 1.25
 SPARE_BYTES = 128 << 20
 TOUCHED = 2000
@@ -94,12 +94,15 @@ def fill(folder: Path, blocks: int, say: Say) -> None:
             if tier.backend.get_num_free_blocks() < blocks:
                 raise BenchError(f"the tier in {folder} did not grow; is the disk full?")
             order = LruOrder(tier.backend.capacity, tier.arrays)
+            first: list[int] = []
             for start in range(0, blocks, FILL_BATCH):
                 say(f"filling an index: {start:,} of {blocks:,} blocks")
                 slots = _add(tier, range(start, min(start + FILL_BATCH, blocks)))
                 order.insert(slots, ())
-                if start == 0:
-                    order.touch(slots[0 : min(TOUCHED, blocks) : 2])
+                if start < TOUCHED:
+                    first += slots
+                    if len(first) >= min(TOUCHED, blocks):
+                        order.touch(first[0 : min(TOUCHED, blocks) : 2])
         finally:
             executor.shutdown()
             tier.close()
