@@ -25,6 +25,7 @@ from kvcascade.tools.commands.common import ExitCode
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CACHE = "/mnt/nvme/kv"
+RECORDING = "/var/log/kv"
 METRICS = "http://127.0.0.1:8000/metrics"
 ELSEWHERE = ("pip install", "export ", "git clone", "cd ", "#")
 """Lines that change the machine they run on."""
@@ -97,6 +98,13 @@ def sandbox(tmp_path: Path) -> Path:
     ]
     lines = "\n".join(json.dumps(request) for request in requests)
     (folder / "trace.jsonl").write_text(lines + "\n")
+    (folder / "out").mkdir()
+    rows = [
+        {"quantity": quantity, "case": "512 KiB", "median": {"ours": 1.0}}
+        for quantity in ("down", "up")
+    ]
+    measured = {"measurements": [{"name": "transfers", "rows": rows}]}
+    (folder / "out" / "bench.json").write_text(json.dumps(measured))
     return folder
 
 
@@ -141,11 +149,7 @@ def test_every_command_works(
         elif "vllm" in words:
             _check_serve(words)
         elif words[1] not in NOT_RUN:
-            arguments = [
-                w.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
-                for w in words[1:]
-            ]
-            answer = call(*arguments)
+            answer = call(*(_here(word, sandbox, metrics_url) for word in words[1:]))
             assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS), f"{command}\n{answer}"
 
 
@@ -160,6 +164,12 @@ def test_every_command_in_running_text_exists(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def _here(word: str, sandbox: Path, metrics_url: str) -> str:
+    """A word of a command, with the places of the docs replaced by those of the sandbox."""
+    word = word.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
+    return word.replace(RECORDING, str(sandbox / "trace.jsonl"))
 
 
 def _check_serve(words: list[str]) -> None:

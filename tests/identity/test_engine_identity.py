@@ -48,6 +48,7 @@ class Place:
         ]
         extra = {"tiers": tiers, **({"label": label} if label else {})}
         defaults = engine_options(model or self.model, DEVICE_BLOCKS, extra)
+        defaults["max_model_len"] = 2 * PROMPT_TOKENS  # fits the device at every block size
         return Engine(self._folder / "engine.log", {**defaults, **options})
 
     @property

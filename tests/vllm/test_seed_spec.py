@@ -238,7 +238,7 @@ def test_another_chunk_size_or_label_shares_nothing(shared: Path, tmp_path: Path
     engine.store(hashes("text", 4))
     engine.close()
     for change in ({"chunk": 2}, {"label": "other"}):
-        engine = Engine(tmp_path, shared, **change)  # type: ignore[arg-type]
+        engine = Engine(tmp_path, shared, **change)
         assert engine.await_hits(hashes("text", 4)) == 0
         engine.close()
 
