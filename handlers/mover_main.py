@@ -147,6 +147,7 @@ class MoverServer:
                 pack_removals(self._store.take_owed()),
                 counts,
                 reported - self._reported_bytes,
+                tuple(self._store.take_strays()),
             )
             self._counted, self._reported_bytes = now, reported
             self._send(frame(answer))

@@ -181,6 +181,9 @@ class MoverBackground(Background):
         wanted = tuple(slots)
         self._mover.submit(lambda ticket: RepairJob(ticket, wanted), partial(self._end, [], 0))
 
+    def take_strays(self) -> list[int]:
+        return self._store.take_strays()
+
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:
             self._store.owe(due, epoch)
@@ -191,6 +194,7 @@ class MoverBackground(Background):
 def take_books(store: BlockStore, answer: Answer, epoch: int) -> None:
     """What a mover counted and could not commit becomes this process's."""
     store.absorb(answer.counts, answer.reported_bytes)
+    store.note_strays(answer.strays)
     if answer.owed:
         store.owe(unpack_removals(answer.owed), epoch)
 

@@ -98,6 +98,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Growth of the store's counters since the last answer."""
     reported_bytes: int = 0
     """Of the bytes read: those that the mover has written into the index's totals."""
+    strays: tuple[int, ...] = ()
+    """Slots that no entry names, found while records were repaired."""
 
 
 Reply = Ready | Answer

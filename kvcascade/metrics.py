@@ -129,6 +129,7 @@ LINK_FIELDS: dict[str, str] = {
     "demote_no_space_blocks": "Blocks that were not written because the tier's disk was full.",
     "demote_refused_blocks": "Blocks that admission kept out of a tier.",
     "demote_over_budget_blocks": "Blocks that the day's write budget kept out of a tier.",
+    "demote_held_blocks": "Blocks that another engine had stored in a tier first.",
     "demote_openings": "Times that a tier took no writes for a while: it failed or stalled.",
     "promoted_blocks": "Blocks read from a tier and verified.",
     "promoted_bytes": "Bytes read from a tier and verified.",
@@ -153,6 +154,7 @@ TOTAL_FIELDS: dict[str, str] = {
     "record_dropped_requests": "Requests that the recording could not take.",
     "promotion_probes": "Reads that nobody waited for, to see whether a slow tier recovered.",
     "resets": "Cache resets.",
+    "resets_by_others": "Resets of a shared tier by other engines.",
 }
 _LATENCIES = {
     "demotion_seconds": ("demote_latencies_s", "Seconds that a batch took to a tier, with queues."),

@@ -463,6 +463,9 @@ class CascadingOffloadingManager(OffloadingManager):
             demoter.keep_ahead()
         if self._aging:
             self._demote_aged()
+        for index, level in enumerate(self._levels):
+            if level.maintain():
+                self._forget_level(index)
         for watch in self._watches:
             watch.check()
 
@@ -538,6 +541,17 @@ class CascadingOffloadingManager(OffloadingManager):
         self._aging.clear()
         self._stop_asking()
         self._workers.forget(workers)
+
+    def _forget_level(self, index: int) -> None:
+        """Another process reset a tier that it shares with this one.
+
+        What lies above is this process's own and stays, but nothing of it goes down any more.
+        """
+        jobs = chain(self._promoter.jobs, *(demoter.jobs for demoter in self._demoters))
+        self._levels[index].forget([pair for job in jobs for pair in job.blocks_at(index)])
+        for above in self._levels[:index]:
+            above.settle_all()
+        self.counters.resets_by_others += 1
 
     def on_reset_flushed(self) -> None:
         """The workers have ended every transfer from before the last reset."""

@@ -29,6 +29,8 @@ class LinkCounters:
     """How often the tier took no writes for a while: it failed or stalled."""
     demote_no_space_blocks: int = 0
     """Not written because the tier was full."""
+    demote_held_blocks: int = 0
+    """Not kept: another engine had stored the same block there first."""
     promoted_blocks: int = 0
     promoted_bytes: int = 0
     promote_s: float = 0.0
@@ -73,6 +75,8 @@ class Counters:
     """Reads that nobody waited for, to see whether a slow tier has recovered."""
     evicted_blocks: list[int] = field(default_factory=list)
     resets: int = 0
+    resets_by_others: int = 0
+    """Resets of a shared tier by other engines."""
     links: list[LinkCounters] = field(default_factory=list)
 
     @classmethod

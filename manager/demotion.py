@@ -24,6 +24,9 @@ from .flow import (
 )
 from .level import Level, Pairs
 
+_NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE)
+"""The block is below already, or from before a reset of the tier there: nothing failed."""
+
 
 class Demoter:
     """Moves dirty blocks from one level to the next one below. Under the manager's lock."""
@@ -139,6 +142,11 @@ class Demoter:
                 self._land(job, outcomes)
         return len(finished)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Copies under way."""
+        return list(self._jobs.values())
+
     def orphan_all(self) -> list[Job]:
         """The cache was reset: what is in flight will be forgotten when it lands."""
         for job in self._jobs.values():
@@ -229,8 +237,12 @@ class Demoter:
                 self._upper.set_settled(source.block_id)
                 stored.append(block_hash)
                 self._lower.set_dirty([target.block_id])
+                continue
+            self._lower.drop(block_hash, target)
+            if outcome in _NOT_WANTED:
+                self._counters.demote_held_blocks += outcome is BlockOutcome.HELD
+                self._upper.set_settled(source.block_id)
             else:
-                self._lower.drop(block_hash, target)
                 failed.append(source.block_id)
         self._upper.set_dirty(failed)
         self._flow.emit(stored, self._lower, removed=False)

@@ -49,6 +49,15 @@ class Job:
     is_orphan: bool = False
     """The cache was reset meanwhile: free the slots, keep nothing."""
 
+    def blocks_at(self, level: int) -> Pairs:
+        """What this job uses of a level."""
+        pairs: Pairs = []
+        if level == self.source_level:
+            pairs += zip(self.hashes, self.sources, strict=True)
+        if level == self.target_level:
+            pairs += zip(self.hashes, self.targets, strict=True)
+        return pairs
+
     def ends(self) -> Iterator[tuple[int, BlockStatus]]:
         """Every slot this job uses, with its level."""
         for status in self.sources:

@@ -157,6 +157,27 @@ class Level:
         """True if the block is here, ready or on its way."""
         return self.policy.get(block_hash) is not None
 
+    def maintain(self) -> bool:
+        """Upkeep of the tier; True if another process reset it: `forget` comes next."""
+        return self.backend.maintain(self.policy)
+
+    def forget(self, in_transfers: Pairs) -> None:
+        """Another process reset the tier: forget everything but what transfers still use.
+
+        Those blocks stay until their transfers end: a store has failed then, and what is read goes
+        where it was asked for.
+        """
+        self.policy.clear()
+        busy = {status.block_id for status in self.backend.reset()}
+        kept = {h: status for h, status in in_transfers if status.block_id in busy}
+        self.policy.insert_many(list(kept), list(kept.values()))
+
+    def settle_all(self) -> None:
+        """Nothing that is here now shall be written to the tier below."""
+        if not self.is_last:
+            self.settled_mask |= self.dirty_mask
+            self.dirty_mask[:] = False
+
     def reset(self) -> list[BlockStatus]:
         """Forget everything; returns the statuses of slots that transfers still use."""
         self.policy.clear()

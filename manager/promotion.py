@@ -215,6 +215,11 @@ class Promoter:
             self._flow.counters.links[level - 1].promote_openings = self._breakers[level].openings
         return ended
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Copies under way."""
+        return [job for jobs in self._jobs for job in jobs.values()]
+
     def orphan_all(self) -> list[Job]:
         """The cache was reset: nothing under way may become a hit."""
         self._pending.clear()

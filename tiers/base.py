@@ -56,6 +56,7 @@ class BlockOutcome(Enum):
     IO_ERROR = "io_error"  # the device failed; the block may still be there
     NO_SPACE = "no_space"  # the destination is full
     CANCELLED = "cancelled"  # never started
+    HELD = "held"  # not written: another process stored the same block there first
 
 
 class LoadStoreSpec(ABC):
@@ -120,6 +121,14 @@ class Backend(ABC):
 
         Those stay allocated until `free`. The policy is cleared by the caller.
         """
+
+    def maintain(self, policy: CachePolicy) -> bool:
+        """Upkeep at the end of a step, and about every 50 ms in an idle engine; must not wait.
+
+        `policy` is told which blocks came to this tier or went without the manager's doing. True if
+        another process reset the tier: the caller must clear the policy and `reset` this.
+        """
+        return False
 
     def close(self) -> None:  # noqa: B027 - optional for implementers
         """Release everything; idempotent. No other method may be called afterwards."""
@@ -210,6 +219,14 @@ class CachePolicy(ABC):
         Not a use: a policy that goes by recency puts them in this order (the first is the most
         recent afterwards), one that counts uses counts none.
         """
+
+    def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """These blocks are in the tier already, put there by another process: the coldest ones."""
+        raise NotImplementedError("this policy is not for a tier that is shared")
+
+    def disown(self, slots: Sequence[int]) -> None:
+        """Forget what lies in these slots, and that it was here; another process has them now."""
+        raise NotImplementedError("this policy is not for a tier that is shared")
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """The blocks of one request in prefix order, told when it ends, not `settle` and `touch`.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import NoSpaceError
-from .base import NOT_READY, Backend, BlockHash, BlockStatus, SlotSpec
+from .base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, SlotSpec
 
 
 class MemoryBackend(Backend):
@@ -18,6 +18,8 @@ class MemoryBackend(Backend):
         self.data = bytearray(block_size * capacity)
         self._statuses = [BlockStatus(0, slot) for slot in range(capacity)]
         self._free = set(range(capacity))
+        self.is_overtaken = False
+        """Set it to play another process that resets the tier."""
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -49,6 +51,10 @@ class MemoryBackend(Backend):
         busy = [status for status in used if status.ref_cnt != 0]
         self._free = set(range(self.capacity)) - {status.block_id for status in busy}
         return busy
+
+    def maintain(self, policy: CachePolicy) -> bool:
+        is_overtaken, self.is_overtaken = self.is_overtaken, False
+        return is_overtaken
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

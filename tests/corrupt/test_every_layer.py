@@ -60,9 +60,9 @@ LAYERS: dict[str, tuple[str, int]] = {
     "description": ("namespace.json", 30),
     "lock": ("lock", 0),
     "epoch": ("state/epoch.arr", 64),
-    "recency stamps": ("state/lru_stamp.arr", 80),
-    "recency log": ("state/lru_log.arr", 80),
-    "recency ends": ("state/lru_ends.arr", 70),
+    "recency stamps": ("state/0/lru_stamp.arr", 80),
+    "recency log": ("state/0/lru_log.arr", 80),
+    "recency ends": ("state/0/lru_ends.arr", 70),
 }
 
 Damage = Callable[[Path, int, Path], object]

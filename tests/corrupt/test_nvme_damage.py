@@ -17,7 +17,7 @@ import pytest
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
-from kvcascade.tiers.nvme.format import SLOT_RECORD_BYTES
+from kvcascade.tiers.nvme.format import FORMAT_VERSION, SLOT_RECORD_BYTES
 
 SLOTS, PER_SEGMENT = 32, 8
 HEADER = 4096
@@ -40,6 +40,7 @@ def reopen(folder: Path) -> Rig:
 def survivors(folder: Path) -> int:
     """Open, check every block, write over all of it, and check again."""
     rig = reopen(folder)
+    rig.maintain()
     good = sum(rig.check(block_hash) for block_hash in KEYS)
     assert not any(rig.check(h) for h in KEYS if rig.policy.get(h) is None)
     rig.check_sums()
@@ -171,7 +172,7 @@ ARRAY_DAMAGE: dict[str, Damage] = {
 
 @pytest.mark.parametrize("name", ARRAY_DAMAGE)
 def test_damaged_recency_loses_recency_only(folder: Path, name: str) -> None:
-    paths = [path for path in (folder / "state").iterdir() if path.name != "epoch.arr"]
+    paths = list((folder / "state" / "0").iterdir())
     assert paths
     for path in paths:
         ARRAY_DAMAGE[name](path)
@@ -319,7 +320,7 @@ def test_an_unknown_version_is_refused(folder: Path) -> None:
 def test_a_lost_description_is_written_anew(folder: Path) -> None:
     (folder / "namespace.json").unlink()
     assert survivors(folder) == SLOTS
-    assert json.loads((folder / "namespace.json").read_text())["format_version"] == 1
+    assert json.loads((folder / "namespace.json").read_text())["format_version"] == FORMAT_VERSION
 
 
 @pytest.mark.parametrize("name", ["index", "state", "segments"])
@@ -331,14 +332,20 @@ def test_a_linked_folder_is_refused(folder: Path, name: str, tmp_path: Path) -> 
         reopen(folder)
 
 
-def test_the_lock_file_may_hold_anything(folder: Path) -> None:
-    (folder / "lock").write_bytes(os.urandom(1000))
+@pytest.mark.parametrize("name", ["lock", "owners"])
+def test_lock_files_may_hold_anything(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(random.Random(3).randbytes(1000))
     assert survivors(folder) == SLOTS
+    (folder / name).unlink()
+    assert survivors(folder) == 0, "all was overwritten"
 
 
+@pytest.mark.parametrize("name", ["lock", "owners"])
 @pytest.mark.parametrize("kind", ["symlink", "folder"])
-def test_a_lock_that_is_no_file_is_refused(folder: Path, kind: str, tmp_path: Path) -> None:
-    lock, outside = folder / "lock", tmp_path / "precious"
+def test_a_lock_that_is_no_file_is_refused(
+    folder: Path, kind: str, name: str, tmp_path: Path
+) -> None:
+    lock, outside = folder / name, tmp_path / "precious"
     outside.write_text("precious")
     lock.unlink()
     if kind == "symlink":

@@ -170,25 +170,3 @@ def test_a_worker_of_a_dead_engine_still_copies_when_the_next_one_starts(
                 process.kill()
     assert not known.wrong and not os.listdir(shared)
     assert known.stored <= read_all(setup, known.version, close_clean=True)
-
-
-def test_a_second_engine_of_the_same_name_is_refused(tmp_path: Path, shared: Path) -> None:
-    """It gets memory of its own, and the tier on disk has one owner: it ends, the first goes on."""
-    setup, known = Setup(tmp_path, shared, ROOMY, "one-name"), Known()
-    first = Engine(setup, known, seed=1)
-    intruder = Known(version=known.version)
-    second = first
-    try:
-        first.listen(10)
-        second = Engine(setup, intruder, seed=2)
-        second.finish()
-        assert not intruder.is_open, "it was refused"
-        known.is_open = True
-        first.listen(30)
-        first.scheduler.kill()
-        first.finish()
-    finally:
-        for process in [*first.processes, *second.processes]:
-            process.kill()
-    assert not known.wrong and not os.listdir(shared)
-    assert known.stored <= read_all(setup, known.version, close_clean=True)

@@ -286,6 +286,7 @@ def test_a_full_map_makes_the_tier_read_only(tmp_path: Path) -> None:
     assert fill_the_map(rig)
     for i in range(100, 164, 8):
         assert rig.store(keys(i, i + 8)) == keys(i, i + 8)
+        fill_the_map(rig)  # pages that nobody reads any more are used again
         rig.write_down()
         rig.clock.advance(1.0)
     assert rig.counters.demote_no_space_blocks > 0

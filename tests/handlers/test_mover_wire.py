@@ -35,7 +35,9 @@ from kvcascade.tiers.nvme.index import Removal
 
 SLOTS = pack_slots(np.array([3, 1, 2**31 - 1], dtype=np.int32))
 REMOVALS = [Removal(key(7), 5, 1 << 60)]
-ATTACHMENT = Attachment("/index", 64, ("/a", "/b"), 4096, 8, "ab" * 32, "power", 1 << 41)
+ATTACHMENT = Attachment(
+    "/index", 1 << 26, "/owners", 3, 64, ("/a", "/b"), 4096, 8, "ab" * 32, "power", 1 << 41
+)
 TO_MOVER = [
     Setup(ATTACHMENT, 4096, 8192, 10, 2),
     StoreJob(1, (key(1), key(2), key(3)), SLOTS, SLOTS, 7, pack_removals(REMOVALS)),

@@ -18,7 +18,7 @@ INLINE_LIMIT_BYTES = 2000
 
 
 def opened(path: Path, now: list[float]) -> BlockIndex:
-    index = open_index(path, 64, is_durable=False)
+    index = open_index(path, 64, 1 << 24, is_durable=False)
     index.wall_clock = lambda: now[0]
     index.load(IndexIdentity(b"f" * 32, 4096, 8), 0, may_create=True)
     return index
@@ -26,7 +26,7 @@ def opened(path: Path, now: list[float]) -> BlockIndex:
 
 def put(index: BlockIndex, number: int, read_bytes: int = 0) -> None:
     entry = IndexEntry(number % 64, 4096, 1, number)
-    index.commit(0, (), [(key(number), entry)], read_bytes)
+    index.commit(0, (), [(key(number), entry)], read_bytes=read_bytes)
 
 
 def test_the_window_survives_a_crash_and_slides(tmp_path: Path) -> None:

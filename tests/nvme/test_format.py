@@ -14,6 +14,7 @@ from safetensors import safe_open
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
 from kvcascade.tiers.nvme.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.format import (
+    FORMAT_VERSION,
     SLOT_RECORD_BYTES,
     IndexEntry,
     SegmentLayout,
@@ -59,7 +60,8 @@ def test_header_round_trip() -> None:
 
 
 def test_unknown_segment_version_is_refused() -> None:
-    header = LAYOUT.header(0).replace(b'"format_version":"1"', b'"format_version":"9"')
+    now, other = f'"format_version":"{FORMAT_VERSION}"', '"format_version":"9"'
+    header = LAYOUT.header(0).replace(now.encode(), other.encode())
     with pytest.raises(FormatError, match="version 9"):
         parse_segment_header(header)
 
@@ -127,9 +129,10 @@ def test_checksum_depends_on_key_and_every_byte(size: int) -> None:
 
 GOOD = {
     "format": "kvcascade-namespace",
-    "format_version": 1,
+    "format_version": FORMAT_VERSION,
     "block_bytes": 4096,
     "slots_per_segment": 8,
+    "index_bytes": 1 << 20,
     "fields": {},
 }
 
@@ -137,12 +140,13 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"format_version": 2}, FormatError),
-        ({"format_version": "1"}, FormatError),
+        ({"format_version": 1}, FormatError),
+        ({"format_version": str(FORMAT_VERSION)}, FormatError),
         ({"format": "other"}, CorruptionError),
         ({"block_bytes": -1}, CorruptionError),
         ({"block_bytes": True}, CorruptionError),
         ({"slots_per_segment": 2**40}, CorruptionError),
+        ({"index_bytes": 0}, CorruptionError),
         ({"fields": []}, CorruptionError),
     ],
 )

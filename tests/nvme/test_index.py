@@ -17,26 +17,47 @@ from kvcascade.tiers.nvme.index import (
     BlockIndex,
     IndexIdentity,
     Removal,
+    SavedSlots,
+    Session,
     open_index,
 )
 from kvcascade.tiers.nvme.index_errors import CommitOutcome
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)
 CAPACITY = 64
+MAP_BYTES = 1 << 24
 
 
 def entry(slot: int, generation: int = 1) -> IndexEntry:
     return IndexEntry(slot, 4096, 1234, generation)
 
 
-def opened(path: Path, wanted_epoch: int = 0, identity: IndexIdentity = IDENTITY) -> BlockIndex:
-    index = open_index(path, CAPACITY, is_durable=False)
+def opened(
+    path: Path,
+    wanted_epoch: int = 0,
+    identity: IndexIdentity = IDENTITY,
+    map_bytes: int = MAP_BYTES,
+) -> BlockIndex:
+    return begun(path, wanted_epoch, identity, map_bytes)[0]
+
+
+def begun(
+    path: Path,
+    wanted_epoch: int = 0,
+    identity: IndexIdentity = IDENTITY,
+    map_bytes: int = MAP_BYTES,
+    state: int = 0,
+    is_alone: bool = True,
+) -> tuple[BlockIndex, Session]:
+    index = open_index(path, CAPACITY, map_bytes, is_durable=False)
     try:
-        index.load(identity, wanted_epoch, may_create=True)
+        session = index.load(
+            identity, wanted_epoch, may_create=True, state=state, is_alone=is_alone
+        )
     except BaseException:
         index.abandon()
         raise
-    return index
+    return index, session
 
 
 @pytest.fixture
@@ -95,19 +116,57 @@ def test_scan_keeps_the_later_of_two_entries_on_a_slot(index: BlockIndex) -> Non
     assert {k for k, _ in index.keys()} == {key(2), key(3)}
 
 
-def test_free_extents_come_back(tmp_path: Path) -> None:
-    index = opened(tmp_path)
-    assert not index.needs_scan
+def test_an_epoch_that_others_use_is_taken_as_it_is(tmp_path: Path) -> None:
+    index, _ = begun(tmp_path, wanted_epoch=7, is_alone=False)
+    assert index.epoch == 7
+    index.abandon()
+
+
+def test_what_a_process_saved_comes_back_once(tmp_path: Path) -> None:
+    index, session = begun(tmp_path)
+    assert (session.number, session.use, session.saved) == (1, 1, None)
     index.commit(0, (), [(key(1), entry(1))])
-    index.close(np.array([[2, 9]], dtype=np.int32), read_bytes=5)
-    index = opened(tmp_path)
-    assert index.was_clean and index.entries_at_open == 1
-    assert index.saved_free_extents().tolist() == [[2, 9]]
+    index.close(SavedSlots(3, 1, np.array([[2, 9]], dtype=np.int32)), read_bytes=5)
+    index, session = begun(tmp_path, state=1)
+    assert (session.number, session.use, session.saved) == (2, 1, None)
+    index.close(SavedSlots(3, 0, np.zeros((0, 2), dtype=np.int32)))
+    index, session = begun(tmp_path)
+    assert (session.number, session.use) == (3, 2) and index.entries_at_open == 1
+    assert session.saved is not None and (session.saved.epoch, session.saved.used) == (3, 1)
+    assert session.saved.free.tolist() == [[2, 9]]
     assert index.totals == (4096, 5)
     index.abandon()
-    index = opened(tmp_path)
-    assert not index.was_clean and index.needs_scan
+    index, session = begun(tmp_path)
+    assert session.saved is None
     index.abandon()
+
+
+def test_the_first_of_two_processes_wins(index: BlockIndex) -> None:
+    index.commit(0, (), [(key(1), entry(5)), (key(2), entry(6)), (key(3), entry(7))])
+    held: set[BlockHash] = set()
+    puts = [(key(i), entry(10 + i, 9)) for i in range(5)]
+    outcome = index.commit(0, [Removal(key(1), 5, 1)], puts, lambda slot: slot == 6, held)
+    assert outcome is CommitOutcome.DONE and held == {key(3)}
+    assert [e.slot for i in range(5) if (e := index.entry(key(i)))] == [10, 11, 12, 7, 14]
+
+
+def test_nothing_is_seen_without_a_hold_and_all_with_the_next(index: BlockIndex) -> None:
+    index.commit(0, (), [(key(1), entry(5))])
+    index.release()
+    index.release()
+    assert index.slot_of(key(1)) == -1 and index.seen_epoch() == -1
+    index.refresh()
+    assert index.slot_of(key(1)) == 5
+
+
+def test_only_what_is_judged_is_dropped(index: BlockIndex) -> None:
+    puts = [(key(1), entry(5, 10)), (key(2), entry(5, 11)), (key(3), entry(9, 1))]
+    puts += [(key(4), entry(9, 2)), (key(5), entry(20)), (key(6), entry(CAPACITY))]
+    index.commit(0, (), puts)
+    mine, lost = np.zeros(CAPACITY, np.bool_), np.zeros(CAPACITY, np.bool_)
+    mine[:8], lost[16:24] = True, True
+    assert index.scan(mine, lost, and_beyond=False).tolist() == [5]
+    assert {k for k, _ in index.keys()} == {key(2), key(3), key(4), key(6)}
 
 
 def test_another_namespace_is_refused(tmp_path: Path) -> None:
@@ -119,16 +178,14 @@ def test_another_namespace_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
     index = opened(tmp_path)
     with index._env.begin(write=True, db=index._meta) as txn:
-        txn.put(b"format", (2).to_bytes(8, "little"))
+        txn.put(b"format", (99).to_bytes(8, "little"))
     index.abandon()
-    with pytest.raises(FormatError, match="version 2"):
+    with pytest.raises(FormatError, match="version 99"):
         opened(tmp_path)
 
 
-def test_a_map_that_is_full_is_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcascade.tiers.nvme.index.MAP_FIXED_BYTES", 1 << 16)
-    monkeypatch.setattr("kvcascade.tiers.nvme.index.MAP_BYTES_PER_SLOT", 0)
-    index = opened(tmp_path)
+def test_a_map_that_is_full_is_no_space(tmp_path: Path) -> None:
+    index = opened(tmp_path, map_bytes=1 << 16)
     rng = random.Random(1)
     puts = [(BlockHash(rng.randbytes(36)), entry(i % CAPACITY)) for i in range(2000)]
     assert index.commit(0, (), puts) is CommitOutcome.NO_SPACE

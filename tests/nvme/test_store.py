@@ -141,7 +141,7 @@ def test_an_entry_that_changed_while_reading_is_gone(rig: Rig) -> None:
 
 def test_removals_that_failed_are_owed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store(keys(32))
-    monkeypatch.setattr("kvcascade.tiers.nvme.index._number", _fail_once())
+    monkeypatch.setattr(rig.tier.index, "_enter_epoch", _fail_once(rig.tier.index))
     assert set(rig.store(keys(4, start=100))) == {IO_ERROR}
     assert rig.tier.index.count() == 32
     assert set(rig.store(keys(4, start=200))) == {OK}
@@ -152,15 +152,15 @@ def test_removals_that_failed_are_owed(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert sum(rig.check(block_hash) for block_hash in present) == 32
 
 
-def _fail_once() -> Callable[[bytes | None], int]:
-    real, calls = index._number, iter([True])
+def _fail_once(failing: index.BlockIndex) -> Callable[..., bool]:
+    real, calls = failing._enter_epoch, iter([True])
 
-    def number(value: bytes | None) -> int:
+    def enter_epoch(txn: lmdb.Transaction[bytes], epoch: int) -> bool:
         if next(calls, False):
             raise lmdb.DiskError("commit", errno.EIO)
-        return real(value)
+        return real(txn, epoch)
 
-    return number
+    return enter_epoch
 
 
 def test_counters_tell_the_story(rig: Rig, fs: MemoryFileSystem) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
-from kvcascade.errors import ConfigError, InUseError
+from kvcascade.errors import ConfigError, InUseError, NoSpaceError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, plan_capacity
+from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, capacity_for, plan_capacity
 from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
@@ -65,9 +64,9 @@ def test_a_policy_that_was_away_is_reconciled(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_an_open_namespace_is_in_use(tmp_path: Path) -> None:
+def test_a_namespace_is_open_once_in_a_process(tmp_path: Path) -> None:
     rig = Rig(config_for([tmp_path]))
-    with pytest.raises(InUseError, match=f"process {os.getpid()}"):
+    with pytest.raises(InUseError, match="open in this process already"):
         Rig(config_for([tmp_path]))
     rig.close()
     Rig(config_for([tmp_path])).close()
@@ -168,12 +167,9 @@ def test_two_paths_share_the_work(tmp_path: Path) -> None:
         Rig(replace(rig.config, paths=(paths[1], paths[0])))
 
 
-def test_growth_is_ahead_of_need_and_off_the_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcascade.tiers.nvme.tier.SEGMENT_BYTES", 1)
+def test_growth_is_ahead_of_need_and_off_the_thread(tmp_path: Path) -> None:
     executor = SteppingExecutor()
-    rig = Rig(config_for([tmp_path], slots=32), executor=executor)
+    rig = Rig(replace(config_for([tmp_path], slots=32), ready_bytes=1), executor=executor)
     executor.run_all()
     assert rig.backend.get_num_free_blocks() == 8
     rig.store(keys(1))
@@ -184,10 +180,10 @@ def test_growth_is_ahead_of_need_and_off_the_thread(
     rig.close()
 
 
-def test_a_full_disk_lowers_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcascade.tiers.nvme.tier.SEGMENT_BYTES", 1)
+def test_a_full_disk_lowers_what_there_is(tmp_path: Path) -> None:
     fs, clock = MemoryFileSystem(), ManualClock()
-    rig = Rig(config_for([tmp_path], slots=32), fs=fs, clock=clock)
+    config = replace(config_for([tmp_path], slots=32), ready_bytes=1)
+    rig = Rig(config, fs=fs, clock=clock)
     fs.fail("preallocate", errno.ENOSPC)
     assert set(rig.store(keys(6))) == {BlockOutcome.OK}
     assert rig.backend.get_num_free_blocks() == 2 and rig.tier.growth.failures == 1
@@ -200,30 +196,45 @@ def test_a_full_disk_lowers_what_there_is(tmp_path: Path, monkeypatch: pytest.Mo
 def test_old_namespaces_leave_first(tmp_path: Path) -> None:
     config = config_for([tmp_path], slots=32)
     old = replace(config, key=NamespaceKey("old", {"n": 1}))
-    locked = replace(config, key=NamespaceKey("locked", {"n": 2}), slots_per_segment=8)
+    other = replace(config, key=NamespaceKey("other", {"n": 2}))
     Rig(old).close()
-    rig = Rig(replace(config, capacity_bytes=2 * config.capacity_bytes))
-    assert rig.backend.get_num_free_blocks() >= 32
-    rig.store(keys(8))
-    rig.close()
-    newer = Rig(config_for([tmp_path], slots=32))
-    assert not (tmp_path / old.key.directory_name).exists(), "there was room only without it"
-    other = Rig(locked)
-    assert other.backend.available == 0, "the namespace that is open stays"
-    assert newer.check(key(0))
-    assert other.store(keys(0)) == []
-    other.close()
-    newer.close()
-
-
-def test_capacity_is_never_exceeded(tmp_path: Path) -> None:
-    config = config_for([tmp_path], slots=4096, per_segment=256)
     rig = Rig(config)
-    for start in range(0, 3 * 4096, 128):
-        rig.store(keys(128, start=start))
-    used = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*") if p.is_file())
+    assert not (tmp_path / old.key.directory_name).exists(), "there was room only without it"
+    rig.store(keys(8))
+    with pytest.raises(NoSpaceError, match="over all namespaces"):
+        Rig(other)
+    assert rig.check(key(0)), "the namespace that is open stays"
     rig.close()
-    assert used <= config.capacity_bytes
+    Rig(other).close()
+    assert not (tmp_path / config.key.directory_name).exists()
+
+
+def test_nothing_is_removed_in_vain(tmp_path: Path) -> None:
+    """Somebody else's data fills the disk: our old namespaces would not make enough room."""
+    fs = MemoryFileSystem(size_bytes=4 << 20)
+    config = config_for([tmp_path], slots=32)
+    old = replace(config, key=NamespaceKey("old", {"n": 1}))
+    Rig(old, fs=fs).close()
+    roomy = replace(config, capacity_bytes=4 * config.capacity_bytes)
+    rig = Rig(replace(roomy, min_free_bytes=5 << 20), fs=fs)
+    assert rig.backend.available == 0
+    assert rig.tier.growth.failures == 1 and fs.exists(tmp_path / old.key.directory_name)
+    rig.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "lirs"])
+@pytest.mark.parametrize("slots", [16, 256, 4096])
+def test_capacity_is_never_exceeded(tmp_path: Path, slots: int, policy: str) -> None:
+    config = config_for([tmp_path], slots=slots, per_segment=slots // 8)
+    rig = Rig(config, policy=policy)
+    batch = min(128, slots // 4)
+    for start in range(0, 3 * slots, batch):
+        rig.store(keys(batch, start=start))
+        used = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*") if p.is_file())
+        assert used <= config.capacity_bytes
+    assert rig.backend.available == slots and not rig.tier.store.counters.no_space
+    rig.close()
+    assert len(list((tmp_path / config.key.directory_name / "state" / "0").iterdir())) > 1
 
 
 def test_min_free_is_kept(tmp_path: Path) -> None:
@@ -244,12 +255,12 @@ def test_plans_never_exceed_the_capacity(capacity: int, block_bytes: int, paths:
     try:
         plan = plan_capacity(capacity, block_bytes, paths)
     except ConfigError:
-        assert capacity < 2 * paths * (block_bytes + 8192)
+        assert capacity < capacity_for(1, 1, block_bytes, paths) + 2 * paths * BLOCK
         return
     layout = SegmentLayout(block_bytes, plan.slots_per_segment, "0" * 64)
     per_path = -(-plan.segments // paths)
     assert per_path * layout.file_bytes + plan.metadata_bytes <= capacity // paths
-    if capacity // paths > 64 * block_bytes:
+    if capacity // paths > (64 << 20) + 64 * block_bytes * paths:
         most = MAX_SLOTS - plan.slots_per_segment  # numbers of slots are 31 bits
         assert plan.slots >= min(capacity * 0.6 / block_bytes, most)
     assert per_path <= 160

@@ -56,7 +56,8 @@ def test_shared_memory_is_private(tmp_path: Path) -> None:
         os.umask(before)
 
 
-PLACES = ["", "segments", "state", "index/data.mdb", "namespace.json", "lock", "state/epoch.arr"]
+PLACES = ["", "segments", "state", "index/data.mdb", "namespace.json", "lock", "owners"]
+PLACES += ["state/epoch.arr"]
 
 
 @as_root

@@ -21,6 +21,7 @@ from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import header as arena_header
 from kvcascade.tiers.nvme.format import (
+    FORMAT_VERSION,
     SLOT_RECORD_BYTES,
     SegmentLayout,
     parse_description,
@@ -107,7 +108,7 @@ _HUGE = st.sampled_from([0, -1, 1 << 31, 1 << 62, 1 << 200, 1.5, None, "8", [8],
 def test_a_description_with_wild_numbers_is_refused(block_bytes: object, slots: object) -> None:
     document = {
         "format": "kvcascade-namespace",
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "fields": {},
         "block_bytes": block_bytes,
         "slots_per_segment": slots,
@@ -135,9 +136,10 @@ HUGE_FILES = (
     "index/data.mdb",
     "index/lock.mdb",
     "namespace.json",
-    "state/lru_stamp.arr",
+    "state/0/lru_stamp.arr",
     "state/epoch.arr",
     "lock",
+    "owners",
 )
 
 
@@ -165,7 +167,7 @@ def test_a_file_of_a_terabyte_costs_no_memory(folder: Path, tmp_path: Path) -> N
         "index/data.mdb",
         "index/lock.mdb",
         "index",
-        "state/lru_stamp.arr",
+        "state/0/lru_stamp.arr",
         "state/epoch.arr",
         "namespace.json",
         "lock",

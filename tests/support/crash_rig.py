@@ -33,6 +33,7 @@ from kvcascade.config import CascadeConfig, parse
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
+from kvcascade.tiers.nvme.capacity import capacity_for
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from kvcascade.tiers.policies import OrderedPolicy, create, known_names
@@ -83,8 +84,8 @@ class Setup:
     @property
     def capacity_bytes(self) -> int:
         """Room for `nvme_slots` blocks."""
-        segment = SLOTS_PER_SEGMENT * (SLOT_BYTES + 128) + 4096
-        return -(-self.nvme_slots // SLOTS_PER_SEGMENT) * segment * 16 // 15 + 8192
+        segments = -(-self.nvme_slots // SLOTS_PER_SEGMENT)
+        return capacity_for(segments, SLOTS_PER_SEGMENT, SLOT_BYTES) + 4096
 
     def settings(self) -> CascadeConfig:
         """The configuration of every process of the engine."""

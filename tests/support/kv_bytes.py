@@ -18,6 +18,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from kvcascade.tiers.nvme.capacity import capacity_for
+
 Made = TypeVar("Made")
 Pages = npt.NDArray[np.int8]
 
@@ -51,8 +53,7 @@ def tiers(shape: Shape, path: Path | None, cpu: int, nvme: int = 0, **options: A
     found: list[Any] = [{"type": "cpu", "capacity": cpu * shape.slot_bytes + 4096}]
     if path is not None:
         per_segment = 16
-        segment = per_segment * (shape.slot_bytes + 128) + 4096
-        capacity = (-(-nvme // per_segment) * segment) * 16 // 15 + 8192
+        capacity = capacity_for(-(-nvme // per_segment), per_segment, shape.slot_bytes) + 4096
         found.append(
             {
                 "type": "nvme",

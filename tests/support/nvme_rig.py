@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy
-from kvcascade.tiers.nvme.backend import NvmeBackend
+from kvcascade.tiers.nvme.backend import NvmeBackend, NvmeSpec
+from kvcascade.tiers.nvme.capacity import capacity_for
 from kvcascade.tiers.nvme.filesystem import FileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
@@ -20,6 +21,7 @@ from .executors import InlineExecutor
 
 BLOCK = 4096
 SLOT_BYTES = BLOCK + 128
+FEW = 4
 
 
 def key(i: int) -> BlockHash:
@@ -36,11 +38,10 @@ def content(block_hash: BlockHash, version: int = 0) -> bytes:
 def config_for(paths: Sequence[Path], slots: int = 64, per_segment: int = 8) -> NvmeTierConfig:
     """A tier that has room for at least `slots` blocks."""
     segments = -(-slots // per_segment)
-    segment_bytes = BLOCK + per_segment * SLOT_BYTES
-    share = -(-segments // len(paths)) * segment_bytes * 16 // 15 + 64
+    capacity = capacity_for(segments, per_segment, BLOCK, len(paths))
     return NvmeTierConfig(
         paths=tuple(paths),
-        capacity_bytes=share * len(paths),
+        capacity_bytes=capacity + len(paths) * BLOCK,
         block_bytes=BLOCK,
         key=NamespaceKey("some/model", {"model": "some/model", "dtype": "float16"}),
         slots_per_segment=per_segment,
@@ -104,6 +105,13 @@ class Rig:
                 self.drop(block_hash)
         return outcomes
 
+    def store_bit_by_bit(self, hashes: Sequence[BlockHash]) -> list[BlockOutcome]:
+        """Store a few blocks at a time, so that a tier which is not full can grow."""
+        outcomes: list[BlockOutcome] = []
+        for start in range(0, len(hashes), FEW):
+            outcomes += self.store(hashes[start : start + FEW])
+        return outcomes
+
     def drop(self, block_hash: BlockHash) -> None:
         """What the manager does with a block that failed or is damaged."""
         status = self.policy.remove(block_hash)
@@ -115,15 +123,23 @@ class Rig:
         status = self.policy.get(block_hash)
         if status is None or status.ref_cnt < 0:
             return None
+        return self.read_pinned(self.pin(block_hash))
+
+    def pin(self, block_hash: BlockHash) -> NvmeSpec:
+        """Find a block that is here, as a promotion does; `read_pinned` comes next."""
+        status = self.policy.get(block_hash)
+        assert status is not None
         status.ref_cnt += 1
-        spec = self.backend.get_load_store_spec([block_hash], [status])
+        return self.backend.get_load_store_spec([block_hash], [status])
+
+    def read_pinned(self, spec: NvmeSpec) -> tuple[BlockOutcome, bytes]:
+        """Read what was pinned."""
         buffer = bytearray(BLOCK)
-        (outcome,) = self.tier.store.read(
-            spec.hashes, spec.slots.tolist(), [memoryview(buffer)], spec.values
-        )
-        status.ref_cnt -= 1
+        slots = spec.slots.tolist()
+        (outcome,) = self.tier.store.read(spec.hashes, slots, [memoryview(buffer)], spec.values)
+        self.tier.table.at(slots[0]).ref_cnt -= 1
         if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
-            self.drop(block_hash)
+            self.drop(spec.hashes[0])
         return outcome, bytes(buffer)
 
     def check(self, block_hash: BlockHash) -> bool:
@@ -133,6 +149,13 @@ class Rig:
             return False
         assert result[1] == content(block_hash), "wrong bytes were served"
         return True
+
+    def maintain(self) -> bool:
+        """The end of a step; True if another process reset the tier, and all is forgotten here."""
+        is_reset = self.backend.maintain(self.policy)
+        if is_reset:
+            self.reset()
+        return is_reset
 
     def reset(self) -> list[BlockStatus]:
         """Forget everything; the busy slots are the caller's to free."""

@@ -121,7 +121,7 @@ def test_import_needs_a_closed_cache_and_export_does_not(file: Path, tmp_path: P
     rig = UsageRig(config_of(tmp_path / "from"))
     rig.store([key(50)])
     answer = call_outside("import", tmp_path / "from", file, "--json")
-    assert answer.code == ExitCode.IN_USE and "one process" in answer.document["message"]
+    assert answer.code == ExitCode.IN_USE and "no engine runs" in answer.document["message"]
     live = tmp_path / "live.safetensors"
     answer = call_outside("export", tmp_path / "from", live, "--json")
     assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS + 1

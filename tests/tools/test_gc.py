@@ -59,7 +59,7 @@ def test_by_age(aged: Path) -> None:
 
 
 def test_blocks_of_unknown_age_stay(aged: Path) -> None:
-    for path in (aged / "state").glob("use_*.arr"):
+    for path in (aged / "state" / "0").glob("use_*.arr"):
         path.unlink()
     (report,) = collect(locations(aged), Wish(older_than_s=1), is_dry_run=False, now_s=NOW_S)
     assert report.blocks_removed == 0

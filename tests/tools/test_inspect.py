@@ -6,12 +6,11 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.cache_rig import UsageRig, call, call_outside, config_of, fill, fill_two, flip, segment
-from support.nvme_rig import BLOCK, content, key
+from support.nvme_rig import BLOCK, config_for, content, key
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.cache.inspect import report
@@ -133,8 +132,7 @@ def test_several_paths(tmp_path: Path) -> None:
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
-    config = replace(config_of(roots[0]), paths=tuple(roots))
-    config = replace(config, capacity_bytes=2 * config.capacity_bytes)
+    config = config_for(roots, slots=64, per_segment=8)
     rig = UsageRig(config)
     rig.store([key(i) for i in range(30)])
     rig.close()

@@ -64,7 +64,7 @@ def refuse(options: list[Any], kind: type[KVCascadeError], *words: str, **more: 
 def test_a_namespace_in_use_is_refused(shared: Path, tmp_path: Path) -> None:
     options = filled(tmp_path, shared)
     with Driver(SHAPE, options) as driver:
-        refuse(options, InUseError, str(tmp_path))
+        refuse(options, InUseError, str(tmp_path), "in this process")
         assert driver.serve("text 2", 4) == 4, "the owner goes on"
     with Driver(SHAPE, options) as driver:
         assert driver.serve("text 1", 4) == 4

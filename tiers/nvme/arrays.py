@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...errors import os_errors
+from ...errors import NoSpaceError, os_errors
 from ...logs import get_logger
-from .filesystem import File, FileSystem
+from .filesystem import PAGE_BYTES, File, FileSystem
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
@@ -51,15 +53,27 @@ class MappedArrays:
 
     `session` numbers the times the tier was opened. An array that was not in use in the session
     before says nothing about what happened in it. Without a session, arrays are not sealed.
+
+    A file is made inside `claim(bytes)`; where that raises `NoSpaceError`, the array lives in
+    memory and is lost at the end.
     """
 
-    def __init__(self, fs: FileSystem, folder: Path, session: int | None) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        folder: Path,
+        session: int | None,
+        claim: Callable[[int], AbstractContextManager[None]] = lambda growth: nullcontext(),
+    ) -> None:
+        self._claim = claim
         self._fs = fs
         self._folder = folder
         self._session = session
         self._open: list[_OpenArray] = []
         self.was_replaced = False
         """True once an array was not there, damaged, stale, or not as it was asked for."""
+        self.was_made = False
+        """True once an array was not there, damaged, or not as it was asked for."""
 
     def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         """The array as it was left; zeros where it is new. Raises one of our errors.
@@ -72,8 +86,12 @@ class MappedArrays:
         with os_errors(f"mapping {path}"):
             old = self._load(path, kind, length)
             if old is None or len(old) != length:
-                self.was_replaced = True
-                self._rewrite(path, kind, length, old)
+                self.was_replaced = self.was_made = True
+                try:
+                    self._rewrite(path, kind, length, old)
+                except NoSpaceError as error:
+                    _log.warning("recency will not survive a restart: %s", error)
+                    return np.zeros(length, dtype=kind)
             file = self._fs.open(path)
             view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
             self._open.append(_OpenArray(file, view, kind, length))
@@ -128,18 +146,20 @@ class MappedArrays:
         temporary = path.with_suffix(".new")
         if self._fs.exists(temporary):
             self._fs.unlink(temporary)
-        file = self._fs.open(temporary, create=True)
-        try:
-            file.preallocate(HEADER_BYTES + length * kind.itemsize)
-            header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
-            file.pwritev([memoryview(header)], 0)
-            if old is not None:
-                common = old[:length]
-                file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
-            file.sync()
-        finally:
-            file.close()
-        self._fs.rename(temporary, path)
+        size = HEADER_BYTES + length * kind.itemsize
+        with self._claim(-(-size // PAGE_BYTES) * PAGE_BYTES):
+            file = self._fs.open(temporary, create=True)
+            try:
+                file.preallocate(size)
+                header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
+                file.pwritev([memoryview(header)], 0)
+                if old is not None:
+                    common = old[:length]
+                    file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
+                file.sync()
+            finally:
+                file.close()
+            self._fs.rename(temporary, path)
 
 
 def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:

@@ -8,14 +8,17 @@ when a block of theirs is asked for. The owner must outlive whoever attaches.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import os_errors
-from .filesystem import RealFileSystem
+from .filesystem import FileSystem, RealFileSystem
 from .format import SegmentLayout
 from .index import attach_index
+from .namespace import OWNERS
+from .owners import last_owner
 from .segments import Segment, SegmentSet
 from .store import BlockStore, Durability
 
@@ -30,6 +33,12 @@ class Attachment:
     """Everything that is needed to move blocks of an open tier; plain data."""
 
     index_folder: str
+    index_bytes: int
+    """Address space of the index."""
+    owners: str
+    """The file that says who owns which segment."""
+    state: int
+    """The owner's state number."""
     capacity_blocks: int
     segment_folders: tuple[str, ...]
     block_bytes: int
@@ -46,6 +55,9 @@ def attachment_of(tier: NvmeTier, has_direct_io: bool = True) -> Attachment:
     layout = tier.segments.layout
     return Attachment(
         str(tier.index.path),
+        tier.index.map_bytes,
+        str(tier.namespace.folders[0] / OWNERS),
+        tier.namespace.owners.state,
         tier.index.capacity,
         tuple(map(str, tier.namespace.segment_folders)),
         layout.block_bytes,
@@ -63,6 +75,7 @@ def attach(attachment: Attachment) -> BlockStore:
     index = attach_index(
         Path(attachment.index_folder),
         attachment.capacity_blocks,
+        attachment.index_bytes,
         is_durable=durability is Durability.POWER,
     )
     layout = SegmentLayout(
@@ -72,6 +85,7 @@ def attach(attachment: Attachment) -> BlockStore:
         RealFileSystem(attachment.has_direct_io),
         [Path(f) for f in attachment.segment_folders],
         layout,
+        attachment,
     )
     return BlockStore(index, segments, durability, attachment.first_generation)
 
@@ -80,6 +94,22 @@ class AttachedSegments(SegmentSet):
     """Segments of somebody else, opened as they are asked for. Any thread."""
 
     _opening = threading.Lock()
+
+    def __init__(
+        self, fs: FileSystem, folders: Sequence[Path], layout: SegmentLayout, owner: Attachment
+    ) -> None:
+        super().__init__(fs, folders, layout)
+        self._state = owner.state
+        with os_errors(f"opening {owner.owners}"):
+            self._owners = fs.byte_locks(Path(owner.owners))
+
+    def is_own(self, slot: int) -> bool:
+        """True if the slot lies in a segment of the process that this one works for."""
+        return last_owner(self._owners, slot // self.layout.slots) == self._state
+
+    def close(self) -> None:
+        super().close()
+        self._owners.close()
 
     def _segment(self, number: int) -> Segment:
         segment = self._open.get(number)

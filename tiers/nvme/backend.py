@@ -2,6 +2,9 @@
 
 A slot whose block was committed may be taken again at once: the entry that must leave the index
 travels with the next store (`NvmeSpec.removals`) and is committed before anything is written.
+
+The slots are those of the segments that this process owns; segments come and go (`maintain`). A
+block in any other segment has a status too, so that it can be pinned and read, but no more.
 """
 
 from __future__ import annotations
@@ -15,10 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import NoSpaceError
-from ..base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec, SlotArray
+from ..base import (
+    NOT_READY,
+    Backend,
+    BlockHash,
+    BlockStatus,
+    CachePolicy,
+    LoadStoreSpec,
+    SlotArray,
+)
 from .directory import IndexDirectory
 from .extents import Extent, ExtentPool, complement
-from .growth import SegmentGrowth
+from .growth import Arrival, SegmentGrowth
 from .index import Removal
 
 MEDIUM = "NVME"
@@ -26,11 +37,15 @@ MIN_SPREAD_BLOCKS = 16
 """Fewer blocks than this go to one path, in turn: large transfers are worth more than many."""
 REMOVALS_PER_JOB = 1024
 """So many entries that wait to leave the index are committed without waiting for a store."""
+COLD_SAMPLE_BLOCKS = 128
+COLD_SAMPLE_SHARE = 8
+"""So many of the coldest blocks, or such a part of all, are looked at to find the segment that is
+worth least."""
 _STATUS_BYTES = 8
 
 
 class Background(ABC):
-    """Work for an I/O thread that the backend asks for; neither method waits."""
+    """Work for an I/O thread that the backend asks for; no method waits."""
 
     @abstractmethod
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
@@ -39,6 +54,10 @@ class Background(ABC):
     @abstractmethod
     def repair_records(self, slots: Set[int]) -> None:
         """Queue writing the records of these slots anew."""
+
+    @abstractmethod
+    def take_strays(self) -> list[int]:
+        """Slots that `repair_records` found no entry for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +79,15 @@ class NvmeSpec(LoadStoreSpec):
 
 
 class StatusTable:
-    """The status of every slot: 8 bytes each, and one flag for slots in use."""
+    """The status of every slot: 8 bytes each, and flags for slots of one's own and in use."""
 
     def __init__(self, capacity: int) -> None:
         self._bytes = mmap.mmap(-1, max(1, capacity) * _STATUS_BYTES)
         self._table = np.frombuffer(self._bytes, dtype=np.int32).reshape(-1, 2)[:capacity]
         self.is_used: npt.NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
+        self.owned = bytearray(capacity)
+        self.is_owned: npt.NDArray[np.bool_] = np.frombuffer(self.owned, dtype=np.bool_)
+        """The same memory."""
 
     def at(self, slot: int) -> BlockStatus:
         """The live status of a slot."""
@@ -81,6 +103,10 @@ class StatusTable:
             self.is_used[start : start + length] = True
             statuses.extend(map(self.at, range(start, start + length)))
         return statuses
+
+    def has_transfers(self, first: int, end: int) -> bool:
+        """True if a transfer uses any of the slots `first .. end - 1`."""
+        return bool(self._table[first:end, 0].any())
 
     def busy(self) -> list[BlockStatus]:
         """Slots in use by a transfer."""
@@ -111,14 +137,14 @@ class NvmeBackend(Backend):
         self._next_path = 0
 
     def get_num_free_blocks(self) -> int:
-        self._take_arrived()
+        self.take_arrived()
         unknown = self._directory.take_unknown()
         if unknown:
             self._background.repair_records(unknown)
         free = sum(map(len, self._pools))
         if free < self._slots_per_segment:
             self._growth.want_more()
-            self._take_arrived()
+            self.take_arrived()
             free = sum(map(len, self._pools))
         return free
 
@@ -130,6 +156,8 @@ class NvmeBackend(Backend):
 
     def free(self, status: BlockStatus) -> None:
         slot = status.block_id
+        if not self._table.owned[slot]:  # a foreign block: there was never a slot to give back
+            return
         assert self._table.is_used[slot], "a slot may be freed only once"
         self._table.is_used[slot] = False
         status.ref_cnt = 0
@@ -150,15 +178,34 @@ class NvmeBackend(Backend):
         return NvmeSpec(hashes, slots, epoch, values=values)
 
     def reset(self) -> list[BlockStatus]:
-        busy = self._table.busy()
-        self._take_arrived()
-        exists = self._existing_mask()
-        self._table.is_used[:] = False
+        table = self._table
+        busy = table.busy()
+        self.take_arrived()
+        table.is_used[:] = False
         for status in busy:
-            self._table.is_used[status.block_id] = True
-        self._pools = free_pools(self._table.is_used, exists, self._slots_per_segment, self._paths)
+            table.is_used[status.block_id] = True
+        self._pools = free_pools(
+            table.is_used, table.is_owned, self._slots_per_segment, self._paths
+        )
         self.flush_removals()
         return busy
+
+    def maintain(self, policy: CachePolicy) -> bool:
+        """As in the contract. Costs a few microseconds unless a segment comes or goes."""
+        directory, growth = self._directory, self._growth
+        directory.release()
+        if directory.is_overtaken:
+            directory.join_epoch()
+            return True
+        if growth.adopted:
+            self._take_adopted(policy)
+        if growth.surplus > 0:
+            self._let_go_of_one(policy)
+        for slot in self._background.take_strays():
+            if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
+                directory.put_stray(slot)
+        growth.balance()
+        return False
 
     def use_background(self, background: Background) -> None:
         """Have another one do the work from now on."""
@@ -170,15 +217,15 @@ class NvmeBackend(Backend):
 
     def free_extents(self) -> npt.NDArray[np.int32]:
         """All free runs, ascending: shape `(n, 2)`."""
-        self._take_arrived()
+        self.take_arrived()
         extents = np.concatenate([pool.to_array() for pool in self._pools])
         return extents[np.argsort(extents[:, 0])]
 
     @property
     def available(self) -> int:
-        """Slots of the segments that exist, free or not."""
-        self._take_arrived()
-        return sum(map(len, self._pools)) + int(np.count_nonzero(self._table.is_used))
+        """Slots of the segments that this process owns, free or not."""
+        self.take_arrived()
+        return int(np.count_nonzero(self._table.is_owned))
 
     def close(self) -> None:
         self._pools = [ExtentPool()]
@@ -192,10 +239,65 @@ class NvmeBackend(Backend):
     def _pool_of(self, slot: int) -> ExtentPool:
         return self._pools[slot // self._slots_per_segment % self._paths]
 
-    def _take_arrived(self) -> None:
+    def take_arrived(self) -> None:
+        """Take in the empty segments that were made meanwhile."""
         for number in self._growth.poll():
-            first = number * self._slots_per_segment
-            self._pool_of(first).free(first, self._slots_per_segment)
+            first, end = self._span(number)
+            self._table.is_owned[first:end] = True
+            self._pool_of(first).free(first, end - first)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """First slot of a segment, and the one behind its last."""
+        return number * self._slots_per_segment, (number + 1) * self._slots_per_segment
+
+    def _take_adopted(self, policy: CachePolicy) -> None:
+        """Take in segments with what they hold, unless blocks in them are just being read."""
+        adopted = self._growth.adopted
+        for _ in range(len(adopted)):
+            arrival = adopted.popleft()
+            is_early = arrival.epoch > self._directory.epoch
+            if is_early or self._table.has_transfers(*self._span(arrival.number)):
+                adopted.append(arrival)
+            else:
+                self._take_one(arrival, policy)
+
+    def _take_one(self, arrival: Arrival, policy: CachePolicy) -> None:
+        first, end = self._span(arrival.number)
+        table, pool = self._table, self._pool_of(first)
+        blocks = arrival.blocks if arrival.epoch == self._directory.epoch else []
+        slots = np.array([slot for _, slot in blocks], dtype=np.int64)
+        table.is_owned[first:end] = True
+        table.is_used[slots] = True
+        for start, length in complement(slots, first, end):
+            pool.free(start, length)
+        self._directory.adopt(len(blocks))
+        policy.adopt([block_hash for block_hash, _ in blocks], slots.tolist())
+
+    def _let_go_of_one(self, policy: CachePolicy) -> None:
+        """Leave the idle segment with the most of the coldest blocks to other processes."""
+        growth = self._growth
+        growth.surplus -= 1
+        per_segment = self._slots_per_segment
+        few = min(COLD_SAMPLE_BLOCKS, 1 + len(policy) // COLD_SAMPLE_SHARE)
+        sample = policy.coldest(few, window=few)
+        cold = np.bincount(
+            [status.block_id // per_segment for _, status in sample],
+            minlength=len(self._table.owned) // per_segment,
+        )
+        own = np.flatnonzero(self._table.is_owned[::per_segment])
+        for number in own[np.argsort(-cold[own], kind="stable")].tolist():
+            first, end = self._span(number)
+            if self._table.has_transfers(first, end) or self._directory.is_leaving(first, end):
+                continue
+            used = np.flatnonzero(self._table.is_used[first:end]) + first
+            policy.disown(used.tolist())
+            self._directory.abandon(first, end, len(used))
+            self._pool_of(first).carve(first, end)
+            self._table.is_used[first:end] = False
+            self._table.is_owned[first:end] = False
+            removals, epoch = self._directory.take_removals(), self._directory.epoch
+            growth.let_go(number, removals, epoch)
+            return
 
     def _take(self, n: int) -> list[Extent]:
         """Take `n` slots, evenly over the paths as far as they have room."""
@@ -208,13 +310,6 @@ class NvmeBackend(Backend):
                 wanted = min(n - sum(length for _, length in extents), limit, len(pool))
                 extents.extend(pool.take(wanted))
         return extents
-
-    def _existing_mask(self) -> npt.NDArray[np.bool_]:
-        exists = self._table.is_used.copy()
-        for pool in self._pools:
-            for start, length in pool.extents():
-                exists[start : start + length] = True
-        return exists
 
 
 def free_pools(

@@ -1,30 +1,49 @@
-"""How many slots fit a capacity, and whether the next segment may be made.
+"""How many slots fit a capacity, and whether something new may be made.
 
 The capacity is one figure per path over all namespaces in it: segments, index and state together.
-`SpaceBudget` is used by one I/O thread at a time and holds a lock file per path while it decides,
-so that several processes cannot overrun it together.
+`SpaceBudget` holds a lock file per path while it decides and while what it allowed is being made,
+so that several processes cannot overrun it together. Only the index grows without asking: what it
+may come to is set aside with the segments whose blocks it lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ConfigError, InUseError, NoSpaceError, os_errors
+from ...errors import ConfigError, InUseError, KVCascadeError, NoSpaceError, os_errors
 from ...logs import get_logger
 from .filesystem import FileSystem
 from .format import MAX_BLOCK_BYTES, MAX_SLOTS, PAGE_BYTES, SLOT_RECORD_BYTES, SegmentLayout
-from .namespace import namespaces_under, remove_namespace
+from .index_file import DATA_NAME
+from .namespace import (
+    FoundNamespace,
+    described_layout,
+    lock_namespace,
+    namespaces_under,
+)
 
 SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS_PER_PATH = 8
 MAX_SEGMENTS_PER_PATH = 128
 """A segment costs three descriptors; larger tiers have larger segments."""
-METADATA_FIXED_BYTES = 1 << 20
-METADATA_BYTES_PER_SLOT = 256
-MAX_METADATA_SHARE = 16
+INDEX_FIXED_BYTES = 512 << 10
+INDEX_BYTES_PER_SLOT = 256
+"""An entry takes 80 to 160 bytes, depending on how full the pages are."""
+INDEX_CHURN_BYTES_PER_SLOT = 2048
+INDEX_CHURN_BYTES_MAX = 24 << 20
+"""Pages that a commit replaced are used again once no process reads what was before it; measured
+over batches of 512, with a reader that looks anew every eight commits."""
+STATE_FIXED_BYTES = 128 << 10
+STATE_BYTES_PER_SLOT = 200
+"""The arrays of two processes; those of a further one are left in memory if there is no room."""
+SMALL_FILES_BYTES = 64 << 10
+"""Per namespace and path: what comes and goes without asking."""
 BUDGET_LOCK = ".kvcascade.lock"
+BUDGET_WAIT_S = 30.0
+"""For other processes that make a segment in the same path."""
 
 _log = get_logger(__name__)
 
@@ -44,6 +63,33 @@ class Plan:
         """Capacity in blocks."""
         return self.slots_per_segment * self.segments
 
+    @property
+    def index_bytes(self) -> int:
+        """What the index of a full tier may come to."""
+        return index_bytes(self.slots)
+
+
+def index_bytes(slots: int) -> int:
+    """What the index of so many slots may come to on disk."""
+    churn = min(INDEX_CHURN_BYTES_MAX, INDEX_CHURN_BYTES_PER_SLOT * slots)
+    whole = INDEX_FIXED_BYTES + INDEX_BYTES_PER_SLOT * slots + churn
+    return -(-whole // PAGE_BYTES) * PAGE_BYTES
+
+
+def metadata_bytes(slots: int) -> int:
+    """What index and state of so many slots may come to."""
+    state = STATE_FIXED_BYTES + STATE_BYTES_PER_SLOT * slots
+    return index_bytes(slots) + state + SMALL_FILES_BYTES
+
+
+def capacity_for(segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1) -> int:
+    """The least capacity that holds so many segments."""
+    layout = SegmentLayout(block_bytes, slots_per_segment, "0" * 64)
+    per_path = -(-segments // paths)
+    return paths * (
+        per_path * layout.file_bytes + metadata_bytes(per_path * paths * slots_per_segment)
+    )
+
 
 def plan_capacity(
     capacity_bytes: int, block_bytes: int, paths: int, slots_per_segment: int | None = None
@@ -58,27 +104,35 @@ def plan_capacity(
             f"of {PAGE_BYTES} and at most {MAX_BLOCK_BYTES}"
         )
     share = capacity_bytes // paths
-    wanted_metadata = METADATA_FIXED_BYTES + share // block_bytes * METADATA_BYTES_PER_SLOT
-    metadata = min(share // MAX_METADATA_SHARE, wanted_metadata)
-    usable = share - metadata
     slot_bytes = block_bytes + SLOT_RECORD_BYTES
     if slots_per_segment is None:
+        usable = _units(share, slot_bytes, paths) * slot_bytes
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
         slots_per_segment = max(1, min(largest, small) // slot_bytes)
     file_bytes = SegmentLayout(block_bytes, slots_per_segment, "0" * 64).file_bytes
-    segments = min(usable // file_bytes * paths, MAX_SLOTS // slots_per_segment)
+    per_path = _units(share, file_bytes, paths * slots_per_segment)
+    segments = min(per_path * paths, MAX_SLOTS // slots_per_segment)
     if segments < 1:
-        needed = (file_bytes + slot_bytes) * paths * MAX_METADATA_SHARE // (MAX_METADATA_SHARE - 1)
+        needed = capacity_for(1, slots_per_segment, block_bytes, paths)
         raise ConfigError(
             f"capacity {capacity_bytes} holds no segment of {slots_per_segment} blocks of "
             f"{block_bytes} bytes; give at least {needed} bytes"
         )
-    return Plan(slots_per_segment, segments, metadata)
+    return Plan(slots_per_segment, segments, metadata_bytes(segments * slots_per_segment))
+
+
+def _units(share: int, unit_bytes: int, slots: int) -> int:
+    """How many units of so many bytes and slots fit into a path, their metadata included."""
+    spare = share - metadata_bytes(0) - PAGE_BYTES
+    per_slot = INDEX_BYTES_PER_SLOT + STATE_BYTES_PER_SLOT
+    small = spare // (unit_bytes + slots * (per_slot + INDEX_CHURN_BYTES_PER_SLOT))
+    large = (spare - INDEX_CHURN_BYTES_MAX) // (unit_bytes + slots * per_slot)
+    return max(0, small, large)
 
 
 class SpaceBudget:
-    """Decides whether a path may grow by one segment, and makes room by old namespaces."""
+    """Decides whether a path may take more, and makes room by namespaces that nobody has open."""
 
     def __init__(
         self,
@@ -86,7 +140,6 @@ class SpaceBudget:
         folders: Sequence[Path],
         capacity_bytes: int,
         min_free_bytes: int,
-        plan: Plan,
         may_remove: bool = True,
     ) -> None:
         """`folders`: the namespace's own directory in each path.
@@ -97,50 +150,86 @@ class SpaceBudget:
         self._folders = tuple(folders)
         self._share = capacity_bytes // len(self._folders)
         self._min_free_bytes = min_free_bytes
-        self._metadata_bytes = plan.metadata_bytes
         self._may_remove = may_remove
         self.removed_namespaces = 0
 
-    def claim(self, part: int, own_bytes: int, growth: int) -> None:
-        """Return if the path may grow by `growth` bytes beyond `own_bytes` of segments.
+    @contextmanager
+    def claim(self, part: int, growth: int, more_slots: int = 0) -> Iterator[None]:
+        """Make something of `growth` bytes in a path, with `more_slots` for the index, inside this.
 
-        Removes the namespaces that were used longest ago, unless a process owns them, if that is
-        needed. Raises `NoSpaceError` with the reason otherwise.
+        Removes the namespaces that were used longest ago, unless a process has them open, if that
+        is needed and enough. Raises `NoSpaceError` with the reason otherwise. Any thread but the
+        manager's: it may wait for `BUDGET_WAIT_S`.
         """
-        folder = self._folders[part]
-        root = folder.parent
+        root = self._folders[part].parent
         try:
             with os_errors(f"locking {root}"):
-                lock = self._fs.lock(root / BUDGET_LOCK)
+                lock = self._fs.lock(root / BUDGET_LOCK, wait_s=BUDGET_WAIT_S)
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
-            self._claim(root, folder, own_bytes, growth)
+            self._make_room(root, self._folders[part], growth, more_slots)
+            yield
         finally:
             lock.release()
 
-    def _claim(self, root: Path, folder: Path, own_bytes: int, growth: int) -> None:
-        others = [found for found in namespaces_under(self._fs, root) if found.path != folder]
-        wanted = own_bytes + self._metadata_bytes + growth
-        taken = sum(found.used_bytes for found in others)
-        for found in others:
-            if taken + wanted <= self._share and self._is_disk_free(root, growth):
-                return
-            if self._may_remove and remove_namespace(self._fs, found.path):
-                _log.warning("removed %s, the namespace used longest ago, for room", found.path)
-                self.removed_namespaces += 1
-                taken -= found.used_bytes
-        if taken + wanted > self._share:
-            raise NoSpaceError(
-                f"other namespaces take {taken} bytes of the capacity in {root}; remove some or "
-                "raise the capacity"
-            )
-        if not self._is_disk_free(root, growth):
+    def _make_room(self, root: Path, folder: Path, growth: int, more_slots: int) -> None:
+        found = namespaces_under(self._fs, root)
+        with ExitStack() as locks:
+            idle: list[FoundNamespace] = []
+            taken = 0
+            for one in found:
+                is_own = one.path == folder
+                lock = None if is_own else lock_namespace(self._fs, one.path)
+                if lock is None:
+                    more = more_slots if is_own else 0
+                    taken += one.used_bytes + self._set_aside(one.path, more)
+                else:
+                    locks.callback(lock.release)
+                    if self._may_remove:
+                        idle.append(one)
+                    taken += one.used_bytes
+            with os_errors(f"asking for the free space of {root}"):
+                free = self._fs.free_bytes(root)
+            over = taken + growth - self._share
+            short = growth + self._min_free_bytes - free if growth else 0
+            self._remove_oldest(root, idle, max(over, short), over)
+
+    def _remove_oldest(
+        self, root: Path, idle: Sequence[FoundNamespace], missing: int, over: int
+    ) -> None:
+        """Remove of these as many as give back `missing` bytes; none if all are not enough."""
+        chosen: list[FoundNamespace] = []
+        for one in idle:
+            if sum(other.used_bytes for other in chosen) >= missing:
+                break
+            chosen.append(one)
+        if sum(one.used_bytes for one in chosen) < missing:
+            if over > 0:
+                raise NoSpaceError(
+                    f"{over} bytes would be missing in the capacity in {root}, which is over all "
+                    "namespaces there; remove some or raise the capacity"
+                )
             raise NoSpaceError(
                 f"less than {self._min_free_bytes} bytes would be left on the disk of {root}; "
                 "free some"
             )
+        for one in chosen:
+            with os_errors(f"removing {one.path}"):
+                self._fs.remove_tree(one.path)
+            _log.warning("removed %s, the namespace used longest ago, for room", one.path)
+            self.removed_namespaces += 1
 
-    def _is_disk_free(self, root: Path, growth: int) -> bool:
-        with os_errors(f"asking for the free space of {root}"):
-            return self._fs.free_bytes(root) - growth >= self._min_free_bytes
+    def _set_aside(self, path: Path, more_slots: int) -> int:
+        """What an open namespace's directory may still grow by without asking."""
+        try:
+            layout = described_layout(self._fs, path)
+            segments = len(self._fs.list_dir(path / "segments")) if layout else 0
+            index = path / "index" / DATA_NAME
+            now = self._fs.used_bytes(index) if self._fs.exists(index) else 0
+        except (OSError, KVCascadeError):  # it is not described yet, or not any more
+            return SMALL_FILES_BYTES + index_bytes(0)
+        if layout is not None and layout.part > 0:
+            return SMALL_FILES_BYTES
+        slots = 0 if layout is None else segments * layout.parts * layout.slots_per_segment
+        return SMALL_FILES_BYTES + max(0, index_bytes(slots + more_slots) - now)

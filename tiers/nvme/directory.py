@@ -4,6 +4,13 @@ LMDB holds what was committed. Above it lie two small dictionaries: the *overlay
 given a slot and are not seen in the index yet, and the *tombstones*, blocks that left and are
 still seen there. Both shrink by themselves as the held transaction is renewed.
 
+Other processes store blocks too: what the index shows in a slot that is not this process's own is
+*foreign*. It can be found and read like any other; it has no place in the policy's order, and
+dropping it here changes nothing but what this process says about it.
+
+The *epoch* numbers the resets of the namespace: the sum of one counter per process, in memory that
+all of them map, so that no two resets are ever taken for one.
+
 Used by the manager's thread only; no method touches a file but through mapped memory.
 """
 
@@ -17,6 +24,7 @@ import numpy.typing as npt
 
 from ..base import BlockHash, BlockStatus
 from ..policies.directory import BlockDirectory
+from ..policies.order import scalars
 from .format import parse_entry
 from .index import BlockIndex, Removal
 from .segments import SegmentSet
@@ -26,6 +34,8 @@ REFRESH_EVERY_CHANGES = 64
 SWEEP_PER_CHANGE = 2
 """Overlay entries and tombstones looked at per change: more than come in, so both drain."""
 MAX_UNKNOWN_SLOTS = 4096
+_STRAY = b"kvcascade stray "
+"""With a slot number behind it: stands for whatever lies in a slot that no entry names."""
 
 StatusAt = Callable[[int], BlockStatus]
 
@@ -38,13 +48,24 @@ class IndexDirectory(BlockDirectory):
         index: BlockIndex,
         segments: SegmentSet,
         status_at: StatusAt,
-        epoch_word: npt.NDArray[np.uint64],
+        owned: bytearray,
+        count: int,
+        resets: npt.NDArray[np.uint64],
+        state: int,
     ) -> None:
-        """`epoch_word` is a mapped array of one number: the epoch that is wanted."""
+        """`owned` has a byte per slot, not 0 for one's own; `count` blocks lie there.
+
+        `resets` is an array that all processes map: how often each of them, by its state number,
+        reset the namespace.
+        """
         self._index = index
         self._segments = segments
         self._status_at = status_at
-        self._epoch_word = epoch_word
+        self.owned = self._owned = owned
+        self._resets = scalars(resets)
+        self._state = state
+        self._epoch = sum(self._resets)
+        self._is_joining = False
         self._overlay: dict[BlockHash, BlockStatus] = {}
         self._key_at: dict[int, BlockHash] = {}
         """Slot to hash for the overlay."""
@@ -56,14 +77,21 @@ class IndexDirectory(BlockDirectory):
         self._to_sweep: deque[BlockHash] = deque()
         self._removals: list[Removal] = []
         self._changes = 0
-        self._is_index_stale = index.seen_epoch() != int(epoch_word[0])
-        self._count = index.entries_at_open
+        self._is_index_stale = True
+        """True while nothing is held of the index, or what is held is of another epoch."""
+        self._is_released = True
+        self._count = count
         self.get = self._get
 
     @property
     def epoch(self) -> int:
         """The epoch that everything stored from now on belongs to."""
-        return int(self._epoch_word[0])
+        return self._epoch
+
+    @property
+    def is_overtaken(self) -> bool:
+        """True if another process reset the namespace and this one has not forgotten its blocks."""
+        return sum(self._resets) != self._epoch
 
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
         assert block_hash not in self._overlay, "a block may be inserted only once"
@@ -81,6 +109,8 @@ class IndexDirectory(BlockDirectory):
         if status is None:
             return None
         slot = status.block_id
+        if not self._owned[slot]:
+            return status
         if self._overlay.pop(block_hash, None) is not None:
             del self._key_at[slot]
         self._gone[block_hash] = slot
@@ -112,8 +142,14 @@ class IndexDirectory(BlockDirectory):
         return taken
 
     def clear(self) -> None:
-        """Forget every block, for ever: a new epoch begins, even if the process dies now."""
-        self._epoch_word[0] += np.uint64(1)
+        """Forget every block, for ever: a new epoch begins, even if the process dies now.
+
+        After `join_epoch` the epoch is the one that another process began.
+        """
+        if not self._is_joining:
+            self._resets[self._state] += 1
+        self._is_joining = False
+        self._epoch = sum(self._resets)
         self._is_index_stale = True
         self._overlay.clear()
         self._key_at.clear()
@@ -124,21 +160,54 @@ class IndexDirectory(BlockDirectory):
         self._unknown.clear()
         self._count = 0
 
+    def join_epoch(self) -> None:
+        """The next `clear` is not a reset of its own: it follows another process's."""
+        self._is_joining = True
+
+    # -- slots that come and go ----------------------------------------------------------------
+
+    def adopt(self, count: int) -> None:
+        """So many blocks that the index has lie in slots that are this process's from now on."""
+        self._count += count
+
+    def abandon(self, first: int, end: int, used: int) -> None:
+        """Slots `first .. end - 1`, `used` of them with idle blocks, are somebody else's now."""
+        for slot in [slot for slot in self._key_at if first <= slot < end]:
+            del self._overlay[self._key_at.pop(slot)]
+        for key in [key for key, slot in self._gone.items() if first <= slot < end]:
+            del self._gone[key]
+        self._unknown = {slot for slot in self._unknown if not first <= slot < end}
+        self._count -= used
+
+    def put_stray(self, slot: int) -> None:
+        """The index names no block for a slot that is in use: let a stand-in be evicted for it.
+
+        That happens when another process found a block damaged and stored it anew.
+        """
+        if slot not in self._key_at and slot not in self._popped and self.at_slot(slot) is None:
+            self._unknown.discard(slot)
+            key = BlockHash(_STRAY + slot.to_bytes(4, "little"))
+            self._overlay[key] = self._status_at(slot)
+            self._key_at[slot] = key
+
+    def is_leaving(self, first: int, end: int) -> bool:
+        """True if a block has left one of these slots, which is not free yet."""
+        return any(first <= slot < end for slot in self._popped)
+
     def __len__(self) -> int:
         return self._count
 
     def values_of(self, block_hashes: Sequence[BlockHash]) -> list[bytes | None]:
         """The committed entries of blocks, as of now."""
-        if not self._is_current():
+        if not self._renew():
             return [None] * len(block_hashes)
-        self._index.refresh()
         value_of = self._index.value_of
         return [value_of(block_hash) for block_hash in block_hashes]
 
     def released(self, slot: int) -> None:
         """A slot is free again and no transfer uses it: its block, if any, leaves the index."""
         key = self._popped.pop(slot, None)
-        if key is None or not self._is_current():
+        if key is None:
             return
         (value,) = self.values_of([key])
         entry = None if value is None else parse_entry(key, value)
@@ -162,11 +231,28 @@ class IndexDirectory(BlockDirectory):
         """Size of the overlay and the tombstones."""
         return len(self._overlay) + len(self._gone)
 
+    @property
+    def is_committed(self) -> bool:
+        """True if the index says exactly what this directory says about its own slots."""
+        self.refresh()
+        slot_of = self._index.slot_of
+        return (
+            not self._is_index_stale
+            and not self._popped
+            and all(slot_of(key) == status.block_id for key, status in self._overlay.items())
+            and all(slot_of(key) != slot for key, slot in self._gone.items())
+        )
+
+    def release(self) -> None:
+        """Hold no pages of the index; the next question takes hold of them as they are then."""
+        if not self._is_released:
+            self._index.release()
+            self._is_released = self._is_index_stale = True
+
     def refresh(self) -> None:
         """Renew the held transaction and drop what the index now shows."""
-        self._index.refresh()
         self._changes = 0
-        if not self._is_current():
+        if not self._renew():
             return
         for _ in range(min(len(self._to_sweep), SWEEP_PER_CHANGE * REFRESH_EVERY_CHANGES)):
             self._sweep(self._to_sweep.popleft())
@@ -186,9 +272,13 @@ class IndexDirectory(BlockDirectory):
 
     def _is_current(self) -> bool:
         """True if the index that is seen belongs to the epoch that is wanted."""
-        if self._is_index_stale:
-            self._index.refresh()
-            self._is_index_stale = self._index.seen_epoch() != self.epoch
+        return not self._is_index_stale or self._renew()
+
+    def _renew(self) -> bool:
+        """See the index as it is now; True if it belongs to the epoch that is wanted."""
+        self._index.refresh()
+        self._is_released = False
+        self._is_index_stale = self._index.seen_epoch() != self._epoch
         return not self._is_index_stale
 
     def _changed(self) -> None:

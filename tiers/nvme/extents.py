@@ -66,6 +66,17 @@ class ExtentPool:
             length += self._remove(end)
         self._add(start, length)
 
+    def carve(self, first: int, end: int) -> None:
+        """Whatever is free of the slots `first .. end - 1` is free no more."""
+        for start, length in self.extents():
+            stop = start + length
+            if start < end and first < stop:
+                self._remove(start)
+                if start < first:
+                    self._add(start, first - start)
+                if end < stop:
+                    self._add(end, stop - end)
+
     def extents(self) -> list[Extent]:
         """All runs, ascending."""
         return sorted(self._length_at.items())

@@ -14,11 +14,13 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import InUseError
+from .byte_locks import ByteLocks, RealByteLocks
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
@@ -26,8 +28,11 @@ OTHERS_WRITE = 0o022
 PAGE_BYTES = 4096
 MAX_PID_DIGITS = 20
 MAX_LOCK_TRIES = 8
+LOCK_PAUSE_S = 0.01
+"""Between two looks at a lock that is waited for."""
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class File(ABC):
@@ -127,15 +132,25 @@ class FileSystem(ABC):
 
     @abstractmethod
     def used_bytes(self, path: Path) -> int:
-        """Bytes on disk of a directory and everything below it."""
+        """Bytes on disk of a file, or of a directory and everything below it."""
 
     @abstractmethod
     def modified_at(self, path: Path) -> float:
         """Time of the last change, in seconds of the wall clock."""
 
     @abstractmethod
-    def lock(self, path: Path) -> FileLock:
-        """Take the lock file `path` exclusively; `InUseError` names the owner if it is taken."""
+    def lock(
+        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
+    ) -> FileLock:
+        """Take the lock file `path`, alone or together with others who want it `shared`.
+
+        After `wait_s` seconds in vain `InUseError` names who took it last. With `is_noted` that is
+        this process from now on; without, the file does not change, nor when it was changed last.
+        """
+
+    @abstractmethod
+    def byte_locks(self, path: Path) -> ByteLocks:
+        """Open a file of byte locks, made if it is not there."""
 
     def read(self, path: Path, limit: int) -> bytes:
         """The contents of a small file; `OSError` (EFBIG) if it is longer than `limit` bytes."""
@@ -207,6 +222,9 @@ class RealFile(File):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def try_direct(self) -> None:
         """Pass by the page cache from now on, if the file system can. Raises `OSError`."""
@@ -301,6 +319,8 @@ class RealFileSystem(FileSystem):
         return figures.f_blocks * figures.f_frsize
 
     def used_bytes(self, path: Path) -> int:
+        if not os.path.isdir(path):
+            return os.lstat(path).st_blocks * 512
         total = 0
         for parent, _, files in os.walk(path):
             for name in files:
@@ -313,27 +333,48 @@ class RealFileSystem(FileSystem):
     def modified_at(self, path: Path) -> float:
         return os.lstat(path).st_mtime
 
-    def lock(self, path: Path) -> FileLock:
-        for _ in range(MAX_LOCK_TRIES):
-            descriptor = self._lock_once(path)
+    def lock(
+        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
+    ) -> FileLock:
+        tries_left = max(MAX_LOCK_TRIES, round(wait_s / LOCK_PAUSE_S))
+        while True:
+            tries_left -= 1
+            try:
+                descriptor = self._lock_once(path, shared, is_noted)
+            except InUseError:
+                if wait_s <= 0 or tries_left <= 0:
+                    raise
+                time.sleep(LOCK_PAUSE_S)
+                continue
             if descriptor is not None:
                 return RealFileLock(descriptor)
-        raise InUseError(lock_message(path, ""))
+            if tries_left <= 0:
+                raise InUseError(lock_message(path, ""))
+
+    def byte_locks(self, path: Path) -> ByteLocks:
+        descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
+        try:
+            _check_ours(os.fstat(descriptor), stat.S_ISREG, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return RealByteLocks(descriptor)
 
     @staticmethod
-    def _lock_once(path: Path) -> int | None:
+    def _lock_once(path: Path, shared: bool, is_noted: bool) -> int | None:
         """The locked descriptor; None if the name was removed before the lock was ours."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(path, flags, FILE_MODE)
+        descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
         try:
             ours = os.fstat(descriptor)
             _check_ours(ours, stat.S_ISREG, path)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             if not os.path.lexists(path) or os.lstat(path).st_ino != ours.st_ino:
                 os.close(descriptor)
                 return None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            if is_noted:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except BlockingIOError:
             owner = os.pread(descriptor, MAX_PID_DIGITS, 0).decode("ascii", "replace")
             os.close(descriptor)

@@ -17,13 +17,15 @@ import xxhash
 
 from ...errors import CorruptionError, FormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PAGE_BYTES = 4096
 MAX_KEY_BYTES = 64
 MAX_SEGMENT_HEADER_BYTES = 64 << 10
 MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_SLOTS = 2**31 - 1
 MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
+MAX_INDEX_BYTES = 2**42
+"""Of address space."""
 
 SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")
@@ -219,7 +221,12 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
             f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
             f"use the version that wrote it, or {remedy}"
         )
-    for key, limit in (("block_bytes", MAX_BLOCK_BYTES), ("slots_per_segment", MAX_SLOTS)):
+    limits = {
+        "block_bytes": MAX_BLOCK_BYTES,
+        "slots_per_segment": MAX_SLOTS,
+        "index_bytes": MAX_INDEX_BYTES,
+    }
+    for key, limit in limits.items():
         value = document.get(key)
         if type(value) is not int or not 0 < value <= limit:
             raise CorruptionError(f"{where}/namespace.json has no valid {key}; {remedy}")

@@ -1,31 +1,59 @@
-"""Making segments ahead of need, on an I/O thread.
+"""Getting segments ahead of need, on an I/O thread: orphans first, then new ones.
 
-The manager's thread calls `poll` and `want_more`; the work runs in the executor. A segment that
-cannot be made lowers what is available for a while: it is counted and logged once, never raised.
+The manager's thread calls `poll`, `want_more` and `balance`; the work runs in the executor. A
+segment that cannot be made lowers what is available for a while: it is counted and logged once,
+never raised.
+
+Fairness: a process that finds neither an orphan nor room, and has less than its share of the
+segments, says so (`Owners.say_hungry`). Whoever has more than its share then lets segments go, one
+at a time and each with the blocks that it holds, and takes no more before the others have theirs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
 
-from ...errors import KVCascadeError
+from ...errors import KVCascadeError, NoSpaceError
 from ...logs import get_logger
+from ..base import BlockHash
 from .capacity import SpaceBudget
+from .index import BlockIndex, Removal
+from .owners import Owners
 from .segments import SegmentSet
 
 RETRY_AFTER_S = 30.0
+"""After a segment could not be made."""
+RECHECK_S = 1.0
+"""Between two looks for an orphan."""
+BALANCE_EVERY_S = 1.0
+"""Between two looks at whether another process needs segments."""
 
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A segment that is this process's now, and what it holds."""
+
+    number: int
+    blocks: list[tuple[BlockHash, int]]
+    """(hash, slot) of the blocks in it."""
+    epoch: int
+    """The epoch that they belong to."""
+
+
 class SegmentGrowth:
-    """Creates the missing segments of a tier, a few at a time."""
+    """Gets the missing segments of a tier, a few at a time."""
 
     def __init__(
         self,
         segments: SegmentSet,
+        owners: Owners,
+        index: BlockIndex,
         budget: SpaceBudget,
         total: int,
         paths: int,
@@ -34,7 +62,13 @@ class SegmentGrowth:
     ) -> None:
         """`total` segments over `paths` paths; `clock` gives monotonic seconds."""
         self.failures = 0
+        self.adopted: deque[Arrival] = deque()
+        """Segments that hold blocks, for the backend to take in."""
+        self.surplus = 0
+        """Segments that this process should let go of."""
         self._segments = segments
+        self._owners = owners
+        self._index = index
         self._budget = budget
         self._total = total
         self._paths = paths
@@ -42,17 +76,20 @@ class SegmentGrowth:
         self._clock = clock
         self._arrived: deque[int] = deque()
         self._is_running = False
+        self._is_balancing = False
         self._retry_at_s = 0.0
+        self._make_at_s = 0.0
+        self._balance_at_s = 0.0
 
     def poll(self) -> list[int]:
-        """Numbers of the segments made since the last call."""
+        """Numbers of the empty segments that came since the last call."""
         arrived: list[int] = []
         while self._arrived:
             arrived.append(self._arrived.popleft())
         return arrived
 
     def want_more(self) -> None:
-        """Start making one segment per path, unless that is under way, done or just failed."""
+        """Start getting one segment per path, unless that is under way, done or just failed."""
         if self._is_running or self._clock() < self._retry_at_s or not self.missing():
             return
         self._is_running = True
@@ -61,37 +98,146 @@ class SegmentGrowth:
         except RuntimeError:  # the executor is shutting down
             self._is_running = False
 
+    def balance(self) -> None:
+        """Look now and then whether another process needs segments."""
+        if self._is_balancing or self._clock() < self._balance_at_s:
+            return
+        self._balance_at_s = self._clock() + BALANCE_EVERY_S
+        self._is_balancing = True
+        try:
+            self._executor.submit(self._look_around)
+        except RuntimeError:
+            self._is_balancing = False
+
     def missing(self) -> list[int]:
-        """Numbers of the segments that do not exist yet, ascending."""
+        """Numbers of the segments that are not this process's, ascending."""
         segments = self._segments
-        there = segments.unusable.union(segments.numbers)
-        return [number for number in range(self._total) if number not in there]
+        own = segments.unusable.union(segments.numbers)
+        return [number for number in range(self._total) if number not in own]
 
     def make(self, limit: int) -> int:
-        """Make up to `limit` segments on this thread; returns how many."""
+        """Get up to `limit` segments on this thread; returns how many."""
         made = 0
-        for number in self.missing()[: max(0, limit)]:
-            try:
-                self._make_one(number)
-            except KVCascadeError as error:
-                if self.failures == 0:
-                    _log.warning("the NVMe tier does not grow for now: %s", error)
-                self.failures += 1
-                self._retry_at_s = self._clock() + RETRY_AFTER_S
-                break
-            self._arrived.append(number)
+        while made < limit and self._get_one():
             made += 1
         return made
 
+    def let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
+        """Leave a segment to other processes, after these entries have left the index."""
+        with suppress(RuntimeError):  # shutting down: it is everybody's as soon as that is done
+            self._executor.submit(self._let_go, number, removals, epoch)
+
+    # -- on an I/O thread ----------------------------------------------------------------------
+
     def _run(self) -> None:
         try:
-            self.make(self._paths)
+            made = self.make(self._paths)
+            is_short = made < self._paths
+            if is_short:
+                self._retry_at_s = self._clock() + RECHECK_S
+            self._owners.say_hungry(is_short and self._is_below_share())
+        except (OSError, KVCascadeError) as error:
+            _log.warning("no segment could be got: %s", error)
+            self._retry_at_s = self._clock() + RETRY_AFTER_S
         finally:
             self._is_running = False
 
-    def _make_one(self, number: int) -> None:
-        part = number % self._paths
-        own = sum(1 for other in self._segments.numbers if other % self._paths == part)
-        size = self._segments.layout.file_bytes
-        self._budget.claim(part, own * size, size)
-        self._segments.create(number)
+    def _look_around(self) -> None:
+        try:
+            self._index.forget_dead_readers()
+            surplus = 0
+            if self._owners.is_other_hungry():
+                existing, processes = len(self._segments.found()), self._owners.processes()
+                surplus = len(self._owners.segments) - -(-existing // processes)
+            self.surplus = max(0, surplus)
+        except (OSError, KVCascadeError) as error:
+            _log.warning("the other processes could not be looked at: %s", error)
+        finally:
+            self._is_balancing = False
+
+    def _let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
+        """Whatever becomes of the removals: those slots still hold what their entries say."""
+        self._index.commit(epoch, removals)
+        try:  # the lock goes first: a segment that is not open is one that may be adopted again
+            self._owners.disown(number)
+        except OSError as error:
+            _log.warning("segment %d was not handed over: %s", number, error)
+            return
+        self._segments.let_go(number)
+
+    def _is_below_share(self) -> bool:
+        share = len(self._segments.found()) // self._owners.processes()
+        return len(self._owners.segments) < share
+
+    def _is_at_share(self) -> bool:
+        existing = len(self._segments.found())
+        return len(self._owners.segments) >= -(-existing // self._owners.processes())
+
+    def _get_one(self) -> bool:
+        """Adopt an orphan or make a segment; False if there is neither one nor room."""
+        missing = self.missing()
+        if not missing:
+            return False
+        there = set(self._segments.found())
+        if self._owners.is_other_hungry() and self._is_at_share():
+            return False
+        if any(self._adopt(number) for number in missing if number in there):
+            return True
+        for number in missing:
+            if self._clock() < self._make_at_s:
+                return False
+            if number not in there and self._make(number):
+                return True
+        return False
+
+    def _adopt(self, number: int) -> bool:
+        if not self._owners.try_own(number):
+            return False
+        try:
+            self._segments.open(number)
+            epoch, blocks = learn(self._segments, self._index, number)
+        except (OSError, KVCascadeError) as error:
+            _log.warning("a segment is left out: %s", error)
+            self._segments.let_go(number)
+            self._segments.unusable.add(number)
+            self._owners.disown(number)
+            return False
+        self.adopted.append(Arrival(number, blocks, epoch))
+        return True
+
+    def _make(self, number: int) -> bool:
+        """Make a segment; False if somebody else does. Gives up for a while if there is no room."""
+        if not self._owners.try_own(number):
+            return False
+        layout = self._segments.layout
+        try:
+            with self._budget.claim(number % self._paths, layout.file_bytes, layout.slots):
+                if number in self._segments.found():  # another process was faster, and is gone
+                    raise NoSpaceError("the segment is there already; it will be adopted")
+                self._segments.create(number)
+        except KVCascadeError as error:
+            self._owners.disown(number)
+            if self.failures == 0:
+                _log.warning("the NVMe tier does not grow for now: %s", error)
+            self.failures += 1
+            self._make_at_s = self._clock() + RETRY_AFTER_S
+            return False
+        self._arrived.append(number)
+        return True
+
+
+def learn(
+    segments: SegmentSet, index: BlockIndex, number: int
+) -> tuple[int, list[tuple[BlockHash, int]]]:
+    """The committed epoch, and what an open segment holds: slot records that the index confirms.
+
+    A slot whose record is damaged counts as free. If an entry names it nevertheless, the entry's
+    block will not match its checksum once the slot is written again: a miss.
+    """
+    size = segments.layout.slots
+    pairs = (
+        (BlockHash(record.key), slot)
+        for slot in range(number * size, (number + 1) * size)
+        if (record := segments.record(slot)) is not None
+    )
+    return index.still_in(pairs)

@@ -3,9 +3,11 @@
 It is the only truth about what the tier holds. A commit is atomic: after `kill -9` it is there or
 not. With `is_durable` it also survives a loss of power; the payload must be synced before.
 
-Threads: `slot_of`, `value_of` and `refresh` belong to the manager's thread, which reads through one
-held transaction (memory-mapped, no system call). `commit` may come from any thread. Two
-environments on the same directory must not be open in one process.
+Threads: `slot_of`, `value_of`, `refresh` and `release` belong to the manager's thread, which reads
+through one held transaction (memory-mapped, no system call). `commit` may come from any thread. Two
+environments on the same directory must not be open in one process; several processes may have it
+open, and must all map the same number of bytes. A transaction that is held keeps pages from being
+used again, by all processes: `release` it where a step ends.
 
 An *epoch* numbers the resets of the namespace. The first commit of a later epoch empties the
 table in the same transaction, and a commit of an earlier one is refused, so no block crosses a
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -30,6 +32,7 @@ import numpy.typing as npt
 from ...errors import (
     CorruptionError,
     FormatError,
+    InUseError,
     KVCascadeError,
     os_errors,
 )
@@ -39,10 +42,8 @@ from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, 
 from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_pages import check_pages
+from .owners import MAX_PROCESSES
 
-MAP_FIXED_BYTES = 64 << 20
-MAP_BYTES_PER_SLOT = 1024
-"""Address space, not disk: the file grows with what is in it (about 130 bytes an entry)."""
 MAX_READERS = 126
 GENERATIONS_PER_SESSION = 1 << 40
 
@@ -50,6 +51,7 @@ GENERATIONS_PER_SESSION = 1 << 40
 _U64 = struct.Struct("<Q")
 _IDENTITY = struct.Struct("<32sII")
 _TOTALS = struct.Struct("<QQ")
+_SAVED = struct.Struct("<QQ")
 
 _ENTRY_TYPE = np.dtype(
     [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
@@ -64,6 +66,33 @@ class Removal:
     key: BlockHash
     slot: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlots:
+    """What a process knew about its segments when it closed cleanly."""
+
+    epoch: int
+    """All blocks are gone if the namespace's is another one now."""
+    used: int
+    """Slots that held a block."""
+    free: npt.NDArray[np.int32]
+    """Free runs, ascending: shape `(n, 2)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One opening of an index by one process."""
+
+    number: int
+    """Over all processes: no two are equal, so the generations of a session are its own."""
+    use: int
+    """How often this state number was used, this time included."""
+    saved: SavedSlots | None
+    """None if the last process with this state number did not close cleanly, or there was none."""
+
+
+SlotTest = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +121,20 @@ class BlockIndex:
     ) -> None:
         """`wall_clock` gives seconds since 1970."""
         self.path = path
+        self.map_bytes = int(env.info()["map_size"])
+        """Address space."""
         self.wall_clock = wall_clock
         self.capacity = capacity
         self.entries_at_open = 0
-        self.was_clean = False
+        """Over the whole namespace."""
         self.needs_scan = False
+        """Set if pages were missing: saved free extents say nothing then."""
+        self.dropped_by_scan = 0
+        """Entries that could not be right."""
         self.reset_at_open = 0
         """Entries that went because a reset was asked for that had not been committed."""
-        """Set when the free extents of the last close cannot be used."""
         self.epoch = 0
-        """Epoch of the last commit."""
+        """The latest epoch that is known to be committed."""
         self.totals = (0, 0)
         """Bytes (written, read) over the life of the namespace."""
         self.damaged_lookups = 0
@@ -109,6 +142,7 @@ class BlockIndex:
         self.original_bytes: int | None = None
         """Size to restore if opening fails: the file was shorter than its meta page says."""
         self._env = env
+        self._state_key = b""
         with self._env.begin(write=True) as txn:
             self._meta = self._env.open_db(b"meta", txn=txn)
             self._blocks = self._env.open_db(b"blocks", txn=txn)
@@ -117,9 +151,19 @@ class BlockIndex:
     # -- the manager's thread ------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """See what was committed until now. Costs about a quarter of a microsecond."""
+        """See what was committed until now. Costs about half a microsecond.
+
+        If that cannot be, everything is a miss until it can.
+        """
         self._txn.abort()
-        self._txn = self._env.begin(db=self._blocks)
+        try:
+            self._txn = self._env.begin(db=self._blocks)
+        except lmdb.Error:
+            self.damaged_lookups += 1
+
+    def release(self) -> None:
+        """Hold no pages until the next `refresh`, without which nothing may be asked."""
+        self._txn.abort()
 
     def value_of(self, key: bytes) -> bytes | None:
         """The raw entry of a block; None if there is none."""
@@ -139,14 +183,21 @@ class BlockIndex:
         if value is None:
             return -1
         slot = slot_in_entry(key, value)
-        if not 0 <= slot < self.capacity:
+        if 0 <= slot < self.capacity:
+            return slot
+        if slot < 0:  # otherwise another process has a larger capacity
             self.damaged_lookups += 1
-            return -1
-        return slot
+        return -1
 
     def seen_epoch(self) -> int:
-        """The epoch that the held transaction sees."""
-        return _number(self._txn.get(b"epoch", db=self._meta))
+        """The epoch that the held transaction sees; -1 if that cannot be read."""
+        try:
+            seen = _number(self._txn.get(b"epoch", db=self._meta))
+        except lmdb.Error:
+            self.damaged_lookups += 1
+            return -1
+        self.epoch = max(self.epoch, seen)
+        return seen
 
     # -- any thread ----------------------------------------------------------------------------
 
@@ -174,12 +225,18 @@ class BlockIndex:
         epoch: int,
         removals: Sequence[Removal],
         puts: Sequence[tuple[BlockHash, IndexEntry]] = (),
+        is_own: SlotTest | None = None,
+        held: set[BlockHash] | None = None,
         read_bytes: int = 0,
     ) -> CommitOutcome:
         """Remove and add entries in one transaction, removals first. All or nothing.
 
-        `read_bytes`: bytes read back since the last commit, for the totals.
+        With `is_own`, the first of two processes wins: a block that lies in a slot that is not
+        one's own is not added, but put into `held`. `read_bytes`: bytes read back since the last
+        commit, for the totals.
         """
+        written = 0
+        rivals: set[BlockHash] = set()
         try:
             with self._env.begin(write=True, db=self._blocks) as txn:
                 if not self._enter_epoch(txn, epoch):
@@ -187,19 +244,47 @@ class BlockIndex:
                 for removal in removals:
                     self._remove(txn, removal)
                 for key, entry in puts:
+                    if is_own is not None and self._is_taken(txn, key, is_own):
+                        rivals.add(key)
+                        continue
                     txn.put(key, entry.pack(key))
+                    written += entry.length
                 if puts:
-                    written = sum(entry.length for _, entry in puts)
                     self._add_totals(txn, written, read_bytes)
             self.epoch = max(self.epoch, epoch)
         except lmdb.Error as error:
+            if isinstance(error, lmdb.MapFullError):
+                self.forget_dead_readers()
             return outcome_of_lmdb(error)
+        if held is not None:
+            held |= rivals
         return CommitOutcome.DONE
 
-    def scan(self) -> npt.NDArray[np.int64]:
+    def still_in(
+        self, blocks: Iterable[tuple[BlockHash, int]]
+    ) -> tuple[int, list[tuple[BlockHash, int]]]:
+        """The committed epoch, and those of the (hash, slot) pairs that the index agrees with."""
+        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
+            epoch = _number(txn.get(b"epoch", db=self._meta))
+            found = [
+                (key, slot)
+                for key, slot in blocks
+                if (value := txn.get(key)) is not None and slot_in_entry(key, value) == slot
+            ]
+        return epoch, found
+
+    def scan(
+        self,
+        is_mine: npt.NDArray[np.bool_] | None = None,
+        is_lost: npt.NDArray[np.bool_] | None = None,
+        and_beyond: bool = True,
+    ) -> npt.NDArray[np.int64]:
         """Read every entry, drop those that cannot be right, and return the slots in use.
 
-        Of two entries on one slot the later generation stays. Raises `CorruptionError`.
+        Of two entries on one slot the later generation stays. The masks are flags per slot: only
+        entries on slots in `is_mine` (None: all) are judged and returned, and those in `is_lost`
+        are dropped, as are, `and_beyond`, damaged ones and those beyond the capacity. Raises
+        `CorruptionError`.
         """
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             values = list(txn.cursor().iternext(keys=False, values=True))
@@ -207,25 +292,24 @@ class BlockIndex:
             for i in bad_sizes:
                 values[i] = b"\xff" * INDEX_ENTRY_BYTES
             table = np.frombuffer(b"".join(values), dtype=_ENTRY_TYPE)
-            doomed = self._doomed(table)
+            del values
+            slots = table["slot"].astype(np.int64)
+            is_within = slots < self.capacity
+            mine = np.flatnonzero(is_within)
+            lost = mine[:0] if is_lost is None else mine[is_lost[slots[mine]]]
+            if is_mine is not None:
+                mine = mine[is_mine[slots[mine]]]
+            doomed = mine[self._superseded(slots[mine], table["generation"][mine])]
+            kept = np.setdiff1d(mine, doomed, assume_unique=True)
+            beyond = np.flatnonzero(~is_within) if and_beyond else mine[:0]
+            all_doomed = np.concatenate((doomed, lost, beyond))
             doomed_keys: list[bytes] = []
-            if len(doomed):
+            if len(all_doomed):
                 keys = list(txn.cursor().iternext(keys=True, values=False))
-                doomed_keys = [keys[i] for i in doomed.tolist()]
+                doomed_keys = [keys[i] for i in all_doomed.tolist()]
         self._delete(doomed_keys)
-        kept = np.delete(table["slot"], doomed)
-        return np.sort(kept).astype(np.int64)
-
-    def drop_slots(self, is_dropped: npt.NDArray[np.bool_]) -> int:
-        """Delete the entries of these slots (a flag per slot); returns how many there were."""
-        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
-            doomed = [
-                key
-                for key, value in txn.cursor()
-                if 0 <= (slot := slot_in_entry(key, value)) < len(is_dropped) and is_dropped[slot]
-            ]
-        self._delete(doomed)
-        return len(doomed)
+        self.dropped_by_scan = len(doomed_keys)
+        return np.sort(slots[kept])
 
     def keys(self) -> Iterator[tuple[bytes, IndexEntry]]:
         """Every block and its entry, in the order of the hashes, from one snapshot."""
@@ -271,55 +355,64 @@ class BlockIndex:
 
     # -- opening and closing -------------------------------------------------------------------
 
-    def load(self, identity: IndexIdentity, wanted_epoch: int, *, may_create: bool) -> int:
-        """Check what this index is for, mark it in use; returns the number of this session.
+    def load(
+        self,
+        identity: IndexIdentity,
+        wanted_epoch: int,
+        *,
+        may_create: bool,
+        state: int = 0,
+        is_alone: bool = True,
+    ) -> Session:
+        """Check what this index is for, and mark it in use by this state number.
 
         An index that was never filled in is refused unless `may_create`.
 
         `wanted_epoch` larger than the stored one: a reset had not been committed; it is now.
         """
+        self._state_key = b"state%d" % state
+        use_key = b"uses%d" % state
         with self._damage_named(), self._env.begin(write=True, db=self._meta) as txn:
             if may_create and txn.get(b"format") is None:
                 txn.put(b"format", _U64.pack(FORMAT_VERSION))
                 txn.put(b"identity", identity.pack())
-                txn.put(b"clean", b"\1")
             self._check(txn, identity)
-            self.was_clean = txn.get(b"clean") == b"\1"
-            self.needs_scan |= not self.was_clean
             self.epoch = _number(txn.get(b"epoch"))
             if wanted_epoch > self.epoch:
-                self.epoch += 1
+                # Nobody vouches for the number that a process which is alone has found.
+                self.epoch = self.epoch + 1 if is_alone else wanted_epoch
                 self.reset_at_open = int(txn.stat(self._blocks)["entries"])
                 txn.drop(self._blocks, delete=False)
                 txn.put(b"epoch", _U64.pack(self.epoch))
-                self.needs_scan = True
-            session = _number(txn.get(b"session")) + 1
-            txn.put(b"session", _U64.pack(session))
-            txn.put(b"clean", b"\0")
+            number = _number(txn.get(b"session")) + 1
+            use = _number(txn.get(use_key)) + 1
+            txn.put(b"session", _U64.pack(number))
+            txn.put(use_key, _U64.pack(use))
+            saved = parse_saved_slots(txn.pop(self._state_key))
+            if is_alone:
+                for other in range(MAX_PROCESSES):
+                    txn.delete(b"live%d" % other)
+            txn.put(b"live%d" % state, b"\1")
             totals = txn.get(b"totals", b"")
             self.totals = _TOTALS.unpack(totals) if len(totals) == _TOTALS.size else (0, 0)
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
         with self._damage_named():
             self._env.sync(True)
         self.original_bytes = None
+        self.forget_dead_readers()
         self.refresh()
-        return session
+        return Session(number, use, saved)
 
-    def saved_free_extents(self) -> npt.NDArray[np.int32]:
-        """The free extents of the last clean close, shape `(n, 2)`."""
-        with self._env.begin(db=self._meta) as txn:
-            blob = txn.get(b"free", b"")
-        return np.frombuffer(blob[: len(blob) // 8 * 8], dtype="<i4").reshape(-1, 2)
-
-    def close(self, free: npt.NDArray[np.int32] | None, read_bytes: int = 0) -> None:
-        """Close. With the free extents, the next open need not scan. Raises one of our errors."""
+    def close(self, saved: SavedSlots | None, read_bytes: int = 0) -> None:
+        """Close. With `saved`, the next open need not scan. Raises one of our errors."""
         try:
             with self._damage_named():
                 with self._env.begin(write=True, db=self._meta) as txn:
                     self._add_totals(txn, 0, read_bytes)
-                    if free is not None:
-                        txn.put(b"free", free.astype("<i4").tobytes())
-                        txn.put(b"clean", b"\1")
+                    if saved is not None:
+                        head = _SAVED.pack(saved.epoch, saved.used)
+                        txn.delete(self._state_key.replace(b"state", b"live"))
+                        txn.put(self._state_key, head + saved.free.astype("<i4").tobytes())
                 self._env.sync(True)
         finally:
             self.abandon()
@@ -373,6 +466,12 @@ class BlockIndex:
             if (entry.slot, entry.generation) == (removal.slot, removal.generation):
                 txn.delete(removal.key)
 
+    @staticmethod
+    def _is_taken(txn: lmdb.Transaction[bytes], key: bytes, is_own: SlotTest) -> bool:
+        value = txn.get(key)
+        slot = -1 if value is None else slot_in_entry(key, value)
+        return slot >= 0 and not is_own(slot)
+
     def _add_totals(self, txn: lmdb.Transaction[bytes], written: int, read: int) -> None:
         stored = txn.get(b"totals", b"", db=self._meta)
         before = _TOTALS.unpack(stored) if len(stored) == _TOTALS.size else (0, 0)
@@ -382,16 +481,17 @@ class BlockIndex:
         day = endurance.add(record, self.wall_clock(), written, read)
         txn.put(b"day", day, db=self._meta)
 
-    def _doomed(self, table: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-        """Positions of entries out of range, and of all but the latest on each slot."""
-        slots = table["slot"].astype(np.int64)
-        is_doomed = slots >= self.capacity
-        uses = np.bincount(slots[~is_doomed], minlength=self.capacity)
-        if uses.max(initial=0) > 1:
-            shared = np.flatnonzero(~is_doomed & (uses[np.minimum(slots, self.capacity - 1)] > 1))
-            order = shared[np.lexsort((table["generation"][shared], slots[shared]))]
-            is_doomed[order[:-1]] = slots[order[:-1]] == slots[order[1:]]
-        return np.flatnonzero(is_doomed)
+    def _superseded(
+        self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        """Positions of all entries but the latest on each slot."""
+        uses = np.bincount(slots, minlength=self.capacity)
+        if uses.max(initial=0) <= 1:
+            return slots[:0]
+        shared = np.flatnonzero(uses[slots] > 1)
+        order = shared[np.lexsort((generations[shared], slots[shared]))]
+        is_earlier: npt.NDArray[np.bool_] = slots[order[:-1]] == slots[order[1:]]
+        return np.asarray(order[:-1][is_earlier], dtype=np.int64)
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -408,23 +508,32 @@ class BlockIndex:
             raise from_lmdb(error, self.path) from error
 
 
-def open_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
+def open_index(
+    path: Path, capacity: int, map_bytes: int, *, is_durable: bool, is_alone: bool = True
+) -> BlockIndex:
     """Open or create the environment in the directory `path`, which must exist.
 
-    `capacity` in slots. Raises `CorruptionError` for damage, `TierIOError` for the device. Does
-    not look at any entry: `BlockIndex.load` comes next. A file that is shorter than its own meta
-    page says is extended with a hole, so that a read of the missing pages is an error that LMDB
-    reports and not a bus error, and `needs_scan` is set. No other process may have it open.
+    `capacity` in slots. `map_bytes` of address space bound the size of the file; all processes that
+    have it open name the same. Raises `CorruptionError` for damage, `TierIOError` for the device,
+    `InUseError` if this process has it open. Does not look at any entry: `BlockIndex.load` comes
+    next.
+
+    A file that is shorter than its own meta page says is extended with a hole, so that a read of
+    the missing pages is an error that LMDB reports and not a bus error, and `needs_scan` is set. If
+    others have it open, they have seen to that.
     """
     with os_errors(f"opening the index in {path}"):
-        return _open(path, capacity, is_durable)
+        return _open(path, capacity, map_bytes, is_durable, is_alone)
 
 
-def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
-    original = check_file(path)
+def _open(
+    path: Path, capacity: int, map_bytes: int, is_durable: bool, is_alone: bool
+) -> BlockIndex:
+    original = check_file(path) if is_alone else None
     try:
-        check_pages(path)
-        env = _environment(path, capacity, is_durable)
+        if is_alone:
+            check_pages(path)
+        env = _environment(path, map_bytes, is_durable)
         try:
             index = BlockIndex(env, path, capacity)
         except BaseException:
@@ -434,6 +543,11 @@ def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
         if original is not None:
             os.truncate(path / DATA_NAME, original)
         if isinstance(error, lmdb.Error):
+            if "already open in this process" in str(error):
+                raise InUseError(
+                    f"{path.parent} is open in this process already; close it first, or choose "
+                    "another path or label"
+                ) from None
             raise from_lmdb(error, path) from error
         raise
     if original is not None:
@@ -443,7 +557,16 @@ def _open(path: Path, capacity: int, is_durable: bool) -> BlockIndex:
     return index
 
 
-def attach_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
+def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
+    """What `BlockIndex.close` wrote; None if it is not there or not whole."""
+    if blob is None or len(blob) < _SAVED.size:
+        return None
+    epoch, used = _SAVED.unpack_from(blob)
+    runs = blob[_SAVED.size : _SAVED.size + (len(blob) - _SAVED.size) // 8 * 8]
+    return SavedSlots(epoch, used, np.frombuffer(runs, dtype="<i4").reshape(-1, 2))
+
+
+def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:
     """Open an environment that another process has open and loaded; changes nothing in it.
 
     Only `commit` and `entry` may be used: no transaction is held, so no page is pinned. Raises
@@ -451,17 +574,17 @@ def attach_index(path: Path, capacity: int, *, is_durable: bool) -> BlockIndex:
     """
     with os_errors(f"attaching to the index in {path}"):
         try:
-            index = BlockIndex(_environment(path, capacity, is_durable), path, capacity)
+            index = BlockIndex(_environment(path, map_bytes, is_durable), path, capacity)
             index.let_go()
         except lmdb.Error as error:
             raise from_lmdb(error, path) from error
     return index
 
 
-def _environment(path: Path, capacity: int, is_durable: bool) -> lmdb.Environment:
+def _environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Environment:
     return lmdb.open(
         str(path),
-        map_size=MAP_FIXED_BYTES + MAP_BYTES_PER_SLOT * capacity,
+        map_size=map_bytes,
         mode=0o600,
         max_dbs=4,
         max_readers=MAX_READERS,

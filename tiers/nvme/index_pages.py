@@ -118,9 +118,9 @@ class _Walk:
                 raise _Damage("its list of tables is damaged")
             trees[node.key] = _Tree.parse(node.data)
         meta = trees.pop(b"meta", None)
-        is_clean = False
+        is_clean = meta is not None
         for node in self._nodes(meta) if meta is not None else ():
-            is_clean |= (node.key, node.data) == (b"clean", b"\1")
+            is_clean &= not node.key.startswith(b"live")
         if is_clean and self._size > ALWAYS_CHECKED_BYTES:
             return
         for tree in trees.values():

@@ -15,25 +15,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lmdb
 
 from ...errors import CorruptionError, os_errors
+from .capacity import index_bytes
 from .filesystem import FileLock, RealFileSystem
 from .format import FORMAT_VERSION, IndexEntry, SlotRecord
 from .index import (
     GENERATIONS_PER_SESSION,
-    MAP_BYTES_PER_SLOT,
-    MAP_FIXED_BYTES,
     IndexIdentity,
 )
 from .index_errors import from_lmdb
+from .index_file import DATA_NAME
 from .namespace import LOCK
+from .owners import MAX_PROCESSES
 from .reader import Description
 from .segments import SegmentSet
 
 KEYS_PER_TRANSACTION = 65536
+SPARE_BYTES = 64 << 20
+"""Of address space: what a large transaction takes beyond what stays."""
 DAMAGED_SUFFIX = ".damaged"
 _U64 = struct.Struct("<Q")
 _TOTALS = struct.Struct("<QQ")
@@ -74,7 +76,9 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
                     if txn.get(drop.key) == drop.value:
                         txn.delete(drop.key)
                         removed += 1
-                _mark_unclean(txn, meta)
+                for state in range(MAX_PROCESSES):
+                    txn.delete(b"state%d" % state, db=meta)
+                txn.put(b"live0", b"\1", db=meta)
     return removed
 
 
@@ -159,7 +163,7 @@ def replace_index(
                 (b"identity", identity.pack()),
                 (b"epoch", _U64.pack(epoch)),
                 (b"session", _U64.pack(session)),
-                (b"clean", b"\0"),
+                (b"live0", b"\1"),
                 (b"totals", _TOTALS.pack(totals.written, totals.read)),
             ):
                 txn.put(name, value, db=meta)
@@ -188,15 +192,12 @@ def _swap(index: Path, fresh: Path) -> Path | None:
     return kept if had_one else None
 
 
-def _mark_unclean(txn: lmdb.Transaction[bytes], meta: Any) -> None:
-    """The next start counts slots itself. The one place that knows what a clean close leaves."""
-    txn.put(b"clean", b"\0", db=meta)
-
-
 def _map_bytes(description: Description) -> int:
     folders = [folder / "segments" for folder in description.folders.values()]
     segments = sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
-    return MAP_FIXED_BYTES + MAP_BYTES_PER_SLOT * segments * description.slots_per_segment
+    slots = segments * description.slots_per_segment
+    index = description.home / "index" / DATA_NAME
+    return SPARE_BYTES + index_bytes(slots) + (index.stat().st_size if index.exists() else 0)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import InUseError
+from .byte_locks import ByteLocks
 from .filesystem import File, FileLock, FileSystem, lock_message
 
 SECTOR_BYTES = 512
@@ -53,7 +54,9 @@ class MemoryFileSystem(FileSystem):
         self.calls: Counter[str] = Counter()
         self._nodes: dict[Path, _Node] = {}
         self._folders: set[Path] = set()
-        self._locked: set[Path] = set()
+        self._locked: dict[Path, int] = {}
+        """Path to the number of holders, -1 for one who is alone."""
+        self._byte_owners: dict[Path, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
 
@@ -82,6 +85,7 @@ class MemoryFileSystem(FileSystem):
             node.data[:] = survived
             node.durable, node.unsynced = bytes(survived), []
         self._locked.clear()
+        self._byte_owners.clear()
 
     def damage(self, path: Path, offset: int, data: bytes) -> None:
         """Overwrite bytes behind everybody's back."""
@@ -150,14 +154,23 @@ class MemoryFileSystem(FileSystem):
     def modified_at(self, path: Path) -> float:
         return float(list(self._nodes).index(path)) if path in self._nodes else 0.0
 
-    def lock(self, path: Path) -> FileLock:
+    def lock(
+        self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
+    ) -> FileLock:
         self.enter("lock")
         with self._lock:
-            if path in self._locked:
+            holders = self._locked.get(path, 0)
+            if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path, str(os.getpid())))
-            self._locked.add(path)
+            self._locked[path] = holders + 1 if shared else -1
             self._nodes.setdefault(path, _Node(bytearray()))
         return _MemoryLock(self._locked, path)
+
+    def byte_locks(self, path: Path) -> ByteLocks:
+        self.enter("byte_locks")
+        with self._lock:
+            node = self._nodes.setdefault(path, _Node(bytearray()))
+            return _MemoryByteLocks(self._byte_owners.setdefault(path, {}), node)
 
     # -- for the files -------------------------------------------------------------------------
 
@@ -188,12 +201,48 @@ class MemoryFileSystem(FileSystem):
 
 
 class _MemoryLock(FileLock):
-    def __init__(self, locked: set[Path], path: Path) -> None:
+    def __init__(self, locked: dict[Path, int], path: Path) -> None:
         self._locked = locked
-        self._path = path
+        self._path: Path | None = path
 
     def release(self) -> None:
-        self._locked.discard(self._path)
+        path, self._path = self._path, None
+        if path is not None:
+            self._locked[path] = max(0, self._locked.get(path, 0) - 1)
+
+
+class _MemoryByteLocks(ByteLocks):
+    """Each instance is an open file of its own."""
+
+    def __init__(self, owners: dict[int, object], node: _Node) -> None:
+        self._owners = owners
+        self._node = node
+
+    def try_lock(self, byte: int) -> bool:
+        return self._owners.setdefault(byte, self) is self
+
+    def unlock(self, byte: int) -> None:
+        if self._owners.get(byte) is self:
+            del self._owners[byte]
+
+    def others_hold(self, first: int, count: int = 1) -> bool:
+        return any(
+            owner is not self and first <= byte < first + count
+            for byte, owner in self._owners.items()
+        )
+
+    def read(self, first: int, count: int) -> bytes:
+        return bytes(self._node.data[first : first + count]).ljust(count, b"\0")
+
+    def write(self, first: int, notes: bytes) -> None:
+        data = self._node.data
+        data.extend(bytes(max(0, first + len(notes) - len(data))))
+        data[first : first + len(notes)] = notes
+        self._node.durable = bytes(data)
+
+    def close(self) -> None:
+        for byte in [byte for byte, owner in self._owners.items() if owner is self]:
+            del self._owners[byte]
 
 
 class MemoryFile(File):

@@ -1,7 +1,8 @@
 """Namespace directories: who may share blocks, who owns a directory, what others take up.
 
-A namespace is one directory per path, named after its label and the fingerprint of its fields. It
-is owned by one process at a time (a lock file in each directory). All methods raise one of our
+A namespace is one directory per path, named after its label and the fingerprint of its fields. Any
+number of processes may have it open: each holds the lock file of each directory, shared, so that
+nobody removes it meanwhile, and its part of the segments (`owners`). All methods raise one of our
 errors; nothing that belongs to anybody else is followed or touched.
 """
 
@@ -18,11 +19,16 @@ from pathlib import Path
 from ...errors import ConfigError, CorruptionError, InUseError, os_errors
 from .filesystem import FileLock, FileSystem
 from .format import FORMAT_VERSION, MAX_DESCRIPTION_BYTES, parse_description
+from .owners import Owners
 
 SHORT_FINGERPRINT_DIGITS = 12
 MAX_NAME_CHARS = 64
 DESCRIPTION = "namespace.json"
 LOCK = "lock"
+OWNERS = "owners"
+REMOVAL_WAIT_S = 30.0
+"""For another process that is just removing a directory which is wanted again."""
+MAX_OPEN_TRIES = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{12}")
 _FOLDERS = ("index", "state", "segments")
 
@@ -58,13 +64,28 @@ class NamespaceKey:
 
 @dataclass(slots=True)
 class Namespace:
-    """An open namespace: one directory in each path, locked by this process."""
+    """An open namespace: one directory in each path, held by this process among others."""
 
     folders: tuple[Path, ...]
-    created: datetime
     locks: list[FileLock]
-    was_described: bool
-    """False while it is being created, or if its description was lost."""
+    owners: Owners
+    description: Mapping[str, object] | None
+    """None while it is being created, or if its description was lost."""
+
+    @property
+    def created(self) -> datetime:
+        """When it was made; now, if that is not known."""
+        return _created(self.description or {})
+
+    @property
+    def slots_per_segment(self) -> int | None:
+        """What it is laid out with; None if it is new."""
+        return None if self.description is None else _number(self.description, "slots_per_segment")
+
+    @property
+    def index_bytes(self) -> int:
+        """Address space of its index, which all processes must map alike; 0 if it is new."""
+        return 0 if self.description is None else _number(self.description, "index_bytes")
 
     @property
     def index_folder(self) -> Path:
@@ -72,9 +93,14 @@ class Namespace:
         return self.folders[0] / "index"
 
     @property
-    def state_folder(self) -> Path:
-        """Arrays of the policy."""
+    def shared_state_folder(self) -> Path:
+        """Arrays that all processes map."""
         return self.folders[0] / "state"
+
+    @property
+    def state_folder(self) -> Path:
+        """Arrays of this process's policy."""
+        return self.shared_state_folder / str(self.owners.state)
 
     @property
     def segment_folders(self) -> list[Path]:
@@ -82,7 +108,8 @@ class Namespace:
         return [folder / "segments" for folder in self.folders]
 
     def close(self) -> None:
-        """Let another process have it; idempotent."""
+        """Let go of it; idempotent."""
+        self.owners.close()
         for lock in self.locks:
             lock.release()
         self.locks.clear()
@@ -99,34 +126,53 @@ class FoundNamespace:
 
 
 def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> Namespace:
-    """Create or open the directories of `key` under the roots and lock them.
+    """Create or open the directories of `key` under the roots, and pass the gate.
 
-    What is new is described by `describe_namespace` once the rest is there.
+    The caller leaves the gate (`Namespace.owners`) once everything is open. What is new is
+    described by `describe_namespace` before that.
 
-    Raises `InUseError` if another process has them, `ConfigError` if a root is not usable,
-    `CorruptionError` or `FormatError` if what is there is not ours to use.
+    Raises `InUseError` if it is being removed, or opened by somebody who hangs, `ConfigError` if a
+    root is not usable, `CorruptionError` or `FormatError` if what is there is not ours to use.
     """
     folders = tuple(root / key.directory_name for root in roots)
     locks: list[FileLock] = []
-    created: datetime | None = None
+    owners: Owners | None = None
+    description: Mapping[str, object] | None = None
     try:
-        for part, (root, folder) in enumerate(zip(roots, folders, strict=True)):
+        for root, folder in zip(roots, folders, strict=True):
             if not fs.exists(root):
                 raise ConfigError(f"path {str(root)!r} does not exist; create it")
             with os_errors(f"opening the namespace {folder}"):
-                fs.make_dir(folder)
-                locks.append(fs.lock(folder / LOCK))
+                locks.append(_hold(fs, folder))
+        with os_errors(f"opening the namespace {folders[0]}"):
+            owners = Owners(fs.byte_locks(folders[0] / OWNERS), str(folders[0]))
+            owners.enter()
+        for part, folder in enumerate(folders):
+            with os_errors(f"opening the namespace {folder}"):
                 for name in _FOLDERS if part == 0 else ("segments",):
                     fs.make_dir(folder / name)
                 document = _read_description(fs, folder)
             if document is not None:
                 _check_description(document, key, folder, part, len(roots))
-                created = _created(document)
+                description = document
     except BaseException:
+        if owners is not None:
+            owners.close()
         for lock in locks:
             lock.release()
         raise
-    return Namespace(folders, created or datetime.now(UTC), locks, created is not None)
+    return Namespace(folders, locks, owners, description)
+
+
+def _hold(fs: FileSystem, folder: Path) -> FileLock:
+    """Make the directory if need be, and see to it that nobody removes it."""
+    for _ in range(MAX_OPEN_TRIES):
+        fs.make_dir(folder)
+        try:
+            return fs.lock(folder / LOCK, shared=True, wait_s=REMOVAL_WAIT_S)
+        except FileNotFoundError:  # removed in between
+            continue
+    raise InUseError(f"{folder} is being removed over and over; stop what does that")
 
 
 def is_namespace_name(name: str) -> bool:
@@ -151,11 +197,40 @@ def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
     return sorted(found, key=lambda one: one.last_used)
 
 
+@dataclass(frozen=True, slots=True)
+class DescribedLayout:
+    """What a directory says about its share of a namespace."""
+
+    slots_per_segment: int
+    part: int
+    parts: int
+
+
+def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
+    """The layout in a directory's description; None if there is none yet."""
+    with os_errors(f"reading {folder}"):
+        document = _read_description(fs, folder)
+    if document is None:
+        return None
+    part, parts = document.get("part"), document.get("parts")
+    if type(part) is not int or type(parts) is not int or not 0 <= part < parts:
+        raise CorruptionError(f"{folder} does not say which of how many paths it is; remove it")
+    return DescribedLayout(_number(document, "slots_per_segment"), part, parts)
+
+
+def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
+    """Take a namespace directory away from everybody; None if a process has it open."""
+    with os_errors(f"locking {path}"):
+        try:
+            return fs.lock(path / LOCK, is_noted=False)  # the time of change is its last use
+        except InUseError:
+            return None
+
+
 def remove_namespace(fs: FileSystem, path: Path) -> bool:
-    """Delete a namespace directory unless a process owns it; True if it is gone."""
-    try:
-        lock = fs.lock(path / LOCK)
-    except InUseError:
+    """Delete a namespace directory unless a process has it open; True if it is gone."""
+    lock = lock_namespace(fs, path)
+    if lock is None:
         return False
     try:
         with os_errors(f"removing {path}"):
@@ -193,10 +268,16 @@ def describe_namespace(
     key: NamespaceKey,
     block_bytes: int,
     slots_per_segment: int,
+    index_bytes: int,
 ) -> None:
-    """Write `namespace.json` where it is missing: from now on the namespace must be complete."""
+    """Write `namespace.json` where it is missing: from now on the namespace must be complete.
+
+    It is also written again if the size of the index changes, which is for a process that is alone.
+    """
+    is_right = namespace.index_bytes == index_bytes
+    created = namespace.created
     for part, folder in enumerate(namespace.folders):
-        if fs.exists(folder / DESCRIPTION):
+        if is_right and fs.exists(folder / DESCRIPTION):
             continue
         document = {
             "format": "kvcascade-namespace",
@@ -206,9 +287,10 @@ def describe_namespace(
             "fields": dict(key.fields),
             "block_bytes": block_bytes,
             "slots_per_segment": slots_per_segment,
+            "index_bytes": index_bytes,
             "part": part,
             "parts": len(namespace.folders),
-            "created": namespace.created.isoformat(),
+            "created": created.isoformat(),
             **({"about": dict(key.about)} if key.about else {}),
         }
         with os_errors(f"writing {folder / DESCRIPTION}"):
@@ -223,11 +305,13 @@ def stored_slots_per_segment(fs: FileSystem, root: Path, key: NamespaceKey) -> i
             return None
         fs.check_dir(folder)
         document = _read_description(fs, folder)
-    if document is None:
-        return None
-    slots = document["slots_per_segment"]
-    assert isinstance(slots, int)
-    return slots
+    return None if document is None else _number(document, "slots_per_segment")
+
+
+def _number(document: Mapping[str, object], name: str) -> int:
+    found = document[name]
+    assert isinstance(found, int), "descriptions are checked when they are read"
+    return found
 
 
 def _created(document: Mapping[str, object]) -> datetime:

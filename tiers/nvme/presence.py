@@ -32,12 +32,11 @@ def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
 
 def _lock_files(folder: Path) -> Iterator[tuple[int, Path]]:
     """Everything that a process may lock to own the namespace or a part of it."""
-    for pattern in (LOCK, "owners*", "state/*lock*", "state/*/*lock*"):
-        for path in folder.glob(pattern):
-            try:
-                yield os.lstat(path).st_ino, path
-            except OSError:  # just removed
-                continue
+    path = folder / LOCK  # whoever has anything else of a namespace has this one, too
+    try:
+        yield os.lstat(path).st_ino, path
+    except OSError:  # just removed
+        return
 
 
 def _held(lock_table: Path) -> Iterator[tuple[int, int]]:

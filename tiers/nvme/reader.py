@@ -36,11 +36,14 @@ from .format import (
     parse_description,
     parse_entry,
 )
+from .index import parse_saved_slots
 from .index_errors import from_lmdb
 from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
-from .namespace import DESCRIPTION, LOCK, is_namespace_name
+from .namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
+from .owners import MAX_PROCESSES, noted_owner
 from .segments import read_all
 
+MAX_OWNERS_BYTES = 1 << 20
 _SUFFIX = ".safetensors"
 _MIN_MAP_BYTES = 1 << 30
 _ENTRY_TYPE = np.dtype(
@@ -240,17 +243,37 @@ class IndexReader:
         """Counts and totals as committed now."""
         with self._named(), self._env.begin(db=self._meta) as txn:
             totals = txn.get(b"totals", b"").ljust(16, b"\0")
-            is_clean, free = _left_behind(txn)
+            is_live = any(txn.get(b"live%d" % state) for state in range(MAX_PROCESSES))
+            free = self._saved_free(txn)
             return IndexMeta(
                 entries=int(txn.stat(self._blocks)["entries"]),
                 epoch=_number(txn.get(b"epoch")),
                 session=_number(txn.get(b"session")),
-                is_clean=is_clean,
+                is_clean=not is_live and free is not None,
                 written_bytes=int.from_bytes(totals[:8], "little"),
                 read_bytes=int.from_bytes(totals[8:16], "little"),
                 day=day_totals(txn.get(b"day", b""), time.time()),
-                free=free,
+                free=np.zeros((0, 2), dtype=np.int64) if free is None else free,
             )
+
+    def _saved_free(self, txn: lmdb.Transaction[bytes]) -> npt.NDArray[np.int64] | None:
+        """The free runs that processes left in their segments; None if that is not known."""
+        per_segment = int.from_bytes(txn.get(b"identity", b"")[-4:].ljust(4, b"\1"), "little")
+        try:
+            notes = _read_file(self.path.parent / OWNERS, MAX_OWNERS_BYTES)
+        except OSError:
+            return None
+        found: list[tuple[int, int]] = []
+        for state in range(MAX_PROCESSES):
+            saved = parse_saved_slots(txn.get(b"state%d" % state))
+            if saved is None or saved.epoch != _number(txn.get(b"epoch")):
+                continue
+            for start, length in saved.free.tolist():
+                for first in range(start - start % per_segment, start + length, per_segment):
+                    if noted_owner(notes, first // per_segment) == state:
+                        begin, end = max(start, first), min(start + length, first + per_segment)
+                        found.append((begin, end - begin))
+        return np.array(sorted(found), dtype=np.int64).reshape(-1, 2)
 
     def raw(self, key: bytes) -> bytes | None:
         """The raw entry of a block as committed now."""
@@ -445,16 +468,6 @@ def _read_file(path: Path, limit: int) -> bytes:
         return bytes(data[:moved])
     finally:
         file.close()
-
-
-def _left_behind(txn: lmdb.Transaction[bytes]) -> tuple[bool, npt.NDArray[np.int64]]:
-    """Whether the last close was clean, and the free extents that it left: shape `(n, 2)`.
-
-    This is the one place of the readers that knows where a close leaves them.
-    """
-    blob = txn.get(b"free", b"")
-    free = np.frombuffer(blob[: len(blob) // 8 * 8], dtype="<i4").reshape(-1, 2)
-    return txn.get(b"clean") == b"\1", free.astype(np.int64)
 
 
 def _number(value: bytes | None) -> int:

@@ -3,6 +3,9 @@
 `BlockStore` moves bytes through here on I/O threads; the manager's thread reads slot records
 through a shared mapping. A run of slots never crosses a segment. Methods raise `OSError`.
 
+The segments that are open are this process's own. Blocks in all others can be read: their files are
+opened when the first one is.
+
 Durability: nothing before `sync`. A segment is never trusted: what is wrong with a file is made
 whole at open, and the checksum in the index tells which blocks survived.
 """
@@ -10,6 +13,7 @@ whole at open, and the checksum in the index tells which blocks survived.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,10 @@ MAX_SHORT_TRANSFERS = 1000
 _SUFFIX = ".safetensors"
 
 _log = get_logger(__name__)
+
+
+class MissingSegmentError(OSError):
+    """A segment of another process's is not there any more, and so are its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,17 @@ class SegmentSet:
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
         self._open: dict[int, Segment] = {}
+        self._foreign: dict[int, File] = {}
+        self._foreign_lock = threading.Lock()
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of the open segments, ascending."""
         return sorted(self._open)
+
+    def is_own(self, slot: int) -> bool:
+        """True if the slot lies in a segment of this process."""
+        return slot // self.layout.slots in self._open
 
     def path_of(self, number: int) -> Path:
         """Where a segment lies."""
@@ -116,19 +130,29 @@ class SegmentSet:
             self._open[number] = self._open_files(number, path)
         self.unusable.discard(number)
 
-    def remove(self, number: int) -> None:
-        """Delete a segment file, open or not."""
+    def let_go(self, number: int) -> None:
+        """Close a segment: another process has it from now on. No transfer may be under way."""
         segment = self._open.pop(number, None)
         if segment is not None:
             segment.close()
+
+    def doubt(self, slot: int) -> None:
+        """Open a foreign segment anew when it is next read: its file may have been replaced."""
+        with self._foreign_lock:
+            self._foreign.pop(slot // self.layout.slots, None)  # closed when nobody reads from it
+
+    def remove(self, number: int) -> None:
+        """Delete a segment file, open or not."""
+        self.let_go(number)
         with os_errors(f"removing {self.path_of(number)}"):
             self._fs.unlink(self.path_of(number))
 
     def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write whole slots, adjacent ones from `first_slot` on."""
-        segment, offset = self._locate(first_slot, len(buffers))
+        number, offset = self._locate(first_slot, len(buffers))
+        payload = self._segment(number).payload
         for part, position in self._calls(buffers, offset):
-            _write_all(segment.payload, part, position)
+            _write_all(payload, part, position)
 
     def write_records(self, first_slot: int, records: Sequence[bytes]) -> None:
         """Write the records of adjacent slots."""
@@ -138,9 +162,11 @@ class SegmentSet:
 
     def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
-        segment, offset = self._locate(first_slot, len(buffers))
+        number, offset = self._locate(first_slot, len(buffers))
+        segment = self._open.get(number)
+        payload = self._foreign_file(number) if segment is None else segment.payload
         for part, position in self._calls(buffers, offset):
-            read_all(segment.payload, part, position)
+            read_all(payload, part, position)
 
     def sync(self, number: int) -> None:
         """Make everything written to a segment durable."""
@@ -171,6 +197,19 @@ class SegmentSet:
         for segment in self._open.values():
             segment.close()
         self._open.clear()
+        for file in self._foreign.values():
+            file.close()
+        self._foreign.clear()
+
+    def _foreign_file(self, number: int) -> File:
+        with self._foreign_lock:
+            file = self._foreign.get(number)
+            if file is None:
+                path = self.path_of(number)
+                if not self._fs.exists(path) and self._fs.exists(path.parent):
+                    raise MissingSegmentError(errno.ENOENT, "the segment is gone", str(path))
+                file = self._foreign[number] = self._fs.open(path, direct=True)
+            return file
 
     def _segment(self, number: int) -> Segment:
         segment = self._open.get(number)
@@ -178,10 +217,11 @@ class SegmentSet:
             raise OSError(errno.ENOENT, "the segment is not there", str(self.path_of(number)))
         return segment
 
-    def _locate(self, first_slot: int, count: int) -> tuple[Segment, int]:
+    def _locate(self, first_slot: int, count: int) -> tuple[int, int]:
+        """The segment of a run, and where in its file the run begins."""
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
-        return self._segment(number), self._header_bytes + index * self.layout.block_bytes
+        return number, self._header_bytes + index * self.layout.block_bytes
 
     def _calls(
         self, buffers: Sequence[memoryview], offset: int

@@ -5,6 +5,9 @@ durability, synced); entries that leave are gone from the index before their slo
 again; a block that was read matches its length and its checksum, or the outcome says so. Nothing
 that the device does is raised: it is an outcome per block.
 
+A block of another process may be overwritten while it is read: then its checksum does not match and
+its generation has changed, and it is GONE. A block that another process stored first is HELD.
+
 Threads: `write`, `read` and `remove` may be called by several threads at once.
 """
 
@@ -22,7 +25,7 @@ from ..base import BlockHash, BlockOutcome
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
 from .index import BlockIndex, Removal
 from .index_errors import CommitOutcome
-from .segments import SegmentSet
+from .segments import MissingSegmentError, SegmentSet
 
 _log = get_logger(__name__)
 
@@ -55,6 +58,8 @@ class StoreCounters:
     read_ns: int = 0
     corrupt: int = 0
     gone: int = 0
+    held: int = 0
+    """Blocks that another process stored first."""
     io_errors: int = 0
     no_space: int = 0
     refused_keys: int = 0
@@ -91,6 +96,7 @@ class BlockStore:
         self._next_generation = first_generation
         self._lock = threading.Lock()
         self._owed: list[Removal] = []
+        self._strays: list[int] = []
         self._owed_epoch = 0
         self._reported_bytes = 0
 
@@ -129,8 +135,7 @@ class BlockStore:
             written = self._sync(written, outcomes)
         puts = [(w.key, w.entry) for w in written if w.entry is not None]
         if puts:
-            read_bytes = self.take_read_bytes()
-            _note(outcomes, written, _OF_COMMIT[self._index.commit(epoch, (), puts, read_bytes)])
+            self._commit(written, outcomes, puts, epoch)
         return self._count_write(outcomes, started)
 
     def take_read_bytes(self) -> int:
@@ -165,6 +170,8 @@ class BlockStore:
             outcome = self._read_run(slots[run[0]], [buffers[i] for i in run])
             for i in run:
                 outcomes[i] = outcome
+                if outcome is BlockOutcome.CORRUPT:
+                    self._drop_foreign(keys[i], entries[i])
         for i in order:
             entry = entries[i]
             if outcomes[i] is BlockOutcome.OK and entry is not None:
@@ -179,9 +186,10 @@ class BlockStore:
     def repair_records(self, slots: Set[int]) -> int:
         """Write the records of these slots anew from the index; returns how many.
 
-        Without its record a slot cannot be chosen for eviction.
+        Without its record a slot cannot be chosen for eviction. `take_strays` gives those that the
+        index knows nothing of.
         """
-        repaired = 0
+        repaired: set[int] = set()
         try:
             for key, entry in self._index.keys():
                 if entry.slot in slots:
@@ -189,11 +197,25 @@ class BlockStore:
                         key, entry.generation, entry.checksum, entry.length, self._index.epoch
                     )
                     self._segments.write_records(entry.slot, [record.pack()])
-                    repaired += 1
+                    repaired.add(entry.slot)
+            self.note_strays(slots - repaired)
         except (OSError, KVCascadeError) as error:
             _log.warning("slot records could not be repaired: %s", error)
-        self._count(records_repaired=repaired)
-        return repaired
+        self._count(records_repaired=len(repaired))
+        return len(repaired)
+
+    def note_strays(self, slots: Iterable[int]) -> None:
+        """No entry names these slots, which were in use."""
+        with self._lock:
+            self._strays.extend(slots)
+
+    def take_strays(self) -> list[int]:
+        """Slots that no entry names, each given once; blocks may come to them meanwhile."""
+        if not self._strays:
+            return []
+        with self._lock:
+            taken, self._strays = self._strays, []
+        return taken
 
     def owe(self, removals: Iterable[Removal], epoch: int) -> None:
         """Removals of a job that never ran: the next one commits them."""
@@ -233,6 +255,21 @@ class BlockStore:
             self._reported_bytes += reported_bytes
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        written: Sequence[_Write],
+        outcomes: list[BlockOutcome],
+        puts: Sequence[tuple[BlockHash, IndexEntry]],
+        epoch: int,
+    ) -> None:
+        held: set[BlockHash] = set()
+        read_bytes = self.take_read_bytes()
+        outcome = self._index.commit(epoch, (), puts, self._segments.is_own, held, read_bytes)
+        _note(outcomes, written, _OF_COMMIT[outcome])
+        if held:
+            _note(outcomes, [write for write in written if write.key in held], BlockOutcome.HELD)
+            self._count(held=len(held))
 
     def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
         """Why the write cannot go on, or None."""
@@ -291,6 +328,8 @@ class BlockStore:
     def _read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> BlockOutcome:
         try:
             self._segments.read_run(first_slot, buffers)
+        except MissingSegmentError:
+            return BlockOutcome.CORRUPT
         except OSError as error:
             return self._failed(error, "reading blocks")
         return BlockOutcome.OK
@@ -301,7 +340,17 @@ class BlockStore:
         now = self._index.entry(key)
         if now is None or now.generation != entry.generation:
             return BlockOutcome.GONE
+        self._drop_foreign(key, entry)
         return BlockOutcome.CORRUPT
+
+    def _drop_foreign(self, key: BlockHash, entry: IndexEntry | None) -> None:
+        """A damaged block of another process's leaves the index: it can be stored anew.
+
+        Its slot is the owner's to free, who finds it without an entry when it shall be evicted.
+        """
+        if entry is not None and not self._segments.is_own(entry.slot):
+            self._segments.doubt(entry.slot)
+            self._index.commit(self._index.epoch, [Removal(key, entry.slot, entry.generation)])
 
     def _failed(self, error: OSError, doing: str) -> BlockOutcome:
         mapped = from_os_error(error, doing)

@@ -24,6 +24,9 @@ class BlockDirectory(ABC):
 
     get: Callable[[BlockHash], BlockStatus | None]
     """The live status of a block, or None. An attribute so that the hot path can bind it."""
+    owned: bytearray | None = None
+    """A byte per slot, 0 where the block is somebody else's: found here, but never to leave from
+    here. None: all are one's own."""
 
     @abstractmethod
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:

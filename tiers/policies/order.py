@@ -63,6 +63,13 @@ class EvictionOrder(ABC):
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         """Add slots that are not present, least recent first."""
 
+    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        """Add slots that are not present and of whose use nothing is known: first to leave.
+
+        In the order given. An order that cannot put them there takes them as new ones.
+        """
+        self.insert(slots, tags)
+
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
         """A use of slots that are present, least recent first."""

@@ -62,7 +62,9 @@ class OrderedPolicy(CachePolicy):
     def remove(self, block_hash: BlockHash) -> BlockStatus | None:
         status = self._directory.pop(block_hash)
         if status is not None:
-            self._order.remove([status.block_id])
+            owned = self._directory.owned
+            if owned is None or owned[status.block_id]:
+                self._order.remove([status.block_id])
         return status
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
@@ -83,7 +85,14 @@ class OrderedPolicy(CachePolicy):
         get = self._directory.get
         slots = [s.block_id for s in map(get, block_hashes) if s is not None]
         slots.reverse()
-        return slots
+        owned = self._directory.owned
+        return slots if owned is None else [slot for slot in slots if owned[slot]]
+
+    def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        self._order.insert_cold(slots, self._tags(block_hashes))
+
+    def disown(self, slots: Sequence[int]) -> None:
+        self._order.remove([slot for slot in slots if slot in self._order])
 
     def evict(
         self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None

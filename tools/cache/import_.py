@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import ConfigError, InUseError, NoSpaceError
 from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.nvme.capacity import capacity_for
 from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.format import PAGE_BYTES, SegmentLayout, SlotRecord
 from ...tiers.nvme.namespace import NamespaceKey, namespaces_under
@@ -141,10 +142,11 @@ def _open(roots: Sequence[Path], location: Location | None, head: CarriedHead) -
         segments.close()
     per_path = -(-(existing + -(-head.blocks // layout.slots) + 1) // len(roots))
     others = max(sum(found.used_bytes for found in namespaces_under(fs, root)) for root in roots)
-    share = (others + per_path * layout.file_bytes) * 16 // 15 + PAGE_BYTES
+    segments_wanted = per_path * len(roots)
+    own = capacity_for(segments_wanted, layout.slots, layout.block_bytes, len(roots))
     config = NvmeTierConfig(
         paths=tuple(roots),
-        capacity_bytes=share * len(roots),
+        capacity_bytes=own + (others + PAGE_BYTES) * len(roots),
         block_bytes=head.block_bytes,
         key=NamespaceKey(label, head.fields, head.about),
         min_free_bytes=fs.total_bytes(roots[0]) // MIN_FREE_SHARE,
@@ -153,14 +155,15 @@ def _open(roots: Sequence[Path], location: Location | None, head: CarriedHead) -
     )
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-import")
     try:
-        return open_nvme_tier(config, executor)
-    except InUseError as error:
-        raise InUseError(
-            f"{error}; blocks are imported while no engine runs: a namespace belongs to one "
-            "process at a time"
-        ) from None
+        tier = open_nvme_tier(config, executor)
     finally:
         executor.shutdown()
+    if not tier.report.is_alone:  # an engine keeps to its own capacity, which may be less
+        tier.close()
+        raise InUseError(
+            f"{tier.report.folder} is in use; blocks are imported while no engine runs: stop it"
+        )
+    return tier
 
 
 def _import(

@@ -1,0 +1,301 @@
+"""Several processes with one NVMe tier: what one stores another finds, and nothing is mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.clock import ManualClock
+from support.nvme_peer import Peer, PeerFailed
+from support.nvme_rig import Rig, config_for, key
+
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.growth import BALANCE_EVERY_S, RECHECK_S
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.tier import NvmeTierConfig
+
+SLOTS, PER_SEGMENT = 64, 8
+OK, HELD, GONE = BlockOutcome.OK, BlockOutcome.HELD, BlockOutcome.GONE
+STEP_S = int(max(BALANCE_EVERY_S, RECHECK_S))
+
+
+def keys(n: int, start: int = 0) -> list[BlockHash]:
+    return [key(i) for i in range(start, start + n)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> NvmeTierConfig:
+    """No process takes everything at once when it opens."""
+    config = config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT)
+    return replace(config, ready_bytes=1)
+
+
+@pytest.fixture
+def rig(config: NvmeTierConfig) -> Iterator[Rig]:
+    rig = Rig(config)
+    yield rig
+    rig.close()
+
+
+def step(rig: Rig, seconds: float = 0.0) -> bool:
+    """The end of a step, so much later."""
+    assert isinstance(rig.clock, ManualClock)
+    rig.clock.advance(seconds)
+    return rig.maintain()
+
+
+def test_each_finds_what_the_other_stores(rig: Rig) -> None:
+    rig.store(keys(8))
+    with Peer(rig.config) as other:
+        assert other.hits(range(8)) == 8
+        assert set(other.store(range(100, 108))) == {OK.value}
+        step(rig)
+        assert all(rig.check(h) for h in keys(8, start=100))
+        assert len(rig.policy) == 8, "what lies in its own segments is what may be evicted"
+        assert other.ask("blocks") == 8
+        assert set(other.ask("own")).isdisjoint(rig.tier.namespace.owners.segments)
+        assert other.store(range(8)) == [], "what is there already is not stored again"
+        rig.check_sums()
+        other.ask("check_sums")
+
+
+def test_the_first_of_two_that_store_the_same_block_wins(rig: Rig) -> None:
+    with Peer(rig.config) as other:
+        other.ask("begin_store", 5)
+        assert rig.store(keys(1, start=5)) == [OK]
+        assert other.ask("end_store") == HELD.value
+        other.ask("check_sums")
+        assert other.hits([5]) == 1 and other.ask("blocks") == 0
+        assert other.ask("counters")["held"] == 1
+    assert rig.check(key(5))
+
+
+def test_a_block_that_is_overwritten_before_it_is_read_is_gone(rig: Rig) -> None:
+    """Its entry was read at lookup, and its slot used again since: a miss, not damage."""
+    size = rig.tier.segments.layout.slots
+    rig.store(keys(size))
+    with Peer(rig.config) as other:
+        other.ask("find", 0)
+        evicted = rig.policy.evict(size, ())
+        assert evicted is not None
+        for _, status in evicted:
+            rig.backend.free(status)
+        rig.store(keys(size, start=500))
+        assert other.ask("read_found") == GONE.value
+        assert other.ask("counters") == {"held": 0, "corrupt": 0, "gone": 1}
+        assert other.hits(range(500, 500 + size)) == size
+
+
+def test_damage_is_found_by_whoever_reads_and_the_block_is_stored_anew(rig: Rig) -> None:
+    rig.store(keys(4))
+    rig.tier.directory.refresh()
+    layout = rig.tier.segments.layout
+    with rig.tier.segments.path_of(0).open("r+b") as file:
+        file.seek(layout.header_bytes)
+        file.write(b"damaged" * 100)
+    with Peer(rig.config) as other:
+        assert other.hits(range(4)) == 3
+        assert other.ask("counters")["corrupt"] == 1
+        assert other.store([0]) == [OK.value]
+        step(rig)
+        assert all(rig.check(h) for h in keys(4)), "one of them is the other process's now"
+        # The slot that lost its block is found when it shall be evicted, and used again.
+        assert len(rig.policy.coldest(4)) == 3
+        rig.backend.get_num_free_blocks()
+        step(rig)
+        evicted = rig.policy.evict(4, ())
+        assert evicted is not None
+        for _, status in evicted:
+            rig.backend.free(status)
+        assert rig.backend.get_num_free_blocks() == rig.backend.available
+        assert set(rig.store(keys(8, start=50))) == {OK}
+        rig.check_sums()
+
+
+def test_a_reset_is_everybodys(rig: Rig) -> None:
+    rig.store(keys(4))
+    with Peer(rig.config) as other:
+        other.store(range(100, 104))
+        other.ask("begin_store", 200)
+        rig.reset()
+        assert other.maintain() is True and other.maintain() is False
+        assert other.hits([*range(4), *range(100, 104)]) == 0
+        assert not any(rig.check(h) for h in [*keys(4), *keys(4, start=100)])
+        assert other.ask("end_store") != OK.value, "what was begun before does not cross"
+        other.store([7])
+        step(rig)
+        assert rig.check(key(7))
+        other.ask("reset")
+        assert step(rig) and not rig.check(key(7))
+        rig.check_sums()
+    with Peer(rig.config) as other:
+        assert other.hits([*range(8), *range(100, 104), 200]) == 0
+
+
+def test_a_store_of_one_who_does_not_know_of_a_reset_yet(rig: Rig) -> None:
+    with Peer(rig.config) as other:
+        rig.reset()
+        assert other.store([1]) == [GONE.value]
+        assert not rig.check(key(1))
+        other.maintain()
+        assert other.store([1]) == [OK.value]
+        step(rig)
+        assert rig.check(key(1))
+
+
+def test_one_is_killed_while_it_writes(rig: Rig) -> None:
+    """The other goes on; a third takes the dead one's segments, and all that is read is right."""
+    rig.store_bit_by_bit(keys(20))
+    own = set(rig.tier.namespace.owners.segments)
+    step(rig)
+    with Peer(rig.config) as other:
+        other.begin("write_for_ever", 1000, 60)
+        for _ in range(25):
+            other.end()
+        other.kill()
+    step(rig)
+    assert all(rig.check(h) for h in keys(20))
+    assert set(rig.store(keys(4, start=30))) == {OK}
+    orphans = sum(rig.check(h) for h in keys(60, start=1000))
+    assert orphans > 0, "its blocks can still be read"
+    step(rig)
+    with Peer(rig.config) as third:
+        assert third.opened["clean"] is False
+        assert third.ask("blocks") > 0 and own.isdisjoint(third.ask("own"))
+        third.ask("check_sums")
+        assert third.hits(range(1000, 1060)) == orphans
+        third.store(range(2000, 2030))
+        third.ask("check_sums")
+    assert rig.tier.store.counters.corrupt == 0
+    rig.check_sums()
+
+
+def test_who_starts_again_finds_its_own(config: NvmeTierConfig) -> None:
+    """Two come back after a clean end, in either order: nothing is scanned, recency is kept."""
+    with Peer(config) as first, Peer(config) as second:
+        first.store(range(12))
+        second.store(range(100, 112))
+        owned = [first.ask("own"), second.ask("own")]
+    with Peer(config) as first, Peer(config) as second:
+        assert first.opened == {"clean": True, "blocks": 24}
+        assert second.opened["clean"] is True
+        assert [first.ask("own"), second.ask("own")] == owned
+        assert first.ask("blocks") == second.ask("blocks") == 12
+        assert second.ask("coldest", 5) == [103, 102, 101, 100, 107], "four at a time"
+        assert first.hits([*range(12), *range(100, 112)]) == 24
+
+
+def test_orphans_are_adopted_as_the_coldest(config: NvmeTierConfig) -> None:
+    with Peer(config) as first, Peer(config) as second:
+        second.store(range(100, 100 + SLOTS // 2))
+        first.store(range(8))
+        second.kill()
+    rig = Rig(config)
+    for start in range(200, 200 + SLOTS, 4):
+        step(rig, STEP_S)
+        rig.policy.touch(reversed(keys(8)))
+        rig.store(keys(4, start=start))
+    assert rig.backend.available == SLOTS
+    assert all(rig.check(h) for h in keys(8)), "its own are warmer than what it adopted"
+    assert not any(rig.check(h) for h in keys(SLOTS // 2, start=100))
+    rig.check_sums()
+    rig.close()
+
+
+def test_a_starved_process_gets_its_share(rig: Rig) -> None:
+    """One has everything; another comes, and no block is lost by the handing over."""
+    for start in range(0, SLOTS, 8):
+        rig.store(keys(8, start=start))
+        step(rig, STEP_S)
+    assert rig.backend.available == SLOTS
+    rig.policy.touch(reversed(keys(16)))
+    with Peer(rig.config) as other:
+        assert other.ask("own") == []
+        for _ in range(2 * SLOTS // PER_SEGMENT):
+            other.maintain(STEP_S)
+            step(rig, STEP_S)
+            rig.backend.get_num_free_blocks()  # it wants more, too
+            other.ask("own")
+        assert len(other.ask("own")) == rig.backend.available // PER_SEGMENT == 4
+        other.maintain()
+        assert sum(rig.check(h) for h in keys(SLOTS)) == SLOTS
+        assert other.ask("blocks") == 32 and other.hits(range(SLOTS)) == SLOTS
+        assert {h for h, _ in rig.policy.coldest(SLOTS)} > set(keys(16)), "the coldest went"
+        step(rig)
+        assert set(other.store(range(300, 330))) == {OK.value}
+        other.ask("check_sums")
+        rig.check_sums()
+        assert set(rig.store_bit_by_bit(keys(30, start=400))) == {OK}
+        assert all(rig.check(h) for h in keys(30, start=300))
+
+
+@pytest.mark.parametrize("policy", ["arc", "fifo", "lirs", "s3fifo", "sieve", "slru"])
+def test_segments_change_hands_under_every_policy(config: NvmeTierConfig, policy: str) -> None:
+    rig = Rig(config, policy=policy)
+    for start in range(0, SLOTS, 8):
+        rig.store(keys(8, start=start))
+        step(rig, STEP_S)
+    rig.policy.touch(keys(8))
+    with Peer(config, policy) as other:
+        for _ in range(SLOTS // PER_SEGMENT):
+            other.maintain(STEP_S)
+            step(rig, STEP_S)
+            other.ask("own")
+        other.maintain()
+        for start in range(300, 500, 10):
+            assert set(other.store(range(start, start + 10))) <= {OK.value}
+            rig.store(keys(10, start=start + 300))
+            other.maintain(STEP_S)
+            step(rig, STEP_S)
+        assert len(other.ask("own")) == 4
+        other.ask("check_sums")
+        rig.check_sums()
+    rig.close()
+
+
+def used_bytes(path: Path) -> int:
+    """What a watcher sees; files may vanish while it looks."""
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.lstat().st_blocks * 512 if file.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_the_capacity_holds_for_all_together(tmp_path: Path, models: int) -> None:
+    """Processes of one model, or of two, grow at once; whenever one looks, it is not too much."""
+    base = config_for([tmp_path], slots=3 * SLOTS, per_segment=PER_SEGMENT)
+    base = replace(base, ready_bytes=1)
+    configs = [replace(base, key=NamespaceKey(f"model-{i}", {"n": i})) for i in range(models)]
+    with ExitStack() as stack:
+        peers = [stack.enter_context(Peer(configs[i % models])) for i in range(3)]
+        for peer in peers:
+            peer.begin("write_for_ever", 1000 * peers.index(peer), 300)
+        for _ in range(60):
+            for peer in peers:
+                peer.end()
+            assert used_bytes(tmp_path) <= base.capacity_bytes
+        for peer in peers:
+            peer.kill()
+    assert used_bytes(tmp_path) > base.capacity_bytes // 2
+    with Peer(configs[0]) as peer:
+        peer.ask("check_sums")
+
+
+def test_no_more_processes_than_there_are_state_numbers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = rig.tier.namespace.owners
+    for number in range(1, 64):
+        assert owners._locks.try_lock(64 + number)
+    with pytest.raises(PeerFailed, match="64 processes"):
+        Peer(rig.config)
+    for number in range(1, 64):
+        owners._locks.unlock(64 + number)
+    Peer(rig.config).__exit__()

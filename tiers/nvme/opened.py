@@ -1,0 +1,142 @@
+"""An NVMe tier: what it is opened with, what an open one consists of, and how it is closed.
+
+Any number of processes may have one open (`owners`). `tier` opens one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import KVCascadeError
+from ...logs import get_logger
+from .arrays import MappedArrays
+from .backend import NvmeBackend, StatusTable
+from .capacity import SEGMENT_BYTES
+from .directory import IndexDirectory
+from .growth import SegmentGrowth
+from .index import BlockIndex, SavedSlots
+from .namespace import Namespace, NamespaceKey
+from .segments import SegmentSet
+from .store import BlockStore, Durability
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeTierConfig:
+    """What a tier is opened with; sizes in bytes."""
+
+    paths: tuple[Path, ...]
+    """One per device; they exist already."""
+    capacity_bytes: int
+    """Over all paths, and over all namespaces in them."""
+    block_bytes: int
+    """One slot; a multiple of 4096."""
+    key: NamespaceKey
+    durability: Durability = Durability.PROCESS
+    min_free_bytes: int = 0
+    """Disk space that is never used."""
+    slots_per_segment: int | None = None
+    """For a new namespace; by default about 1 GiB, less for small tiers."""
+    may_remove_namespaces: bool = True
+    """Whether namespaces that nobody has open leave if there is no room beside them."""
+    ready_bytes: int = SEGMENT_BYTES
+    """Room that is there once the tier is open, per path, if there is that much."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What was found, for one line in the log."""
+
+    folder: Path
+    blocks: int
+    """That can be found: those of all processes."""
+    block_bytes: int
+    capacity_blocks: int
+    """Over all processes."""
+    created: datetime
+    was_clean: bool
+    """True if nothing had to be found out about the segments that this process had last."""
+    is_alone: bool
+    """True if no other process had it open."""
+    repaired_segments: int
+    bytes_written: int
+    """Over the life of the namespace."""
+
+
+@dataclass(slots=True)
+class NvmeTier:
+    """An open tier. Give `directory` and `arrays` to a policy, `store` to the handlers."""
+
+    backend: NvmeBackend
+    directory: IndexDirectory
+    store: BlockStore
+    arrays: MappedArrays
+    report: StartReport
+    index: BlockIndex
+    segments: SegmentSet
+    growth: SegmentGrowth
+    namespace: Namespace
+    table: StatusTable
+    epoch_arrays: MappedArrays
+    is_closed: bool = False
+
+    @property
+    def recovered(self) -> bool:
+        """True if the policy's arrays may not match the index: reconcile with `live_slots`.
+
+        Ask after the policy was made: an array that was not there also counts.
+        """
+        return not self.report.was_clean or self.arrays.was_replaced
+
+    def live_slots(self) -> npt.NDArray[np.int64]:
+        """Slots that hold a block or are on their way to, ascending."""
+        return np.flatnonzero(self.table.is_used).astype(np.int64)
+
+    def close(self, clean: bool = True) -> None:
+        """Commit what waits, save the free extents, let go of everything; idempotent.
+
+        Transfers and the executor must have ended. `clean=False` only lets go.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            if clean:
+                self._save()
+            else:
+                self.index.abandon()
+        finally:
+            self.backend.close()
+            self.segments.close()
+            self.arrays.close()
+            self.epoch_arrays.close()
+            self.namespace.close()
+
+    def _save(self) -> None:
+        directory, backend = self.directory, self.backend
+        is_settled = self.store.remove(directory.take_removals(), directory.epoch)
+        free = backend.free_extents()
+        used = backend.available - int(free[:, 1].sum())
+        has_all = False
+        with suppress(OSError):  # the files may be gone
+            has_all = self.segments.numbers == self.segments.found()
+        saved: SavedSlots | None = None
+        if is_settled and directory.is_committed:
+            if used == (self.index.count() if has_all else len(directory)):
+                saved = SavedSlots(directory.epoch, used, free)
+        try:
+            self.arrays.sync()
+            self.epoch_arrays.sync()
+        except KVCascadeError as error:
+            _log.warning("recency may be lost: %s", error)
+        try:
+            self.index.close(saved, self.store.take_read_bytes())
+        except KVCascadeError as error:
+            _log.warning("the next start has to look through the index: %s", error)

@@ -1,0 +1,362 @@
+"""How an NVMe tier is opened: namespace, index, segments, store, backend and directory.
+
+A process takes the segments back that it had last. After a clean close no index entry is read;
+after anything else every entry is read once. Other processes may have the namespace open: nothing
+of theirs is touched, and they need not know. Whatever fails while opening raises one of our errors
+and leaves the data as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CorruptionError, KVCascadeError, os_errors
+from ...logs import get_logger
+from .arrays import MappedArrays
+from .backend import Background, NvmeBackend, StatusTable, free_pools
+from .capacity import Plan, SpaceBudget
+from .directory import IndexDirectory
+from .filesystem import FileSystem
+from .format import SegmentLayout
+from .growth import SegmentGrowth
+from .index import (
+    GENERATIONS_PER_SESSION,
+    BlockIndex,
+    IndexIdentity,
+    Removal,
+    Session,
+    open_index,
+)
+from .index_file import DATA_NAME, damaged
+from .namespace import Namespace, describe_namespace
+from .opened import NvmeTier, NvmeTierConfig, StartReport
+from .owners import MAX_PROCESSES
+from .segments import SegmentSet
+from .store import BlockStore, Durability
+
+_log = get_logger(__name__)
+
+
+class Opening:
+    """The steps of `open_nvme_tier`, and what to let go of if one fails: `undo`."""
+
+    def __init__(
+        self,
+        config: NvmeTierConfig,
+        plan: Plan,
+        fs: FileSystem,
+        namespace: Namespace,
+        executor: Executor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._fs = fs
+        self._namespace = namespace
+        self._owners = namespace.owners
+        self._executor = executor
+        self._clock = clock
+        layout = SegmentLayout(config.block_bytes, plan.slots_per_segment, config.key.fingerprint)
+        self._segments = SegmentSet(fs, namespace.segment_folders, layout)
+        self._epoch_arrays = MappedArrays(fs, namespace.shared_state_folder, session=None)
+        self._budget = SpaceBudget(
+            fs,
+            namespace.folders,
+            config.capacity_bytes,
+            config.min_free_bytes,
+            config.may_remove_namespaces,
+        )
+        self._index: BlockIndex | None = None
+
+    def run(self) -> NvmeTier:
+        """All steps in order."""
+        resets = self._open_resets()
+        index, session = self._open_index(int(resets.sum()))
+        if self._owners.is_alone:
+            resets[:] = 0
+            resets[self._owners.state] = index.epoch
+        was_clean = self._open_segments(index, session)
+        table = StatusTable(self._plan.slots)
+        was_clean = self._find_used(index, session, table, was_clean)
+        directory = IndexDirectory(
+            index,
+            self._segments,
+            table.at,
+            table.owned,
+            int(np.count_nonzero(table.is_used)),
+            resets,
+            self._owners.state,
+        )
+        store = BlockStore(
+            index,
+            self._segments,
+            self._config.durability,
+            session.number * GENERATIONS_PER_SESSION,
+        )
+        growth = SegmentGrowth(
+            self._segments,
+            self._owners,
+            index,
+            self._budget,
+            self._plan.segments,
+            self._paths,
+            self._executor,
+            self._clock,
+        )
+        backend = self._make_backend(table, directory, growth, store)
+        self._describe()
+        self._prepare(growth)
+        backend.take_arrived()
+        folder = self._namespace.state_folder
+        with os_errors(f"making {folder}"):
+            self._fs.make_dir(folder)
+        arrays = MappedArrays(self._fs, folder, session.use, self._claim_state)
+        self._owners.leave_gate()
+        self._executor.submit(index.warm)
+        return NvmeTier(
+            backend,
+            directory,
+            store,
+            arrays,
+            self._report(index, was_clean),
+            index,
+            self._segments,
+            growth,
+            self._namespace,
+            table,
+            self._epoch_arrays,
+        )
+
+    def undo(self) -> None:
+        """Let go of what the steps so far hold."""
+        if self._index is not None:
+            self._index.abandon()
+        self._segments.close()
+        self._epoch_arrays.close()
+        self._namespace.close()
+
+    @property
+    def _paths(self) -> int:
+        return len(self._config.paths)
+
+    @property
+    def _is_new(self) -> bool:
+        return self._namespace.description is None
+
+    def _claim_state(self, growth: int) -> AbstractContextManager[None]:
+        return self._budget.claim(0, growth)
+
+    def _open_resets(self) -> npt.NDArray[np.uint64]:
+        resets = self._epoch_arrays("epoch", MAX_PROCESSES, np.uint64)
+        if self._epoch_arrays.was_made and not self._owners.is_alone:
+            folder = self._namespace.folders[0]
+            raise CorruptionError(
+                f"{folder}/state/epoch.arr was lost while other processes use it; stop them all, "
+                "then start again"
+            )
+        return resets
+
+    def _open_index(self, wanted_epoch: int) -> tuple[BlockIndex, Session]:
+        folder = self._namespace.index_folder
+        if not self._is_new and not (folder / DATA_NAME).exists():
+            raise CorruptionError(damaged(folder, "it is missing"))
+        if self._is_new:
+            for part in range(self._paths):
+                with self._budget.claim(part, 0):  # refused if there is not even room to begin
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # LMDB is on no other file system
+        index = self._index = open_index(
+            folder,
+            self._plan.slots,
+            self._index_bytes,
+            is_durable=self._config.durability is Durability.POWER,
+            is_alone=self._owners.is_alone,
+        )
+        identity = IndexIdentity(
+            self._config.key.digest, self._config.block_bytes, self._plan.slots_per_segment
+        )
+        session = index.load(
+            identity,
+            wanted_epoch,
+            may_create=self._is_new,
+            state=self._owners.state,
+            is_alone=self._owners.is_alone,
+        )
+        if index.reset_at_open:
+            _log.warning("a reset came to its end: %d blocks are forgotten", index.reset_at_open)
+        return index, session
+
+    @property
+    def _index_bytes(self) -> int:
+        """Address space of the index: the plan's, or what the others who have it open map.
+
+        It is never made smaller: to forget blocks takes pages, too.
+        """
+        described = self._namespace.index_bytes
+        return max(self._plan.index_bytes, described) if self._owners.is_alone else described
+
+    def _open_segments(self, index: BlockIndex, session: Session) -> bool:
+        """Take one's own back; True if the segments are all there as they were left."""
+        total, is_right = self._plan.segments, not index.needs_scan
+        there = self._segments.found()
+        for number in self._owners.last_owned(total):
+            if not self._owners.try_own(number):
+                is_right = False
+                continue
+            try:
+                if number in there:
+                    self._segments.open(number)
+                    continue
+            except KVCascadeError as error:
+                _log.warning("a segment is left out: %s", error)
+            self._owners.disown(number)
+            is_right = False
+        for number in there:
+            if number >= total and self._owners.try_own(number):  # there was a larger capacity
+                self._segments.remove(number)
+                self._owners.disown(number)
+                is_right = False
+        return is_right and (session.saved is not None or not self._segments.numbers)
+
+    def _find_used(
+        self, index: BlockIndex, session: Session, table: StatusTable, was_clean: bool
+    ) -> bool:
+        """Which of its own slots hold blocks; True if no entry had to be read for that."""
+        self._mark(table.is_owned, self._segments.numbers)
+        there = self._segments.found()
+        knows_all = set(there) == set(self._segments.numbers)
+        if was_clean and session.saved is not None:
+            is_free = self._saved_free(index, session, table.is_owned, knows_all)
+            if is_free is not None:
+                table.is_used[:] = table.is_owned & ~is_free
+                return True
+        elif was_clean and (there or index.entries_at_open == 0):
+            return True  # there was nothing of its own
+        lost = self._lost(there)
+        live = index.scan(table.is_owned, lost, and_beyond=self._owners.is_alone)
+        table.is_used[live] = True
+        if index.dropped_by_scan:
+            _log.warning("%d blocks are not there any more", index.dropped_by_scan)
+        return False
+
+    def _lost(self, there: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Slots in files that are not there, or cannot be opened, and nobody's."""
+        is_lost = np.ones(self._plan.slots, dtype=np.bool_)
+        taken = [n for n in range(self._plan.segments) if self._owners.is_taken(n)]
+        self._mark(is_lost, set(there) - self._segments.unusable, value=False)
+        self._mark(is_lost, taken, value=False)
+        return is_lost
+
+    def _saved_free(
+        self,
+        index: BlockIndex,
+        session: Session,
+        is_owned: npt.NDArray[np.bool_],
+        knows_all: bool,
+    ) -> npt.NDArray[np.bool_] | None:
+        """The free slots as the last close left them; None if that does not add up."""
+        saved = session.saved
+        assert saved is not None
+        if saved.epoch != index.epoch:  # there was a reset: nobody has written here since
+            return np.ones(len(is_owned), dtype=np.bool_)
+        extents = saved.free.astype(np.int64)
+        starts, lengths = extents[:, 0], extents[:, 1]
+        ends = starts + lengths
+        is_sane = (
+            bool((lengths > 0).all())
+            and bool((starts >= 0).all())
+            and bool((ends <= len(is_owned)).all())
+            and bool((starts[1:] >= ends[:-1]).all())
+        )
+        if not is_sane:
+            return None
+        change = np.zeros(len(is_owned) + 1, dtype=np.int8)
+        np.add.at(change, starts, 1)
+        np.add.at(change, ends, -1)
+        is_free: npt.NDArray[np.bool_] = np.cumsum(change[:-1], dtype=np.int8) > 0
+        if (is_free & ~is_owned).any():  # some of its segments are another process's now
+            return None
+        used = int(np.count_nonzero(is_owned)) - int(lengths.sum())
+        is_exact = used == saved.used and (not knows_all or used == index.entries_at_open)
+        return is_free if is_exact else None
+
+    def _mark(
+        self, mask: npt.NDArray[np.bool_], numbers: Sequence[int] | Set[int], value: bool = True
+    ) -> None:
+        """Set the flags of all slots in some segments."""
+        size = self._plan.slots_per_segment
+        for number in numbers:
+            mask[number * size : (number + 1) * size] = value
+
+    def _make_backend(
+        self,
+        table: StatusTable,
+        directory: IndexDirectory,
+        growth: SegmentGrowth,
+        store: BlockStore,
+    ) -> NvmeBackend:
+        size = self._plan.slots_per_segment
+        return NvmeBackend(
+            self._config.block_bytes,
+            table,
+            directory,
+            free_pools(table.is_used, table.is_owned, size, self._paths),
+            growth,
+            size,
+            _ExecutorBackground(store, self._executor),
+        )
+
+    def _describe(self) -> None:
+        describe_namespace(
+            self._fs,
+            self._namespace,
+            self._config.key,
+            self._config.block_bytes,
+            self._plan.slots_per_segment,
+            self._index_bytes,
+        )
+
+    def _prepare(self, growth: SegmentGrowth) -> None:
+        """Have some room before the first store."""
+        per_path = max(1, self._config.ready_bytes // self._segments.layout.file_bytes)
+        growth.make(per_path * self._paths - len(self._segments.numbers))
+
+    def _report(self, index: BlockIndex, was_clean: bool) -> StartReport:
+        return StartReport(
+            folder=self._namespace.folders[0],
+            blocks=index.count(),
+            block_bytes=self._config.block_bytes,
+            capacity_blocks=self._plan.slots,
+            created=self._namespace.created,
+            was_clean=was_clean,
+            is_alone=self._owners.is_alone,
+            repaired_segments=self._segments.repaired,
+            bytes_written=index.totals[0],
+        )
+
+
+class _ExecutorBackground(Background):
+    """Hands work to the executor; no removal is lost if it takes no more."""
+
+    def __init__(self, store: BlockStore, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+
+    def commit(self, removals: Sequence[Removal], epoch: int) -> None:
+        try:
+            self._executor.submit(self._store.remove, removals, epoch)
+        except RuntimeError:  # shutting down: the commit at close takes them along
+            self._store.owe(removals, epoch)
+
+    def repair_records(self, slots: Set[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # shutting down
+            self._executor.submit(self._store.repair_records, slots)
+
+    def take_strays(self) -> list[int]:
+        return self._store.take_strays()
