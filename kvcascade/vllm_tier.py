@@ -55,7 +55,7 @@ _RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
 class KVCascadeTier(SecondaryTierManager):
     """An NVMe tier of ours as a secondary tier of vLLM."""
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[Medium | None] = Medium.STORAGE
 
     def __init__(
         self,

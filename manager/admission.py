@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, cast
 
 from ..errors import ConfigError
 from ..logs import get_logger
@@ -69,14 +70,14 @@ class AdmitBy(Admission):
 def admission_by_path(path: str) -> AdmitBy:
     """The function at `"package.module:function"`. Raises `ConfigError`."""
     try:
-        function = pkgutil.resolve_name(path)
+        function: Any = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"admission {path!r} cannot be imported ({error}); check the path"
         ) from None
     if not callable(function):
         raise ConfigError(f"admission {path!r} is no function; make it (block_hash, uses) -> bool")
-    return AdmitBy(function, path)
+    return AdmitBy(cast(AdmissionFunction, function), path)
 
 
 class WriteBudget:

@@ -91,7 +91,7 @@ def test_another_identity_hits_nothing_and_the_old_one_everything(place: Place) 
     with place.start(place.other_weights) as engine:
         assert cold_then_warm(engine) != expected
         engine.stop()
-    with place.start(block_size=16) as engine:
+    with place.start(block_size=64) as engine:
         assert cold_then_warm(engine) == expected
         engine.stop()
     with place.start() as engine:

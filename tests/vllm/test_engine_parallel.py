@@ -78,7 +78,7 @@ def test_two_tensor_parallel_workers(options: dict[str, Any], tmp_path: Path) ->
     both = {**options, "tensor_parallel_size": 2}
     with Engine(log, both) as engine:
         ((_, mapped_by),) = arenas(engine).items()
-        assert len(mapped_by) == 3, "two workers and the scheduler"
+        assert len(mapped_by) == 4, "two workers, the scheduler and its mover"
         computed = engine.generate(TEXTS)
         assert cached(computed) == [0] * PROMPTS
         expected = tokens(computed)

@@ -237,7 +237,8 @@ def test_another_chunk_size_or_label_shares_nothing(shared: Path, tmp_path: Path
     engine = Engine(tmp_path, shared)
     engine.store(hashes("text", 4))
     engine.close()
-    for change in ({"chunk": 2}, {"label": "other"}):
+    changes: list[dict[str, Any]] = [{"chunk": 2}, {"label": "other"}]
+    for change in changes:
         engine = Engine(tmp_path, shared, **change)
         assert engine.await_hits(hashes("text", 4)) == 0
         engine.close()
