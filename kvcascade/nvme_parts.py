@@ -19,6 +19,11 @@ from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.store import Durability
 from .tiers.policies import OrderedPolicy, create
 
+READY_BYTES_MAX = 1 << 30
+READY_PARTS = 8
+"""Before anything is stored at most one part in so many of the capacity is made: other namespaces
+live in it too."""
+
 
 def io_threads_of(
     options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
@@ -46,9 +51,11 @@ def open_nvme(
     for path in options.path:
         with os_errors(f"creating {path} ({options.key}.path)"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    capacity = nvme_capacity(options, machine)
     config = nvme.NvmeTierConfig(
         paths=options.path,
-        capacity_bytes=nvme_capacity(options, machine),
+        capacity_bytes=capacity,
+        ready_bytes=min(READY_BYTES_MAX, capacity // READY_PARTS),
         block_bytes=block_bytes,
         key=key,
         durability=Durability(str(options.durability)),
