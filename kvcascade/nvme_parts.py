@@ -19,10 +19,11 @@ from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.store import Durability
 from .tiers.policies import OrderedPolicy, create
 
+READY_BYTES_MIN = 256 << 20
 READY_BYTES_MAX = 1 << 30
 READY_PARTS = 8
-"""Before anything is stored at most one part in so many of the capacity is made: other namespaces
-live in it too."""
+"""Before anything is stored one part in so many of the capacity is made, within these limits: a
+small tier whole, of a large one so much that other namespaces keep their room in the path."""
 
 
 def io_threads_of(
@@ -55,7 +56,7 @@ def open_nvme(
     config = nvme.NvmeTierConfig(
         paths=options.path,
         capacity_bytes=capacity,
-        ready_bytes=min(READY_BYTES_MAX, capacity // READY_PARTS),
+        ready_bytes=min(READY_BYTES_MAX, max(READY_BYTES_MIN, capacity // READY_PARTS)),
         block_bytes=block_bytes,
         key=key,
         durability=Durability(str(options.durability)),
