@@ -246,7 +246,7 @@ def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
         assert other.metrics()["vllm:kvcascade_loaded_blocks[nvme]"] > 0
         with_more = [[*prompt, 5, 6, 7] * 2 for prompt in WORKLOAD.turns[0][:3]]
         answers = tokens(in_batches(other, with_more))
-        settle(other)
+        assert other.metrics()["vllm:kvcascade_stored_blocks"] > 0
         assert tokens(in_batches(one, with_more)) == answers
         other.kill()
         one.reset(connector=False)
