@@ -15,6 +15,7 @@ from .counters import LinkCounters
 from .flow import (
     BLOCKED_S,
     MAX_JOBS_IN_FLIGHT,
+    NOT_WANTED,
     STALLED_S,
     Flow,
     Job,
@@ -23,9 +24,6 @@ from .flow import (
     release_orphan,
 )
 from .level import Level, Pairs
-
-_NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE)
-"""The block is below already, or from before a reset of the tier there: nothing failed."""
 
 
 class Demoter:
@@ -239,7 +237,7 @@ class Demoter:
                 self._lower.set_dirty([target.block_id])
                 continue
             self._lower.drop(block_hash, target)
-            if outcome in _NOT_WANTED:
+            if outcome in NOT_WANTED:
                 self._counters.demote_held_blocks += outcome is BlockOutcome.HELD
                 self._upper.set_settled(source.block_id)
             else:

@@ -22,6 +22,9 @@ MAX_JOBS_IN_FLIGHT = 4
 """Per link and direction."""
 STALLED_S = 15.0
 """Writes that are under way, and none ends for so long: the tier counts as failed."""
+NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE)
+"""Of a write: the block is below already, or from before a reset of the tier there. Nothing
+failed."""
 BLOCKED_S = 5.0
 """How long a tier that failed or is full is left alone before it is tried again."""
 

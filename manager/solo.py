@@ -18,8 +18,8 @@ import numpy as np
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 from .base import BlockEvent
-from .flow import Link, outcomes_of
-from .level import Level, Tier
+from .flow import NOT_WANTED, Link, outcomes_of
+from .level import Level, Pairs, Tier
 
 FORGET_FAILED_S = 30.0
 MAX_FAILED = 65_536
@@ -49,6 +49,10 @@ class _Job:
     is_load: bool
     is_partial: bool = False
     """Blocks that were asked for are not here."""
+
+    def blocks(self) -> Pairs:
+        """What this job uses of the tier."""
+        return list(zip(self.hashes, self.statuses, strict=True))
 
 
 class SoloTier:
@@ -137,6 +141,12 @@ class SoloTier:
         ended, self._ended = self._ended, []
         return ended
 
+    def maintain(self) -> None:
+        """Upkeep of the tier; at the end of every step. What other processes did is taken in."""
+        if self.level.maintain():
+            jobs = self._jobs.values()
+            self.level.forget([pair for job in jobs for pair in job.blocks()])
+
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
         """These were used; first block of the prefix first."""
         self.level.policy.touch(block_hashes)
@@ -180,14 +190,16 @@ class SoloTier:
         if self.level.write_budget is not None:
             self.level.write_budget.ended(len(job.hashes) * self.level.block_size)
         stored: list[BlockHash] = []
+        is_whole = True
         for block_hash, status, outcome in zip(job.hashes, job.statuses, outcomes, strict=True):
             if outcome is BlockOutcome.OK:
                 status.ref_cnt = 0
                 stored.append(block_hash)
             else:
                 self.level.drop(block_hash, status)
+                is_whole &= outcome in NOT_WANTED
         self._emit(stored, removed=False)
-        return (), len(stored) == len(job.hashes)
+        return (), is_whole
 
     def _land_load(
         self, job: _Job, outcomes: Sequence[BlockOutcome]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
 from kvcascade.tools.bench.results import OURS, VLLM
 from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
 
+LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {
     "manager": (7 + 3) * len(SMOKE.manager_blocks) + 7,
     "lookups": 7 * len(SMOKE.index_blocks),
@@ -67,7 +70,10 @@ def test_every_measurement_at_the_smallest_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "scale_of", lambda arguments: SMOKE)
+    log_level, handler = os.environ.get(LOG_LEVEL), signal.getsignal(signal.SIGTERM)
     assert bench.run(parse("--out", str(tmp_path))) == 0, capsys.readouterr().err
+    assert os.environ.get(LOG_LEVEL) == log_level, "engines started later would be silent"
+    assert signal.getsignal(signal.SIGTERM) == handler
     found = json.loads((tmp_path / "bench.json").read_text())
     assert {"machine", "versions", "is_quick", "repeats", "seconds"} <= found.keys()
     rows = {table["name"]: table["rows"] for table in found["measurements"]}

@@ -139,6 +139,40 @@ def test_the_write_budget_holds() -> None:
     assert rig.store(4).is_whole and rig.has(4) == [False]
 
 
+def test_a_block_that_another_engine_stored_first_is_no_failure() -> None:
+    rig = Rig(slots=4)
+    rig.down.fate = lambda source, target: BlockOutcome.HELD
+    assert rig.store(1, 2).is_whole
+    rig.down.fate = all_ok
+    assert rig.store(3, 4, 5, 6).is_whole and rig.has(3, 4, 5, 6) == [True] * 4, "slots came back"
+
+
+def test_a_reset_by_another_engine_empties_it() -> None:
+    rig = Rig()
+    rig.store(1, 2)
+    backend = rig.solo.level.backend
+    assert isinstance(backend, MemoryBackend)
+    backend.is_overtaken = True
+    rig.solo.maintain()
+    assert rig.has(1, 2) == [False, False]
+    assert rig.store(3).is_whole and rig.has(3) == [True]
+
+
+def test_a_reset_by_another_engine_spares_what_is_being_read() -> None:
+    rig = Rig(slots=2)
+    rig.store(1, 2)
+    backend = rig.solo.level.backend
+    assert isinstance(backend, MemoryBackend)
+    rig.solo.load(9, [key(1)], [0])
+    backend.is_overtaken = True
+    rig.solo.maintain()
+    assert not rig.solo.has(key(2)) and rig.solo.is_busy
+    rig.solo.drain()
+    (result,) = rig.solo.finished()
+    assert result.loaded == (key(1),) and rig.read(0) == block_bytes(key(1))
+    assert rig.store(3, 4).is_whole and rig.has(3, 4) == [True, True], "both slots can be had"
+
+
 def test_closing_ends_its_handlers() -> None:
     rig = Rig()
     rig.store(1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcascade.tiers.policies import ORDERS
+from kvcascade.tiers.policies.order import EvictionOrder
 from kvcascade.tiers.policies.usage import LAST_USE, MAX_TIMES, TIMES_USED, WRITTEN_AT, UsageOrder
 
 CAPACITY = 64
@@ -41,6 +42,26 @@ def test_the_order_is_the_same_with_notes(name: str) -> None:
                 order.evicted(victims, gone)
             present = [slot for slot in present if slot not in victims]
         assert all((slot in noted) == (slot in plain) for slot in range(CAPACITY))
+
+
+def test_every_call_reaches_the_order() -> None:
+    """A call that the order may answer in its own way must not end at the notes."""
+    calls = {n for n, f in vars(EvictionOrder).items() if callable(f) and not n.startswith("__")}
+    assert calls <= set(vars(UsageOrder))
+
+
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_wishes_of_the_order_are_known(name: str) -> None:
+    assert UsageOrder(ORDERS[name](CAPACITY)).wants_chains == ORDERS[name].wants_chains
+
+
+@pytest.mark.parametrize("name", ["arc", "fifo", "lru"])
+def test_what_is_of_unknown_use_leaves_first(name: str) -> None:
+    order = UsageOrder(ORDERS[name](CAPACITY), wall_clock=lambda: 1000.0)
+    tags = [1, 2] if order.wants_tags else []
+    order.insert([0, 1], tags)
+    order.insert_cold([5, 6], [tag + 9 for tag in tags])
+    assert set(order.victims(2, lambda slot: True)) == {5, 6}
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 40])

@@ -27,6 +27,7 @@ from support.engine_rig import ENVIRONMENT, GONE_TIMEOUT_S
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 RETRY_S = 0.5
+LOG_TAIL_CHARACTERS = 8000
 
 
 def free_port() -> int:
@@ -140,9 +141,13 @@ class Server:
             _, _, payload = self._subscriber.recv_multipart()
             yield from decoder.decode(payload).events
 
-    def log_tail(self, characters: int = 8000) -> str:
+    def log(self) -> str:
+        """All that it logged."""
+        return self._log.read_text(errors="replace")
+
+    def log_tail(self) -> str:
         """The end of the log."""
-        return self._log.read_text(errors="replace")[-characters:]
+        return self.log()[-LOG_TAIL_CHARACTERS:]
 
     def _wait_until_up(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S

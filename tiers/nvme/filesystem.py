@@ -79,6 +79,19 @@ class FileLock(ABC):
         """Give it up; idempotent."""
 
 
+def read_and_close(file: File, path: Path, limit: int) -> bytes:
+    """The contents of an open small file; `OSError` (EFBIG) if it is longer than `limit` bytes."""
+    try:
+        size = file.size()
+        if size > limit:
+            raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+        data = bytearray(size)
+        moved = file.preadv([memoryview(data)], 0) if size else 0
+        return bytes(data[:moved])
+    finally:
+        file.close()
+
+
 class FileSystem(ABC):
     """Names, and the files behind them. Every path handed in is absolute."""
 
@@ -154,16 +167,7 @@ class FileSystem(ABC):
 
     def read(self, path: Path, limit: int) -> bytes:
         """The contents of a small file; `OSError` (EFBIG) if it is longer than `limit` bytes."""
-        file = self.open(path)
-        try:
-            size = file.size()
-            if size > limit:
-                raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
-            data = bytearray(size)
-            moved = file.preadv([memoryview(data)], 0) if size else 0
-            return bytes(data[:moved])
-        finally:
-            file.close()
+        return read_and_close(self.open(path), path, limit)
 
     def replace(self, path: Path, data: bytes) -> None:
         """Write a small file so that it is there completely or not at all, durably."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ...errors import CorruptionError, os_errors
 from ..endurance import DayTotals, day_totals
-from .filesystem import RealFile
+from .filesystem import RealFile, read_and_close
 from .format import (
     INDEX_ENTRY_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -458,16 +458,7 @@ def _segment_files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _read_file(path: Path, limit: int) -> bytes:
-    file = open_read_only(path)
-    try:
-        size = file.size()
-        if size > limit:
-            raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
-        data = bytearray(size)
-        moved = file.preadv([memoryview(data)], 0) if size else 0
-        return bytes(data[:moved])
-    finally:
-        file.close()
+    return read_and_close(open_read_only(path), path, limit)
 
 
 def _number(value: bytes | None) -> int:

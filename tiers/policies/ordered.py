@@ -75,8 +75,11 @@ class OrderedPolicy(CachePolicy):
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:
         if self.wants_chains and block_hashes:
-            present = takewhile(lambda status: status is not None, map(self.get, block_hashes))
-            slots = [status.block_id for status in present if status is not None]
+            here = takewhile(lambda status: status is not None, map(self.get, block_hashes))
+            slots = [status.block_id for status in here if status is not None]
+            owned = self._directory.owned
+            if owned is not None:  # another process's block is as good as missing to the order
+                slots = list(takewhile(owned.__getitem__, slots))
             tips = list(map(tag_of, block_hashes[-TIP_BLOCKS:]))
             self._order.chain(slots, len(block_hashes), tips)
 

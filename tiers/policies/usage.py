@@ -43,6 +43,7 @@ class UsageOrder(EvictionOrder):
         self._times_of = scalars(self._times)
         # The class says it for all instances of an order; here it is the inner one's to say.
         setattr(self, "wants_tags", order.wants_tags)  # noqa: B010
+        setattr(self, "wants_chains", order.wants_chains)  # noqa: B010
 
     def expect(self, tags: Sequence[int]) -> None:
         self._order.expect(tags)
@@ -59,6 +60,11 @@ class UsageOrder(EvictionOrder):
         self._written[batch] = self._last[batch] = now
         self._times[batch] = 0
 
+    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
+        self._order.insert_cold(slots, tags)
+        batch = np.asarray(slots, dtype=np.int32)
+        self._written[batch] = self._last[batch] = self._times[batch] = 0  # nothing is known
+
     def touch(self, slots: Sequence[int]) -> None:
         self._order.touch(slots)
         now = int(self._now())
@@ -73,6 +79,9 @@ class UsageOrder(EvictionOrder):
 
     def settle(self, slots: Sequence[int]) -> None:
         self._order.settle(slots)
+
+    def chain(self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]) -> None:
+        self._order.chain(slots, blocks, tip_tags)
 
     def remove(self, slots: Sequence[int]) -> None:
         self._order.remove(slots)

@@ -15,7 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
 INTERRUPTED = 130
+_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
     "manager": "what one block costs the scheduler's thread in the CPU tier",
@@ -96,17 +98,40 @@ def run(arguments: argparse.Namespace) -> int:
     from ...errors import KVCascadeError
     from .results import BenchError
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up, as Ctrl-C
     try:
-        return _run(arguments)
+        with _only_errors_of_vllm(), _polite_kill_as_ctrl_c():
+            return _run(arguments)
     except (BenchError, KVCascadeError) as error:
         print(f"\nbench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nbench: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _only_errors_of_vllm() -> Iterator[None]:
+    """In this process, and in the engines that it starts."""
+    logger, level = logging.getLogger("vllm"), os.environ.get(_LOG_LEVEL)
+    own_level = logger.level
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(own_level)
+        if level is None:
+            del os.environ[_LOG_LEVEL]
+
+
+@contextmanager
+def _polite_kill_as_ctrl_c() -> Iterator[None]:
+    """So that it cleans up too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: argparse.Namespace) -> int:

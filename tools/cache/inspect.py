@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import KVCascadeError, os_errors
+from ...machine import bytes_below
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
@@ -189,7 +189,7 @@ def _report(cache: OpenedCache, paths: list[str], now_s: float) -> NamespaceRepo
         slots=len(cache.segments.found) * description.slots_per_segment,
         capacity_slots=cache.state.capacity(),
         payload_bytes=len(snapshot) * description.block_bytes,
-        disk_bytes=sum(map(_disk_bytes, folders)),
+        disk_bytes=sum(map(bytes_below, folders)),
         index_bytes=cache.index.file_bytes,
         segments=len(cache.segments.found),
         segments_damaged=[each.number for each in found if each.problem],
@@ -260,14 +260,3 @@ def _age(created: str, now_s: float) -> float | None:
         return None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return max(0.0, now_s - moment.timestamp())
-
-
-def _disk_bytes(folder: Path) -> int:
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(where, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
