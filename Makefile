@@ -17,7 +17,7 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PINS := $(filter-out %/seed.txt,$(wildcard tools/requirements/*.txt))
+PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*.txt))
 
 .PHONY: help setup demo bench bench-gpu test test-vllm lint format soak wheel clean
 
@@ -42,8 +42,8 @@ bench-gpu: $(STAMP) ## measure device to CPU tier and back; needs an NVIDIA GPU
 test: $(STAMP) ## run the whole test suite, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)
 
-test-vllm: $(STAMP) ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)
-	@bash tools/test_vllm.sh "$(VERSION)" $(PYTEST)
+test-vllm: ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)
+	@PYTHON="$(PYTHON)" bash tools/test_vllm.sh "$(VERSION)" $(PYTEST)
 
 soak: $(STAMP) ## run the tests that take long
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)

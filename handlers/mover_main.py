@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 
 import msgspec
@@ -32,6 +33,7 @@ from ..tiers.cpu.prefault import PIECE_BYTES, populate
 from ..tiers.nvme.attach import attach
 from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.store import BlockStore
+from .bounce import BounceBuffers, has_huge_pages
 from .mover_wire import (
     Answer,
     FrameReader,
@@ -76,10 +78,10 @@ class MoverServer:
         self._store = store
         self._send = send
         self._executor = executors[0]
-        self._down = NvmeStoreHandler(
-            store, arena_view, executors[0], self._options("_down"), has_breaker=False
-        )
-        self._up = NvmeLoadHandler(store, arena_view, executors[1], self._options("_up"))
+        down, up = self._options("_down"), self._options("_up")
+        bounce = BounceBuffers(store.block_bytes) if has_huge_pages() else None
+        self._down = NvmeStoreHandler(store, arena_view, executors[0], down, bounce=bounce)
+        self._up = NvmeLoadHandler(store, arena_view, executors[1], up, bounce=bounce)
         self._lock = threading.Lock()
         self._counted = asdict(store.counters)
         self._reported_bytes = store.reported_bytes
@@ -219,12 +221,19 @@ def die_with(parent_pid: int) -> None:
         os._exit(0)
 
 
+def give_way() -> None:
+    """Threads of this process, woken by the disk, do not push others off their core."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main(arguments: list[str]) -> int:
     """The process; returns its exit status."""
     socket_fd, arena_fd, parent_pid = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # the scheduler's process says when to end
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
+    give_way()
     logging.basicConfig(level=logging.WARNING, format="kvcascade mover: %(message)s")
     try:
         serve(socket.socket(fileno=socket_fd), arena_fd)

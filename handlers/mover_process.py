@@ -8,7 +8,6 @@ Threads: the methods of the contract belong to one thread (the manager's) at a t
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -18,7 +17,6 @@ from ..tiers.nvme.backend import Background, NvmeSpec
 from ..tiers.nvme.index import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import OffloadingHandler, TransferResult, TransferSpec
-from .circuit import CircuitBreaker, is_fault
 from .mover import Mover
 from .mover_wire import (
     Answer,
@@ -91,34 +89,17 @@ class _MoverHandler(OffloadingHandler):
         n = len(blocks.hashes)
         if answer is None:
             outcomes = [BlockOutcome.IO_ERROR] * n
+            self._store.owe(blocks.removals, blocks.epoch)
         else:
             outcomes = unpack_outcomes(answer.outcomes, n)
             take_books(self._store, answer, blocks.epoch)
         time_s = 0.0 if answer is None else answer.time_s
         self._finished.append(result_of(job_id, outcomes, self._store.block_bytes, time_s))
-        self._note_end(blocks, answer, outcomes)
         self._jobs.discard(job_id)
-
-    @abstractmethod
-    def _note_end(
-        self, blocks: NvmeSpec, answer: Answer | None, outcomes: Sequence[BlockOutcome]
-    ) -> None:
-        """A job ended; without an answer its process died."""
 
 
 class MoverStoreHandler(_MoverHandler):
     """Arena to NVMe."""
-
-    def __init__(
-        self, store: BlockStore, mover: Mover, options: QueueOptions | None = None
-    ) -> None:
-        super().__init__(store, mover, options)
-        self._breaker = CircuitBreaker(self._options.clock)
-
-    @property
-    def accepts_stores(self) -> bool:
-        """False while the device failed too often and rests."""
-        return not self._breaker.is_open
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         arena, blocks = spec
@@ -127,23 +108,10 @@ class MoverStoreHandler(_MoverHandler):
         removals = [*self._store.take_owed(), *blocks.removals]
         job = NvmeSpec(blocks.hashes, blocks.slots, blocks.epoch, removals=tuple(removals))
         order = partial(_store_job, arena, job, pack_removals(removals))
-        if self._may_start and not self._breaker.is_open and self._submit(job_id, job, order):
-            if blocks.hashes:
-                self._breaker.started()
-            else:
-                self._store.owe(removals, blocks.epoch)
-            return True
-        self._store.owe(removals, blocks.epoch)
-        return False
-
-    def _note_end(
-        self, blocks: NvmeSpec, answer: Answer | None, outcomes: Sequence[BlockOutcome]
-    ) -> None:
-        if answer is None:
-            self._store.owe(blocks.removals, blocks.epoch)
-            self._breaker.trip()
-        else:
-            self._breaker.ended(is_fault(outcomes))
+        is_taken = self._may_start and self._submit(job_id, job, order)
+        if not is_taken or not blocks.hashes:
+            self._store.owe(removals, blocks.epoch)
+        return is_taken
 
 
 class MoverLoadHandler(_MoverHandler):
@@ -154,11 +122,6 @@ class MoverLoadHandler(_MoverHandler):
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
         return self._may_start and self._submit(job_id, blocks, partial(_load_job, arena, blocks))
-
-    def _note_end(
-        self, blocks: NvmeSpec, answer: Answer | None, outcomes: Sequence[BlockOutcome]
-    ) -> None:
-        return
 
 
 class MoverBackground(Background):

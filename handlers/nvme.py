@@ -14,15 +14,15 @@ from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.index import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import TransferSpec
-from .circuit import CircuitBreaker, is_fault
+from .bounce import BounceBuffers, copy_block
 from .nvme_jobs import Job, NvmeJobHandler, Part, QueueOptions
 
 ArenaView = Callable[[int], memoryview]
 """The bytes of an arena slot, writable, exactly one block long."""
 
 
-class NvmeStoreHandler(NvmeJobHandler):
-    """Arena to NVMe."""
+class _ArenaHandler(NvmeJobHandler):
+    """What both directions share."""
 
     def __init__(
         self,
@@ -31,22 +31,17 @@ class NvmeStoreHandler(NvmeJobHandler):
         executor: Executor,
         options: QueueOptions | None = None,
         *,
-        has_breaker: bool = True,
+        bounce: BounceBuffers | None = None,
     ) -> None:
-        """Without a breaker every job is taken, however many have failed."""
+        """With `bounce` the bytes pass through it, for the disk's sake."""
         super().__init__(store.block_bytes, executor, options)
         self._store = store
         self._arena_view = arena_view
-        self._breaker = CircuitBreaker(self._clock) if has_breaker else None
+        self._bounce = bounce
 
-    @property
-    def accepts_stores(self) -> bool:
-        """False while the device failed too often and rests."""
-        with self._changed:
-            return self._breaker is None or not self._breaker.is_open
 
-    def _may_start(self) -> bool:
-        return super()._may_start() and (self._breaker is None or not self._breaker.is_open)
+class NvmeStoreHandler(_ArenaHandler):
+    """Arena to NVMe."""
 
     def _written(self, spec: TransferSpec) -> NvmeSpec:
         blocks = spec[1]
@@ -60,36 +55,18 @@ class NvmeStoreHandler(NvmeJobHandler):
         arena, blocks = job.spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         span = slice(part.begin, part.end)
+        payloads = list(map(self._arena_view, arena.slots[span].tolist()))
         return self._store.write(
             blocks.hashes[span],
             blocks.slots[span].tolist(),
-            list(map(self._arena_view, arena.slots[span].tolist())),
+            payloads if self._bounce is None else self._bounce.copies(payloads),
             blocks.epoch,
             part.removals,
         )
 
-    def _note_start(self, job: Job) -> None:
-        if self._breaker is not None:
-            self._breaker.started()
 
-    def _note_end(self, job: Job) -> None:
-        if self._breaker is not None:
-            self._breaker.ended(is_fault(job.outcomes))
-
-
-class NvmeLoadHandler(NvmeJobHandler):
+class NvmeLoadHandler(_ArenaHandler):
     """NVMe to arena. A block is OK only if its checksum matched."""
-
-    def __init__(
-        self,
-        store: BlockStore,
-        arena_view: ArenaView,
-        executor: Executor,
-        options: QueueOptions | None = None,
-    ) -> None:
-        super().__init__(store.block_bytes, executor, options)
-        self._store = store
-        self._arena_view = arena_view
 
     def _written(self, spec: TransferSpec) -> None:
         return None
@@ -98,9 +75,16 @@ class NvmeLoadHandler(NvmeJobHandler):
         blocks, arena = job.spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         span = slice(part.begin, part.end)
-        return self._store.read(
+        targets = list(map(self._arena_view, arena.slots[span].tolist()))
+        buffers = targets if self._bounce is None else self._bounce.blocks(len(targets))
+        outcomes = self._store.read(
             blocks.hashes[span],
             blocks.slots[span].tolist(),
-            list(map(self._arena_view, arena.slots[span].tolist())),
+            buffers,
             None if blocks.values is None else blocks.values[span],
         )
+        if self._bounce is not None:
+            for target, buffer, outcome in zip(targets, buffers, outcomes, strict=True):
+                if outcome is BlockOutcome.OK:
+                    copy_block(target, buffer)
+        return outcomes

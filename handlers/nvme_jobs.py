@@ -100,7 +100,6 @@ class NvmeJobHandler(OffloadingHandler):
                 return False
             assert job_id not in self._jobs, "a job id may be used once at a time"
             job = self._jobs[job_id] = self._job_for(job_id, spec)
-            self._note_start(job)
         if not job.parts:
             self._end(job)
         for part in job.parts:
@@ -136,12 +135,6 @@ class NvmeJobHandler(OffloadingHandler):
     def _may_start(self) -> bool:
         """True if a job can be taken now; called under the lock."""
         return not self._is_shut_down and len(self._jobs) < self._options.max_jobs
-
-    def _note_start(self, job: Job) -> None:
-        """A job was taken; called under the lock."""
-
-    def _note_end(self, job: Job) -> None:
-        """A job ended; called under the lock."""
 
     def _job_for(self, job_id: int, spec: TransferSpec) -> Job:
         nvme = spec[0] if isinstance(spec[0], NvmeSpec) else spec[1]
@@ -192,7 +185,6 @@ class NvmeJobHandler(OffloadingHandler):
         with self._changed:
             del self._jobs[job.job_id]
             self._finished.append(result)
-            self._note_end(job)
             self._changed.notify_all()
         if self._options.on_finished is not None:
             self._options.on_finished()

@@ -1,12 +1,11 @@
 """Moving blocks between two NVMe tiers, for cascades with more than one.
 
 A block is read and verified, and only what was right is written on: damage does not travel. The
-bytes pass through scratch memory of one part at most per thread.
+bytes pass through a buffer of one part at most per thread.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
@@ -15,6 +14,7 @@ from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.index import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import TransferSpec
+from .bounce import BounceBuffers
 from .nvme_jobs import Job, NvmeJobHandler, Part, QueueOptions
 
 
@@ -32,6 +32,7 @@ class NvmePairHandler(NvmeJobHandler):
         super().__init__(source.block_bytes, executor, options)
         self._source = source
         self._target = target
+        self._bounce = BounceBuffers(source.block_bytes)
 
     def _written(self, spec: TransferSpec) -> NvmeSpec:
         blocks = spec[1]
@@ -46,9 +47,7 @@ class NvmePairHandler(NvmeJobHandler):
         assert isinstance(source, NvmeSpec) and isinstance(target, NvmeSpec)
         span = slice(part.begin, part.end)
         hashes, to = target.hashes[span], target.slots[span].tolist()
-        size, n = self._block_bytes, len(hashes)
-        scratch = memoryview(mmap.mmap(-1, max(1, n) * size))  # page-aligned, for direct I/O
-        views = [scratch[i * size : (i + 1) * size] for i in range(n)]
+        views = self._bounce.blocks(len(hashes))
         values = None if source.values is None else source.values[span]
         outcomes = self._source.read(
             source.hashes[span], source.slots[span].tolist(), views, values

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import sizes
 from .announce import Announcer
+from .chains import ChainNotes
 from .config import CascadeConfig, DirectIO, Movers, NvmeTier
 from .handlers.device import DeviceCopier
 from .handlers.geometry import PageRef, WorkerLayout
@@ -29,7 +30,7 @@ from .manager.level import Tier
 from .manager.request import Request
 from .manager.ticker import Ticker
 from .movers import link_by_process, link_by_threads, open_mover
-from .nvme_parts import io_threads_of, nvme_level, open_nvme
+from .nvme_parts import chain_notes, io_threads_of, nvme_level, open_nvme
 from .recording import Recorder, RecordFacts, open_recorder
 from .tiers.base import BlockHash
 from .tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
@@ -152,8 +153,11 @@ class Cascade:
         executors: Sequence[ThreadPoolExecutor],
         recorder: Recorder | None = None,
         movers: Sequence[Mover] = (),
+        chains: ChainNotes | None = None,
     ) -> None:
         self.movers = list(movers)
+        self.chains = chains
+        """Where the order of blocks in prompts is noted, for people; None without NVMe."""
         self.settings = settings
         self.recorder = recorder
         """Where requests are noted when they end; None: nowhere."""
@@ -201,6 +205,8 @@ class Cascade:
         self._ticker.stop()
         if self.recorder is not None:
             self.recorder.close()
+        if self.chains is not None:
+            self.chains.close()
         if not self.manager.shutdown():
             logger.warning(
                 "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "
@@ -246,12 +252,11 @@ def open_cascade(
         key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
-        found = _found_in(table, key) if table is not None else ([], [])
-        directory = None if table is None else KeptDirectory(backend.capacity, table)
+        opened: list[nvme.NvmeTier] = []
+        directory = None if table is None else _kept_directory(backend, table, opened)
         tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
         links: list[Link] = []
         executors: list[ThreadPoolExecutor] = []
-        opened: list[nvme.NvmeTier] = []
         movers: list[Mover] = []
         for number, options in enumerate(settings.nvme):
             stores, loads = io_threads_of(options, executors, undo)
@@ -273,9 +278,11 @@ def open_cascade(
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         manager = CascadingOffloadingManager(tiers, links, options_)
-        if found[0]:
-            manager.adopt(found[0], backend.adopt(found[1]))
-        cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers)
+        if table is not None and table.begin(key.digest, _epoch_of(opened)):
+            found, slots = table.complete()
+            manager.adopt(found, backend.adopt(slots))
+        chains = chain_notes(opened[0], file_system(settings.nvme[0])) if opened else None
+        cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers, chains)
         undo.pop_all()
     if with_events:
         cascade.start_announcing()
@@ -283,9 +290,16 @@ def open_cascade(
     return cascade
 
 
-def _found_in(table: SlotTable, key: NamespaceKey) -> tuple[list[BlockHash], list[int]]:
-    """Blocks that an earlier engine of this namespace left in the arena, and their slots."""
-    return table.complete() if table.begin(key.digest) else ([], [])
+def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:
+    """Resets of all NVMe tiers, by anybody, that this process knows of."""
+    return sum(tier.directory.epoch for tier in tiers)
+
+
+def _kept_directory(
+    backend: CpuBackend, table: SlotTable, tiers: Sequence[nvme.NvmeTier]
+) -> KeptDirectory:
+    """For an arena that outlives the engine; `tiers` may be opened later."""
+    return KeptDirectory(backend.capacity, table, lambda: _epoch_of(tiers))
 
 
 def _has_mover(options: NvmeTier, file_system: FileSystemOf) -> bool:

@@ -1,7 +1,7 @@
 """Loggers whose lines cannot flood: a line of one kind comes a few times a minute at most.
 
-Lines are of one kind if their texts are equal before the values are filled in. The first line after
-a pause says how many were left out.
+Lines are of one kind if they come from one place in the code and their texts are equal before the
+values are filled in. The first line after a pause says how many were left out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class RateLimit(logging.Filter):
         super().__init__()
         self._clock = clock
         self._lock = threading.Lock()
-        self._kinds: dict[str, tuple[float, int]] = {}
-        """Text to the start of its window and the lines since then."""
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """File, line and text to the start of the window and the lines since then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True if the line may pass; adds the number of those left out."""
-        now_s, kind = self._clock(), str(record.msg)
+        now_s, kind = self._clock(), (record.pathname, record.lineno, str(record.msg))
         with self._lock:
             begun_s, lines = self._kinds.get(kind, (now_s, 0))
             left_out = 0

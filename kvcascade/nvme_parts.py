@@ -6,18 +6,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import numpy as np
+
+from .chains import ChainNotes
 from .config import NvmeTier
-from .errors import os_errors
+from .errors import KVCascadeError, os_errors
+from .logs import get_logger
 from .machine import ThisMachine, nvme_capacity, nvme_disk_bytes
 from .manager.admission import WriteBudget
 from .manager.level import Tier
 from .named import admission_rule
 from .tiers.endurance import DayTotals
 from .tiers.nvme import tier as nvme
+from .tiers.nvme.arrays import MappedArrays
+from .tiers.nvme.chains import CHAINS, ChainLog, cells_for
 from .tiers.nvme.filesystem import FileSystem
 from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.store import Durability
 from .tiers.policies import OrderedPolicy, create
+
+_log = get_logger(__name__)
 
 READY_BYTES_MIN = 256 << 20
 READY_BYTES_MAX = 1 << 30
@@ -66,6 +74,22 @@ def open_nvme(
         ),
     )
     return nvme.open_nvme_tier(config, executor, file_system)
+
+
+def chain_notes(tier: nvme.NvmeTier, file_system: FileSystem) -> ChainNotes | None:
+    """Where an engine notes the order of blocks; None, and a warning, if that cannot be.
+
+    `tier` is open. The array is not sealed at the end: opening shall not read all of it.
+    """
+    arrays = MappedArrays(file_system, tier.namespace.state_folder, session=None)
+    try:
+        cells = arrays(CHAINS, cells_for(tier.backend.capacity), np.uint64)
+    except KVCascadeError as error:
+        _log.warning("which block follows which is not noted: %s", error)
+        return None
+    finally:
+        arrays.close()  # it stays mapped
+    return ChainNotes(ChainLog(cells))
 
 
 def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:

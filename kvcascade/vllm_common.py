@@ -9,6 +9,7 @@ from typing import Any
 from . import vllm_facts
 from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
 from .config import CascadeConfig
+from .errors import ConfigError
 from .identity import is_shareable, weights_identity
 from .logs import get_logger
 
@@ -22,6 +23,22 @@ def log_beside_vllm() -> None:
         for handler in theirs.handlers:
             ours.addHandler(handler)
         ours.setLevel(theirs.getEffectiveLevel())
+
+
+def given_blocks_per_chunk(extra_config: Mapping[str, Any]) -> int | None:
+    """What a user of vLLM up to 0.25 says by the name that 0.26 gave it; None: nothing.
+
+    Raises `ConfigError` if it is no number of blocks, or `block_size`, in tokens, says it too.
+    """
+    given = extra_config.get("blocks_per_chunk")
+    if given is None:
+        return None
+    if "block_size" in extra_config or not isinstance(given, int) or given < 1:
+        raise ConfigError(
+            f"blocks_per_chunk: {given!r} must be a whole number above 0, and block_size must "
+            f"not be given beside it; leave one of them out"
+        )
+    return given
 
 
 def namespace_facts(
@@ -39,7 +56,20 @@ def namespace_facts(
         facts.update(vllm_facts.model_facts(engine_config))
         model, revision, is_real = vllm_facts.weights_facts(engine_config)
     facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
+    draft = None if engine_config is None else vllm_facts.draft_facts(engine_config)
+    if draft is not None and not settings.weights_id:
+        facts["draft_weights"] = weights_identity(*draft, is_real)
     return facts
+
+
+def refuse_useless(engine_config: Any | None) -> None:
+    """Raises `ConfigError` where the engine would give wrong tokens with the right blocks."""
+    if engine_config is not None and not vllm_facts.continues_prefixes(engine_config):
+        raise ConfigError(
+            "kv_transfer_config: vLLM cannot continue a model with MLA from cached blocks on this "
+            "machine (it turns its own prefix cache off), so offloading would give wrong tokens; "
+            "leave kv_transfer_config out, or use a GPU or a CPU with AMX"
+        )
 
 
 def open_scheduler_side(
@@ -61,7 +91,8 @@ def open_scheduler_side(
 
     Raises one of our errors.
     """
-    if not is_shareable(facts["weights"]):
+    refuse_useless(engine_config)
+    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
         logger.warning(
             "kvcascade: the weights of %r cannot be identified, so nothing is shared with other "
             "processes or kept for the next start; set weights_id to change that",

@@ -19,6 +19,8 @@ FIRST_STABLE_HASH_VERSION = (0, 29)
 """From here on vLLM seeds sha256 block hashes with a constant."""
 
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
+_STATE_TYPES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+_STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
 def engine_config() -> Any | None:
@@ -54,8 +56,13 @@ def model_facts(config: Any) -> dict[str, str]:
     """What of the model's configuration shapes the bytes of a block."""
     model, cache = config.model_config, config.cache_config
     hf_config = getattr(model, "hf_config", None)
+    loader = getattr(getattr(config, "load_config", None), "model_loader_extra_config", None)
+    state = [str(getattr(cache, name, None)) for name in _STATE_TYPES]
     return {
         "quantization": str(getattr(model, "quantization", None)),
+        "quantization_config": _digest(str(getattr(model, "quantization_config", None))),
+        "loader": _digest(str(loader or {})),
+        "state": " ".join([*state, os.environ.get(_STATE_ORDER) or "SD"]),
         "model_dtype": str(getattr(model, "dtype", None)),
         "cache_dtype": str(getattr(cache, "cache_dtype", None)),
         "hf_config": _digest(_stable(hf_config.to_dict())) if hf_config is not None else "unknown",
@@ -68,10 +75,42 @@ def model_facts(config: Any) -> dict[str, str]:
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool]:
-    """(model path or hub name, revision, whether the weights come from files)."""
+    """(model path or hub name, revision, whether the weights come from files).
+
+    Where the weights lie elsewhere, in an object store, the local path holds the rest only.
+    """
     model = config.model_config
     load_format = str(getattr(config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
-    return str(model.model), getattr(model, "revision", None), load_format != "dummy"
+    name = getattr(model, "model_weights", None) or model.model
+    return str(name), getattr(model, "revision", None), load_format != "dummy"
+
+
+def draft_facts(config: Any) -> tuple[str, str | None] | None:
+    """(path or hub name, revision) of a model that drafts tokens for the engine's, if there is one.
+
+    Its layers are in the blocks beside the model's own.
+    """
+    model = config.model_config
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    if draft is None or draft is model:
+        return None
+    found = str(draft.model), getattr(draft, "revision", None)
+    return None if found == (str(model.model), getattr(model, "revision", None)) else found
+
+
+def continues_prefixes(config: Any) -> bool:
+    """False if the attention of this model on this machine cannot begin behind cached blocks.
+
+    vLLM then turns chunked prefill and its own prefix cache off (MLA on a CPU without AMX, see
+    `vllm.platforms.cpu`), yet goes on asking an offloading connector for blocks.
+    """
+    if not getattr(config.model_config, "use_mla", False):
+        return True
+    from vllm.platforms import current_platform
+
+    chunks = getattr(config.scheduler_config, "enable_chunked_prefill", True)
+    caches = getattr(config.cache_config, "enable_prefix_caching", True)
+    return bool(chunks or caches or current_platform.is_cuda_alike())
 
 
 def pipeline_depth(config: Any | None) -> int:

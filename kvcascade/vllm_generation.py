@@ -11,7 +11,7 @@ from importlib import import_module
 
 from .errors import ConfigError
 
-SUPPORTED = "0.16 to 0.19 or 0.27 to 0.33"
+SUPPORTED = "0.16 to 0.19 or 0.24 to 0.33"
 _BASE = "vllm.v1.kv_offload"
 
 
@@ -19,8 +19,10 @@ def adapter() -> str:
     """Name of the module with the adapter. Raises `ConfigError` if no adapter fits."""
     if not _offers("vllm"):
         raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")
-    if _offers(f"{_BASE}.config") and _offers(f"{_BASE}.base", "Medium", "TierFilter"):
-        return "vllm_modern"
+    if _offers(f"{_BASE}.base", "OffloadingWorker"):
+        return "vllm_modern" if _offers(f"{_BASE}.config") else "vllm_between"
+    if _has_handlers_and_steps():
+        return "vllm_handlers"
     if _is_seed():
         return "vllm_seed"
     version = getattr(import_module("vllm"), "__version__", "(of no known version)")
@@ -28,6 +30,13 @@ def adapter() -> str:
         f"kvcascade does not support the installed vLLM {version}, whose interface for offloading "
         f"is another one; install vLLM {SUPPORTED}."
     )
+
+
+def _has_handlers_and_steps() -> bool:
+    """Managers are told of requests and steps, and asked for what an idle engine waits for."""
+    if not _offers(f"{_BASE}.base", "OffloadingManager") or not _offers(f"{_BASE}.worker.worker"):
+        return False
+    return hasattr(import_module(f"{_BASE}.base").OffloadingManager, "has_pending_work")
 
 
 def _is_seed() -> bool:

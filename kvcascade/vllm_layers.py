@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.config import OffloadingConfig
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 MAX_FRAMES = 16
 """How far up the stack the engine's configuration is looked for."""

@@ -1,4 +1,4 @@
-"""The cascade for vLLM 0.27 to 0.33: spec, manager and worker of the `get_worker` generation.
+"""The cascade for vLLM 0.26 to 0.33: spec, manager and worker of the `get_worker` generation.
 
 Only translation happens here. What differs between those versions is tolerated, not asked for by
 version number: arguments that later versions add have defaults, fields that earlier ones lack are
@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -19,22 +19,14 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
-    Locality,
-    LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
-    OffloadingWorker,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
-    TierFilter,
-    TransferResult,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
 from . import vllm_facts, vllm_metrics
 from .assembly import Cascade, Geometry, WorkerSide, open_worker, real_file_system
@@ -45,8 +37,22 @@ from .manager.request import Request
 from .tiers.base import BlockHash, BlockStatus, SlotSpec
 from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
+from .vllm_later import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingWorker,
+    TierFilter,
+    TransferResult,
+    set_state,
+    state_of,
+)
 from .vllm_layers import about_blocks
 from .vllm_pages import from_canonical
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 log_beside_vllm()
 
@@ -61,6 +67,11 @@ _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
     """Slots of the arena; travels from the scheduler to the workers."""
+
+    @staticmethod
+    def medium() -> str:
+        """Asked for up to 0.25."""
+        return "CPU"
 
 
 class CascadeManager(OffloadingManager):
@@ -160,10 +171,13 @@ class CascadeManager(OffloadingManager):
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
+        ends = getattr(req_context, "_offload_key_positions", None)  # from 0.31 on
+        if ends and self._cascade.chains is not None:
+            self._cascade.chains.note(ends, request.keys)  # type: ignore[arg-type]
         self._manager.finish_request(request)
         self._stats_due_s = 0.0  # an engine that goes idle now shall not sit on its last numbers
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         self._manager.end_step()
         self._context = None
 
@@ -202,10 +216,10 @@ class CascadeManager(OffloadingManager):
 
     def _switch(self, context: ReqContext) -> None:
         """vLLM hands over one context object per request, many calls in a row."""
-        request = context.get_state(Request)
+        request = state_of(context, Request)
         if request is None:
             request = Request(context.req_id, _allowed_media(context), time.monotonic())
-            context.set_state(request)
+            set_state(context, request)
         self._context, self._request = context, request
         self._manager.begin_asking(request)
 
@@ -272,8 +286,14 @@ class CascadeOffloadingSpec(OffloadingSpec):
     """What NVMe tiers read and write through. A subclass may put another in between; everything
     then stays in the scheduler's process, whatever `movers` says."""
 
+    manager_type: type[CascadeManager] = CascadeManager
+    """What the scheduler asks; 0.24 expects other answers."""
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        self._set_up(config)
+
+    def _set_up(self, config: OffloadingConfig) -> None:
         self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
         self._engine_config = vllm_facts.engine_config()
         self._geometry = _geometry(config)
@@ -296,7 +316,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 about=about_blocks(config),
                 file_system=self.file_system,
             )
-            self._manager = CascadeManager(cascade, _tokens_per_block(self.config))
+            self._manager = self.manager_type(cascade, _tokens_per_block(self.config))
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -365,17 +385,22 @@ def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
 
 
 def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
-    """The blocks of the prompt in order, as far as the cache was concerned with it.
+    """The blocks of the prompt in order, as far as the cache was concerned with it."""
+    used = list(request.keys)
+    if request.missed_at is not None and request.missed_at not in request.keys:
+        used.append(request.missed_at)
+    return in_prompt_order(context, used)
+
+
+def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[BlockHash]:
+    """The blocks of a request in order, up to the last of those that were used.
 
     From 0.31 on the context knows all blocks, those that the device held and those of the answer
-    too; the last one that was used or missed here is where the prompt ends.
+    too; before, these are the used ones in the order in which they were named.
     """
     positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
     if not positions:
-        return list(request.keys)
-    used = set(request.keys)
-    if request.missed_at is not None:
-        used.add(request.missed_at)
+        return list(used)
     end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
     ordered = sorted(positions.items(), key=lambda item: item[1])
     return _hashes([key for key, position in ordered if position <= end])

@@ -35,12 +35,19 @@ from .assembly import Cascade, Geometry, WorkerSide, open_worker
 from .config import CascadeConfig, parse
 from .errors import ConfigError
 from .handlers.device import GpuBlocks
+from .logs import get_logger
 from .manager.anonymous import AnonymousManager
 from .tiers.base import SlotSpec
 from .tiers.policies import known_names
-from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
+from .vllm_common import (
+    given_blocks_per_chunk,
+    log_beside_vllm,
+    namespace_facts,
+    open_scheduler_side,
+)
 
 log_beside_vllm()
+logger = get_logger(__name__)
 
 _AFTER_WORKERS = "update_connector_output"
 """The connector's method that calls `complete_store` once every worker has reported. Called from
@@ -159,6 +166,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, kv_cache_config)
         self._settings: CascadeConfig = parse(dict(self.extra_config), known_names())
+        _check_what_is_missing(self._settings, self.extra_config)
         self._apply_blocks_per_chunk()
         self._geometry = self._make_geometry()
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -224,14 +232,9 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def _apply_blocks_per_chunk(self) -> None:
         """Understand what later versions call `blocks_per_chunk`; `block_size` is in tokens."""
-        given = self.extra_config.get("blocks_per_chunk")
+        given = given_blocks_per_chunk(self.extra_config)
         if given is None:
             return
-        if "block_size" in self.extra_config or not isinstance(given, int) or given < 1:
-            raise ConfigError(
-                f"blocks_per_chunk: {given!r} must be a whole number above 0, and block_size must "
-                f"not be given beside it; leave one of them out"
-            )
         if hasattr(self, "block_size_factor"):
             self.block_size_factor = given
         else:
@@ -250,6 +253,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
             rank_bytes=block_bytes * blocks_per_chunk,
             world_size=self.vllm_config.parallel_config.world_size,
             blocks_per_chunk=blocks_per_chunk,
+            tokens_per_block=self._tokens_per_chunk if _knows_prefill(self._settings) else 0.0,
         )
 
     def _shape(self) -> dict[str, str]:
@@ -265,6 +269,26 @@ class CascadeOffloadingSpec(OffloadingSpec):
             f"dcp{parallel.decode_context_parallel_size} world{parallel.world_size}",
             "group0": f"{self._tokens_per_block} tokens: {','.join(group.layer_names)}",
         }
+
+
+def _knows_prefill(settings: CascadeConfig) -> bool:
+    """Load or recompute can be decided only with a given speed: steps that these versions do not
+    show cannot be timed."""
+    return settings.prefill_tokens_per_s is not None
+
+
+def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for what cannot be done here; warns of what is done in part."""
+    if settings.record is not None:
+        raise ConfigError(
+            "record: vLLM 0.16 to 0.19 do not tell requests apart, so none can be recorded; leave "
+            "it out, or install vLLM 0.24 or newer"
+        )
+    if given.get("load_or_recompute") and not _knows_prefill(settings):
+        logger.warning(
+            "kvcascade: load_or_recompute has no effect, because vLLM 0.16 to 0.19 do not show how "
+            "fast they compute; give prefill_tokens_per_s, or install vLLM 0.24 or newer"
+        )
 
 
 def _at_exit(close: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import (
@@ -43,14 +43,22 @@ from .tiers.nvme.filesystem import RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.tier import NvmeTier as OpenTier
 from .tiers.policies import known_names
-from .vllm_common import log_beside_vllm, namespace_facts
-from .vllm_modern import shape_facts, to_vllm_event
+from .vllm_common import log_beside_vllm, namespace_facts, refuse_useless
+from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
 
 MAX_KEPT_S = 5.0
 """Seconds that transfers under way get at shutdown."""
 _RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
+
+
+@dataclass(slots=True)
+class _Used:
+    """What one request did with this tier's blocks."""
+
+    keys: dict[BlockHash, bool] = field(default_factory=dict)
+    """Blocks it asked for, stored or used, and whether a store or a load counted that."""
 
 
 class KVCascadeTier(SecondaryTierManager):
@@ -91,13 +99,22 @@ class KVCascadeTier(SecondaryTierManager):
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if self._solo.has(BlockHash(key)) else LookupResult.MISS
+        if not self._solo.has(BlockHash(key)):
+            return LookupResult.MISS
+        _used_by(req_context).setdefault(BlockHash(key), False)
+        return LookupResult.HIT
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._solo.store(job_metadata.job_id, _hashes(job_metadata.keys), _rows_of(job_metadata))
+        hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
+        stored = self._solo.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        for block_hash in hashes:
+            used.setdefault(block_hash, False)
+        used.update(dict.fromkeys(stored, True))
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._solo.load(job_metadata.job_id, _hashes(job_metadata.keys), _rows_of(job_metadata))
+        hashes = _hashes(job_metadata.keys)
+        _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
+        self._solo.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -116,14 +133,25 @@ class KVCascadeTier(SecondaryTierManager):
         return is_busy
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._solo.events = self._solo.events, []
-        return [to_vllm_event(event) for event in events] if self._with_events else []
+        if not self._with_events:
+            self._solo.events.clear()
+            return []
+        return [to_vllm_event(event) for event in self._solo.take_events()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._solo.touch(_hashes(keys))
+        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        used = _used_by(req_context)
+        for key in _hashes(keys):
+            used.setdefault(key, False)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        used = _used_by(req_context)
+        counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
+        self._solo.finish_request(in_prompt_order(req_context, used), counted)
+        used.clear()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._solo.maintain()
@@ -175,9 +203,18 @@ def _settings(options: dict[str, Any]) -> CascadeConfig:
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
     engine_config = vllm_facts.engine_config()
+    refuse_useless(engine_config)
     shape = {**shape_facts(config), "rows": f"vLLM's tiering, {row_bytes} bytes"}
     facts = namespace_facts(settings, engine_config, config.model.name, shape)
     return NamespaceKey(settings.label or config.model.name, facts)
+
+
+def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
+    used = context.get_state(_Used)
+    if used is None:
+        used = _Used()
+        context.set_state(used)
+    return used.keys
 
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:

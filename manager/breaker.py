@@ -1,5 +1,8 @@
 """Leaving a tier alone that fails or stalls, so that no request waits for it: a circuit breaker.
 
+One for each link and direction, and the only place that decides it: handlers take whatever they are
+given and say what became of it.
+
 It opens after failures in a row, or when transfers are under way and none has ended for too long.
 While it is open nothing is started. After a rest whatever is asked for next is the probe, and its
 end closes the breaker or opens it again; until a stalled transfer ends, it stays open.
@@ -12,30 +15,42 @@ from __future__ import annotations
 from collections.abc import Callable
 
 FAILURES_TO_OPEN = 3
-"""One bad place of a disk must not close the rest of it."""
+"""Of reads: one bad place of a disk must not close the rest of it. A failed write opens at once:
+blocks that are written later cost nothing, and those that cannot be are dropped sooner."""
 REST_S = 5.0
 
 
 class Breaker:
     """For the transfers of one link in one direction."""
 
-    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        stall_s: float,
+        failures_to_open: int = FAILURES_TO_OPEN,
+    ) -> None:
         """`clock` gives monotonic seconds; `stall_s`: so long without an end is a failure."""
         self.openings = 0
         """How often it opened, failed probes included."""
         self._clock = clock
         self._stall_s = stall_s
+        self._limit = failures_to_open
         self._failures = 0
-        self._rest_until_s = 0.0
+        self._rest_until_s = clock()
         self._progress_s = 0.0
         self._under_way = 0
 
     @property
     def is_open(self) -> bool:
         """True while nothing may be started."""
-        if self._failures < FAILURES_TO_OPEN:
+        if self._failures < self._limit:
             return False
         return self._under_way > 0 or self._clock() < self._rest_until_s
+
+    @property
+    def is_resting(self) -> bool:
+        """True while the tier is not even probed: nobody need wait for it."""
+        return self._failures >= self._limit and self._clock() < self._rest_until_s
 
     def started(self) -> None:
         """A transfer was started."""
@@ -44,18 +59,26 @@ class Breaker:
         self._under_way += 1
 
     def ended(self, is_failure: bool) -> None:
-        """A transfer ended; it failed if the device moved nothing of it."""
+        """A transfer ended."""
         self._under_way -= 1
         self._progress_s = self._clock()
-        self._failures = self._failures + 1 if is_failure else 0
-        if self._failures >= FAILURES_TO_OPEN:
+        if not is_failure:
+            self._failures = 0
+            self._rest_until_s = self._progress_s
+            return
+        self._failures += 1
+        if self._failures >= self._limit:
             self._open()
+
+    def trip(self) -> None:
+        """Open at once: a transfer was refused."""
+        self._failures = max(self._failures, self._limit)
+        self._open()
 
     def look_at_clock(self) -> None:
         """Open if transfers are under way and none has ended for `stall_s`."""
         if self._under_way and self._clock() - self._progress_s >= self._stall_s:
-            self._failures = max(self._failures, FAILURES_TO_OPEN)
-            self._open()
+            self.trip()
 
     def _open(self) -> None:
         now_s = self._clock()

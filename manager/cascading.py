@@ -42,6 +42,11 @@ STEPS_UNTIL_FLUSHED = 8
 of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
 
 
+MAX_PUT_OFFS = 32
+"""Steps that a request's blocks wait for dirty ones to be written: several times what that takes.
+After that the first of them are taken, as many as there is room for."""
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
     """Behaviour of the cascade; sizes are shares of the upper tier of each link."""
@@ -109,7 +114,6 @@ class CascadingOffloadingManager(OffloadingManager):
         self._watches = [
             EnduranceWatch(tier.name, tier.day_totals, clock) for tier in tiers if tier.day_totals
         ]
-        self._chain_policies = [tier.policy for tier in tiers if tier.policy.wants_chains]
         self._counts_uses = len(tiers) > 1 and tiers[1].admission.counts_uses
 
     def _make_worth(self) -> Worth | None:
@@ -203,7 +207,7 @@ class CascadingOffloadingManager(OffloadingManager):
             if request.is_waiting:
                 self._promoter.hold(request, block_hash, status)
             return LookupState.HIT
-        if block_hash in request.missed:
+        if block_hash in request.missed or block_hash in self._workers.outdated:
             return LookupState.MISS
         state = self._promoter.ask(block_hash, request)
         if state is not None:
@@ -275,6 +279,7 @@ class CascadingOffloadingManager(OffloadingManager):
             for block_hash in block_hashes:
                 left = loads.pop(block_hash, 0)
                 if left == 0:  # from before a reset
+                    self._workers.report(block_hash)
                     continue
                 if left > 1:
                     loads[block_hash] = left - 1
@@ -293,12 +298,17 @@ class CascadingOffloadingManager(OffloadingManager):
             new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
             if len(new) > 1:
                 new = list(dict.fromkeys(new))
+            if self._workers.outdated:
+                new = [h for h in new if h not in self._workers.outdated]
             self._top.policy.expect(new)
-            room = self._room_for_store(new, block_hashes)
+            room = self._room_for_store(new, block_hashes, request)
             if self._worth is not None and request is not None:
                 self._note_computed(block_hashes, request, room is not None)
             if room is None:
                 self.counters.store_refused_busy += 1
+                if request is not None:
+                    request.put_offs += 1
+                    request.put_off_blocks = len(new)
                 return None
             if room < len(new):
                 self.counters.store_truncated_blocks += len(new) - room
@@ -306,6 +316,7 @@ class CascadingOffloadingManager(OffloadingManager):
             statuses = self._top.take(new) if new else []
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
+                request.put_offs = request.put_off_blocks = 0
                 if len(new) < len(block_hashes):
                     request.keys.update(dict.fromkeys(block_hashes, False))
                 request.keys.update(dict.fromkeys(new, True))
@@ -330,7 +341,9 @@ class CascadingOffloadingManager(OffloadingManager):
         tokens = computed * self._worth.tokens_per_block if is_taken else 0.0
         self._worth.prefill.offered(tokens, self._clock())
 
-    def _room_for_store(self, new: list[BlockHash], offered: Sequence[BlockHash]) -> int | None:
+    def _room_for_store(
+        self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
+    ) -> int | None:
         """Slots for the new blocks, evicting; None if waiting a little gives more."""
         need = len(new)
         if need <= self._top.backend.get_num_free_blocks():
@@ -339,6 +352,8 @@ class CascadingOffloadingManager(OffloadingManager):
         may_drop = not self._demoters or self._demoters[0].is_blocked
         if need <= self._top.capacity and self._top.make_all_room(need, protected, may_drop):
             return need
+        if request is not None and request.put_offs >= MAX_PUT_OFFS:
+            return self._top.make_room(min(need, self._top.capacity), protected, may_drop)
         return self._room_under_pressure(need, protected, may_drop)
 
     def _room_under_pressure(
@@ -374,6 +389,7 @@ class CascadingOffloadingManager(OffloadingManager):
             for block_hash in block_hashes:
                 status = pop(block_hash, None)
                 if status is None:  # from before a reset, or never prepared
+                    self._workers.report(block_hash)
                     continue
                 if not success:
                     self._top.drop(block_hash, status)
@@ -408,13 +424,16 @@ class CascadingOffloadingManager(OffloadingManager):
             if request is self._asking:
                 self._asking = None
             self._promoter.release(request)
+            self.counters.store_lost_blocks += request.put_off_blocks
+            request.put_off_blocks = 0
             if request.keys:
                 new = [block_hash for block_hash, is_new in request.keys.items() if is_new]
                 reused = [block_hash for block_hash, is_new in request.keys.items() if not is_new]
-                for policy in self._chain_policies:
-                    policy.note_chain(list(request.keys))
-                request.keys = {}
-                if not self._top.policy.wants_chains:
+                keys, request.keys = list(request.keys), {}
+                # Below, blocks come down long after: an order would take that for a return.
+                if self._top.policy.wants_chains:
+                    self._top.policy.note_chain(keys)
+                else:
                     self._top.policy.settle(new)
                     self._top.policy.touch(reused)
                 if self._counts_uses:
@@ -463,9 +482,8 @@ class CascadingOffloadingManager(OffloadingManager):
             demoter.keep_ahead()
         if self._aging:
             self._demote_aged()
-        for index, level in enumerate(self._levels):
-            if level.maintain():
-                self._forget_level(index)
+        if may_evict:
+            self._look_after_tiers()
         for watch in self._watches:
             watch.check()
 
@@ -491,8 +509,21 @@ class CascadingOffloadingManager(OffloadingManager):
         """True if calls are needed for progress that requests wait for."""
         return self._promoter.in_flight > 0
 
+    def _look_after_tiers(self) -> None:
+        """Upkeep of every tier; what other processes reset is forgotten, and all above it.
+
+        From the bottom up: who resets begins at the top, so a tier that is not seen reset after one
+        below it was is not the other's, and its older blocks are this process's to forget.
+        """
+        last = len(self._levels) - 1
+        overtaken = [i for i in range(last, -1, -1) if self._levels[i].maintain()]
+        if overtaken:
+            self.counters.resets_by_others += 1
+            self._forget_levels(1 + overtaken[0], is_own=False)
+
     def take_events(self) -> list[BlockEvent]:
         with self.lock:
+            self._flow.emit_moved()
             events, self._flow.events = self._flow.events, []
             return events
 
@@ -510,7 +541,7 @@ class CascadingOffloadingManager(OffloadingManager):
             if self.options.on_reset is OnReset.KEEP:
                 self._forget_worker_transfers()
             else:
-                self._forget_everything()
+                self._forget_levels(len(self._levels), is_own=True)
 
     def _forget_worker_transfers(self) -> None:
         written = list(self._workers.stores.values())
@@ -523,16 +554,27 @@ class CascadingOffloadingManager(OffloadingManager):
             assert loading is not None, "a loading block is pinned"
             loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
             read.append(loading)
+        written += [status for status, _ in self._workers.outdated.values()]
         self._workers.forget(written, read)
 
-    def _forget_everything(self) -> None:
-        jobs = self._promoter.orphan_all()
+    def _forget_levels(self, n: int, *, is_own: bool) -> None:
+        """Empty the first `n` levels.
+
+        `is_own`: the engine asked for it, and will not report what its workers are doing now. If
+        another process reset a tier, the engine knows nothing: it goes on with what it was given,
+        and everything is reported.
+        """
+        jobs = self._promoter.orphan(n)
         for demoter in self._demoters:
-            jobs += demoter.orphan_all()
+            jobs += demoter.orphan(n)
         workers = self._workers.using(self.top_get)
+        if not is_own:
+            self._workers.outdate(self.top_get)
         users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
         users.update((0, s.block_id) for s in chain(workers, self._workers.quarantined()))
-        for index, level in enumerate(self._levels):
+        for index, level in enumerate(self._levels[:n]):
+            if not is_own:
+                level.note_loss()
             for status in level.reset():
                 count = users[index, status.block_id]
                 status.ref_cnt = count  # from now on it counts who still uses the slot
@@ -540,18 +582,8 @@ class CascadingOffloadingManager(OffloadingManager):
                     level.backend.free(status)
         self._aging.clear()
         self._stop_asking()
-        self._workers.forget(workers)
-
-    def _forget_level(self, index: int) -> None:
-        """Another process reset a tier that it shares with this one.
-
-        What lies above is this process's own and stays, but nothing of it goes down any more.
-        """
-        jobs = chain(self._promoter.jobs, *(demoter.jobs for demoter in self._demoters))
-        self._levels[index].forget([pair for job in jobs for pair in job.blocks_at(index)])
-        for above in self._levels[:index]:
-            above.settle_all()
-        self.counters.resets_by_others += 1
+        if is_own:
+            self._workers.forget(workers)
 
     def on_reset_flushed(self) -> None:
         """The workers have ended every transfer from before the last reset."""
@@ -609,7 +641,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """Make events of those blocks, found by an earlier look, that a tier still holds."""
         with self.lock:
             level = self._levels[index]
-            self._flow.emit([h for h in block_hashes if level.holds(h)], level, removed=False)
+            self._flow.emit([h for h in block_hashes if level.owns(h)], level, removed=False)
 
     def tier_states(self) -> list[TierState]:
         """How things stand in each tier, top first. Any thread."""

@@ -58,6 +58,8 @@ class Counters:
     stored_blocks: int = 0
     store_refused_busy: int = 0
     """Calls answered "offer again"."""
+    store_lost_blocks: int = 0
+    """Blocks of requests that ended while the answer was "offer again"."""
     store_truncated_blocks: int = 0
     """Offered blocks that were not taken because they could not fit."""
     dropped_dirty_blocks: int = 0

@@ -4,6 +4,10 @@ The demoter takes the coldest dirty blocks of a tier in batches, asks the tier b
 slots and hands the copy to the link's handler. When the copy has landed, the block above is
 settled: it stays readable until its slot is needed, and then leaves at no cost. A block that could
 not be written stays dirty and is offered again while it is still there.
+
+A block that the tier below evicts later is dirty again, and is written once more when it is among
+the coldest here, in every write mode. Age alone does not queue it a second time: where the tier
+below is the smaller one, an idle engine would go on writing for ever.
 """
 
 from __future__ import annotations
@@ -13,10 +17,9 @@ from collections.abc import Sequence
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
 from .counters import LinkCounters
 from .flow import (
-    BLOCKED_S,
     MAX_JOBS_IN_FLIGHT,
     NOT_WANTED,
-    STALLED_S,
+    WRITTEN,
     Flow,
     Job,
     batch_blocks,
@@ -43,8 +46,7 @@ class Demoter:
         self._slack = max(1, round((high_watermark - low_watermark) * capacity))
         self._taken_at_scan = -self._slack
         self._jobs: dict[int, Job] = {}
-        self._progress_s = 0.0
-        """When a job last ended, or the first of those under way began."""
+        self._breaker = flow.writes[index + 1]
 
     @property
     def jobs_in_flight(self) -> int:
@@ -64,7 +66,7 @@ class Demoter:
     @property
     def is_blocked(self) -> bool:
         """True while the tier below takes no writes: dirty blocks above may then be dropped."""
-        return self._flow.clock() < self._lower.blocked_until_s
+        return self._breaker.is_resting
 
     def keep_ahead(self) -> None:
         """Make the cold end of the upper level clean if the low watermark may have been crossed.
@@ -121,10 +123,6 @@ class Demoter:
         if not self._jobs:
             return 0
         finished = self._handler.get_finished()
-        if finished:
-            self._progress_s = self._flow.clock()
-        elif self._flow.clock() - self._progress_s >= STALLED_S:
-            self._block()
         for result in finished:
             job = self._jobs.pop(result.job_id, None)
             if job is None:
@@ -138,21 +136,17 @@ class Demoter:
                 release_orphan(self._flow, job)
             else:
                 self._land(job, outcomes)
+            self._breaker.ended(not WRITTEN.issuperset(outcomes))
+        self._breaker.look_at_clock()
+        self._counters.demote_openings = self._breaker.openings
         return len(finished)
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Copies under way."""
-        return list(self._jobs.values())
-
-    def orphan_all(self) -> list[Job]:
-        """The cache was reset: what is in flight will be forgotten when it lands."""
-        for job in self._jobs.values():
-            job.is_orphan = True
-        return list(self._jobs.values())
+    def orphan(self, levels: int) -> list[Job]:
+        """So many levels were reset: jobs in flight there will be forgotten when they land."""
+        return [job for job in self._jobs.values() if job.orphan(levels)]
 
     def _may_start(self) -> bool:
-        return len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self.is_blocked
+        return len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self._breaker.is_open
 
     def _send(self, cold: Pairs) -> int | None:
         """Start one job. Coldest first in, prefix order out. None: no job can start now."""
@@ -177,7 +171,8 @@ class Demoter:
         sources = [status for _, status in wanted]
         targets = self._lower.take(hashes)
         if not self._start(hashes, sources, targets):
-            self._block()
+            self._breaker.trip()
+            self._counters.demote_openings = self._breaker.openings
             for block_hash, target in zip(hashes, targets, strict=True):
                 self._lower.drop(block_hash, target)
             return None
@@ -200,8 +195,7 @@ class Demoter:
         for status in sources:
             status.ref_cnt += 1
         self._upper.set_arriving([status.block_id for status in sources])
-        if not self._jobs:
-            self._progress_s = self._flow.clock()
+        self._breaker.started()
         self._jobs[job.job_id] = job
         return True
 
@@ -249,13 +243,3 @@ class Demoter:
         full = sum(outcome is BlockOutcome.NO_SPACE for outcome in outcomes)
         self._counters.demote_no_space_blocks += full
         self._counters.demote_failed_blocks += len(failed) - full
-        if failed:
-            self._block()
-        else:
-            self._lower.blocked_until_s = 0.0
-
-    def _block(self) -> None:
-        """The tier below fails or stalls: leave it alone for a while."""
-        now_s = self._flow.clock()
-        self._counters.demote_openings += now_s >= self._lower.blocked_until_s
-        self._lower.blocked_until_s = now_s + BLOCKED_S

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..handlers.base import OffloadingHandler, TransferResult
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
 from .base import BlockEvent
+from .breaker import Breaker
 from .counters import Counters
 from .level import Level, Pairs
 
@@ -25,8 +26,12 @@ STALLED_S = 15.0
 NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE)
 """Of a write: the block is below already, or from before a reset of the tier there. Nothing
 failed."""
-BLOCKED_S = 5.0
-"""How long a tier that failed or is full is left alone before it is tried again."""
+WRITTEN = frozenset({BlockOutcome.OK, *NOT_WANTED})
+"""Of a write: everything but failures."""
+SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""Of a read: what the device says when it fails; everything else is about the block."""
+MAX_MOVED_BLOCKS = 512
+"""Per tier and step: blocks that moved without the manager's doing and become events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,20 @@ class Job:
     targets: list[BlockStatus]
     created_s: float
     """On the manager's clock."""
-    is_orphan: bool = False
-    """The cache was reset meanwhile: free the slots, keep nothing."""
+    reset_levels: int = 0
+    """So many levels, from the top, were reset meanwhile: nothing is kept of this job."""
 
-    def blocks_at(self, level: int) -> Pairs:
-        """What this job uses of a level."""
-        pairs: Pairs = []
-        if level == self.source_level:
-            pairs += zip(self.hashes, self.sources, strict=True)
-        if level == self.target_level:
-            pairs += zip(self.hashes, self.targets, strict=True)
-        return pairs
+    @property
+    def is_orphan(self) -> bool:
+        """True if an end of this job was reset."""
+        return self.reset_levels > 0
+
+    def orphan(self, levels: int) -> bool:
+        """So many levels, from the top, are reset; False if that does not concern this job."""
+        if min(self.source_level, self.target_level) >= levels:
+            return False
+        self.reset_levels = max(self.reset_levels, levels)
+        return True
 
     def ends(self) -> Iterator[tuple[int, BlockStatus]]:
         """Every slot this job uses, with its level."""
@@ -80,14 +88,28 @@ class Flow:
     events: list[BlockEvent] = field(default_factory=list)
     job_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     with_events: bool = True
+    writes: list[Breaker] = field(init=False)
+    """Per level: opens when it fails to take blocks, or is full."""
     clean_ahead: Callable[[int, int], bool] = lambda level, n: False
     """`clean_ahead(level, n)`: write `n` more of a level's coldest blocks down; True if clean slots
     are on their way."""
+
+    def __post_init__(self) -> None:
+        self.writes = [Breaker(self.clock, STALLED_S, failures_to_open=1) for _ in self.levels]
 
     def emit(self, block_hashes: Sequence[BlockHash], level: Level, removed: bool) -> None:
         """Note that blocks came to or left a level."""
         if self.with_events and block_hashes:
             self.events.append(BlockEvent(tuple(block_hashes), level.medium, removed, level.name))
+
+    def emit_moved(self) -> None:
+        """Note what came to the levels or left them without the manager's doing, a batch each."""
+        if not self.with_events:
+            return
+        for level in self.levels:
+            came, left = level.take_moved(MAX_MOVED_BLOCKS)
+            self.emit(left, level, removed=True)
+            self.emit(came, level, removed=False)
 
     def held_below(self, index: int, block_hash: BlockHash) -> bool:
         """True if some level below `index` holds the block, ready."""
@@ -134,8 +156,18 @@ def outcomes_of(result: TransferResult, n: int) -> Sequence[BlockOutcome]:
 
 
 def release_orphan(flow: Flow, job: Job) -> None:
-    """Give back both ends of a job that outlived a reset; the last user of a slot frees it."""
+    """Give back both ends of a job that outlived a reset; the last user of a slot frees it.
+
+    An end that was not reset is left as if the job had failed.
+    """
     for level, status in job.ends():
-        status.ref_cnt -= 1
-        if status.ref_cnt == 0:
-            flow.levels[level].backend.free(status)
+        if level < job.reset_levels:
+            status.ref_cnt -= 1
+            if status.ref_cnt == 0:
+                flow.levels[level].backend.free(status)
+    if job.source_level >= job.reset_levels:
+        for status in job.sources:
+            status.ref_cnt -= 1
+    elif job.target_level >= job.reset_levels:
+        for block_hash, status in zip(job.hashes, job.targets, strict=True):
+            flow.levels[job.target_level].drop(block_hash, status)

@@ -55,9 +55,12 @@ class Level:
         self.medium = tier.backend.medium
         self.taken_blocks = 0
         """Slots that were taken, ever."""
-        self.blocked_until_s = 0.0
-        """While now is before this, the tier takes no writes (it failed or is full)."""
         self.on_evicted: Callable[[Pairs], None] | None = None
+        self._lost: list[BlockHash] = []
+        """By slot, the last one first, what another process's reset took and no event told yet."""
+        self._was_short = False
+        """The last search for blocks that may leave found too few. It will be tried again soon:
+        counting them first costs a fraction of searching in vain."""
         self._uses = bytearray(self.capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._dirty = bytearray(self.capacity)
@@ -105,7 +108,11 @@ class Level:
         missing = n - self.backend.get_num_free_blocks()
         if missing <= 0:
             return True
-        evicted = self.policy.evict(missing, protected, self._may_leave(may_drop_dirty))
+        mask = self._may_leave(may_drop_dirty)
+        if mask is not None and self._was_short and np.count_nonzero(mask) < missing:
+            return False
+        evicted = self.policy.evict(missing, protected, mask)
+        self._was_short = evicted is None
         if evicted is None:
             return False
         if self.on_evicted is not None:
@@ -157,8 +164,30 @@ class Level:
         """True if the block is here, ready or on its way."""
         return self.policy.get(block_hash) is not None
 
+    def owns(self, block_hash: BlockHash) -> bool:
+        """True if the block is here, and is this process's own: events are about those."""
+        return self.policy.owns(block_hash)
+
+    def note_loss(self) -> None:
+        """All blocks are about to be forgotten, and nobody knows: keep their names for events.
+
+        Those of a tier with a place of its own for names are found by its backend.
+        """
+        if self.policy.ready_at is not None and len(self._lost) <= self.capacity:
+            self._lost += self.policy.ready_at
+
+    def take_moved(self, limit: int) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Blocks that came and that left without the manager's doing, a batch of each."""
+        came: list[BlockHash] = []
+        left = [block_hash for block_hash in self._lost[-limit:] if block_hash]
+        del self._lost[-limit:]
+        moved = self.backend.take_moved()
+        if moved is not None:
+            (left if moved.removed else came).extend(moved.block_hashes)
+        return [h for h in came if self.owns(h)], [h for h in left if not self.owns(h)]
+
     def maintain(self) -> bool:
-        """Upkeep of the tier; True if another process reset it: `forget` comes next."""
+        """Upkeep of the tier; True if another process reset it: `forget` or `reset` comes next."""
         return self.backend.maintain(self.policy)
 
     def forget(self, in_transfers: Pairs) -> None:
@@ -171,12 +200,6 @@ class Level:
         busy = {status.block_id for status in self.backend.reset()}
         kept = {h: status for h, status in in_transfers if status.block_id in busy}
         self.policy.insert_many(list(kept), list(kept.values()))
-
-    def settle_all(self) -> None:
-        """Nothing that is here now shall be written to the tier below."""
-        if not self.is_last:
-            self.settled_mask |= self.dirty_mask
-            self.dirty_mask[:] = False
 
     def reset(self) -> list[BlockStatus]:
         """Forget everything; returns the statuses of slots that transfers still use."""

@@ -21,6 +21,7 @@ from .base import LookupState
 from .breaker import Breaker
 from .flow import (
     MAX_JOBS_IN_FLIGHT,
+    SILENCE,
     Flow,
     Job,
     batch_blocks,
@@ -30,8 +31,6 @@ from .flow import (
 from .request import Request
 from .worth import Decision, Worth
 
-_SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
-"""What the device says when it fails; everything else is about the block."""
 BUDGET_WAIT_S = 1.0
 """How long a request that has nothing under way may wait for others to free the budget."""
 
@@ -215,13 +214,8 @@ class Promoter:
             self._flow.counters.links[level - 1].promote_openings = self._breakers[level].openings
         return ended
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Copies under way."""
-        return [job for jobs in self._jobs for job in jobs.values()]
-
-    def orphan_all(self) -> list[Job]:
-        """The cache was reset: nothing under way may become a hit."""
+    def orphan(self, levels: int) -> list[Job]:
+        """So many levels, the first one among them, were reset: nothing under way becomes a hit."""
         self._pending.clear()
         self._undecided.clear()
         self._queued = [[] for _ in self._flow.levels]
@@ -229,10 +223,7 @@ class Promoter:
             request.holds.clear()
             self._end_wait(request)
         self._held.clear()
-        orphans = [job for jobs in self._jobs for job in jobs.values()]
-        for job in orphans:
-            job.is_orphan = True
-        return orphans
+        return [job for jobs in self._jobs for job in jobs.values() if job.orphan(levels)]
 
     def _add_waiter(self, pending: Pending, request: Request) -> None:
         pending.waiters[request] = None
@@ -310,7 +301,7 @@ class Promoter:
         batch = batch_blocks(source.block_size)
         free_jobs = MAX_JOBS_IN_FLIGHT - len(self._jobs[level])
         wanted = min(len(queue), free_jobs * batch)
-        may_drop = target.is_last or self._flow.clock() < source.blocked_until_s
+        may_drop = target.is_last or self._flow.writes[level].is_resting
         target.policy.expect(queue[:wanted])
         room = target.make_room(wanted, protected, may_drop_dirty=may_drop)
         for start in range(0, room, batch):
@@ -405,7 +396,7 @@ class Promoter:
 
     def _note_end(self, level: int, outcomes: Sequence[BlockOutcome]) -> None:
         """A read failed if nothing of it came; a damaged block is not the device's silence."""
-        self._breakers[level].ended(_SILENCE.issuperset(outcomes))
+        self._breakers[level].ended(SILENCE.issuperset(outcomes))
 
     def _arrive(self, block_hash: BlockHash, status: BlockStatus, level: int) -> None:
         pending = self._pending.get(block_hash)

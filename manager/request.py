@@ -43,6 +43,10 @@ class Request:
     """The block at which its last lookup ended: from here on it computes."""
     is_computing: bool = False
     """True once blocks that it computed were offered."""
+    put_offs: int = 0
+    """Times that an offer of its blocks was put off, since one was last taken."""
+    put_off_blocks: int = 0
+    """Blocks of the last offer that was; nobody offers them again once it has ended."""
 
     is_plain: bool = True
     """True while a ready block is a hit and nothing else need be thought of."""

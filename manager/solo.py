@@ -3,7 +3,8 @@
 The other manager decides what it offers and when; admission, eviction, capacity and verification
 are this tier's own. A job is answered block by block: what admission, the write budget or the room
 refuse is left out of a store without a word, and a block that fails to load is a miss from then on
-for `FORGET_FAILED_S`, so that nobody asks for it in a loop.
+for `FORGET_FAILED_S`, so that nobody asks for it in a loop. While the tier rests, because transfers
+fail or stall, it takes nothing, and every block is a miss.
 
 Used by one thread; nothing here waits, `drain` and `close` apart.
 """
@@ -11,14 +12,15 @@ Used by one thread; nothing here waits, `drain` and `close` apart.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 from .base import BlockEvent
-from .flow import NOT_WANTED, Link, outcomes_of
+from .breaker import Breaker
+from .flow import MAX_MOVED_BLOCKS, NOT_WANTED, SILENCE, STALLED_S, WRITTEN, Link, outcomes_of
 from .level import Level, Pairs, Tier
 
 FORGET_FAILED_S = 30.0
@@ -69,6 +71,8 @@ class SoloTier:
         self._jobs: dict[int, _Job] = {}
         self._ended: list[SoloResult] = []
         self._failed: dict[BlockHash, float] = {}
+        self._writes = Breaker(clock, STALLED_S, failures_to_open=1)
+        self._reads = Breaker(clock, STALLED_S)
         self._seen: dict[BlockHash, None] = {}
 
     @property
@@ -78,6 +82,8 @@ class SoloTier:
 
     def has(self, block_hash: BlockHash) -> bool:
         """True if the block can be loaded."""
+        if self._reads.is_open:
+            return False
         until_s = self._failed.get(block_hash)
         if until_s is not None:
             if self._clock() < until_s:
@@ -86,15 +92,21 @@ class SoloTier:
         status = self.level.policy.get(block_hash)
         return status is not None and status.ref_cnt >= 0
 
-    def store(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Write those blocks that are not here and may come; `slots` are the other manager's."""
+    def store(
+        self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]
+    ) -> list[BlockHash]:
+        """Write those blocks that are not here and may come; returns which.
+
+        `slots` are the other manager's.
+        """
         new = [
             (h, slot)
             for h, slot in zip(block_hashes, slots, strict=True)
             if not self.level.holds(h) and self._admits(h)
         ]
         self.level.policy.expect([h for h, _ in new])
-        room = self.level.make_room(len(new), (), may_drop_dirty=True) if new else 0
+        may_write = bool(new) and not self._writes.is_open
+        room = self.level.make_room(len(new), (), may_drop_dirty=True) if may_write else 0
         budget = self.level.write_budget
         if budget is not None and room:
             room = min(room, budget.left_bytes() // self.level.block_size)
@@ -105,10 +117,11 @@ class SoloTier:
         if new and self._start(job, [slot for _, slot in new]):
             if budget is not None:
                 budget.started(len(new) * self.level.block_size)
-            return
+            return hashes
         for block_hash, target in zip(hashes, targets, strict=True):
             self.level.drop(block_hash, target)
         self._ended.append(SoloResult(job_id, (), not new, 0, 0.0))
+        return []
 
     def load(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks into the other manager's slots."""
@@ -133,6 +146,10 @@ class SoloTier:
             for result in handler.get_finished():
                 job = self._jobs.pop(result.job_id)
                 outcomes = outcomes_of(result, len(job.hashes))
+                if job.is_load:
+                    self._reads.ended(SILENCE.issuperset(outcomes))
+                else:
+                    self._writes.ended(not WRITTEN.issuperset(outcomes))
                 land = self._land_load if job.is_load else self._land_store
                 loaded, is_whole = land(job, outcomes)
                 self._ended.append(
@@ -143,13 +160,31 @@ class SoloTier:
 
     def maintain(self) -> None:
         """Upkeep of the tier; at the end of every step. What other processes did is taken in."""
+        self._writes.look_at_clock()
+        self._reads.look_at_clock()
         if self.level.maintain():
             jobs = self._jobs.values()
             self.level.forget([pair for job in jobs for pair in job.blocks()])
 
-    def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """These were used; first block of the prefix first."""
-        self.level.policy.touch(block_hashes)
+    def finish_request(
+        self, block_hashes: Sequence[BlockHash], counted: Container[BlockHash]
+    ) -> None:
+        """A request ended: its blocks in prefix order; the use of those in `counted` was noted when
+        they were stored or loaded."""
+        policy = self.level.policy
+        if policy.wants_chains:
+            policy.note_chain(block_hashes)
+        else:
+            policy.settle([h for h in block_hashes if h in counted])
+            policy.touch([h for h in block_hashes if h not in counted])
+
+    def take_events(self) -> list[BlockEvent]:
+        """What came and went since the last call."""
+        came, left = self.level.take_moved(MAX_MOVED_BLOCKS)
+        self._emit(left, removed=True)
+        self._emit(came, removed=False)
+        events, self.events = self.events, []
+        return events
 
     def drain(self) -> None:
         """Wait until every job has ended, `DRAIN_S` at most."""
@@ -181,6 +216,7 @@ class SoloTier:
         handler = self._link.up if job.is_load else self._link.down
         if handler.transfer_async(number, (ours, theirs) if job.is_load else (theirs, ours)):
             self._jobs[number] = job
+            (self._reads if job.is_load else self._writes).started()
             return True
         return False
 

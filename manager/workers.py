@@ -1,7 +1,9 @@
 """What the workers are doing with the first tier's slots, and what they may still be doing.
 
 After a reset the engine reports no completion of earlier transfers, yet a worker may go on writing
-into its slots for a few steps: such slots stay out of use until it certainly has stopped.
+into its slots for a few steps: such slots stay out of use until it certainly has stopped. After a
+reset by another engine, which this one's engine knows nothing of, completions come as ever: such
+transfers are *outdated*, and their slots are given back when they are reported.
 """
 
 from __future__ import annotations
@@ -25,16 +27,44 @@ class WorkerTransfers:
         """Blocks that workers write now."""
         self.loads: dict[BlockHash, int] = {}
         """Blocks that workers read now, and how many loads read each."""
+        self.outdated: dict[BlockHash, tuple[BlockStatus, int]] = {}
+        """Blocks that left the cache under a worker: the slot, and how many completions are to
+        come. Till then nothing of that name may enter, or one could be taken for the other."""
 
     @property
     def is_busy(self) -> bool:
         """True if slots will be given back when workers go on."""
-        return bool(self.stores or self.loads or self._quarantine)
+        return bool(self.stores or self.loads or self.outdated or self._quarantine)
 
     def using(self, get: GetStatus) -> list[BlockStatus]:
-        """The slots that workers use now."""
+        """The slots that workers use now, each once."""
         reading = (get(block_hash) for block_hash in self.loads)
-        return [*self.stores.values(), *(status for status in reading if status is not None)]
+        outdated = (status for status, _ in self.outdated.values())
+        found = (status for status in reading if status is not None)
+        return [*self.stores.values(), *found, *outdated]
+
+    def outdate(self, get: GetStatus) -> None:
+        """Every block leaves the cache, and completions come as ever; one count of each slot in use
+        is given back by the last of them (`report`)."""
+        for block_hash, status in self.stores.items():
+            self.outdated[block_hash] = (status, 1)
+        for block_hash, count in self.loads.items():
+            loading = get(block_hash)
+            assert loading is not None, "a loading block is pinned"
+            self.outdated[block_hash] = (loading, count)
+        self.stores.clear()
+        self.loads.clear()
+
+    def report(self, block_hash: BlockHash) -> None:
+        """A worker ended with a block that is not in the cache, or that was never prepared."""
+        entry = self.outdated.pop(block_hash, None)
+        if entry is None:
+            return
+        status, left = entry
+        if left > 1:
+            self.outdated[block_hash] = (status, left - 1)
+        else:
+            self._let_go(status)
 
     def quarantined(self) -> Iterator[BlockStatus]:
         """Slots that are out of use since a reset."""
@@ -49,6 +79,7 @@ class WorkerTransfers:
         """
         self.stores.clear()
         self.loads.clear()
+        self.outdated.clear()
         if statuses or pinned:
             until = self._step + self._steps_until_flushed
             self._quarantine.append((until, statuses, pinned or []))
@@ -69,6 +100,10 @@ class WorkerTransfers:
         for status in pinned:
             status.ref_cnt -= 1
         for status in statuses:
-            status.ref_cnt -= 1
-            if status.ref_cnt == 0:
-                self._backend.free(status)
+            self._let_go(status)
+
+    def _let_go(self, status: BlockStatus) -> None:
+        """Who brings the count of a slot to zero after a reset frees it."""
+        status.ref_cnt -= 1
+        if status.ref_cnt == 0:
+            self._backend.free(status)

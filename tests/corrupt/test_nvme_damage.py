@@ -10,14 +10,17 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import lmdb
+import numpy as np
 import pytest
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
 from kvcascade.tiers.nvme.format import FORMAT_VERSION, SLOT_RECORD_BYTES
+from kvcascade.tiers.nvme.index import SavedSlots, pack_saved_slots
 
 SLOTS, PER_SEGMENT = 32, 8
 HEADER = 4096
@@ -289,6 +292,51 @@ def test_flipped_bits_in_index_pages(folder: Path, seed: int) -> None:
         timeout=120,
     )
     assert done.returncode == 0 and "survived" in done.stdout, done.stderr[-2000:]
+
+
+def change_index(folder: Path, meta: dict[bytes, bytes], gone: Sequence[bytes] = ()) -> None:
+    """Rewrite entries as somebody would who knows the format."""
+    with lmdb.open(str(folder / "index"), max_dbs=4) as env:
+        tables = {name: env.open_db(name) for name in (b"meta", b"blocks")}
+        with env.begin(write=True) as txn:
+            for name, value in meta.items():
+                txn.put(name, value, db=tables[b"meta"])
+            for name in gone:
+                assert txn.delete(name, db=tables[b"blocks"])
+
+
+def test_a_changed_epoch_in_the_index_loses_nothing(folder: Path) -> None:
+    """It looks as if there had been a reset, but the blocks are there."""
+    change_index(folder, {b"epoch": (5).to_bytes(8, "little")})
+    assert survivors(folder) == SLOTS
+
+
+def test_free_slots_that_do_not_match_their_checksum_are_found_anew(folder: Path) -> None:
+    saved = pack_saved_slots(SavedSlots(0, SLOTS, np.zeros((0, 2), dtype=np.int32)))
+    change_index(folder, {b"state0": bytes([saved[0] ^ 1]) + saved[1:]})
+    assert survivors(folder) == SLOTS
+
+
+def test_a_lie_about_free_slots_costs_blocks_at_most(folder: Path) -> None:
+    """Everything adds up, but the free slots hold blocks, and those in use hold none."""
+    rig = reopen(folder)
+    entries = {h: rig.policy.get(h) for h in KEYS}
+    slots = {h: status.block_id for h, status in entries.items() if status is not None}
+    rig.close()
+    gone = [h for h, slot in slots.items() if slot >= SLOTS - PER_SEGMENT]
+    free = np.array([[0, PER_SEGMENT]], dtype=np.int32)
+    lie = pack_saved_slots(SavedSlots(0, SLOTS - PER_SEGMENT, free))
+    change_index(folder, {b"state0": lie}, gone)
+    rig = reopen(folder)
+    assert rig.backend.get_num_free_blocks() == PER_SEGMENT, "it is believed"
+    new = [key(1000 + i) for i in range(4 * SLOTS)]
+    for start in range(0, len(new), 4):
+        rig.store(new[start : start + 4])
+        for block_hash in (*KEYS, *new):
+            rig.check(block_hash)
+        rig.maintain()
+    assert sum(rig.check(block_hash) for block_hash in new) > 0
+    rig.close()
 
 
 DESCRIPTION_DAMAGE: dict[str, Damage] = {

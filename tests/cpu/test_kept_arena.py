@@ -115,6 +115,36 @@ def test_another_namespace_gets_the_memory_but_not_the_blocks(tmp_path: Path) ->
     scheduler.close()
 
 
+def test_a_reset_since_then_leaves_nothing_of_it(tmp_path: Path) -> None:
+    """By another engine, that is: the one that died had emptied the table if it had known."""
+    worker, scheduler = open_both(tmp_path, "first")
+    scheduler.slot_table().begin(OURS, 7)
+    scheduler.slot_table().mark([key(1)], [5], 7)
+    worker.close()
+    scheduler.close()
+    worker, scheduler = open_both(tmp_path, "second")
+    assert not scheduler.slot_table().begin(OURS, 8)
+    assert scheduler.slot_table().complete() == ([], [])
+    assert scheduler.slot_table().begin(OURS, 8)
+    worker.close()
+    scheduler.close()
+
+
+def test_what_comes_after_a_reset_is_of_the_new_epoch() -> None:
+    epoch = 3
+    table, _ = table_of(8)
+    table.begin(OURS, epoch)
+    backend = CpuBackend(64, 8)
+    policy = create("lru", 8, KeptDirectory(8, table, lambda: epoch))
+    for number in range(2):
+        policy.clear()
+        epoch += number
+        (status,) = backend.allocate_blocks([key(1)])
+        policy.insert(key(1), status)
+        policy.mark_ready([key(1)], [status.block_id])
+        assert table.begin(OURS, 3 + number) and table.complete()[0] == [key(1)]
+
+
 def test_another_shape_is_left_alone(tmp_path: Path) -> None:
     for arena in open_both(tmp_path, "first"):
         arena.close()

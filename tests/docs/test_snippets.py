@@ -21,6 +21,7 @@ from kvcascade.config import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.passed_on import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -30,7 +31,7 @@ METRICS = "http://127.0.0.1:8000/metrics"
 ELSEWHERE = ("pip install", "export ", "git clone", "cd ", "#")
 """Lines that change the machine they run on."""
 NOT_RUN = {"bench", "demo"}
-"""Commands with tests of their own that take minutes."""
+"""Commands with tests of their own that take minutes: their arguments are read."""
 
 
 def fenced(page: Path) -> Iterator[tuple[str, str]]:
@@ -148,7 +149,9 @@ def test_every_command_works(
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), command
         elif "vllm" in words:
             _check_serve(words)
-        elif words[1] not in NOT_RUN:
+        elif words[1] in NOT_RUN:
+            parser_of(words[1]).parse_args(words[2:])
+        else:
             answer = call(*(_here(word, sandbox, metrics_url) for word in words[1:]))
             assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS), f"{command}\n{answer}"
 

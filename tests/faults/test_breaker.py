@@ -8,7 +8,7 @@ from support.clock import ManualClock
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S, Breaker
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flow import BLOCKED_S, STALLED_S
+from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
@@ -159,7 +159,7 @@ class TestWrites:
         link = cascade.manager.counters.links[0]
         assert link.demote_openings == 1
         cascade.run_transfers()
-        cascade.now_s += BLOCKED_S
+        cascade.now_s += REST_S
         assert cascade.store(keys(4, 8)) == keys(4, 8), "and goes on when the disk does"
         assert link.demote_openings == 1
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))

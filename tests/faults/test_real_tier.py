@@ -17,24 +17,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.executors import SteppingExecutor
-from support.fault_rig import DEADLINE_S, STEPS_MAX, FaultRig, keys
+from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig, keys
 from support.nvme_rig import BLOCK, SLOT_BYTES
 
 from kvcascade.errors import InUseError, KVCascadeError
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
-from kvcascade.manager.flow import BLOCKED_S, STALLED_S
+from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
-from kvcascade.tiers.nvme.index_errors import CommitOutcome
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.store import Durability
 
@@ -42,8 +40,6 @@ FOR_EVER = 1 << 30
 SEGMENT_BYTES = BLOCK + 8 * SLOT_BYTES
 STATE_BYTES = 20_000
 OPEN_FILES = 64
-LONG_S = 60.0
-"""Longer than every rest of the manager, the handlers and the tier."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +78,6 @@ GROWTH_FAULTS = [
 ]
 
 
-def recovers(rig: FaultRig, first: int) -> None:
-    """The fault is over: blocks go down, come up, and nothing was lost on the way."""
-    rig.memory_fs.heal()
-    rig.clock.advance(LONG_S)
-    new = keys(first, first + 8)
-    assert rig.store(new) == new
-    assert rig.write_down()
-    rig.forget_top()
-    assert rig.read(new) == 8
-    rig.rig.check_sums()
-
-
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[FaultRig]:
     rig = FaultRig(tmp_path, durability=Durability.POWER)
@@ -120,7 +104,7 @@ def test_the_engine_serves_on_while_writes_fail(rig: FaultRig, fault: Fault) -> 
         rig.store(keys(200, 204))
         rig.manager.end_step()
     assert rig.memory_fs.calls["pwritev"] == written, "a resting tier is not asked"
-    recovers(rig, 300)
+    rig.recovers(300)
 
 
 @pytest.mark.parametrize("fault", READ_FAULTS, ids=str)
@@ -141,7 +125,7 @@ def test_the_engine_serves_on_while_reads_fail(rig: FaultRig, fault: Fault) -> N
     rig.forget_top()
     for i in range(0, 32, 8):
         assert rig.read(old[i : i + 8]) == 8, "nothing was lost"
-    recovers(rig, 300)
+    rig.recovers(300)
 
 
 @pytest.mark.parametrize("fault", GROWTH_FAULTS, ids=str)
@@ -162,7 +146,7 @@ def test_a_tier_that_cannot_grow_makes_do(tmp_path: Path, fault: Fault) -> None:
     assert rig.rig.backend.available == before
     assert rig.rig.tier.growth.failures > 1
     assert rig.read(keys(88, 96)) == 8, "the coldest left for the newest"
-    recovers(rig, 300)
+    rig.recovers(300)
     for i in range(400, 464, 8):
         rig.store(keys(i, i + 8))
         rig.write_down()
@@ -251,7 +235,7 @@ class TestStall:
             stalled.clock.advance(1.0)
         assert isinstance(stalled.executor, SteppingExecutor)
         stalled.executor.run_all()
-        stalled.clock.advance(BLOCKED_S)
+        stalled.clock.advance(REST_S)
         stalled.manager.end_step()
         assert stalled.store(keys(300, 308)) == keys(300, 308)
 
@@ -263,36 +247,6 @@ class TestStall:
 
 
 # ---- the index -------------------------------------------------------------------------------
-
-
-def fill_the_map(rig: FaultRig) -> list[BlockHash]:
-    """Put foreign entries into the index until LMDB has no room; the keys."""
-    index, epoch = rig.rig.tier.index, rig.rig.tier.directory.epoch
-    added: list[BlockHash] = []
-    for size in (40_000, 1000, 10, 1):
-        for _ in range(STEPS_MAX):
-            first = len(added)
-            names = [BlockHash(i.to_bytes(4, "big") * 120) for i in range(first, first + size)]
-            puts = [(name, IndexEntry(1 << 30, 1, 1, 1)) for name in names]
-            if index.commit(epoch, (), puts) is not CommitOutcome.DONE:
-                break
-            added += names
-    return added
-
-
-def test_a_full_map_makes_the_tier_read_only(tmp_path: Path) -> None:
-    rig = FaultRig(tmp_path)
-    rig.on_disk(keys(0, 8))
-    assert fill_the_map(rig)
-    for i in range(100, 164, 8):
-        assert rig.store(keys(i, i + 8)) == keys(i, i + 8)
-        fill_the_map(rig)  # pages that nobody reads any more are used again
-        rig.write_down()
-        rig.clock.advance(1.0)
-    assert rig.counters.demote_no_space_blocks > 0
-    assert rig.rig.tier.store.counters.no_space > 0
-    assert rig.read(keys(0, 8)) == 8
-    rig.close()
 
 
 _READERS = """
@@ -363,31 +317,42 @@ def test_a_full_table_of_readers_ends_with_who_filled_it(tmp_path: Path, child: 
     rig.close()
 
 
+def test_a_start_with_a_full_table_of_readers_says_so(tmp_path: Path, child: Start) -> None:
+    rig = FaultRig(tmp_path)
+    rig.on_disk(keys(0, 8))
+    rig.close()
+    peer = child(_READERS, index_folder(rig))
+    with pytest.raises(InUseError, match="too many processes"):
+        FaultRig(tmp_path, fs=rig.fs)
+    peer.kill()
+    peer.wait()
+    again = FaultRig(tmp_path, fs=rig.fs)
+    assert again.read(keys(0, 8)) == 8
+    again.close()
+
+
 def test_a_stopped_peer_that_holds_the_index_stops_nobody(tmp_path: Path, child: Start) -> None:
     """SIGSTOP in the middle of a commit: the I/O thread waits for it, the scheduler does not."""
-    with ThreadPoolExecutor(2) as threads:
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(2))
         rig = FaultRig(tmp_path, threads)
         rig.store(keys(0, 8))
-        while not rig.write_down():
-            pass
+        wait_until(rig.write_down)
         peer = child(_WRITER, index_folder(rig))
+        stack.callback(peer.kill)  # whatever happens: nobody waits for the threads before that
         peer.send_signal(signal.SIGSTOP)
         written = rig.memory_fs.calls["pwritev"]
-        for i in range(100, 132, 8):
-            rig.store(keys(i, i + 8))
-            rig.manager.end_step()
+        assert rig.store(keys(100, 108)) == keys(100, 108)
+        rig.manager.flush_dirty(rig.clock() + 5 * TICK_S)  # begins, and waits for nothing
         wait_until(lambda: rig.memory_fs.calls["pwritev"] > written)  # its commit comes next
-        for _ in range(STEPS_MAX):  # what ended just before counts as progress once more
-            rig.clock.advance(STALLED_S)
-            rig.manager.end_step()
-            if rig.counters.demote_openings:
-                break
-        assert rig.counters.demote_openings
+        rig.clock.advance(STALLED_S)
+        rig.manager.end_step()
+        assert rig.counters.demote_openings == 1, "nothing can have ended since"
         for i in range(200, 264, 4):
-            rig.store(keys(i, i + 4))
+            assert rig.store(keys(i, i + 4)) == keys(i, i + 4)
             rig.clock.advance(1.0)
+        assert rig.read(keys(260, 264)) == 4, "memory serves"
         assert not rig.manager.shutdown(), "bounded, and it says that it could not finish"
-        peer.kill()
     rig.rig.close(clean=False)
 
 
@@ -436,7 +401,7 @@ def test_a_vanished_mount(tmp_path: Path, number: int) -> None:
         rig.clock.advance(RETRY_AFTER_S)
     assert rig.counters.promote_openings > 0 and rig.counters.demote_openings > 0
     assert rig.read(keys(156, 164)) == 8, "memory serves"
-    recovers(rig, 300)
+    rig.recovers(300)
     assert rig.read(keys(0, 8)) == 8, "what was there before is there again"
     rig.close()
 

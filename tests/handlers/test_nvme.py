@@ -1,4 +1,4 @@
-"""The NVMe handlers: queue, parts, breaker, cancel. The executor and the clock are the test's."""
+"""The NVMe handlers: queue, parts, cancel. The executor and the clock are the test's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
-from kvcascade.handlers.circuit import BREAKER_FAILURES, BREAKER_PROBE_S
+from kvcascade.handlers.bounce import BounceBuffers
 from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
@@ -22,22 +22,26 @@ from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 
 ARENA_SLOTS = 64
 SMALL_PARTS = pytest.mark.parametrize("part_bytes", [4 * BLOCK])
-OK, CANCELLED, IO_ERROR = BlockOutcome.OK, BlockOutcome.CANCELLED, BlockOutcome.IO_ERROR
+OK, CANCELLED, CORRUPT = BlockOutcome.OK, BlockOutcome.CANCELLED, BlockOutcome.CORRUPT
+IO_ERROR = BlockOutcome.IO_ERROR
 
 
 class Mover:
     """A tier, an arena and both handlers."""
 
-    def __init__(self, path: Path, part_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, path: Path, part_bytes: int = 1 << 20, bounce: BounceBuffers | None = None
+    ) -> None:
         self.fs = MemoryFileSystem()
         self.executor = SteppingExecutor()
         self.clock = ManualClock()
         self.rig = Rig(config_for([path], slots=32), fs=self.fs)
         self.arena = bytearray(ARENA_SLOTS * BLOCK)
+        self.is_bounced = bounce is not None
         store = self.rig.tier.store
         options = QueueOptions(4, self.clock, wait_limit_s=0.0, part_bytes=part_bytes)
-        self.down = NvmeStoreHandler(store, self.view, self.executor, options)
-        self.up = NvmeLoadHandler(store, self.view, self.executor, options)
+        self.down = NvmeStoreHandler(store, self.view, self.executor, options, bounce=bounce)
+        self.up = NvmeLoadHandler(store, self.view, self.executor, options, bounce=bounce)
 
     def view(self, slot: int) -> memoryview:
         return memoryview(self.arena)[slot * BLOCK : (slot + 1) * BLOCK]
@@ -80,9 +84,9 @@ def part_bytes() -> int:
     return 1 << 20
 
 
-@pytest.fixture
-def mover(tmp_path: Path, part_bytes: int) -> Iterator[Mover]:
-    mover = Mover(tmp_path, part_bytes)
+@pytest.fixture(params=[None, BounceBuffers(BLOCK)], ids=["straight", "bounced"])
+def mover(request: pytest.FixtureRequest, tmp_path: Path, part_bytes: int) -> Iterator[Mover]:
+    mover = Mover(tmp_path, part_bytes, request.param)
     yield mover
     mover.executor.run_all()
     mover.fs.heal()
@@ -145,37 +149,39 @@ def test_one_failed_part_fails_its_blocks_only(mover: Mover) -> None:
     assert [mover.rig.check(h) for h in keys(8)] == [False] * 4 + [True] * 4
 
 
+def test_what_is_damaged_spoils_nothing_else(mover: Mover) -> None:
+    statuses = mover.store(1, keys(4))
+    assert statuses is not None
+    mover.executor.run_all()
+    mover.land(keys(4), mover.down.get_finished()[0].outcomes)
+    segments = mover.rig.tier.segments
+    segments.write_run(statuses[2].block_id, [memoryview(bytes(BLOCK))])
+    mover.view(32)[:] = b"x" * BLOCK
+    assert mover.load(2, keys(4), first_slot=30)
+    mover.executor.run_all()
+    (result,) = mover.up.get_finished()
+    assert result.outcomes == (OK, OK, CORRUPT, OK)
+    assert [mover.view(30 + i) == content(key(i)) for i in range(4)] == [True, True, False, True]
+    if mover.is_bounced:
+        assert mover.view(32) == b"x" * BLOCK, "what is not right never reaches the arena"
+
+
 def test_an_empty_job_ends(mover: Mover) -> None:
     assert mover.store(1, []) is not None
     (result,) = mover.down.get_finished()
     assert result.success and result.size_bytes == 0
 
 
-def test_the_breaker_opens_probes_and_closes(mover: Mover) -> None:
-    mover.fs.fail("pwritev", errno.EIO, times=BREAKER_FAILURES + 1)
-
-    def attempt(job_id: int) -> bool | None:
+def test_a_failing_device_is_tried_whenever_it_is_asked(mover: Mover) -> None:
+    """To leave it alone is the manager's decision."""
+    mover.fs.fail("pwritev", errno.EIO, times=10)
+    for job_id in range(1, 12):
         hashes = keys(1, start=100 * job_id)
-        if mover.store(job_id, hashes) is None:
-            return None
+        assert mover.store(job_id, hashes) is not None
         mover.executor.run_all()
         (result,) = mover.down.get_finished()
         mover.land(hashes, result.outcomes)
-        return result.success
-
-    assert [attempt(i) for i in range(1, 4)] == [False] * BREAKER_FAILURES
-    assert attempt(4) is None and not mover.down.accepts_stores
-    mover.clock.advance(BREAKER_PROBE_S)
-    assert mover.down.accepts_stores
-    assert attempt(5) is False, "the probe fails: closed for as long again"
-    assert attempt(6) is None
-    mover.clock.advance(BREAKER_PROBE_S)
-    assert mover.store(7, keys(1, start=700)) is not None
-    assert not mover.down.accepts_stores, "one probe at a time"
-    mover.executor.run_all()
-    (result,) = mover.down.get_finished()
-    mover.land(keys(1, start=700), result.outcomes)
-    assert result.success and attempt(8) is True
+        assert result.success == (job_id == 11)
     mover.rig.check_sums()
 
 

@@ -1,20 +1,25 @@
 """The real engine over one path: whatever shapes the bytes of a block is changed, one at a time.
 
 Nothing of another identity is hit, tokens are those of an engine that computed everything, and with
-the first configuration again the old blocks are hit again. What the CPU platform cannot change is
-shown on the fingerprint: quantisation, KV layout and LoRA in `test_fingerprint.py`.
+the first configuration again the old blocks are hit again. The CPU platform knows one KV layout
+only and refuses any other: what another one means is shown in `test_fingerprint.py`.
+
+`KVCASCADE_CHANGES=ranks,quantisation` limits the long test to these changes.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Engine, engine_options
+from support.engine_rig import Answers, Engine, EngineFailed, engine_options
+from support.small_models import ADAPTER_RANK, make_adapter, make_int8_llama
 
 from kvcascade.tools.model import make_llama
 
@@ -23,6 +28,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 DEVICE_BLOCKS = 64
 PROMPT_TOKENS = 300
 MIB = 1 << 20
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": ADAPTER_RANK}
+NAMESPACES_KEPT = 3
+"""So many fit beside another one; which of them leave is decided by their last use."""
+HUB_NAME = "somebody/llama"
+REVISIONS = ("a" * 40, "b" * 40)
+BLOCK_TOKENS = 32
+ROUNDED = ("type of the model", "type of the cache")
+"""Numbers so short that the order of a sum shows in the tokens."""
 
 
 def prompts() -> list[list[int]]:
@@ -40,21 +53,27 @@ class Place:
         self.model = make_llama(folder / "llama", seed=0)
         self.other_weights = make_llama(folder / "other", seed=1)
 
-    def start(self, model: Path | None = None, label: str = "", **options: Any) -> Engine:
+    def hub(self) -> Path:
+        """A hub's cache with two revisions of one model, of equal weights."""
+        cached = self._folder / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
+        for commit in REVISIONS:
+            shutil.copytree(self.model, cached / "snapshots" / commit)
+        return cached.parent
+
+    def start(self, model: Path | str | None = None, label: str = "", **options: Any) -> Engine:
         """An engine; `options` are vLLM's."""
         tiers = [
             {"type": "cpu", "capacity": 64 * MIB, "arena_dir": str(self._shared)},
             {"type": "nvme", "capacity": 1024 * MIB, "path": str(self._folder / "kv")},
         ]
         extra = {"tiers": tiers, **({"label": label} if label else {})}
-        defaults = engine_options(model or self.model, DEVICE_BLOCKS, extra)
+        defaults = engine_options(Path(model or self.model), DEVICE_BLOCKS, extra)
         defaults["max_model_len"] = 2 * PROMPT_TOKENS  # fits the device at every block size
         return Engine(self._folder / "engine.log", {**defaults, **options})
 
-    @property
-    def namespaces(self) -> int:
-        """How many there are on disk."""
-        return len(list((self._folder / "kv").glob("*/namespace.json")))
+    def namespaces(self) -> set[str]:
+        """The names of those on disk."""
+        return {file.parent.name for file in (self._folder / "kv").glob("*/namespace.json")}
 
 
 @pytest.fixture
@@ -63,65 +82,113 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield Place(tmp_path, Path(shared))
 
 
-def cold_then_warm(engine: Engine, salt: str | None = None) -> list[list[int]]:
-    """Nothing is hit at first; then everything is, and the tokens stay the same. The tokens."""
-    cold = engine.generate(prompts(), salt=salt)
+def cold_then_warm(
+    engine: Engine, salt: str | None = None, adapter: Path | None = None, is_exact: bool = True
+) -> list[list[int]]:
+    """Nothing is hit at first; then everything is, and the tokens stay the same. The tokens.
+
+    Not `is_exact`: what was computed in one go may differ from what was computed after a hit; then
+    a hit in the device's own cache says what is right.
+    """
+    cold = engine.generate(prompts(), salt=salt, adapter=adapter)
     assert [answer["cached"] for answer in cold] == [0] * len(cold), "something stale was hit"
     engine.reset(connector=False)
-    warm = engine.generate(prompts(), salt=salt)
+    warm = engine.generate(prompts(), salt=salt, adapter=adapter)
     assert all(answer["cached"] > 0 for answer in warm)
-    assert [a["tokens"] for a in warm] == [a["tokens"] for a in cold]
-    return [answer["tokens"] for answer in cold]
+    reference = cold if is_exact else engine.generate(prompts(), salt=salt, adapter=adapter)
+    assert tokens(warm) == tokens(reference)
+    return tokens(cold)
 
 
-def all_hit(engine: Engine, expected: Sequence[Sequence[int]], block_tokens: int = 32) -> None:
-    """What the first engine stored is there, every block of it."""
-    answers = engine.generate(prompts())
-    cached = (PROMPT_TOKENS - 1) // block_tokens * block_tokens
+def tokens(answers: Answers) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def all_hit(engine: Engine, expected: Sequence[Sequence[int]], adapter: Path | None = None) -> None:
+    """What an engine like this one stored is there, every block of it."""
+    answers = engine.generate(prompts(), adapter=adapter)
+    cached = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert [answer["cached"] for answer in answers] == [cached] * len(answers)
-    assert [answer["tokens"] for answer in answers] == list(expected)
+    assert tokens(answers) == list(expected)
 
 
-def test_another_identity_hits_nothing_and_the_old_one_everything(place: Place) -> None:
-    with place.start() as engine:
+def test_another_identity_hits_nothing_and_the_old_one_everything(
+    place: Place, tmp_path: Path
+) -> None:
+    one, two = (make_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2))
+    with place.start(**LORA) as engine:
         expected = cold_then_warm(engine)
         assert cold_then_warm(engine, salt="tenant a") == expected
         assert cold_then_warm(engine, salt="tenant b") == expected, "tenants share nothing"
+        adapted = [cold_then_warm(engine, adapter=adapter) for adapter in (one, two)]
+        assert len({str(each) for each in [expected, *adapted]}) == 3, "the adapters bite"
         engine.stop()
     with place.start(place.other_weights) as engine:
         assert cold_then_warm(engine) != expected
         engine.stop()
-    with place.start(block_size=64) as engine:
+    with place.start(block_size=2 * BLOCK_TOKENS) as engine:
         assert cold_then_warm(engine) == expected
         engine.stop()
-    with place.start() as engine:
+    with place.start(**LORA) as engine:
         all_hit(engine, expected)
+        all_hit(engine, adapted[1], adapter=two)
+        all_hit(engine, adapted[0], adapter=one)
         engine.stop()
-    assert place.namespaces == 3
+    assert len(place.namespaces()) == 3
 
 
 @pytest.mark.soak
-def test_the_whole_matrix(place: Place) -> None:
-    with place.start() as engine:
-        expected = cold_then_warm(engine)
-        engine.stop()
+@pytest.mark.timeout(0)
+def test_the_whole_matrix(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # for two ranks on few cores
+    monkeypatch.setenv("HF_HUB_CACHE", str(place.hub()))
     changes: dict[str, dict[str, Any]] = {
+        "nothing": {},
         "weights": {"model": place.other_weights},
-        "block size": {"block_size": 64},
+        "one revision": {"model": HUB_NAME, "revision": REVISIONS[0]},
+        "another revision": {"model": HUB_NAME, "revision": REVISIONS[1]},
+        "block size": {"block_size": 2 * BLOCK_TOKENS},
         "label": {"label": "somebody else"},
         "type of the model": {"dtype": "bfloat16"},
+        "type of the cache": {"kv_cache_dtype": "fp8"},
         "positions": {"hf_overrides": {"rope_theta": 20_000.0}},
         "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
+        "quantisation": {"model": make_int8_llama(tmp_path / "int8")},
+        "ranks": {"tensor_parallel_size": 2},
     }
-    for name, change in changes.items():
-        print("changed:", name)
+    if "KVCASCADE_CHANGES" in os.environ:
+        chosen = ["nothing", *os.environ["KVCASCADE_CHANGES"].split(",")]
+        changes = {name: changes[name] for name in chosen}
+    expected: dict[str, list[list[int]]] = {}
+    namespaces: set[str] = set()
+
+    def back(name: str) -> None:
+        print("back:", name, flush=True)
+        with place.start(**changes[name]) as engine:
+            all_hit(engine, expected[name])
+            engine.stop()
+
+    for number, (name, change) in enumerate(changes.items(), start=1):
+        print("changed:", name, flush=True)
         with place.start(**change) as engine:
-            cold_then_warm(engine)
+            expected[name] = cold_then_warm(engine, is_exact=name not in ROUNDED)
             engine.stop()
-        with place.start() as engine:
-            all_hit(engine, expected)
-            engine.stop()
-    assert place.namespaces == 1 + len(changes)
+        namespaces |= place.namespaces()
+        if number % NAMESPACES_KEPT == 0:
+            back("nothing")
+    for name in ("nothing", *list(changes)[-2:]):
+        back(name)
+    assert len(namespaces) == len(changes)
+    same = ("one revision", "another revision", "block size", "label", "ranks", "hash")
+    assert all(expected[name] == expected["nothing"] for name in same if name in expected)
+
+
+@pytest.mark.soak
+def test_the_cpu_platform_knows_one_layout(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should that change, it belongs into the matrix."""
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    with pytest.raises(EngineFailed, match="layout"):
+        place.start().kill()
 
 
 @pytest.mark.soak

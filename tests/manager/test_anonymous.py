@@ -6,6 +6,7 @@ Every iterable is handed over as such an engine does: it can be read once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -210,3 +211,22 @@ def test_a_request_that_waits_is_one_use_however_often_it_asks() -> None:
         requests.lookup(once(keys(0, 2)))
     coldest = [block_hash for block_hash, _ in cascade.policies[0].coldest(2)]
     assert coldest == [key(5), key(4)]
+
+
+def test_what_takes_longer_to_read_than_to_compute_is_computed() -> None:
+    """With a speed that is given: nothing says how fast such an engine computes."""
+    options = replace(OPTIONS, tokens_per_block=100, prefill_tokens_per_s=1000.0)
+    cascade = Cascade((8, 64), options)
+    requests = AnonymousManager(cascade.manager, STEPS, lambda: cascade.now_s)
+    wanted = keys(0, 4)
+    send_below(cascade, requests, wanted)
+    assert requests.lookup(once(wanted)) is None, "read, as long as nothing is known"
+    cascade.now_s += 4.0
+    cascade.run_transfers()
+    requests.take_events()
+    assert requests.lookup(once(wanted)) == 4
+    load(cascade, requests, wanted)
+    send_below(cascade, requests, wanted)
+    assert requests.lookup(once(wanted)) is None
+    assert requests.lookup(once(wanted)) == 0, "decided at once"
+    assert cascade.manager.counters.promotions_not_worth == 1

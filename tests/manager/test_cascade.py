@@ -8,7 +8,7 @@ from support.cascade import BLOCK_SIZE, Cascade, block_bytes, key
 from kvcascade.config import WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
@@ -90,6 +90,32 @@ class TestStore:
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
         assert cascade.manager.counters.dropped_dirty_blocks == 0
 
+    def test_a_request_is_not_put_off_for_ever(self) -> None:
+        """What fits is taken then; nobody's dirty blocks are dropped for it."""
+        cascade = Cascade((8, 16))
+        cascade.store(keys(0, 6))
+        request = Request()
+        for _ in range(MAX_PUT_OFFS):
+            assert cascade.manager.prepare_store(keys(6, 10), request) is None
+        output = cascade.manager.prepare_store(keys(6, 10), request)
+        assert output is not None and output.block_hashes_to_store == keys(6, 8)
+        cascade.manager.finish_request(request)
+        counters = cascade.manager.counters
+        assert (counters.store_truncated_blocks, counters.store_lost_blocks) == (2, 0)
+        assert counters.dropped_dirty_blocks == 0
+
+    def test_what_a_request_could_not_store_before_it_ended_is_counted(self) -> None:
+        cascade = Cascade((4, 16))
+        cascade.store(keys(0, 4))
+        requests = [Request("waits"), Request("ends")]
+        for request, offered in zip(requests, (keys(4, 7), keys(8, 10)), strict=True):
+            assert cascade.manager.prepare_store(offered, request) is None
+        cascade.manager.finish_request(requests[1])
+        cascade.run_transfers()
+        assert cascade.manager.prepare_store(keys(4, 7), requests[0]) is not None
+        cascade.manager.finish_request(requests[0])
+        assert cascade.manager.counters.store_lost_blocks == 2
+
     def test_offered_blocks_are_not_evicted_for_one_another(self) -> None:
         cascade = Cascade((4,))
         cascade.store(keys(0, 4))
@@ -166,6 +192,24 @@ class TestDemotion:
         cascade.manager.maintain()
         cascade.run_transfers()
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 3))
+
+    @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+    def test_what_a_smaller_tier_below_drops_is_not_written_again_by_itself(
+        self, mode: WriteMode
+    ) -> None:
+        """Or an idle engine would write for ever: each block would push another one out."""
+        cascade = Cascade((32, 8), ManagerOptions(write_mode=mode), is_immediate=True)
+        for step in range(200):
+            if step < 6:
+                cascade.store(keys(4 * step, 4 * step + 4))
+            cascade.now_s += 10.0
+            cascade.manager.maintain()
+        counters = cascade.manager.counters
+        assert counters.links[0].demoted_blocks == 24
+        assert counters.evicted_blocks[1] > 0 and len(cascade.policies[1]) == 8
+        assert sum(level.dirty_mask.sum() for level in cascade.manager._levels) == 16
+        cascade.store(keys(100, 116))
+        assert cascade.manager.counters.dropped_dirty_blocks == 0, "written when they leave"
 
     def test_second_touch_admits_what_is_used_again(self) -> None:
         cascade = Cascade((8, 16), is_immediate=True, admission=AdmitSecondTouch())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.cascade import Cascade, key
 
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.flow import MAX_MOVED_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
@@ -32,21 +33,135 @@ def test_a_block_that_another_engine_stored_first_is_settled() -> None:
     assert cascade.manager.counters.dropped_dirty_blocks == 0
 
 
-def test_a_reset_by_another_engine_empties_the_tier_and_nothing_goes_down_again() -> None:
+def test_a_reset_by_another_engine_is_for_everything_above_it_too() -> None:
     cascade = Cascade((8, 16))
     cascade.store(keys(0, 4))
     assert cascade.manager.flush_dirty(cascade.now_s + 1)
     cascade.store(keys(4, 6))
     reset_by_another(cascade)
     assert cascade.manager.counters.resets_by_others == 1
-    assert len(cascade.policies[1]) == 0
-    assert all(cascade.holds(0, block_hash) for block_hash in keys(0, 6)), "these are its own"
+    assert cascade.manager.lookup(keys(0, 6)) == cascade.manager.lookup(keys(4, 6)) == 0
     cascade.now_s += DAY_S
     assert cascade.manager.flush_dirty(cascade.now_s + 1)
-    assert len(cascade.policies[1]) == 0
-    assert cascade.store(keys(6, 14)) == keys(6, 14), "their slots can be had at once"
+    assert len(cascade.policies[0]) == len(cascade.policies[1]) == 0
+    assert cascade.store(keys(0, 8)) == keys(0, 8), "their slots can be had at once"
     assert cascade.manager.flush_dirty(cascade.now_s + 1)
     assert len(cascade.policies[1]) == 8, "what came later goes down as ever"
+
+
+def test_hits_of_a_step_outlive_a_reset_that_is_seen_in_the_middle_of_it() -> None:
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 3))
+    request = Request()
+    assert cascade.manager.lookup(keys(0, 3), request) == 3
+    cascade.backends[1].is_overtaken = True
+    cascade.manager.maintain()
+    cascade.manager.prepare_load(keys(0, 3), request)
+    cascade.manager.end_step()
+    assert cascade.manager.lookup(keys(0, 3)) == 0
+
+
+def test_what_workers_are_at_ends_as_the_engine_reports_it() -> None:
+    """The engine knows of no reset: it reports all of it, and nothing is a hit meanwhile."""
+    cascade = Cascade((8, 16))
+    manager = cascade.manager
+    cascade.store(keys(0, 2))
+    for number in range(2):  # two requests read the same blocks
+        manager.prepare_load(keys(0, 2), Request(str(number)))
+    assert (stored := manager.prepare_store(keys(2, 5))) is not None
+    reset_by_another(cascade)
+    assert manager.lookup(keys(0, 1)) == manager.lookup(keys(2, 3)) == 0
+    again = manager.prepare_store(keys(0, 6))
+    assert again is not None and again.block_hashes_to_store == keys(5, 6)
+    assert cascade.backends[0].get_num_free_blocks() == 2
+    manager.complete_load(set(keys(0, 2)))
+    manager.complete_store(set(stored.block_hashes_to_store))
+    assert manager.lookup(keys(2, 5)) == 0 and cascade.backends[0].get_num_free_blocks() == 5
+    manager.complete_load(set(keys(0, 2)))
+    assert cascade.backends[0].get_num_free_blocks() == 7
+    manager.complete_store(set(keys(5, 6)))
+    assert cascade.store(keys(0, 5)) == keys(0, 5), "their names are free again"
+    assert manager.lookup(keys(0, 6)) == 6
+
+
+def test_its_own_reset_after_another_engines() -> None:
+    """Now nothing will be reported: the slots come back when the workers were flushed."""
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 2))
+    cascade.manager.prepare_load(keys(0, 2), Request())
+    cascade.manager.prepare_store(keys(2, 5))
+    reset_by_another(cascade)
+    reset_by_another(cascade)
+    cascade.manager.reset_cache()
+    cascade.manager.end_step()
+    assert cascade.backends[0].get_num_free_blocks() == 3
+    cascade.manager.on_reset_flushed()
+    assert cascade.backends[0].get_num_free_blocks() == 8
+    assert cascade.store(keys(0, 8)) == keys(0, 8)
+
+
+def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
+    cascade = Cascade((4, 6, 16))
+    cascade.store(keys(0, 4))
+    cascade.manager._demoters[0].demote_coldest(4)
+    cascade.run_transfers()
+    assert len(cascade.policies[1]) == 4
+    cascade.backends[2].is_overtaken = True
+    cascade.manager.end_step()
+    assert [len(policy) for policy in cascade.policies] == [0, 0, 0]
+    assert cascade.manager.counters.resets_by_others == 1
+
+
+def test_a_tier_below_the_one_that_was_reset_keeps_its_blocks() -> None:
+    """Jobs between the two end: what was read goes nowhere, what was to be written is not there."""
+    cascade = Cascade((4, 6, 16))
+    manager = cascade.manager
+    cascade.store(keys(0, 4))
+    assert manager.flush_dirty(cascade.now_s + 1)
+    for index in (0, 1):
+        for _, status in cascade.policies[index].evict(4, ()) or ():
+            cascade.backends[index].free(status)
+    request = Request()
+    manager.lookup(keys(0, 2), request)
+    manager.end_step()
+    cascade.store(keys(10, 12))
+    manager._demoters[0].demote_coldest(2)
+    cascade.down[0].wait(set(cascade.down[0].queued))
+    manager._collect()
+    manager._demoters[1].demote_coldest(2)
+    assert cascade.up[1].queued and cascade.down[1].queued
+    cascade.backends[1].is_overtaken = True
+    manager.end_step()
+    cascade.run_transfers()
+    assert [len(policy) for policy in cascade.policies] == [0, 0, 4]
+    assert [b.get_num_free_blocks() for b in cascade.backends] == [4, 6, 12]
+    assert len(cascade.policies[2].coldest(4)) == 4, "none is pinned"
+
+
+def test_what_another_engine_took_is_told_in_batches() -> None:
+    """First what was in memory, which nobody can name later; blocks that are back are left out."""
+    cascade = Cascade((2 * MAX_MOVED_BLOCKS, 8), is_immediate=True)
+    cascade.store(keys(0, MAX_MOVED_BLOCKS + 5))
+    cascade.manager.take_events()
+    reset_by_another(cascade)
+    removed: set[BlockHash] = set()
+    for _ in range(3):
+        for event in cascade.manager.take_events():
+            assert event.removed and len(event.block_hashes) <= MAX_MOVED_BLOCKS
+            assert removed.isdisjoint(event.block_hashes)
+            removed |= set(event.block_hashes)
+    assert removed == set(keys(0, MAX_MOVED_BLOCKS + 5))
+    assert cascade.manager.take_events() == []
+
+
+def test_what_is_back_was_not_lost() -> None:
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 3))
+    cascade.manager.take_events()
+    reset_by_another(cascade)
+    cascade.store(keys(1, 2))
+    events = cascade.manager.take_events()
+    assert {h for e in events if e.removed for h in e.block_hashes} == {key(0), key(2)}
 
 
 def test_stores_under_way_end_without_a_trace() -> None:
@@ -62,7 +177,7 @@ def test_stores_under_way_end_without_a_trace() -> None:
     cascade.down[0].fate = lambda source, target: BlockOutcome.OK
     cascade.now_s += DAY_S
     assert cascade.manager.flush_dirty(cascade.now_s + 1)
-    assert len(cascade.policies[1]) == 0, "what was there before the reset stays above"
+    assert len(cascade.policies[0]) == len(cascade.policies[1]) == 0
 
 
 def test_loads_under_way_end_and_every_slot_can_be_had_again() -> None:

@@ -7,10 +7,11 @@ from support.cascade import BLOCK_SIZE, block_bytes, key
 
 from kvcascade.handlers.memory import MemoryHandler, all_ok
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch, WriteBudget
+from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.solo import FORGET_FAILED_S, SoloResult, SoloTier
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockHash, BlockOutcome, Moved
 from kvcascade.tiers.endurance import DayLog
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
@@ -20,16 +21,20 @@ class Rig:
     """The other manager: its slots are a memory backend; `now_s` is the clock."""
 
     def __init__(
-        self, slots: int = 8, admission: Admission | None = None, bytes_per_day: int | None = None
+        self,
+        slots: int = 8,
+        admission: Admission | None = None,
+        bytes_per_day: int | None = None,
+        policy: str = "lru",
     ) -> None:
         self.now_s = 100.0
         self.theirs = MemoryBackend(BLOCK_SIZE, 32, medium="THEIRS")
-        ours = MemoryBackend(BLOCK_SIZE, slots, medium="OURS")
+        ours = self.ours = MemoryBackend(BLOCK_SIZE, slots, medium="OURS")
         self.down = MemoryHandler(self.theirs, ours, False)
         self.up = MemoryHandler(ours, self.theirs, False)
         log = DayLog(lambda: self.now_s)
         budget = WriteBudget(bytes_per_day, log.totals, log.add) if bytes_per_day else None
-        tier = Tier("ours", ours, create("lru", slots), admission or AdmitAll(), budget)
+        tier = Tier("ours", ours, create(policy, slots), admission or AdmitAll(), budget)
         self.solo = SoloTier(tier, Link(self.down, self.up), lambda: self.now_s)
         self._jobs = 0
 
@@ -114,7 +119,35 @@ def test_a_failed_write_is_not_there() -> None:
     assert not rig.store(1).is_whole
     assert rig.has(1) == [False]
     rig.down.fate = all_ok
+    rig.now_s += REST_S
     assert rig.store(1).is_whole and rig.has(1) == [True]
+
+
+def test_while_writes_fail_nothing_leaves_for_what_cannot_come() -> None:
+    rig = Rig(slots=4)
+    rig.store(1, 2, 3, 4)
+    rig.down.fate = lambda source, target: BlockOutcome.IO_ERROR
+    assert not rig.store(5).is_whole
+    for number in range(6, 20):
+        assert rig.store(number).is_whole, "nobody tried"
+    assert sum(rig.has(1, 2, 3, 4)) == 3
+    rig.down.fate = all_ok
+    rig.now_s += REST_S
+    rig.store(20)
+    assert rig.has(20) == [True]
+
+
+def test_while_reads_fail_nothing_is_here() -> None:
+    rig = Rig()
+    rig.store(*range(8))
+    rig.up.fate = lambda source, target: BlockOutcome.IO_ERROR
+    for number in range(FAILURES_TO_OPEN):
+        assert rig.has(7) == [True]
+        rig.load(number)
+    assert rig.has(7) == [False]
+    rig.up.fate = all_ok
+    rig.now_s += REST_S
+    assert rig.has(7) == [True] and rig.load(7).is_whole
 
 
 def test_a_load_of_what_is_gone_says_what_came() -> None:
@@ -171,6 +204,47 @@ def test_a_reset_by_another_engine_spares_what_is_being_read() -> None:
     (result,) = rig.solo.finished()
     assert result.loaded == (key(1),) and rig.read(0) == block_bytes(key(1))
     assert rig.store(3, 4).is_whole and rig.has(3, 4) == [True, True], "both slots can be had"
+
+
+def test_tails_leave_before_heads_however_they_came() -> None:
+    rig = Rig(slots=4)
+    rig.store(2)
+    rig.store(0)
+    rig.store(1)
+    rig.solo.finish_request([key(i) for i in range(3)], {key(i) for i in range(3)})
+    rig.store(7)
+    rig.solo.finish_request([key(0), key(7)], {key(7)})
+    rig.store(8)
+    assert rig.has(0, 1, 2, 7, 8) == [True, True, False, True, True]
+
+
+def test_a_policy_that_wants_chains_is_told_of_them() -> None:
+    """Two requests with one beginning: `prefix` keeps it, whoever came last."""
+    rig = Rig(slots=8, policy="prefix")
+    shared = [0, 1]
+    for tail in ([10, 11], [20, 21]):
+        chain = [key(i) for i in [*shared, *tail]]
+        rig.store(*shared, *tail)
+        rig.solo.finish_request(chain, set(chain))
+    policy = rig.solo.level.policy
+    assert policy.wants_chains
+    coldest = [h for h, _ in policy.coldest(6)]
+    assert set(coldest[-2:]) == {key(i) for i in shared}
+    assert coldest.index(key(11)) < coldest.index(key(10))
+
+
+def test_what_another_engine_took_becomes_events() -> None:
+    """Blocks that are here all the same are left out."""
+    rig = Rig()
+    rig.store(1, 2)
+    rig.solo.take_events()
+    rig.ours.moved.append(Moved([key(2), key(8), key(9)], removed=True))
+    rig.ours.moved.append(Moved([key(1), key(7)], removed=False))
+    (event,) = rig.solo.take_events()
+    assert event.removed and event.block_hashes == (key(8), key(9))
+    (event,) = rig.solo.take_events()
+    assert not event.removed and event.block_hashes == (key(1),)
+    assert rig.solo.take_events() == []
 
 
 def test_closing_ends_its_handlers() -> None:

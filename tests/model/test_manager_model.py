@@ -37,6 +37,8 @@ class StoreJob:
     hashes: list[BlockHash]
     slots: list[int]
     epoch: int
+    is_outdated: bool = False
+    """Another engine reset a tier since."""
 
 
 @dataclasses.dataclass
@@ -131,7 +133,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.cascade.write_top(slot, block_bytes(block_hash))
         if job.epoch != self.epoch:
             return  # the engine reports nothing from before a reset
-        if success:
+        if success and not job.is_outdated:
             self.ever_stored.update(dict.fromkeys(job.hashes, self.epoch))
         self.manager.complete_store(set(job.hashes), success)
 
@@ -201,6 +203,21 @@ class ManagerMachine(RuleBasedStateMachine):
                     self.cascade.write_top(slot, b"late" * 16)
             self.stores.clear()
             self.loads.clear()
+
+    @precondition(lambda self: len(self.capacities) > 1)
+    @rule(which=st.integers(0, 7))
+    def reset_by_another(self, which: int) -> None:
+        """Of any lower tier; the engine knows nothing and goes on reporting."""
+        self.cascade.apply_events()
+        index = 1 + which % (len(self.capacities) - 1)
+        self.cascade.backends[index].is_overtaken = True
+        self.manager.end_step()
+        emptied = [backend.medium for backend in self.cascade.backends[: index + 1]]
+        self.cascade.apply_events(but_for=emptied)
+        if index == len(self.capacities) - 1:  # else it may still be further down
+            self.ever_stored.clear()
+        for job in self.stores:
+            job.is_outdated = True
 
     @invariant()
     def slots_add_up(self) -> None:

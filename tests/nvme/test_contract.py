@@ -11,6 +11,7 @@ from contract.policy_contract import Make, PolicyContract
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import Backend, CachePolicy
+from kvcascade.tiers.policies import ORDERS
 
 
 class TestNvmeBackend(BackendContract):
@@ -21,7 +22,7 @@ class TestNvmeBackend(BackendContract):
         rig.close()
 
 
-@pytest.mark.parametrize("name", ["arc", "lru"])
+@pytest.mark.parametrize("name", sorted(ORDERS))
 class TestNvmePolicy(PolicyContract):
     @pytest.fixture
     def make(self, name: str, tmp_path: Path) -> Iterator[Make]:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from support.nvme_rig import key
 
+from kvcascade.manager.counters import Counters
+from kvcascade.manager.state import TierState
+from kvcascade.metrics import METRICS, Snapshot
 from kvcascade.tiers import endurance
 from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
 from kvcascade.tiers.nvme.format import IndexEntry
@@ -69,3 +72,27 @@ def test_a_day_is_whole_once_its_oldest_bucket_was_written() -> None:
 
 def test_the_record_fits_into_a_page_of_the_index() -> None:
     assert len(endurance.add(b"", NOW_S, 1, 1)) == RECORD_BYTES < INLINE_LIMIT_BYTES
+
+
+def gauge(name: str, snapshot: Snapshot) -> list[tuple[tuple[str, ...], float]]:
+    """The values of a metric."""
+    (metric,) = (metric for metric in METRICS if metric.name == name)
+    return list(metric.values(snapshot))
+
+
+def test_wear_as_metrics() -> None:
+    """Bytes written per byte stored, and per byte read back; nothing where there is no ratio."""
+    counters = Counters.for_tiers(("cpu", "nvme", "slow"))
+    top = TierState("cpu", "CPU", block_bytes=100, blocks=0, capacity_blocks=8, dirty_blocks=0)
+
+    def below(name: str, day: DayTotals) -> TierState:
+        return TierState(name, "NVME", 100, 0, 8, 0, day=day)
+
+    tiers = [top, below("nvme", DayTotals(600, 200)), below("slow", DayTotals(600, 0))]
+    snapshot = Snapshot(counters, tiers)
+    assert gauge("write_amplification", snapshot) == []
+    assert gauge("written_per_read", snapshot) == [(("nvme",), 3.0)]
+    counters.stored_blocks = 10
+    counters.links[0].demoted_bytes = 500
+    assert gauge("write_amplification", snapshot) == [(("nvme",), 0.5), (("slow",), 0.0)]
+    assert gauge("day_written_bytes", snapshot) == [(("nvme",), 600), (("slow",), 600)]

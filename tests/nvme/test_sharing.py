@@ -14,6 +14,7 @@ from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.growth import BALANCE_EVERY_S, RECHECK_S
+from kvcascade.tiers.nvme.moved import BATCH_BLOCKS
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
@@ -230,6 +231,64 @@ def test_a_starved_process_gets_its_share(rig: Rig) -> None:
         rig.check_sums()
         assert set(rig.store_bit_by_bit(keys(30, start=400))) == {OK}
         assert all(rig.check(h) for h in keys(30, start=300))
+
+
+def moved(rig: Rig) -> tuple[set[BlockHash], set[BlockHash]]:
+    """Names of what came and went, as the manager takes them."""
+    came: set[BlockHash] = set()
+    left: set[BlockHash] = set()
+    while (batch := rig.backend.take_moved()) is not None:
+        assert len(batch.block_hashes) <= BATCH_BLOCKS
+        (left if batch.removed else came).update(batch.block_hashes)
+    return came, left
+
+
+def test_what_a_reset_took_is_named_after_it(rig: Rig) -> None:
+    assert moved(rig) == (set(), set())
+    rig.store(keys(6))
+    with Peer(rig.config) as other:
+        other.store(range(100, 104))
+        other.ask("reset")
+        assert step(rig)
+        other.store([7])
+        rig.store(keys(1, start=50))  # into one of the slots: its old name is lost
+        came, left = moved(rig)
+        assert came == set()
+        assert left - {key(50)} < set(keys(6)) and len(left) >= 5
+        assert moved(rig) == (set(), set()), "each once"
+        other.ask("reset")
+        assert step(rig)
+        assert moved(rig)[1] >= {key(50)}
+
+
+def test_what_changes_hands_is_named_by_both(rig: Rig) -> None:
+    moved(rig)
+    for start in range(0, SLOTS, 8):
+        rig.store(keys(8, start=start))
+        step(rig, STEP_S)
+    with Peer(rig.config) as other:
+        while len(other.ask("own")) < 2:
+            other.maintain(STEP_S)
+            step(rig, STEP_S)
+        came, left = moved(rig)
+        assert came == set()
+        assert left == {h for h in keys(SLOTS) if not rig.policy.owns(h)}
+        assert len(left) >= 2 * PER_SEGMENT and all(rig.check(h) for h in left)
+        own = other.ask("own")
+        other.kill()
+    for _ in range(SLOTS):
+        step(rig, STEP_S)
+        rig.backend.get_num_free_blocks()
+    assert rig.backend.available == SLOTS and len(own) >= 2
+    assert moved(rig)[0] == left
+
+
+def test_nothing_is_named_for_nobody(rig: Rig) -> None:
+    rig.store(keys(6))
+    with Peer(rig.config) as other:
+        other.ask("reset")
+        assert step(rig)
+    assert moved(rig) == (set(), set())
 
 
 @pytest.mark.parametrize("policy", ["arc", "fifo", "lirs", "s3fifo", "sieve", "slru"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -140,6 +141,31 @@ def test_evict_finds_all_that_may_leave(name: str, seed: int) -> None:
         tier.free += [status.block_id for _, status in before[:n]]
         for _, status in pairs:
             status.ref_cnt = 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_million_blocks_keep_their_order(name: str) -> None:
+    """Nothing is loaded: opening makes views of the arrays, whatever their length."""
+    slots, batch = 1_000_000, 1_000
+    rng = np.random.default_rng(9)
+    arrays = KeptArrays()
+    order = ORDERS[name](slots, arrays)
+    tags = rng.integers(1, 1 << 63, slots, np.uint64)
+    for start in range(0, slots, batch):
+        order.insert(list(range(start, start + batch)), tags[start : start + batch].tolist())
+    for _ in range(100):
+        used = np.sort(rng.choice(slots, batch, replace=False)).tolist()
+        order.touch(used)
+        order.chain(used, len(used), tags[used[-2:]].tolist())
+    leaving = order.victims(2 * batch, lambda slot: True)
+    order.evicted(leaving[:batch], tags[leaving[:batch]].tolist())
+    expected = order.victims(50 * batch, lambda slot: True)
+    start_s = time.perf_counter()
+    again = ORDERS[name](slots, arrays)
+    opened_s = time.perf_counter() - start_s
+    assert again.victims(50 * batch, lambda slot: True) == expected
+    print(f"{name}: {arrays.nbytes / slots:.0f} bytes a slot, opened in {1e3 * opened_s:.2f} ms")
 
 
 @pytest.mark.parametrize("name", ORDERS)

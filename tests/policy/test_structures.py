@@ -14,6 +14,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.tiers.policies import ENTRY_POINTS, ORDERS, known_names, order_class
 from kvcascade.tiers.policies.ghosts import SLACK, GhostLists
 from kvcascade.tiers.policies.links import NONE, LinkedLists
+from kvcascade.tiers.policies.log import RecencyLog, Search
 
 COLLIDING = 1 << 40
 """Tags that are multiples of this fall into the same bucket."""
@@ -57,6 +58,27 @@ def test_ghosts_are_bounded() -> None:
     assert ghosts.list_of(5 * SLACK - 1) == 0 and ghosts.list_of(0) == NONE
 
 
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.05, 0.9])
+def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
+    """Few are sorted by their place, many are met along the log: the same slots either way."""
+    rng = random.Random(11)
+    slots = 4000
+    log = RecencyLog("l", slots)
+    for _ in range(60):
+        log.append(rng.sample(range(slots), 200))
+    log.discard(rng.sample(range(slots), 300))
+    ordered = log.to_array().tolist()
+    mask = np.array([rng.random() < share for _ in range(slots)])
+    expected = [slot for slot in ordered if mask[slot] and slot % 3]
+    for limit in (1, 20, slots):
+        assert log.find(limit, lambda slot: slot % 3 > 0, mask) == expected[:limit]
+    looked_at = [slot for slot in ordered[:900] if mask[slot] and slot % 3]
+    assert log.find(slots, lambda slot: slot % 3 > 0, mask, window=900) == looked_at
+    start, stop = log.position(ordered[1000]), log.position(ordered[3000])
+    between = [slot for slot in ordered[1000:3000] if mask[slot]]
+    assert list(log.scan(Search(mask=mask), start, stop)) == between
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_linked_lists_equal_ordered_dicts(seed: int) -> None:
     rng = random.Random(seed)
@@ -90,7 +112,7 @@ def test_a_walk_over_damaged_links_ends() -> None:
         assert len(set(found)) == len(found) and all(0 <= entry < 50 for entry in found)
 
 
-def test_other_packages_add_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_packages_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an entry point; a built-in name cannot be taken."""
     folder = tmp_path / "others-1.0.dist-info"
     folder.mkdir()

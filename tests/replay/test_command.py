@@ -53,7 +53,7 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out, png = tmp_path / "s.csv", tmp_path / "s.png"
     sweep = ["--sweep", "cpu=16KiB,64KiB,1MiB", "--policies", "lru,arc"]
     call = ["--kv-bytes-per-token", "2", "--tier", "cpu=60KiB", *sweep]
-    assert main(["replay", trace, *call, "--csv", str(out), "--png", str(png)]) == 0
+    assert main(["replay", trace, *call, "--csv", str(out), "--plot", str(png)]) == 0
     assert "arc" in capsys.readouterr().out
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert len(rows) == 6

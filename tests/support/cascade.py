@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.manager.admission import Admission, AdmitAll, WriteBudget
@@ -108,9 +108,14 @@ class Cascade:
         status = self.policies[index].get(block_hash)
         return status is not None and status.ref_cnt >= 0
 
-    def apply_events(self) -> None:
-        """Take the events in and check that each one is news."""
+    def apply_events(self, but_for: Collection[str] = ()) -> None:
+        """Take the events in and check that each one is news; those of the tiers `but_for`, which
+        are empty now, count for nothing."""
+        for medium in but_for:
+            self.seen[medium].clear()
         for event in self.manager.take_events():
+            if event.medium in but_for:
+                continue
             held = self.seen[event.medium]
             if event.removed:
                 assert held.issuperset(event.block_hashes), "removed what was not there"

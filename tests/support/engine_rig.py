@@ -82,10 +82,16 @@ class Engine:
         self.kill()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salt: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        adapter: Path | None = None,
     ) -> Answers:
-        """Send requests together; `salt` is the tenant's cache salt."""
+        """Send requests together; `salt`: the tenant's cache salt; `adapter`: a LoRA's folder."""
         command = {"do": "generate", "prompts": prompts, "max_tokens": max_tokens, "salt": salt}
+        if adapter is not None:
+            command["adapter"] = str(adapter)
         answers: Answers = self._ask(**command)
         return answers
 

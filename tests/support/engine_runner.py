@@ -26,6 +26,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._llm: Any = None
+        self._adapters: list[str] = []
 
     def start(self, options: dict[str, Any]) -> None:
         """Make the engine."""
@@ -38,9 +39,14 @@ class Runner:
         self._llm = LLM(**options)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Send all prompts together; greedy answers. `salt`: the tenant's cache salt."""
+        """Send all prompts together; greedy answers. `salt`: the tenant's cache salt; `adapter`:
+        the folder of a LoRA adapter."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -48,7 +54,9 @@ class Runner:
         )
         tenant = {} if salt is None else {"cache_salt": salt}
         requests = [{"prompt_token_ids": prompt, **tenant} for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        outputs = self._llm.generate(
+            requests, sampling, use_tqdm=False, lora_request=self._adapter(adapter)
+        )
         return [
             {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens or 0}
             for out in outputs
@@ -70,6 +78,16 @@ class Runner:
             shutdown(timeout=30.0)
         else:  # up to 0.18: as long as it takes them, five seconds at most
             shutdown()
+
+    def _adapter(self, folder: str | None) -> Any:
+        """The same name and number for a folder each time."""
+        if folder is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        if folder not in self._adapters:
+            self._adapters.append(folder)
+        return LoRARequest(os.path.basename(folder), 1 + self._adapters.index(folder), folder)
 
     def _samples(self) -> Iterator[tuple[str, float]]:
         for metric in self._llm.get_metrics():

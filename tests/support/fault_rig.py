@@ -31,6 +31,8 @@ TICK_S = 0.001
 FLUSH_S = 0.1
 HANDLER_WAIT_S = 0.05
 STEPS_MAX = 100
+LONG_S = 60.0
+"""Longer than every rest of the manager and the tier."""
 
 
 class TickingClock(ManualClock):
@@ -138,6 +140,17 @@ class FaultRig:
         self.manager.finish_request(request)
         self.manager.end_step()
         return len(hits)
+
+    def recovers(self, first: int) -> None:
+        """The fault is over: new blocks, from `first`, go down, come up, and none is lost."""
+        self.memory_fs.heal()
+        self.clock.advance(LONG_S)
+        new = keys(first, first + 8)
+        assert self.store(new) == new
+        assert self.write_down()
+        self.forget_top()
+        assert self.read(new) == 8
+        self.rig.check_sums()
 
     def close(self) -> None:
         """Shut down."""

@@ -6,19 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
 from kvcascade.tiers.nvme.capacity import capacity_for
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 Made = TypeVar("Made")
 Pages = npt.NDArray[np.int8]
@@ -76,7 +72,15 @@ def make(cls: type[Made], **values: Any) -> Made:
 def offloading_config(
     shape: Shape, extra_config: dict[str, Any], engine_id: str, rank: int
 ) -> OffloadingConfig:
-    """What vLLM hands to the spec in the process of this rank; the scheduler's rank is 0."""
+    """What vLLM, from 0.26 on, hands to the spec in the process of this rank (0: the scheduler)."""
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+
     groups = tuple(
         make(
             OffloadingGroupConfig,

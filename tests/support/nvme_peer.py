@@ -50,6 +50,7 @@ class Peer:
             "label": config.key.label,
             "fields": dict(config.key.fields),
             "ready": config.ready_bytes,
+            "min_free": config.min_free_bytes,
             "policy": policy,
         }
         self._process = subprocess.Popen(
@@ -223,6 +224,7 @@ def main() -> None:
         capacity_bytes=options["capacity"],
         slots_per_segment=options["per_segment"],
         ready_bytes=options["ready"],
+        min_free_bytes=options["min_free"],
         key=NamespaceKey(options["label"], options["fields"]),
     )
     try:

@@ -9,7 +9,10 @@ text, too.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import deque
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
@@ -17,7 +20,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -30,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MLAAttentionSpec,
 )
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -51,6 +57,32 @@ CHUNK_BLOCKS = 2
 """Device blocks of a chunk: together a slot of 4096 bytes."""
 DRAIN_LIMIT_S = 60.0
 """Several times the deadline of a promotion: a disk may be slow, yet no request waits for ever."""
+
+
+def survives_aborts() -> bool:
+    """False up to 0.26: there vLLM itself fails when a request is aborted before its prompt is
+    computed, or is begun again, because it offers blocks that were never allocated."""
+    count = getattr(RequestOffloadState, "storable_chunks", None)
+    return count is not None and "group_state" in inspect.signature(count).parameters
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kind of engine it is."""
+
+    is_mla: bool = False
+    """Multi-head latent attention: one vector per token, no keys and values."""
+    stages: int = 1
+    """Of a pipeline: each has a worker of its own and a part of the layers."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A worker."""
+
+    connector: OffloadingConnector
+    tensors: dict[int, torch.Tensor]
+    """By layer."""
 
 
 class Text:
@@ -82,22 +114,22 @@ class SchedulerRig:
     """Scheduler, connector of both roles, and a worker that checks every byte."""
 
     def __init__(
-        self, model: Path, extra: dict[str, Any], device_blocks: int, is_async: bool
+        self,
+        model: Path,
+        extra: dict[str, Any],
+        device_blocks: int,
+        is_async: bool,
+        kind: Kind | None = None,
     ) -> None:
+        self._kind = kind or Kind()
         options = engine_options(model, device_blocks, {"blocks_per_chunk": CHUNK_BLOCKS, **extra})
         transfer = options.pop("kv_transfer_config")
         config = self._config(options, transfer, is_async)
-        cache = self._cache_config(device_blocks)
+        cache = self._cache_config(device_blocks, 0)  # vLLM's scheduler is given the first stage's
         config.cache_config.num_gpu_blocks = device_blocks
-        self.tensors = [torch.zeros((device_blocks, PAGE_BYTES), dtype=torch.int8) for _ in LAYERS]
-        self.worker = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
-        assert self.worker.connector_worker is not None
-        self.worker.connector_worker._init_worker(
-            CanonicalKVCaches(
-                [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in self.tensors],
-                [[CanonicalKVCacheRef(i, PAGE_BYTES) for i in range(len(LAYERS))]],
-            )
-        )
+        ranks = range(self._kind.stages)
+        self._stages = [self._stage(config, device_blocks, rank) for rank in ranks]
+        self._outputs = KVOutputAggregator(self._kind.stages)
         self.scheduler: Any = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
             kv_cache_config=cache,
@@ -113,13 +145,33 @@ class SchedulerRig:
         self.texts: dict[str, Text] = {}
         self.preempted = 0
 
-    @staticmethod
-    def _config(options: dict[str, Any], transfer: dict[str, Any], is_async: bool) -> Any:
+    def _stage(self, config: Any, device_blocks: int, rank: int) -> _Stage:
+        config = copy(config)
+        config.parallel_config = copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        cache = self._cache_config(device_blocks, rank)
+        connector = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
+        layers = range(rank, len(LAYERS), self._kind.stages)
+        shape = (device_blocks, PAGE_BYTES)
+        tensors = {layer: torch.zeros(shape, dtype=torch.int8) for layer in layers}
+        assert connector.connector_worker is not None
+        side: Any = connector.connector_worker
+        register = getattr(side, "_init_worker", None) or side._register_handlers  # up to 0.24
+        register(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors.values()],
+                [[CanonicalKVCacheRef(i, PAGE_BYTES) for i in range(len(tensors))]],
+            )
+        )
+        return _Stage(connector, tensors)
+
+    def _config(self, options: dict[str, Any], transfer: dict[str, Any], is_async: bool) -> Any:
         from vllm.config import KVTransferConfig
 
         options.pop("disable_log_stats")
         config = EngineArgs(
             **options,
+            pipeline_parallel_size=self._kind.stages,
             kv_transfer_config=KVTransferConfig(**transfer),
             max_num_batched_tokens=192,
             max_num_seqs=6,
@@ -127,20 +179,22 @@ class SchedulerRig:
         config.scheduler_config.async_scheduling = is_async
         return config
 
-    @staticmethod
-    def _cache_config(device_blocks: int) -> KVCacheConfig:
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=4, dtype=torch.float32
+    def _cache_config(self, device_blocks: int, rank: int) -> KVCacheConfig:
+        made = MLAAttentionSpec if self._kind.is_mla else FullAttentionSpec
+        head_size = ROW_BYTES // torch.float32.itemsize // (1 if self._kind.is_mla else 2)
+        spec = made(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=head_size, dtype=torch.float32
         )
         assert spec.page_size_bytes == PAGE_BYTES
-        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+        layers: list[str] = list(LAYERS[rank :: self._kind.stages])
+        groups = [KVCacheGroupSpec(layers, spec)]
         size, tensor = PAGE_BYTES * device_blocks, cast(Any, KVCacheTensor)
         if "shared_by" in KVCacheTensor.__dataclass_fields__:  # up to 0.28
-            apart = [tensor(size=size, shared_by=[layer]) for layer in LAYERS]
+            apart = [tensor(size=size, shared_by=[layer]) for layer in layers]
             return KVCacheConfig(device_blocks, apart, groups)
         together = tensor(
-            size=size * len(LAYERS),
-            layers=list(LAYERS),
+            size=size * len(layers),
+            layers=layers,
             layer_stride=size,
             block_stride=PAGE_BYTES,
         )
@@ -196,7 +250,8 @@ class SchedulerRig:
 
     def close(self) -> None:
         """Clean shutdown, workers first."""
-        self.worker.shutdown()
+        for stage in self._stages:
+            stage.connector.shutdown()
         self.scheduler.shutdown()
 
     def _take_in(self, depth: int) -> None:
@@ -208,9 +263,10 @@ class SchedulerRig:
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         metadata = output.kv_connector_metadata
         assert metadata is not None
-        worker = self.worker
-        worker.bind_connector_metadata(metadata)
-        worker.handle_preemptions(metadata)
+        for stage in self._stages:
+            own = deepcopy(metadata)  # a worker is another process
+            stage.connector.bind_connector_metadata(own)
+            stage.connector.handle_preemptions(own)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -218,26 +274,34 @@ class SchedulerRig:
         sampled = [
             self._forward(name, starts[name], output.num_scheduled_tokens[name]) for name in names
         ]
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=self._transfer(stage.connector, output.finished_req_ids),
+            )
+            for stage in self._stages
+        ]
+        aggregated = self._outputs.aggregate(outputs)
+        assert isinstance(aggregated, ModelRunnerOutput)
+        return aggregated
+
+    @staticmethod
+    def _transfer(worker: OffloadingConnector, finished: set[str]) -> KVConnectorOutput:
         worker.start_load_kv(None)  # type: ignore[arg-type]
         worker.wait_for_save()  # type: ignore[no-untyped-call]
-        _, received = worker.get_finished(output.finished_req_ids)
+        _, received = worker.get_finished(finished)
         done = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=received or None, kv_connector_worker_meta=done
-            ),
-        )
+        return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=done)
 
     def _forward(self, name: str, start: int, count: int) -> list[int]:
         """Check what is computed already, compute the rest, sample if the text is complete."""
         text, request = self.texts[name], self.scheduler.requests[name]
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = start + count
-        for layer, tensor in enumerate(self.tensors):
+        for layer, tensor in (pair for s in self._stages for pair in s.tensors.items()):
             rows = np.stack(text.rows[layer][:end])
             for first in range(0, end, BLOCK_TOKENS):
                 last = min(first + BLOCK_TOKENS, end)

@@ -122,6 +122,11 @@ class Server:
         text: str = answer["choices"][0]["text"]
         return text
 
+    @property
+    def metrics_url(self) -> str:
+        """Where its metrics are."""
+        return f"http://127.0.0.1:{self._port}/metrics"
+
     def metrics(self) -> dict[tuple[str, str], float]:
         """Samples by name and tier ("" where it has none), as Prometheus would scrape them."""
         text = self._fetch("/metrics").decode()

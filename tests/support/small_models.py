@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from kvcascade.tools.model import WEIGHT_GAIN, make_llama
 
 Weights = dict[str, npt.NDArray[np.float32]]
+ADAPTER_RANK = 8
 HIDDEN, INNER, LAYERS, VOCAB, POSITIONS = 256, 512, 4, 1024, 4096
 COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -66,6 +67,58 @@ def make_sliding_llama(folder: Path, window: int = 96) -> Path:
     config["sliding_window"] = window
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target
+
+
+def make_int8_llama(folder: Path, seed: int = 0) -> Path:
+    """`make_llama` with 8-bit weights, one scale per row; activations are quantised per token."""
+    target = make_llama(folder, seed)
+    stored: dict[str, npt.NDArray[Any]] = {}
+    for name, weight in load_file(target / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = np.abs(weight).max(axis=1, keepdims=True) / 127
+            stored[f"{name}_scale"] = scale
+            weight = np.rint(weight / scale).astype(np.int8)
+        stored[name] = weight
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": number | {"strategy": "channel", "dynamic": False},
+        "input_activations": number | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": scheme},
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return target
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter for `make_llama` that changes K and V of every layer, and so every block."""
+    random = np.random.default_rng(seed)
+    weights: Weights = {}
+    for layer in range(LAYERS):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, shape in (("A", (ADAPTER_RANK, HIDDEN)), ("B", (HIDDEN // 2, ADAPTER_RANK))):
+                drawn = random.standard_normal(shape, dtype=np.float32) / math.sqrt(shape[1])
+                weights[f"{name}.lora_{part}.weight"] = drawn.astype(np.float32)
+    config = {
+        "peft_type": "LORA",
+        "r": ADAPTER_RANK,
+        "lora_alpha": ADAPTER_RANK,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
 
 
 def make_mla(folder: Path, seed: int = 0) -> Path:

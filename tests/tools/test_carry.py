@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from support.cache_rig import (
+    PER_SEGMENT,
     UsageRig,
     call,
-    call_outside,
     config_of,
     fill,
     flip,
     payload_offset,
     segment,
 )
-from support.nvme_rig import BLOCK, content, key
+from support.nvme_peer import Peer
+from support.nvme_rig import BLOCK, config_for, content, key
 
+from kvcascade.errors import InUseError
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tools.cache.carried import CarriedReader
+from kvcascade.tools.cache.import_ import import_file
+from kvcascade.tools.cache.opened import locations
+from kvcascade.tools.cache.visit import Visitor, Wanted
 from kvcascade.tools.commands.common import ExitCode
 
 BLOCKS = 20
@@ -117,16 +126,111 @@ def test_a_new_namespace_is_made_on_request(file: Path, tmp_path: Path) -> None:
     assert right_blocks(root) == set(range(BLOCKS))
 
 
-def test_import_needs_a_closed_cache_and_export_does_not(file: Path, tmp_path: Path) -> None:
-    rig = UsageRig(config_of(tmp_path / "from"))
-    rig.store([key(50)])
-    answer = call_outside("import", tmp_path / "from", file, "--json")
-    assert answer.code == ExitCode.IN_USE and "no engine runs" in answer.document["message"]
-    live = tmp_path / "live.safetensors"
-    answer = call_outside("export", tmp_path / "from", live, "--json")
-    assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS + 1
-    assert all(rig.check(key(i)) for i in range(BLOCKS))
+def test_a_running_engine_finds_what_was_imported(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    config = replace(config_for([root], slots=80, per_segment=PER_SEGMENT), ready_bytes=0)
+    with Peer(config) as engine:
+        engine.store([0, 1, 40])
+        own = engine.ask("own")
+        answer = call("import", root, file, "--json")
+        assert answer.code == ExitCode.OK, answer
+        found = answer.document
+        assert (found["imported"], found["already_there"]) == (BLOCKS - 2, 2)
+        assert engine.hits(range(BLOCKS)) == BLOCKS, "every one of them right"
+        assert set(own) <= set(engine.ask("own"))
+        engine.store(range(50, 58))
+        engine.ask("check_sums")
+        assert engine.hits([*range(BLOCKS), 40, *range(50, 58)]) == BLOCKS + 9
+        assert call("import", root, file, "--json").document["already_there"] == BLOCKS
+    rig = UsageRig(config)
+    assert all(rig.check(key(i)) for i in [*range(BLOCKS), 40, *range(50, 58)])
     rig.close()
+
+
+def test_what_finds_no_room_beside_a_running_engine_is_named(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    with Peer(config_of(tmp_path / "to")) as engine:  # it makes all of a small tier ready
+        engine.store(range(100, 124))
+        answer = call("import", tmp_path / "to", file)
+        assert answer.code == ExitCode.NO_SPACE
+        assert f"0 of {BLOCKS} blocks imported" in answer.out
+        assert "belong to the running engine" in answer.err and "--make-room" in answer.err
+        assert engine.hits(range(100, 124)) == 24
+
+
+def test_a_running_engine_hands_segments_over(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    with Peer(config_of(root)) as engine, CarriedReader(file) as carried:
+        engine.store(range(100, 132))
+        assert len(engine.ask("own")) == 4
+        found = import_file(
+            [root], None, carried, may_evict=True, pause=lambda s: engine.maintain(1)
+        )
+        assert found.imported == 2 * PER_SEGMENT, "an engine keeps its share of the segments"
+        assert found.reason is not None and "handed no more" in found.reason
+        assert engine.hits(range(BLOCKS)) == 2 * PER_SEGMENT
+        assert engine.hits(range(100, 132)) == 2 * PER_SEGMENT
+        engine.ask("check_sums")
+    assert call("verify", root).code == ExitCode.OK
+
+
+def test_a_full_tier_takes_more_only_on_request(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    rig = UsageRig(config_of(root))
+    rig.store([key(i) for i in range(100, 132)])
+    rig.policy.touch([key(i) for i in range(100, 108)])
+    rig.close()
+    answer = call("import", root, file, "--json")
+    assert answer.code == ExitCode.NO_SPACE and answer.document["failed"] == BLOCKS
+    assert "--make-room" in answer.document["reason"]
+    answer = call("import", root, file, "--make-room", "--json")
+    assert answer.code == ExitCode.OK and answer.document["imported"] == BLOCKS
+    rig = UsageRig(config_of(root))
+    assert all(rig.check(key(i)) for i in [*range(BLOCKS), *range(100, 108)]), "the coldest left"
+    rig.close()
+
+
+def test_an_import_leaves_the_recency_of_the_engine(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    rig = UsageRig(config_of(root))
+    rig.store([key(i) for i in range(100, 104)])
+    rig.policy.touch([key(102)])
+    rig.close()
+    assert call("import", root, file, "--json").document["imported"] == BLOCKS
+    rig = UsageRig(config_of(root))
+    coldest = [h for h, _ in rig.policy.coldest(4)]
+    assert set(coldest[:3]) == {key(100), key(101), key(103)} and coldest[3] == key(102)
+    rig.close()
+
+
+def test_a_reset_in_the_middle_ends_an_import(tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    config = config_of(root)
+    with Peer(replace(config, ready_bytes=0)) as engine:
+        (location,) = locations(root)
+        layout = read_description(location).layout
+        visitor = Visitor([root], read_description(location), Wanted(config.key, layout, 4))
+        assert visitor.store({key(1): memoryview(content(key(1)))}) == [BlockOutcome.OK]
+        engine.ask("reset")
+        with pytest.raises(InUseError, match="was reset meanwhile"):
+            visitor.store({key(2): memoryview(content(key(2)))})
+        visitor.close()
+        assert engine.hits([1, 2]) == 0
+        engine.ask("check_sums")
+
+
+def test_export_works_beside_an_engine(tmp_path: Path) -> None:
+    fill(tmp_path / "from", BLOCKS)
+    with Peer(config_of(tmp_path / "from")) as engine:
+        engine.store([50])
+        answer = call("export", tmp_path / "from", tmp_path / "live.safetensors", "--json")
+        assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS + 1
+        assert engine.hits([*range(BLOCKS), 50]) == BLOCKS + 1
 
 
 def test_the_hot_ones_only(tmp_path: Path) -> None:
@@ -146,7 +250,7 @@ def test_the_hot_ones_only(tmp_path: Path) -> None:
 
 def test_some_by_hash(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
-    found = call("export", tmp_path / "from", path, "--prefix", key(4).hex()[:8], "--json")
+    found = call("export", tmp_path / "from", path, "--hash", key(4).hex()[:8], "--json")
     assert found.document["blocks"] == 1
     listed = tmp_path / "hashes.txt"
     listed.write_text(f"{key(1).hex()}\n{key(2).hex()}\n")

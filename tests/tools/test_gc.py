@@ -66,7 +66,7 @@ def test_blocks_of_unknown_age_stay(aged: Path) -> None:
 
 
 def test_by_age_and_hash(aged: Path) -> None:
-    wish = Wish(older_than_s=7200, prefix=key(17)[:4])
+    wish = Wish(older_than_s=7200, hash_start=key(17)[:4])
     (report,) = collect(locations(aged), wish, is_dry_run=False, now_s=NOW_S)
     assert report.blocks_removed == 1
     assert right_blocks(aged.parent) == set(range(BLOCKS)) - {17}
@@ -84,11 +84,11 @@ def test_to_a_size_the_coldest_segments_leave(aged: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     folder = fill(tmp_path, BLOCKS)
-    answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--dry-run", "--json")
+    answer = call("gc", tmp_path, "--hash", key(3).hex(), "--dry-run", "--json")
     assert answer.code == ExitCode.OK and answer.document["is_dry_run"] is True
     assert answer.one["blocks_removed"] == 1 and answer.one["blocks_before"] == BLOCKS
     assert "Would be removed" in call("gc", tmp_path, "--max-size", "1MiB", "--dry-run").out
-    assert call("gc", tmp_path, "--prefix", key(3).hex()).code == ExitCode.OK
+    assert call("gc", tmp_path, "--hash", key(3).hex()).code == ExitCode.OK
     assert call("verify", folder).code == ExitCode.OK
     assert right_blocks(tmp_path) == set(range(BLOCKS)) - {3}
 
@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
         [],
         ["--older-than", "soon"],
         ["--max-size", "50%"],
-        ["--prefix", "xyz"],
+        ["--hash", "xyz"],
         ["--remove-namespace"],
         ["--remove-namespace", "-n", "one", "--max-size", "1GiB"],
     ],
@@ -122,7 +122,7 @@ def test_what_an_engine_owns_is_left_alone(tmp_path: Path) -> None:
     rig = UsageRig(config_of(tmp_path))
     rig.store([key(i) for i in range(BLOCKS)])
     folder = rig.tier.namespace.folders[0]
-    answer = call_outside("gc", tmp_path, "--prefix", "00", "--json")
+    answer = call_outside("gc", tmp_path, "--hash", "00", "--json")
     assert answer.code == ExitCode.OK
     assert "in use by process" in answer.one["skipped"] and not answer.one["blocks_removed"]
     answer = call_outside("gc", tmp_path, "-n", folder.name, "--remove-namespace")
@@ -134,4 +134,4 @@ def test_what_an_engine_owns_is_left_alone(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:
     folder = fill(tmp_path)
     (folder / "index" / "data.mdb").unlink()
-    assert "--rebuild-index" in call("gc", tmp_path, "--prefix", "00", "--json").one["skipped"]
+    assert "--rebuild-index" in call("gc", tmp_path, "--hash", "00", "--json").one["skipped"]

@@ -12,6 +12,7 @@ import pytest
 from support.cache_rig import UsageRig, call, call_outside, config_of, fill, fill_two, flip, segment
 from support.nvme_rig import BLOCK, config_for, content, key
 
+from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.cache.inspect import report
 from kvcascade.tools.cache.opened import locations
@@ -100,6 +101,30 @@ def test_a_live_cache_is_not_disturbed(tmp_path: Path) -> None:
     rig.check_sums()
     rig.close()
     assert call("inspect", tmp_path, "--json").one["state"] == "closed"
+
+
+def test_what_a_kept_arena_holds_and_the_disk_does_not(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    memory.mkdir()
+    fill(disk, blocks=4)
+    asked = ("inspect", disk, "--arena-dir", memory)
+    assert call(*asked, "--json").one["dirty_share"] is None
+    geometry = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
+    roles = (ArenaRole.worker(0), ArenaRole.scheduler())
+    arenas = [Arena.open(geometry, "engine", role, arena_dir=str(memory)) for role in roles]
+    table = arenas[1].slot_table()
+    table.begin(config_of(disk).key.digest)
+    table.mark([key(2), key(3), key(70)], [0, 1, 5])
+    assert call(*asked, "--json").one["dirty_share"] == 1 / 8, "one of eight is not on the disk"
+    for arena in arenas:
+        arena.close()
+    assert "12% of the CPU tier's slots" in call(*asked).out, "after its engine has ended, too"
+
+
+def test_a_metrics_address_is_for_one_live_namespace(tmp_path: Path) -> None:
+    fill(tmp_path)
+    answer = call("inspect", tmp_path, "--url", "127.0.0.1:9")
+    assert answer.code == ExitCode.USAGE and "0 namespaces are live" in answer.err
 
 
 def test_a_crash_is_seen(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from support.cache_rig import ROOT, call
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.common import ExitCode
-from kvcascade.tools.commands.passed_on import PASSED_ON
+from kvcascade.tools.commands.passed_on import PASSED_ON, parser_of
 
 OURS = ("inspect", "top", "verify", "gc", "export", "import", "check")
 
@@ -77,4 +79,38 @@ def test_a_start_loads_nothing_heavy() -> None:
 
 
 def test_every_command_passed_on_has_a_summary() -> None:
-    assert all(summary for _, summary in PASSED_ON.values())
+    assert all(command.summary for command in PASSED_ON.values())
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_help_of_commands_with_their_own_parser_has_examples_that_parse(name: str) -> None:
+    assert f"kvcascade {name}" in parser_of(name).format_help().partition("options:")[2]
+    for example in PASSED_ON[name].examples:
+        parser_of(name).parse_args(example.split()[2:])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_for_the_shell(shell: str) -> None:
+    assert "_KVCASCADE_COMPLETE" in completed(shell, f"source_{shell}")
+
+
+def test_what_is_completed() -> None:
+    words = {"COMP_WORDS": "kvcascade in", "COMP_CWORD": "1"}
+    assert completed("bash", "complete_bash", **words).split() == ["inspect"]
+    words = {"COMP_WORDS": "kvcascade import --ma", "COMP_CWORD": "2"}
+    assert completed("bash", "complete_bash", **words).split() == ["--make-room"]
+
+
+def completed(shell: str, what: str, **more: str) -> str:
+    """What the shell is told."""
+    code = "from kvcascade.tools.__main__ import main; main()"
+    environment = {**os.environ, "_KVCASCADE_COMPLETE": what, **more}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    return done.stdout
+
+
+def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "kvcascade.version" and document["kvcascade"] == __version__

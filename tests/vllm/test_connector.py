@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 from support.kv_bytes import Shape, damage, tiers
-from support.scheduler_rig import CHUNK_BLOCKS, LAYERS, PAGE_BYTES, SchedulerRig
+from support.scheduler_rig import (
+    CHUNK_BLOCKS,
+    LAYERS,
+    PAGE_BYTES,
+    Kind,
+    SchedulerRig,
+    survives_aborts,
+)
 
 from kvcascade.tools.model import make_llama
 
@@ -30,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Story:
     """Chooses what happens, by seed."""
 
-    def __init__(self, seed: int, model: Path, path: Path, is_async: bool) -> None:
+    def __init__(
+        self, seed: int, model: Path, path: Path, is_async: bool, kind: Kind | None = None
+    ) -> None:
         self.rng = random.Random(seed)
         self.path = path
         options: dict[str, Any] = {
@@ -45,10 +54,12 @@ class Story:
             {"tiers": tiers(SHAPE, path, cpu=cpu, nvme=nvme), **options},
             device_blocks=self.rng.choice([40, 64]),
             is_async=is_async,
+            kind=kind,
         )
         self.families = [self._tokens(700) for _ in range(5)]
         self.names = (f"request-{number}" for number in range(STEPS))
         self.resets = 0
+        self.may_abort = survives_aborts()
 
     def _tokens(self, n: int) -> list[int]:
         return [self.rng.randrange(256) for _ in range(n)]
@@ -66,9 +77,9 @@ class Story:
             shared = self.rng.choice(self.families)[: self.rng.randrange(40, 700)]
             prompt = shared + self._tokens(self.rng.choice([0, 0, 20]))
             self.rig.add(next(self.names), prompt, self.rng.choice([1, 5, 40]))
-        elif chance < 0.27 and self.rig.unfinished:
+        elif chance < 0.27 and self.rig.unfinished and self.may_abort:
             self.rig.abort(self.rng.choice(self.rig.unfinished))
-        elif chance < 0.28:
+        elif chance < 0.28 and (self.may_abort or not self.rig.unfinished):
             self.resets += self.rig.reset()
         elif chance < 0.29:
             damage(self.path, every=4096)
@@ -78,6 +89,24 @@ class Story:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests(seed: int, is_async: bool, model: Path, tmp_path: Path) -> None:
     story = Story(seed, model, tmp_path, is_async)
+    try:
+        story.run()
+    finally:
+        story.rig.close()
+
+
+KINDS = {"mla": Kind(is_mla=True), "pipeline": Kind(stages=2)}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_kinds_that_no_engine_runs_here(
+    seed: int, kind: str, is_async: bool, model: Path, tmp_path: Path
+) -> None:
+    """On a CPU, vLLM continues no MLA model from cached blocks, and no pipeline without
+    compiling."""
+    story = Story(100 + seed, model, tmp_path, is_async, KINDS[kind])
     try:
         story.run()
     finally:

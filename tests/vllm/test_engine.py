@@ -224,6 +224,16 @@ def under_preemption(engine: Engine, bench: Bench) -> None:
     assert engine.metrics()["vllm:num_preemptions"] > 0
 
 
+def after_a_reset_by_another(engine: Engine, bench: Bench) -> None:
+    """Nothing from before it is a hit, not in this engine's own memory either."""
+    engine.metrics()  # at the end of a step it is seen
+    engine.reset(connector=False)
+    (answer,) = engine.generate([WORKLOAD.turns[-1][-1]])
+    assert answer["tokens"] == bench.expected[-1][-1]
+    assert answer["cached"] == 0
+    assert engine.metrics()["vllm:kvcascade_resets_by_others"] == 1
+
+
 def test_stores_refused_while_everything_is_busy(bench: Bench, tmp_path: Path) -> None:
     """A first tier of a dozen blocks under requests of thirty."""
     with bench.engine(tiers=bench.tiers(tmp_path, cpu=12)) as engine:
@@ -236,7 +246,8 @@ def test_stores_refused_while_everything_is_busy(bench: Bench, tmp_path: Path) -
 
 
 def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
-    """What one demotes the other hits; one is killed, the other goes on and finds its blocks."""
+    """What one demotes the other hits, and what one resets no other does; one is killed, the other
+    goes on and finds its blocks."""
     tiers = bench.tiers(tmp_path, nvme=1600)  # nothing need leave it
     back: dict[str, Any] = {"write_mode": "back", "dirty_age_s": 0.1}
     with bench.engine(tiers=tiers, **back) as one, bench.engine(tiers=tiers, **back) as other:
@@ -244,6 +255,11 @@ def test_two_engines_share_one_tier(bench: Bench, tmp_path: Path) -> None:
         settle(one)
         after_restart(other, bench)
         assert other.metrics()["vllm:kvcascade_loaded_blocks[nvme]"] > 0
+        one.reset(connector=True)
+        after_a_reset_by_another(other, bench)
+        warm_up(one, bench)
+        settle(one)
+        after_restart(other, bench)
         with_more = [[*prompt, 5, 6, 7] * 2 for prompt in WORKLOAD.turns[0][:3]]
         answers = tokens(in_batches(other, with_more))
         assert other.metrics()["vllm:kvcascade_stored_blocks"] > 0

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Answers, Engine, engine_options
+import torch
+from support.engine_rig import Answers, Engine, EngineFailed, engine_options
 from support.small_models import MAKERS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -37,7 +38,6 @@ KINDS = {
     "sliding_window_chunks_of_2": Kind("sliding", chunk=2),
     "chunks_of_4": Kind("llama", chunk=4, least_cached=PROMPT_TOKENS - 128),
     "fp8": Kind("llama", {"kv_cache_dtype": "fp8"}),
-    "mla": Kind("mla"),
     "state_space": Kind("state_space", least_cached=1),
 }
 IN_EVERY_RUN = ("sliding_window",)
@@ -94,6 +94,17 @@ def test_blocks_come_back(name: str, shared: Path, tmp_path: Path) -> None:
     with Engine(log, options) as engine:
         check(engine.generate(texts), expected, kind)
         engine.stop()
+
+
+@SLOW
+def test_a_model_that_cannot_be_continued_is_refused(shared: Path, tmp_path: Path) -> None:
+    """With MLA, on a CPU without AMX, tokens would be wrong (calls: `test_connector.py`)."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM can on this CPU")
+    model = MAKERS["mla"](tmp_path / "model")
+    extra = {"tiers": [{"type": "cpu", "capacity": "64MiB", "arena_dir": str(shared)}]}
+    with pytest.raises(EngineFailed, match="kv_transfer_config: vLLM cannot continue a model"):
+        Engine(tmp_path / "engine.log", engine_options(model, 220, extra))
 
 
 def check(answers: Answers, expected: list[list[int]], kind: Kind) -> None:

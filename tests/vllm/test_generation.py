@@ -22,14 +22,22 @@ TREES: dict[str, dict[str, str]] = {
     "0.19.1": {"abstract": "", "mediums": "", "spec": "", "worker/worker": RESULT},
     "0.20.2": {"abstract": "OffloadKey = bytes", "mediums": "", "worker/worker": RESULT},
     "0.21.0": {"base": "OffloadKey = bytes", "worker/worker": RESULT},
-    "0.25.1": {"base": "OffloadKey = bytes", "worker/worker": RESULT},
-    "0.26.0": {"base": "OffloadKey = bytes", "config": ""},
-    "0.27.1": {"base": "OffloadKey = Medium = TierFilter = bytes", "config": ""},
-    "0.33.0": {"base": "OffloadKey = Medium = TierFilter = bytes", "config": ""},
+    "0.23.0": {"base": "class OffloadingManager: ...", "worker/worker": RESULT},
+    "0.24.0": {
+        "base": "class OffloadingManager:\n    has_pending_work = bool",
+        "worker/worker": RESULT,
+    },
+    "0.25.1": {"base": "OffloadKey = OffloadingWorker = bytes"},
+    "0.26.0": {"base": "OffloadKey = OffloadingWorker = bytes", "config": ""},
+    "0.27.1": {"base": "OffloadKey = OffloadingWorker = bytes", "config": ""},
+    "0.33.0": {"base": "OffloadKey = OffloadingWorker = bytes", "config": ""},
 }
 ADAPTERS = {
     "0.16.0": "vllm_seed",
     "0.19.1": "vllm_seed",
+    "0.24.0": "vllm_handlers",
+    "0.25.1": "vllm_between",
+    "0.26.0": "vllm_modern",
     "0.27.1": "vllm_modern",
     "0.33.0": "vllm_modern",
 }
@@ -75,7 +83,7 @@ def test_others_are_refused_in_one_sentence(version: str, tmp_path: Path) -> Non
     done = run("import kvcascade.spec", tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("kvcascade.errors.ConfigError: kvcascade does not support")
-    assert f"vLLM {version}," in last and "install vLLM 0.16 to 0.19 or 0.27 to 0.33." in last
+    assert f"vLLM {version}," in last and "install vLLM 0.16 to 0.19 or 0.24 to 0.33." in last
 
 
 def test_no_vllm_at_all(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvcascade import vllm_plugin
 from kvcascade.errors import ConfigError
+from kvcascade.vllm_generation import adapter
 
 GOOD = {"spec_name": "CascadeOffloadingSpec", "tiers": [{"type": "cpu", "capacity": "1MiB"}]}
 
@@ -62,10 +63,17 @@ def test_it_looks_no_further_than_its_limit() -> None:
     assert found is None
 
 
+def test_vllm_finds_the_plugin_of_the_installed_package() -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    assert load_plugins_by_group("vllm.general_plugins")["kvcascade"] is vllm_plugin.register
+
+
 def test_the_spec_can_be_named_without_its_module() -> None:
+    """In every generation; the class comes from the adapter of the installed vLLM."""
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     vllm_plugin.register()
     vllm_plugin.register()
-    found = OffloadingSpecFactory.get_spec_cls({"spec_name": "CascadeOffloadingSpec"})
-    assert found.__module__ == "kvcascade.vllm_modern"
+    found = OffloadingSpecFactory._registry["CascadeOffloadingSpec"]()
+    assert found.__module__ == f"kvcascade.{adapter()}"

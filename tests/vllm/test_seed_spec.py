@@ -259,3 +259,20 @@ def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> No
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
     with pytest.raises(ConfigError, match="0.27 or newer for a model with several"):
         CascadeOffloadingSpec(vllm_config(extra), cache_config(groups=2))
+
+
+def test_what_these_versions_cannot_do_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = [{"type": "cpu", "capacity": "1MiB"}]
+
+    def made(**extra: Any) -> Any:
+        caplog.clear()
+        return CascadeOffloadingSpec(vllm_config({"tiers": tiers, **extra}), cache_config())
+
+    with pytest.raises(ConfigError, match="record: vLLM 0.16 to 0.19 do not tell requests apart"):
+        made(record="/nowhere")
+    assert made()._geometry.tokens_per_block == 0
+    assert "load_or_recompute" not in caplog.text
+    assert made(load_or_recompute=True)._geometry.tokens_per_block == 0
+    assert "load_or_recompute has no effect" in caplog.text
+    assert made(load_or_recompute=True, prefill_tokens_per_s=5000)._geometry.tokens_per_block == 16
+    assert "load_or_recompute" not in caplog.text

@@ -9,9 +9,11 @@ from typing import Any
 
 import lmdb
 import pytest
+from support.cache_rig import call
 from support.server_rig import Server, write_tokenizer
 
 from kvcascade.metrics import METRICS, PREFIX, Kind
+from kvcascade.tools.commands.common import ExitCode
 from kvcascade.tools.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -21,6 +23,8 @@ BLOCK_BYTES = 4 * 32 * 2 * 128 * 4
 PROMPTS = 12
 TOKENS = 640
 ROUNDS_MAX = 100
+PROMPT_BLOCKS = TOKENS // 32
+LOADED = (PREFIX + "loaded_blocks_total", "nvme")
 HASH_BYTES = 32
 EVENT_HASH_BYTES = 8
 """Events name a block by the end of its hash."""
@@ -51,14 +55,19 @@ class Router:
                 self.held[medium].update(event.block_hashes)
 
 
-def on_disk(root: Path) -> set[int]:
-    """Hashes in the index as events name them, read beside the running server."""
+def keys_on_disk(root: Path) -> list[bytes]:
+    """What the index holds, read beside the running server."""
     (index,) = root.glob("*/index")
     with lmdb.open(str(index), readonly=True, max_dbs=4) as environment:
         blocks = environment.open_db(b"blocks", create=False)
         with environment.begin(db=blocks) as transaction:
-            hashes = (bytes(key)[:HASH_BYTES] for key, _ in transaction.cursor())
-            return {int.from_bytes(found[-EVENT_HASH_BYTES:], "big") for found in hashes}
+            return [bytes(key) for key, _ in transaction.cursor()]
+
+
+def on_disk(root: Path) -> set[int]:
+    """Hashes in the index as events name them."""
+    hashes = (key[:HASH_BYTES] for key in keys_on_disk(root))
+    return {int.from_bytes(found[-EVENT_HASH_BYTES:], "big") for found in hashes}
 
 
 def settle(server: Server, is_done: Callable[[dict[tuple[str, str], float]], bool]) -> None:
@@ -95,11 +104,14 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
     options += ["--served-model-name", "model"]
     router = Router()
     with Server(tmp_path / "server.log", model, extra, *options) as server:
-        first = [server.complete(prompt(number)) for number in range(PROMPTS)]
+        first = [server.complete(prompt(0))]
+        settle(server, everything_is_written)
+        carried = _export_one_prompt(disk, tmp_path / "prompt.safetensors")
+        first += [server.complete(prompt(number)) for number in range(1, PROMPTS)]
         settle(server, everything_is_written)
         # The last ones first: the others left the disk meanwhile.
-        again = [server.complete(prompt(number)) for number in reversed(range(PROMPTS))]
-        assert again[::-1] == first
+        again = [server.complete(prompt(number)) for number in reversed(range(1, PROMPTS))]
+        assert again[::-1] == first[1:]
         settle(server, everything_is_written)
         router.take(server)
         metrics = server.metrics()
@@ -108,6 +120,7 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         held = metrics[PREFIX + "tier_blocks", "cpu"]
         assert len(router.held["CPU"]) == held
         _check_metrics(metrics)
+        _check_commands(server, disk, metrics)
         server.stop()
         opened = [line for line in server.log().splitlines() if "kvcascade opened" in line]
         assert len(opened) == 1 and "policy=" in opened[0] and "fingerprint=" in opened[0]
@@ -117,6 +130,49 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         settle(server, everything_is_written)
         router.take(server)
         assert router.held["STORAGE"] == on_disk(disk), "what an earlier server left is announced"
+        _import_beside(server, disk, carried)
+        assert LOADED not in server.metrics(), "nothing came from the disk so far"
+        assert server.complete(prompt(0)) == first[0]
+        settle(server, lambda metrics: metrics.get(LOADED, 0.0) >= PROMPT_BLOCKS - 1)
+
+
+def _export_one_prompt(disk: Path, out: Path) -> Path:
+    """What there is, chosen by the last block of the only prompt."""
+    keys = keys_on_disk(disk)
+    found = [call("inspect", disk, "--block", key.hex(), "--json").document for key in keys]
+    positions = {each["prefix_position"]: each["hash"] for each in found}
+    assert sorted(positions) == list(range(PROMPT_BLOCKS))
+    answer = call("export", disk, out, "--prefix", positions[PROMPT_BLOCKS - 1], "--json")
+    assert answer.document["blocks"] == PROMPT_BLOCKS, answer
+    return out
+
+
+def _import_beside(server: Server, disk: Path, carried: Path) -> None:
+    """A block that left the disk long ago comes back while the server runs."""
+    held = on_disk(disk)
+    answer = call("import", disk, carried, "--json")
+    assert answer.code == ExitCode.NO_SPACE, "a small tier is the engine's from the start"
+    answer = call("import", disk, carried, "--make-room", "--json")
+    assert answer.code == ExitCode.OK and answer.document["imported"] == PROMPT_BLOCKS, answer
+    assert len(on_disk(disk) - held) == PROMPT_BLOCKS
+
+
+def _check_commands(server: Server, disk: Path, metrics: dict[tuple[str, str], float]) -> None:
+    """What the command line says beside a running server."""
+    answer = call("top", "--url", server.metrics_url, "--json")
+    tiers = {tier["tier"]: tier for tier in answer.document["tiers"]}
+    for name, tier in tiers.items():
+        assert tier["blocks"] == metrics[PREFIX + "tier_blocks", name]
+        assert tier["hits"] == metrics[PREFIX + "loaded_blocks_total", name]
+    assert tiers["nvme"]["hits"] > 0 and tiers["nvme"]["is_blocked"] is False
+    assert tiers["nvme"]["up_bytes"] >= tiers["nvme"]["hits"] * BLOCK_BYTES
+    assert tiers["nvme"]["down_latency_s"] > 0 and tiers["cpu"]["dirty_ratio"] == 0
+    assert "used" in call("top", "--url", server.metrics_url, "--once").out
+    (namespace,) = call("top", disk, "--json").document["tiers"]
+    assert namespace["blocks"] == len(on_disk(disk)) == tiers["nvme"]["blocks"]
+    assert namespace["down_bytes"] == tiers["nvme"]["down_bytes"]
+    live = call("inspect", disk, "--url", server.metrics_url, "--json").one
+    assert live["state"] == "live" and live["dirty_share"] == 0
 
 
 def _check_metrics(metrics: dict[tuple[str, str], float]) -> None:

@@ -34,6 +34,7 @@ def options(model: Path, disk: Path) -> dict[str, Any]:
                 "module_path": "kvcascade.vllm_tier",
                 "path": str(disk),
                 "capacity": NVME_BLOCKS * BLOCK_BYTES,
+                "policy": "prefix",
                 "min_free": 0,
             }
         ],

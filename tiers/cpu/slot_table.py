@@ -1,6 +1,6 @@
 """What lies in each slot of an arena that outlives its processes.
 
-    | fingerprint 64 | slot 0: 64 | slot 1: 64 | ...
+    | fingerprint 32, epoch uint64 little-endian, 24 unused | slot 0: 64 | slot 1: 64 | ...
     slot: key length uint8 (0: nothing complete), 7 zero bytes, key padded to 48,
           XXH3-64 of key and slot number, uint64 little-endian
 
@@ -8,11 +8,14 @@ The table lies behind the slots in the same file. Guarantees: a record is there 
 of its slot are complete. The scheduler, its only writer, writes it after the bytes have arrived and
 removes it before the slot is given to anybody; a record that was torn by the writer's death does
 not match its checksum. What the machine itself loses, it loses altogether: it is memory.
+
+The epoch counts the resets of the tiers below, other engines' among them, that the writer knew of:
+what a dead engine left is worth nothing if there was another one since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,16 +45,24 @@ class SlotTable:
         """`memory`: uint8, `table_bytes(slots)` long."""
         rows = memory.reshape(-1, RECORD_BYTES)
         self._fingerprint = rows[0, :FINGERPRINT_BYTES]
+        self._epoch = rows[0, FINGERPRINT_BYTES : FINGERPRINT_BYTES + 8].view("<u8")
         self._rows = rows[1:]
 
-    def begin(self, fingerprint: bytes) -> bool:
-        """Use the table for this namespace; False if it was for another one, and is empty now."""
+    def begin(self, fingerprint: bytes, epoch: int = 0) -> bool:
+        """Use the table for this namespace, as of this epoch; False if it was for another one, and
+        is empty now."""
         assert len(fingerprint) == FINGERPRINT_BYTES
-        if self._fingerprint.tobytes() == fingerprint:
+        if self.fingerprint == fingerprint and self._epoch[0] == epoch:
             return True
         self.clear()
         self._fingerprint[:] = np.frombuffer(fingerprint, np.uint8)
+        self._epoch[0] = epoch
         return False
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the namespace that the table was last used for; zeros if for none."""
+        return self._fingerprint.tobytes()
 
     def complete(self) -> tuple[list[BlockHash], list[int]]:
         """Blocks whose bytes are complete, and their slots in ascending order.
@@ -67,8 +78,13 @@ class SlotTable:
                 keys.setdefault(BlockHash(key), slot)
         return list(keys), list(keys.values())
 
-    def mark(self, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """The bytes of these slots are complete. Keys that are too long are left out."""
+    def mark(self, keys: Sequence[BlockHash], slots: Sequence[int], epoch: int = 0) -> None:
+        """The bytes of these slots are complete. Keys that are too long are left out.
+
+        All that is in the table is of this epoch: it is empty when another one begins.
+        """
+        if self._epoch[0] != epoch:
+            self._epoch[0] = epoch
         short = [(k, s) for k, s in zip(keys, slots, strict=True) if len(k) <= MAX_KEY_BYTES]
         if short:
             raw = b"".join(_record(key, slot) for key, slot in short)
@@ -87,13 +103,17 @@ class SlotTable:
 class KeptDirectory(DictDirectory):
     """A directory in memory that keeps the table true."""
 
-    def __init__(self, capacity: int, table: SlotTable) -> None:
+    def __init__(
+        self, capacity: int, table: SlotTable, epoch_of: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`epoch_of` gives the epoch, which changes only while this is empty."""
         super().__init__(capacity)
         self._table = table
+        self._epoch_of = epoch_of
 
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         super().mark_ready(block_hashes, slots)
-        self._table.mark(block_hashes, slots)
+        self._table.mark(block_hashes, slots, self._epoch_of())
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         status = super().pop(block_hash)

@@ -25,6 +25,7 @@ from ..base import (
     BlockStatus,
     CachePolicy,
     LoadStoreSpec,
+    Moved,
     SlotArray,
 )
 from .directory import IndexDirectory
@@ -84,10 +85,11 @@ class StatusTable:
     def __init__(self, capacity: int) -> None:
         self._bytes = mmap.mmap(-1, max(1, capacity) * _STATUS_BYTES)
         self._table = np.frombuffer(self._bytes, dtype=np.int32).reshape(-1, 2)[:capacity]
-        self.is_used: npt.NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
+        self.used = bytearray(capacity)
+        self.is_used: npt.NDArray[np.bool_] = np.frombuffer(self.used, dtype=np.bool_)
+        """The same memory, as below."""
         self.owned = bytearray(capacity)
         self.is_owned: npt.NDArray[np.bool_] = np.frombuffer(self.owned, dtype=np.bool_)
-        """The same memory."""
 
     def at(self, slot: int) -> BlockStatus:
         """The live status of a slot."""
@@ -195,6 +197,7 @@ class NvmeBackend(Backend):
         directory, growth = self._directory, self._growth
         directory.release()
         if directory.is_overtaken:
+            growth.moved.note_lost(np.flatnonzero(self._table.is_used & self._table.is_owned))
             directory.join_epoch()
             return True
         if growth.adopted:
@@ -206,6 +209,9 @@ class NvmeBackend(Backend):
                 directory.put_stray(slot)
         growth.balance()
         return False
+
+    def take_moved(self) -> Moved | None:
+        return self._growth.moved.take()
 
     def use_background(self, background: Background) -> None:
         """Have another one do the work from now on."""
@@ -271,7 +277,9 @@ class NvmeBackend(Backend):
         for start, length in complement(slots, first, end):
             pool.free(start, length)
         self._directory.adopt(len(blocks))
-        policy.adopt([block_hash for block_hash, _ in blocks], slots.tolist())
+        hashes = [block_hash for block_hash, _ in blocks]
+        policy.adopt(hashes, slots.tolist())
+        self._growth.moved.add(hashes, removed=False)
 
     def _let_go_of_one(self, policy: CachePolicy) -> None:
         """Leave the idle segment with the most of the coldest blocks to other processes."""

@@ -3,7 +3,8 @@
 The capacity is one figure per path over all namespaces in it: segments, index and state together.
 `SpaceBudget` holds a lock file per path while it decides and while what it allowed is being made,
 so that several processes cannot overrun it together. Only the index grows without asking: what it
-may come to is set aside with the segments whose blocks it lists.
+may come to is set aside with the segments whose blocks it lists, in the capacity and above the
+reserve of free disk alike. Without a reserve the disk itself is the limit.
 """
 
 from __future__ import annotations
@@ -177,22 +178,23 @@ class SpaceBudget:
         found = namespaces_under(self._fs, root)
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
-            taken = 0
+            taken = ahead = 0
             for one in found:
                 is_own = one.path == folder
                 lock = None if is_own else lock_namespace(self._fs, one.path)
                 if lock is None:
                     more = more_slots if is_own else 0
-                    taken += one.used_bytes + self._set_aside(one.path, more)
+                    ahead += self._set_aside(one.path, more)
                 else:
                     locks.callback(lock.release)
                     if self._may_remove:
                         idle.append(one)
-                    taken += one.used_bytes
+                taken += one.used_bytes
             with os_errors(f"asking for the free space of {root}"):
                 free = self._fs.free_bytes(root)
-            over = taken + growth - self._share
-            short = growth + self._min_free_bytes - free if growth else 0
+            over = taken + ahead + growth - self._share
+            reserve = self._min_free_bytes + ahead if self._min_free_bytes else 0
+            short = growth + reserve - free if growth else 0
             self._remove_oldest(root, idle, max(over, short), over)
 
     def _remove_oldest(

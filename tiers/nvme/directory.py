@@ -49,11 +49,13 @@ class IndexDirectory(BlockDirectory):
         segments: SegmentSet,
         status_at: StatusAt,
         owned: bytearray,
+        used: bytearray,
         count: int,
         resets: npt.NDArray[np.uint64],
         state: int,
     ) -> None:
-        """`owned` has a byte per slot, not 0 for one's own; `count` blocks lie there.
+        """`owned` and `used` have a byte per slot, not 0 for one's own and those with a block in
+        them; `count` blocks lie there.
 
         `resets` is an array that all processes map: how often each of them, by its state number,
         reset the namespace.
@@ -62,6 +64,7 @@ class IndexDirectory(BlockDirectory):
         self._segments = segments
         self._status_at = status_at
         self.owned = self._owned = owned
+        self._used = used
         self._resets = scalars(resets)
         self._state = state
         self._epoch = sum(self._resets)
@@ -125,6 +128,8 @@ class IndexDirectory(BlockDirectory):
         if key is not None:
             return key, self._overlay[key]
         if self._is_index_stale and not self._is_current():
+            return None
+        if not self._used[slot]:
             return None
         record = self._segments.record(slot)
         key = None if record is None else BlockHash(record.key)
@@ -267,6 +272,9 @@ class IndexDirectory(BlockDirectory):
             return None
         slot = self._index.slot_of(block_hash)
         if slot < 0 or self._gone.get(block_hash) == slot:
+            return None
+        # A damaged index may name a slot that is free, or another block's.
+        if self._owned[slot] and (not self._used[slot] or slot in self._key_at):
             return None
         return self._status_at(slot)
 

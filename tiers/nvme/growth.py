@@ -22,6 +22,7 @@ from ...logs import get_logger
 from ..base import BlockHash
 from .capacity import SpaceBudget
 from .index import BlockIndex, Removal
+from .moved import MovedBlocks
 from .owners import Owners
 from .segments import SegmentSet
 
@@ -66,6 +67,8 @@ class SegmentGrowth:
         """Segments that hold blocks, for the backend to take in."""
         self.surplus = 0
         """Segments that this process should let go of."""
+        self.moved = MovedBlocks(segments, executor)
+        """What came and went with segments."""
         self._segments = segments
         self._owners = owners
         self._index = index
@@ -158,6 +161,10 @@ class SegmentGrowth:
     def _let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
         """Whatever becomes of the removals: those slots still hold what their entries say."""
         self._index.commit(epoch, removals)
+        if self.moved.is_wanted:
+            with suppress(KVCascadeError):  # only events are lost
+                _, blocks = learn(self._segments, self._index, number)
+                self.moved.add([block_hash for block_hash, _ in blocks], removed=True)
         try:  # the lock goes first: a segment that is not open is one that may be adopted again
             self._owners.disown(number)
         except OSError as error:

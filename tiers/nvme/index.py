@@ -28,6 +28,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ...errors import (
     CorruptionError,
@@ -52,6 +53,7 @@ _U64 = struct.Struct("<Q")
 _IDENTITY = struct.Struct("<32sII")
 _TOTALS = struct.Struct("<QQ")
 _SAVED = struct.Struct("<QQ")
+_CHECK_BYTES = 8
 
 _ENTRY_TYPE = np.dtype(
     [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
@@ -288,9 +290,9 @@ class BlockIndex:
         """
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             values = list(txn.cursor().iternext(keys=False, values=True))
-            bad_sizes = [i for i, value in enumerate(values) if len(value) != INDEX_ENTRY_BYTES]
-            for i in bad_sizes:
-                values[i] = b"\xff" * INDEX_ENTRY_BYTES
+            if set(map(len, values)) - {INDEX_ENTRY_BYTES}:
+                beyond_all = b"\xff" * INDEX_ENTRY_BYTES
+                values = [v if len(v) == INDEX_ENTRY_BYTES else beyond_all for v in values]
             table = np.frombuffer(b"".join(values), dtype=_ENTRY_TYPE)
             del values
             slots = table["slot"].astype(np.int64)
@@ -410,9 +412,8 @@ class BlockIndex:
                 with self._env.begin(write=True, db=self._meta) as txn:
                     self._add_totals(txn, 0, read_bytes)
                     if saved is not None:
-                        head = _SAVED.pack(saved.epoch, saved.used)
                         txn.delete(self._state_key.replace(b"state", b"live"))
-                        txn.put(self._state_key, head + saved.free.astype("<i4").tobytes())
+                        txn.put(self._state_key, pack_saved_slots(saved))
                 self._env.sync(True)
         finally:
             self.abandon()
@@ -557,13 +558,22 @@ def _open(
     return index
 
 
+def pack_saved_slots(saved: SavedSlots) -> bytes:
+    """As it lies in the index."""
+    body = _SAVED.pack(saved.epoch, saved.used) + saved.free.astype("<i4").tobytes()
+    return body + xxhash.xxh3_64_digest(body)
+
+
 def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
-    """What `BlockIndex.close` wrote; None if it is not there or not whole."""
-    if blob is None or len(blob) < _SAVED.size:
+    """What `BlockIndex.close` wrote; None if it is not there or damaged."""
+    if blob is None or len(blob) < _SAVED.size + _CHECK_BYTES or len(blob) % 8:
         return None
-    epoch, used = _SAVED.unpack_from(blob)
-    runs = blob[_SAVED.size : _SAVED.size + (len(blob) - _SAVED.size) // 8 * 8]
-    return SavedSlots(epoch, used, np.frombuffer(runs, dtype="<i4").reshape(-1, 2))
+    body, check = blob[:-_CHECK_BYTES], blob[-_CHECK_BYTES:]
+    if xxhash.xxh3_64_digest(body) != check:
+        return None
+    epoch, used = _SAVED.unpack_from(body)
+    runs = np.frombuffer(body, dtype="<i4", offset=_SAVED.size)
+    return SavedSlots(epoch, used, runs.reshape(-1, 2))
 
 
 def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:

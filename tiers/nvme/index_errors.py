@@ -8,7 +8,7 @@ from pathlib import Path
 
 import lmdb
 
-from ...errors import CorruptionError, KVCascadeError, NoSpaceError, TierIOError
+from ...errors import CorruptionError, InUseError, KVCascadeError, NoSpaceError, TierIOError
 from .index_file import damaged
 
 MAX_ERRNO = 4096
@@ -34,6 +34,10 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
     """Map an LMDB error to ours."""
     if outcome_of_lmdb(error) is CommitOutcome.NO_SPACE:
         return NoSpaceError(f"no space for the index in {path} ({error}); free some")
+    if isinstance(error, lmdb.ReadersFullError):
+        return InUseError(
+            f"too many processes read the index in {path}; stop one of them, or wait until it ends"
+        )
     if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
         return TierIOError(_code(error), f"{error} at the index in {path}; check the device")
     return CorruptionError(damaged(path, str(error)))

@@ -30,8 +30,8 @@ ALWAYS_CHECKED_BYTES = 16 << 20
 MAX_KEY_BYTES = 511
 MAX_DEPTH = 32
 
-_PAGE_HEAD = struct.Struct("<QHHHH")
-_HEAD_BYTES = _PAGE_HEAD.size
+_HEAD_BYTES = 16
+_OVERFLOW_HEAD = struct.Struct("<QHHI")
 _NODE_BYTES = 8
 _DB = struct.Struct("<IHHQQQQQ")
 _META_DBS_OFFSET = 40
@@ -42,7 +42,10 @@ _IS_BIG, _IS_TREE = 1, 2
 _NO_PAGE = (1 << 64) - 1
 _META_PAGES = 2
 
-Shorts = npt.NDArray[np.uint16]
+_BATCH_PAGES = 512
+"""Pages looked at together, in the order of the file: many times as fast as one by one."""
+
+Longs = npt.NDArray[np.int64]
 
 
 class _Damage(Exception):
@@ -87,8 +90,7 @@ def check_pages(path: Path) -> None:
     try:
         size = os.fstat(descriptor).st_size
         if size:
-            with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as data:
-                _Walk(data, size).run()
+            _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size).run()
     except _Damage as damage:
         raise CorruptionError(damaged(path, str(damage))) from None
     finally:
@@ -108,7 +110,10 @@ class _Walk:
         at = start + _META_DBS_OFFSET
         self._free = _Tree.parse(data[at : at + _DB.size])
         self._main = _Tree.parse(data[at + _DB.size : at + 2 * _DB.size])
-        self._in_use = bytearray(min(self._last_page + 1, size // self._page_bytes))
+        pages = size // self._page_bytes
+        shorts = np.frombuffer(data, "<u2", pages * self._page_bytes // 2)
+        self._pages = shorts.reshape(pages, self._page_bytes // 2)
+        self._in_use = np.zeros(min(self._last_page + 1, pages), dtype=np.bool_)
 
     def run(self) -> None:
         """Every tree; of a large file that was closed cleanly the small ones only."""
@@ -123,6 +128,7 @@ class _Walk:
             is_clean &= not node.key.startswith(b"live")
         if is_clean and self._size > ALWAYS_CHECKED_BYTES:
             return
+        self._data.madvise(mmap.MADV_WILLNEED)
         for tree in trees.values():
             for _ in self._leaves(tree):
                 pass
@@ -137,80 +143,93 @@ class _Walk:
             is_sorted = bool((listed[1:] < listed[:-1]).all())
             if len(listed) != numbers[0] or not is_sorted:
                 raise _Damage("its list of free pages is damaged")
-            for number in listed.tolist():
-                self._take(number)
+            self._take(listed[::-1].astype(np.int64))
 
-    def _take(self, number: int) -> None:
-        if not _META_PAGES <= number < len(self._in_use) or self._in_use[number]:
-            raise _Damage(f"page {number} is used twice or is not there")
-        self._in_use[number] = 1
+    def _take(self, numbers: Longs) -> None:
+        """These pages, in ascending order, are used here and nowhere else."""
+        is_wrong = (numbers < _META_PAGES) | (numbers >= len(self._in_use))
+        is_wrong[1:] |= numbers[1:] == numbers[:-1]
+        if not is_wrong.any():
+            is_wrong = self._in_use[numbers]
+        self._all_right(~is_wrong, numbers, "is used twice or is not there")
+        self._in_use[numbers] = True
 
-    def _page(self, number: int, kind: int) -> int:
-        """Where a page begins, once its head was found right."""
-        self._take(number)
-        start = number * self._page_bytes
-        stated, _, flags, _, _ = _PAGE_HEAD.unpack_from(self._data, start)
-        if (stated, flags) != (number, kind):
-            raise _Damage(f"page {number} is not what it should be")
-        return start
+    def _all_right(self, is_right: npt.NDArray[np.bool_], numbers: Longs, wrong: str) -> None:
+        """Raise if one of these pages is not; name it."""
+        if not is_right.all():
+            raise _Damage(f"page {numbers[np.argmin(is_right)]} {wrong}")
 
-    def _leaves(self, tree: _Tree) -> Iterator[tuple[int, Shorts]]:
-        """Every leaf: where it begins, and its nodes' offsets; all counts must agree at the end."""
+    def _leaves(self, tree: _Tree) -> Iterator[Longs]:
+        """Where in the file the nodes of every leaf begin; all counts must agree at the end."""
         if tree.root == _NO_PAGE:
             if (tree.depth, tree.entries) != (0, 0):
                 raise _Damage("a table has no root")
             return
         if not 1 <= tree.depth <= MAX_DEPTH:
             raise _Damage("a table has an impossible depth")
-        branches, leaves, entries = 0, 0, 0
-        waiting = [(tree.root, 1)]
-        while waiting:  # each page once: bounded by `_take`
-            number, level = waiting.pop()
-            is_leaf = level == tree.depth
-            start = self._page(number, _LEAF if is_leaf else _BRANCH)
-            offsets = self._offsets(number, start, is_leaf)
-            if is_leaf:
-                leaves, entries = leaves + 1, entries + len(offsets)
-                yield start, offsets
-            else:
-                branches += 1
-                waiting += ((child, level + 1) for child in self._children(start, offsets))
-        if (branches, leaves, entries) != (tree.branches, tree.leaves, tree.entries):
+        branches, entries = 0, 0
+        level = np.array([tree.root], dtype=np.uint64).astype(np.int64)
+        for _ in range(tree.depth - 1):
+            branches += len(level)
+            level = np.sort(
+                np.concatenate(list(map(self._children, self._nodes_on(level, _BRANCH))))
+            )
+            if len(level) > len(self._in_use):
+                raise _Damage("a table has more pages than the file")
+        for nodes in self._nodes_on(level, _LEAF):
+            entries += len(nodes)
+            yield nodes
+        if (branches, len(level), entries) != (tree.branches, tree.leaves, tree.entries):
             raise _Damage("the counts of a table are wrong")
 
-    def _offsets(self, number: int, start: int, is_leaf: bool) -> Shorts:
-        """Offsets of a page's nodes, once they were found to fill it exactly."""
-        _, _, _, lower, upper = _PAGE_HEAD.unpack_from(self._data, start)
-        count = (lower - _HEAD_BYTES) // 2
-        if count < 1 or lower % 2 or upper % 2 or not lower <= upper <= self._page_bytes:
-            raise _Damage(f"the head of page {number} is wrong")
-        shorts = np.frombuffer(self._data[start : start + self._page_bytes], np.uint16)
-        offsets = shorts[_HEAD_BYTES // 2 : _HEAD_BYTES // 2 + count].astype(np.int64)
-        is_inside = (offsets >= upper) & (offsets <= self._page_bytes - _NODE_BYTES)
-        if not is_inside.all() or (offsets % 2).any():
-            raise _Damage(f"a node of page {number} lies outside of it")
-        at = offsets // 2
-        key_bytes = shorts[at + 3].astype(np.int64)
-        sizes = _NODE_BYTES + key_bytes
-        if is_leaf:
-            stated = shorts[at].astype(np.int64) | shorts[at + 1].astype(np.int64) << 16
-            sizes += np.where(shorts[at + 2] & _IS_BIG, 8, stated)
-        order = np.argsort(offsets)
-        ends = offsets[order] + (sizes[order] + 1 & ~1)
-        is_whole = ends[-1] == self._page_bytes and (ends[:-1] == offsets[order][1:]).all()
-        if not is_whole or offsets[order][0] != upper or (key_bytes > MAX_KEY_BYTES).any():
-            raise _Damage(f"the nodes of page {number} do not fit together")
-        return offsets.astype(np.uint16)
+    def _nodes_on(self, numbers: Longs, kind: int) -> Iterator[Longs]:
+        """Where in the file the nodes of these pages begin, some pages at a time."""
+        for start in range(0, len(numbers), _BATCH_PAGES):
+            batch = numbers[start : start + _BATCH_PAGES]
+            self._take(batch)
+            yield self._nodes_of(batch, kind)
 
-    def _children(self, start: int, offsets: Shorts) -> list[int]:
-        heads = (struct.unpack_from("<HHH", self._data, start + at) for at in offsets.tolist())
-        return [low | middle << 16 | high << 32 for low, middle, high in heads]
+    def _nodes_of(self, numbers: Longs, kind: int) -> Longs:
+        """As `_nodes_on`, once nodes were found to fill these pages exactly."""
+        pages = self._pages[numbers]
+        stated = np.ascontiguousarray(pages[:, :4]).view("<i8")[:, 0]
+        is_right = (stated == numbers) & (pages[:, 5] == kind)
+        self._all_right(is_right, numbers, "is not what it should be")
+        lower, upper = pages[:, 6].astype(np.int64), pages[:, 7].astype(np.int64)
+        counts = (lower - _HEAD_BYTES) // 2
+        is_right = (counts >= 1) & (lower % 2 == 0) & (upper % 2 == 0) & (lower <= upper)
+        self._all_right(is_right & (upper <= self._page_bytes), numbers, "has a wrong head")
+
+        ends = np.cumsum(counts)
+        row = np.repeat(np.arange(len(numbers)), counts)
+        place = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        offset = pages[row, _HEAD_BYTES // 2 + place].astype(np.int64)
+        is_right = (offset >= upper[row]) & (offset <= self._page_bytes - _NODE_BYTES)
+        self._all_right(is_right & (offset % 2 == 0), numbers[row], "has a node outside of it")
+
+        begin = np.sort(row * self._page_bytes + offset)
+        head = pages.reshape(-1)[begin[:, np.newaxis] // 2 + np.arange(4)].astype(np.int64)
+        size = _NODE_BYTES + head[:, 3]
+        if kind == _LEAF:
+            size += np.where(head[:, 2] & _IS_BIG, 8, head[:, 0] | head[:, 1] << 16)
+        next_begin = np.append(begin[1:], 0)
+        next_begin[ends - 1] = (np.arange(len(numbers)) + 1) * self._page_bytes
+        is_right = (begin + (size + 1 & ~1) == next_begin) & (head[:, 3] <= MAX_KEY_BYTES)
+        is_right[ends - counts] &= begin[ends - counts] % self._page_bytes == upper
+        self._all_right(is_right, numbers[row], "has nodes that do not fit together")
+        nodes: Longs = begin + (numbers - np.arange(len(numbers)))[row] * self._page_bytes
+        return nodes
+
+    def _children(self, nodes: Longs) -> Longs:
+        """The pages that the nodes of branches lead to."""
+        head = self._pages.reshape(-1)[nodes[:, np.newaxis] // 2 + np.arange(3)].astype(np.int64)
+        children: Longs = head[:, 0] | head[:, 1] << 16 | head[:, 2] << 32
+        return children
 
     def _nodes(self, tree: _Tree) -> Iterator[_Node]:
         """Every node of the leaves, its data too."""
-        for start, offsets in self._leaves(tree):
-            for at in offsets.tolist():
-                yield self._node(start + at)
+        for nodes in self._leaves(tree):
+            yield from map(self._node, nodes.tolist())
 
     def _node(self, at: int) -> _Node:
         low, high, flags, key_bytes = struct.unpack_from("<HHHH", self._data, at)
@@ -220,11 +239,16 @@ class _Walk:
         if not flags & _IS_BIG:
             return _Node(flags, key, bytes(self._data[key_end : key_end + size]))
         (number,) = struct.unpack_from("<Q", self._data, key_end)
-        start = self._page(number, _OVERFLOW)
-        (pages,) = struct.unpack_from("<I", self._data, start + _HEAD_BYTES - 4)
-        if pages != (_HEAD_BYTES - 1 + size) // self._page_bytes + 1:
-            raise _Damage(f"page {number} has a wrong length")
-        for more in range(number + 1, number + pages):
-            self._take(more)
-        begin = start + _HEAD_BYTES
+        pages = (_HEAD_BYTES - 1 + size) // self._page_bytes + 1
+        if number + pages > len(self._in_use):
+            raise _Damage(f"page {number} is not there")
+        self._take(np.arange(number, number + pages))
+        begin = number * self._page_bytes + _HEAD_BYTES
+        if _OVERFLOW_HEAD.unpack_from(self._data, begin - _HEAD_BYTES) != (
+            number,
+            0,
+            _OVERFLOW,
+            pages,
+        ):
+            raise _Damage(f"page {number} is not what it should be")
         return _Node(flags, key, bytes(self._data[begin : begin + size]))

@@ -44,6 +44,8 @@ class NvmeTierConfig:
     """Disk space that is never used."""
     slots_per_segment: int | None = None
     """For a new namespace; by default about 1 GiB, less for small tiers."""
+    others_bytes: int = 0
+    """What other namespaces may take beside the capacity, for a visitor that removes none."""
     may_remove_namespaces: bool = True
     """Whether namespaces that nobody has open leave if there is no room beside them."""
     ready_bytes: int = SEGMENT_BYTES

@@ -68,7 +68,7 @@ class Opening:
         self._budget = SpaceBudget(
             fs,
             namespace.folders,
-            config.capacity_bytes,
+            config.capacity_bytes + config.others_bytes,
             config.min_free_bytes,
             config.may_remove_namespaces,
         )
@@ -89,6 +89,7 @@ class Opening:
             self._segments,
             table.at,
             table.owned,
+            table.used,
             int(np.count_nonzero(table.is_used)),
             resets,
             self._owners.state,
@@ -264,7 +265,8 @@ class Opening:
         saved = session.saved
         assert saved is not None
         if saved.epoch != index.epoch:  # there was a reset: nobody has written here since
-            return np.ones(len(is_owned), dtype=np.bool_)
+            is_sane = not knows_all or index.entries_at_open == 0
+            return np.ones(len(is_owned), dtype=np.bool_) if is_sane else None
         extents = saved.free.astype(np.int64)
         starts, lengths = extents[:, 0], extents[:, 1]
         ends = starts + lengths

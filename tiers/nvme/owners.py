@@ -42,6 +42,11 @@ def noted_owner(notes: bytes, segment: int) -> int:
     return note[0] - 1 if note else -1
 
 
+def open_states(locks: ByteLocks) -> list[int]:
+    """State numbers of the processes that have the namespace open, the asking one left out."""
+    return [k for k in range(MAX_PROCESSES) if locks.others_hold(_FIRST_STATE + k)]
+
+
 class Owners:
     """This process's share of a namespace."""
 
@@ -85,8 +90,7 @@ class Owners:
 
     def processes(self) -> int:
         """How many have the namespace open, this one included."""
-        states = (_FIRST_STATE + k for k in range(MAX_PROCESSES))
-        return 1 + sum(map(self._locks.others_hold, states))
+        return 1 + len(open_states(self._locks))
 
     # -- segments ------------------------------------------------------------------------------
 

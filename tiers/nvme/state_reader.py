@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from ..policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
 from .arrays import HEADER_BYTES, parse_header
+from .chains import CHAINS, Chains
 from .reader import open_read_only
 
-POLICY_NAMES = ("arc", "fifo", "lirs", "lru", "s3fifo", "sieve", "slru")
+POLICY_NAMES = ("arc", "fifo", "lirs", "lru", "prefix", "s3fifo", "sieve", "slru")
 """Prefixes of array names, which are the names of the policies in the configuration."""
 
 
@@ -63,6 +64,23 @@ class StateReader:
         paths = [*self._files("*_stamp"), *self._files(LAST_USE)]
         return max((head[1] for path in paths if (head := _head(path))), default=None)
 
+    def capacity_of(self, state: int) -> int | None:
+        """Slots that the process with a state number plans, or planned, with."""
+        for name in (LAST_USE, "*_stamp"):
+            heads = map(_head, (self._folder / str(state)).glob(f"{name}.arr"))
+            found = [head[1] for head in heads if head is not None]
+            if found:
+                return max(found)
+        return None
+
+    def policy_of(self, state: int) -> str | None:
+        """The policy that the process with a state number used last; None if it is not known."""
+        latest: list[tuple[int, str]] = []
+        for name in POLICY_NAMES:
+            heads = map(_head, (self._folder / str(state)).glob(f"{name}_*.arr"))
+            latest += [(head[2], name) for head in heads if head is not None]
+        return max(latest)[1] if latest else None
+
     def usage(self, slots: int) -> Usage:
         """Use of slots `0 .. slots - 1`; zeros where nothing is known."""
         return Usage(
@@ -80,6 +98,10 @@ class StateReader:
                 stamps = array.astype(np.int64)[:slots]
                 np.maximum(order[: len(stamps)], stamps, out=order[: len(stamps)])
         return order
+
+    def chains(self) -> Chains:
+        """Which block comes after which, as far as engines noted it."""
+        return Chains(self._arrays(CHAINS))
 
     def policies(self) -> list[PolicyState]:
         """Every policy that left arrays, the one used last first."""

@@ -25,9 +25,13 @@ FEW = 8
 """Up to so many slots are handled one by one."""
 SCAN_FEW = 16
 """Log entries looked at one by one before a search turns to whole chunks."""
-SCAN_CHUNK_MIN = 512
+SCAN_CHUNK_MIN = 128
 SCAN_CHUNK_MAX = 1 << 16
 """Log entries looked at per step of a search; each step is twice as long as the one before."""
+
+SORT_COST = 8
+"""Sorting one slot by its place is taken to cost as much as looking at so many log entries
+(measured: up to 4, beside a fixed cost)."""
 
 COMPACT_CHUNK = 1 << 18
 """Log entries copied at a time by a compaction, so that it needs little memory."""
@@ -38,7 +42,7 @@ _HEAD, _TAIL, _COUNT = 0, 1, 2
 class Search:
     """What a search for slots that may leave accepts, and how much further it may look."""
 
-    __slots__ = ("left", "mask", "wanted")
+    __slots__ = ("is_windowed", "left", "mask", "wanted")
 
     def __init__(
         self,
@@ -48,8 +52,18 @@ class Search:
     ) -> None:
         self.wanted = wanted
         self.mask = mask
+        self.is_windowed = window is not None
         self.left = 1 << 62 if window is None else window
         """Slots that may still be looked at."""
+
+    def is_sparse(self, entries: int) -> bool:
+        """True if so few slots are in the mask that sorting them costs less than so many entries.
+
+        With a window every slot has to be looked at.
+        """
+        if self.mask is None or self.is_windowed:
+            return False
+        return int(np.count_nonzero(self.mask)) * SORT_COST < entries
 
     def accepts(self, slot: int) -> bool:
         """Look at one slot: may it leave?"""
@@ -177,16 +191,17 @@ class RecencyLog:
         start: int | None = None,
         stop: int | None = None,
         marks: Marks | None = None,
+        few: int = SCAN_FEW,
     ) -> Iterator[int]:
         """Accepted slots at positions `start .. stop - 1`, least recent first.
 
-        Only slots whose mark is in the range of `marks` are looked at. The log must not change
-        while this runs.
+        Only slots whose mark is in the range of `marks` are looked at, the first `few` entries one
+        by one: cheaper if one of these will do. The log must not change while this runs.
         """
         start = self._skip_dead() if start is None else start
         stop = self._end[_TAIL] if stop is None else stop
-        few = min(start + SCAN_FEW, stop)
-        for at in range(start, few):
+        singles = range(start, min(start + few, stop))
+        for at in singles:
             if search.left <= 0:
                 return
             slot = self._log_at[at % self._length]
@@ -196,10 +211,14 @@ class RecencyLog:
                 continue
             if search.accepts(slot):
                 yield slot
-        at = few
-        chunk = SCAN_CHUNK_MIN
+        at, chunk = singles.stop, SCAN_CHUNK_MIN
         while at < stop and search.left > 0:
-            live = self.between(at, min(at + chunk, stop))
+            if chunk > SCAN_CHUNK_MIN and search.is_sparse(stop - at):
+                assert search.mask is not None
+                chunk = stop - at
+                live = self._masked(search.mask, at, stop)
+            else:
+                live = self.between(at, min(at + chunk, stop))
             if marks is not None:
                 mark = marks.array[live]
                 live = live[(mark >= marks.low) & (mark <= marks.high)]
@@ -222,7 +241,8 @@ class RecencyLog:
         """Up to `limit` of the coldest slots that `wanted` accepts; see `EvictionOrder`."""
         found: list[int] = []
         if limit > 0:
-            for slot in self.scan(Search(wanted, mask, window)):
+            few = SCAN_FEW if limit <= FEW else 0
+            for slot in self.scan(Search(wanted, mask, window), few=few):
                 found.append(slot)
                 if len(found) == limit:
                     break
@@ -233,6 +253,13 @@ class RecencyLog:
         positions = np.arange(start, stop, dtype=np.int64)
         slots = self._log[positions % self._length]
         return np.asarray(slots[self._stamp[slots] == positions + 1])
+
+    def _masked(self, mask: SlotMask, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """The slots of `between` that are in a mask, found without a look at the log."""
+        slots = np.flatnonzero(mask).astype(np.int32)
+        positions = self._stamp[slots] - 1
+        is_inside = (positions >= start) & (positions < stop)
+        return np.asarray(slots[is_inside][np.argsort(positions[is_inside])])
 
     def to_array(self) -> npt.NDArray[np.int32]:
         """All slots, coldest first: int32, shape `(len(self),)`."""

@@ -37,6 +37,10 @@ class OrderedPolicy(CachePolicy):
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         return self._directory.get(block_hash)
 
+    def owns(self, block_hash: BlockHash) -> bool:
+        status, owned = self.get(block_hash), self._directory.owned
+        return status is not None and (owned is None or bool(owned[status.block_id]))
+
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         self._directory.mark_ready(block_hashes, slots)
 

@@ -1,12 +1,12 @@
 """What the disk can do: the same bytes by direct vectored calls, nothing else.
 
 Files are preallocated, as segments are. A call moves an extent of `CALL_BYTES`, one buffer per
-block, from as many threads as give the best rate (they are tried in every repetition).
+block in memory of huge pages, from as many threads as give the best rate (they are tried in every
+repetition).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from ...handlers.bounce import huge_pages
 from .results import BenchError
 
 CALL_BYTES = 16 << 20
@@ -34,8 +35,7 @@ class RawDisk:
             (start, min(per_call, blocks - start)) for start in range(0, blocks, per_call)
         ]
         self._total = blocks * block_bytes
-        self._memory = mmap.mmap(-1, self._total)
-        self._view = memoryview(self._memory)
+        self._view = huge_pages(self._total)
         filler = os.urandom(1 << 20)
         for at in range(0, self._total, len(filler)):
             self._view[at : at + len(filler)] = filler[: self._total - at]
@@ -48,7 +48,6 @@ class RawDisk:
     def close(self) -> None:
         """Let go of the memory."""
         self._view.release()
-        self._memory.close()
 
     def _rates(self, threads: int) -> tuple[float, float]:
         files = [self._make(path) for path in self._paths]

@@ -187,8 +187,8 @@ MEASUREMENT = Measurement(
     "compared. Down: from complete_store until the disk has all (ours in write mode through). Up: "
     "a new engine, page cache dropped (fdatasync, POSIX_FADV_DONTNEED on every file; payload is "
     "read directly anyway), from the first lookup until the last copy to the device. Limit: the "
-    "same bytes into preallocated files by direct preadv/pwritev, 16 MiB a call, the best of 1, 2 "
-    "and 4 threads.",
+    "same bytes into preallocated files by direct preadv/pwritev, 16 MiB a call out of huge pages, "
+    "the best of 1, 2 and 4 threads.",
     (),
     cases,
 )

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...sizes import human
+from ...tiers.base import BlockHash
 from ...tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
 from ...tiers.cpu.header import HEADER_BYTES, ArenaGeometry
 from ...tiers.cpu.slot_table import SlotTable
@@ -85,7 +86,29 @@ def print_dropped(dropped: Sequence[KeptArena], asked: Sequence[KeptArena]) -> N
     print(f"dropped {len(dropped)} ({freed})" + (f"; {left} in use" if left else ""))
 
 
+def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int] | None:
+    """Blocks of a namespace in kept arenas, live or not, and their slots; None if there are none.
+
+    `fingerprint` in hex. May be read while an engine changes it: a row counts only if it is whole.
+    """
+    blocks: set[BlockHash] = set()
+    slots = 0
+    for path in kept_arenas(str(arena_dir)):
+        header = kept_header(path)
+        geometry = None if header is None else header[0].geometry
+        if geometry is None or os.stat(path).st_size < geometry.file_bytes:
+            continue
+        table = _table(path, geometry)
+        if table.fingerprint.hex() == fingerprint:
+            blocks.update(table.complete()[0])
+            slots += geometry.slots
+    return (blocks, slots) if slots else None
+
+
 def _blocks(path: str, geometry: ArenaGeometry) -> int:
+    return len(_table(path, geometry).complete()[0])
+
+
+def _table(path: str, geometry: ArenaGeometry) -> SlotTable:
     start = HEADER_BYTES + geometry.data_bytes
-    memory = np.fromfile(path, np.uint8, geometry.table_bytes, offset=start)
-    return len(SlotTable(memory).complete()[0])
+    return SlotTable(np.fromfile(path, np.uint8, geometry.table_bytes, offset=start))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ...errors import ConfigError
+from ...tiers.nvme.chains import HEAD_BYTES, head_of
 from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
 from ...tiers.nvme.index import GENERATIONS_PER_SESSION
 from ...tiers.nvme.reader import Description
@@ -77,8 +78,12 @@ class BlockReport:
     epoch: int | None
     group: int | None
     tokens: int | None
+    prefix_tokens: int | None = None
+    """Tokens of the prompt up to the end of this block; None: no engine noted it."""
     prefix_position: int | None = None
-    """Always None: a block's hash does not say how many came before it."""
+    """Blocks of its group that come before it in the prompt."""
+    parent: str | None = None
+    """Head of the hash of the block before it; "" for the first of a prompt."""
     written_at: int | None = None
     last_use: int | None = None
     """Seconds since 1970."""
@@ -97,7 +102,7 @@ def look(cache: OpenedCache, text: str) -> BlockReport:
 
     Raises `ConfigError` if that is none or several.
     """
-    key = _only_match(cache, text)
+    key = only_match(cache, text, "--block")
     entry = cache.index.entry(key)
     if entry is None:
         raise ConfigError(f"the index entry of {key.hex()} is damaged; run `kvcascade verify`")
@@ -132,6 +137,7 @@ def look(cache: OpenedCache, text: str) -> BlockReport:
         epoch=None if record is None else record.epoch,
         group=None if tokens is None else group,
         tokens=tokens,
+        **_place_in_prompt(cache, key, tokens),
         written_at=int(usage.written_at[entry.slot]) or None,
         last_use=int(usage.last_use[entry.slot]) or None,
         times_used=int(usage.times[entry.slot]) if usage.written_at[entry.slot] else None,
@@ -190,7 +196,7 @@ def print_block(console: Console, report: BlockReport) -> None:
         ("checksum", f"{report.checksum}: {report.verdict}"),
         ("slot record", report.record),
         ("written", f"generation {report.generation}, session {report.session}"),
-        ("prefix position", "not known: a block's hash does not say it"),
+        ("prefix position", _position(report)),
         *((name, show.UNKNOWN if value is None else str(value)) for name, value in known),
         ("layout", report.layout),
     ]
@@ -206,13 +212,32 @@ def print_block(console: Console, report: BlockReport) -> None:
     console.print(table)
 
 
-def _only_match(cache: OpenedCache, text: str) -> bytes:
+def _place_in_prompt(cache: OpenedCache, key: bytes, tokens: int | None) -> dict[str, Any]:
+    chains, head = cache.state.chains(), head_of(key)
+    end, parent = chains.end_of(head), chains.parent_of(head)
+    if end is None or parent is None:
+        return {}
+    position = end // tokens - 1 if tokens else None
+    shown = parent.to_bytes(HEAD_BYTES, "big").hex() if parent else ""
+    return {"prefix_tokens": end, "prefix_position": position, "parent": shown}
+
+
+def _position(report: BlockReport) -> str:
+    if report.prefix_tokens is None:
+        return "not known: no engine has noted it"
+    place = "" if report.prefix_position is None else f"block {report.prefix_position}, "
+    before = f"after block {report.parent}" if report.parent else "the first of its prompt"
+    return f"{place}up to token {report.prefix_tokens:,}, {before}"
+
+
+def only_match(cache: OpenedCache, text: str, option: str) -> bytes:
+    """The one block whose hash begins so. Raises `ConfigError` if that is none or several."""
     matches = cache.index.keys_from(parse_hash(text), MAX_MATCHES + 1)
     if not matches:
-        raise ConfigError(f"--block: there is no block {text} in {cache.description.name}")
+        raise ConfigError(f"{option}: there is no block {text} in {cache.description.name}")
     if len(matches) > 1:
         shown = ", ".join(key.hex() for key in matches[:MAX_MATCHES])
-        raise ConfigError(f"--block: {text} is the start of several blocks: {shown}")
+        raise ConfigError(f"{option}: {text} is the start of several blocks: {shown}")
     return matches[0]
 
 

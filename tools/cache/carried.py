@@ -70,7 +70,7 @@ class CarriedHead:
         return struct.pack("<Q", room - 8) + text.ljust(room - 8)
 
 
-def head_of(description: Description, blocks: int, created: str) -> CarriedHead:
+def carried_head(description: Description, blocks: int, created: str) -> CarriedHead:
     """The head of a file with blocks of a namespace."""
     return CarriedHead(
         label=description.label,

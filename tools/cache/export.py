@@ -7,7 +7,7 @@ renamed when it is complete and durable. Memory is bounded by 128 bytes a block,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, os_errors
+from ...tiers.nvme.chains import head_of
 from ...tiers.nvme.filesystem import RealFile, RealFileSystem
 from ...tiers.nvme.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
 from ...tiers.nvme.reader import Snapshot
 from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
-from .carried import head_of
+from .block import only_match
+from .carried import carried_head
 from .opened import OpenedCache
 from .verify import Progress
 
@@ -34,6 +36,8 @@ FILE_MODE = 0o600
 class Choice:
     """Which blocks go along; without any, all."""
 
+    prompts: tuple[str, ...] = ()
+    """Prompts, each by its last block (the start of a hash, in hex): that one and all before it."""
     prefixes: tuple[bytes, ...] = ()
     """Blocks whose hash begins with one of these."""
     hot_bytes: int | None = None
@@ -49,6 +53,8 @@ class ExportReport:
     blocks: int
     skipped: int
     """Chosen, but damaged or gone when they were read."""
+    missing: int
+    """Blocks of the prompts that were asked for, and that are not in the cache."""
     file_bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -56,17 +62,41 @@ class ExportReport:
         return asdict(self)
 
 
-def choose_blocks(cache: OpenedCache, snapshot: Snapshot, choice: Choice) -> npt.NDArray[np.int64]:
-    """Positions in the snapshot, the most recently used first if `hot_bytes` is set."""
+def choose_blocks(
+    cache: OpenedCache, snapshot: Snapshot, choice: Choice, heads: Set[int]
+) -> npt.NDArray[np.int64]:
+    """Positions in the snapshot, the most recently used first if `hot_bytes` is set.
+
+    `heads`: of the blocks of `choice.prompts`.
+    """
     positions = np.arange(len(snapshot), dtype=np.int64)
-    if choice.prefixes:
-        there = [key.startswith(choice.prefixes) for key in snapshot.keys]
+    if choice.prefixes or choice.prompts:
+        starts = choice.prefixes
+        there = [head_of(key) in heads or key.startswith(starts) for key in snapshot.keys]
         positions = np.flatnonzero(np.array(there, dtype=np.bool_))
     if choice.hot_bytes is not None:
         most = choice.hot_bytes // cache.description.block_bytes
         warmth = _warmth(cache, snapshot)[positions]
         positions = positions[np.lexsort(tuple(reversed(warmth.T)))[::-1]][:most]
     return positions
+
+
+def prompt_heads(cache: OpenedCache, prompts: Sequence[str]) -> set[int]:
+    """Heads of all blocks of prompts. Raises `ConfigError` if not all of a prompt is known."""
+    heads: set[int] = set()
+    if not prompts:
+        return heads
+    chains = cache.state.chains()
+    for text in prompts:
+        key = only_match(cache, text, "--prefix")
+        found, is_whole = chains.up_to(head_of(key))
+        if not is_whole:
+            raise ConfigError(
+                f"--prefix: no engine has noted all that comes before {text}; send the prompt "
+                "once more, or choose blocks with --hot, --hash or --hashes"
+            )
+        heads.update(found)
+    return heads
 
 
 def export(
@@ -83,7 +113,9 @@ def export(
         raise ConfigError(f"{path} is there already; give another name, or --force")
     snapshot = cache.index.snapshot()
     cache.segments.refresh()
-    wanted, generations = _wanted(snapshot, choose_blocks(cache, snapshot, choice))
+    heads = prompt_heads(cache, choice.prompts)
+    wanted, generations = _wanted(snapshot, choose_blocks(cache, snapshot, choice, heads))
+    missing = len(heads.difference(map(head_of, snapshot.keys))) if heads else 0
     with os_errors(f"writing {path}"), _whole_or_nothing(path) as file:
         writer = _Writer(cache, file, wanted, generations)
         for batch in scan(cache.segments, wanted, throttle, writer.put):
@@ -92,7 +124,7 @@ def export(
                 progress(len(batch))
         size = writer.finish()
     skipped = len(wanted) - writer.blocks
-    return ExportReport(cache.description.name, str(path), writer.blocks, skipped, size)
+    return ExportReport(cache.description.name, str(path), writer.blocks, skipped, missing, size)
 
 
 class _Writer:
@@ -114,7 +146,7 @@ class _Writer:
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
         self._row_of = {each.slot: row for row, each in enumerate(wanted)}
         self._records: list[bytes | None] = [None] * len(wanted)
-        self._room = len(head_of(self._description, len(wanted), self._created).header())
+        self._room = len(carried_head(self._description, len(wanted), self._created).header())
 
     def put(self, wanted: Wanted, payload: memoryview) -> None:
         """A payload that is right."""
@@ -142,7 +174,8 @@ class _Writer:
         assert len(there) == self.blocks
         end = self._offset(len(there))
         _write(self._file, memoryview(b"".join(there)), end)
-        header = head_of(self._description, len(there), self._created).header(self._room)
+        head = carried_head(self._description, len(there), self._created)
+        header = head.header(self._room)
         _write(self._file, memoryview(header), 0)
         size = end + len(there) * SLOT_RECORD_BYTES
         self._file.truncate(size)

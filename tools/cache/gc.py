@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InUseError, KVCascadeError, os_errors
+from ...tiers.nvme.chains import head_of
 from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.maintenance import (
     DAMAGED_SUFFIX,
@@ -28,6 +29,7 @@ from ...tiers.nvme.maintenance import (
 from ...tiers.nvme.namespace import remove_namespace
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
+from .block import only_match
 from .opened import OpenedCache, opened
 
 
@@ -37,8 +39,10 @@ class Wish:
 
     older_than_s: float | None = None
     """Not used for so long; a block whose last use is not known stays."""
-    prefix: bytes = b""
+    hash_start: bytes = b""
     """The hash begins with this."""
+    prompt: str = ""
+    """A block (the start of its hash, in hex) and every block that comes after it in any prompt."""
     max_bytes: int | None = None
     """What the namespaces may take on disk together."""
     whole: bool = False
@@ -47,7 +51,7 @@ class Wish:
     @property
     def is_by_block(self) -> bool:
         """True if blocks are chosen one by one."""
-        return self.older_than_s is not None or bool(self.prefix)
+        return self.older_than_s is not None or bool(self.hash_start) or bool(self.prompt)
 
 
 @dataclass(slots=True)
@@ -159,8 +163,13 @@ def _leaving(
 ) -> npt.NDArray[np.bool_]:
     """Which entries leave by themselves."""
     leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
-    if wish.prefix:
-        leaving &= np.array([key.startswith(wish.prefix) for key in snapshot.keys], dtype=np.bool_)
+    if wish.hash_start:
+        start = wish.hash_start
+        leaving &= np.array([key.startswith(start) for key in snapshot.keys], dtype=np.bool_)
+    if wish.prompt:
+        first = head_of(only_match(cache, wish.prompt, "--prefix"))
+        heads = cache.state.chains().from_on(first)
+        leaving &= np.array([head_of(key) in heads for key in snapshot.keys], dtype=np.bool_)
     if wish.older_than_s is not None:
         last = cache.state.usage(cache.slots).last_use
         known = (snapshot.slots >= 0) & (snapshot.slots < len(last))

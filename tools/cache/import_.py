@@ -1,36 +1,32 @@
 """`kvcascade import`: blocks of an export file into a namespace, every one verified.
 
-The namespace is opened as an engine opens it, so everything that holds for an engine's writes holds
-here: reserve, order of payload and index, free slots. As long as a namespace belongs to one process
-at a time, that process must not be a running engine.
+The command joins the namespace as one more process (`visit`), so a running engine goes on, and
+finds the blocks as soon as they are in the index.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, InUseError, NoSpaceError
+from ...errors import ConfigError
 from ...tiers.base import BlockHash, BlockOutcome
-from ...tiers.nvme.capacity import capacity_for
-from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.format import PAGE_BYTES, SegmentLayout, SlotRecord
-from ...tiers.nvme.namespace import NamespaceKey, namespaces_under
-from ...tiers.nvme.reader import Location, SegmentReader, locate, read_description
+from ...tiers.nvme.format import SegmentLayout, SlotRecord
+from ...tiers.nvme.namespace import NamespaceKey
+from ...tiers.nvme.reader import Description, Location, locate, read_description
 from ...tiers.nvme.scan import payload_checksum
-from ...tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from .carried import CarriedHead, CarriedReader
 from .opened import choose
 from .verify import Progress
+from .visit import Visitor, Wanted
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 1024
-MIN_FREE_SHARE = 20
-"""One in so many bytes of the disk stays free, as with an engine's default `min_free`."""
+DEVICE_REFUSED = "the device refused some; the log lines above say why"
 
 
 class DifferentNamespaceError(ConfigError):
@@ -49,6 +45,8 @@ class ImportReport:
     """Payload and record do not match."""
     failed: int = 0
     """The device refused them, or there is no room."""
+    reason: str | None = None
+    """Why some failed, and what to do."""
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -61,23 +59,26 @@ def import_file(
     carried: CarriedReader,
     *,
     may_create: bool = False,
+    may_evict: bool = False,
+    pause: Callable[[float], object] = time.sleep,
     progress: Progress | None = None,
 ) -> ImportReport:
     """Bring the blocks of an export file into the namespace that they belong to.
 
-    Raises `DifferentNamespaceError`, `InUseError` if an engine owns it, `NoSpaceError` if nothing
-    fits, or another of our errors.
+    `may_evict`: the coldest blocks leave where there is no room. What finds none is in the report.
+    `pause` is called, in seconds, while an engine may hand a segment over.
+    Raises `DifferentNamespaceError`, `InUseError` after a reset, or another of our errors.
     """
     head = carried.head
     location = _target(roots, namespace, head, may_create)
-    tier = _open(roots if location is None else _roots_of(location), location, head)
-    report = ImportReport(tier.namespace.folders[0].name, head.blocks)
+    if location is not None:
+        roots = _roots_of(location)
+    visitor = Visitor(roots, *_wanted(location, head), may_evict=may_evict, pause=pause)
+    report = ImportReport(visitor.name, head.blocks)
     try:
-        _import(tier, carried, report, progress)
+        _import(visitor, carried, report, progress)
     finally:
-        tier.close()
-    if report.failed and not (report.imported or report.already_there):
-        raise NoSpaceError("no block found room; free some disk, or clear out with `kvcascade gc`")
+        visitor.close()
     return report
 
 
@@ -128,46 +129,18 @@ def _roots_of(location: Location) -> list[Path]:
     return [description.folders[part].parent for part in range(description.parts)]
 
 
-def _open(roots: Sequence[Path], location: Location | None, head: CarriedHead) -> NvmeTier:
-    """Open the tier with room for all blocks; no other namespace is ever removed for it."""
-    fs = RealFileSystem()
+def _wanted(location: Location | None, head: CarriedHead) -> tuple[Description | None, Wanted]:
+    """What there is of the namespace, and what shall go into it."""
     layout = SegmentLayout(head.block_bytes, head.slots_per_segment, head.fingerprint)
-    existing = 0
-    label = head.label
+    label, description = head.label, None
     if location is not None:
         description = read_description(location)
         layout, label = description.layout, description.label
-        segments = SegmentReader(description)
-        existing = max(segments.found, default=-1) + 1
-        segments.close()
-    per_path = -(-(existing + -(-head.blocks // layout.slots) + 1) // len(roots))
-    others = max(sum(found.used_bytes for found in namespaces_under(fs, root)) for root in roots)
-    segments_wanted = per_path * len(roots)
-    own = capacity_for(segments_wanted, layout.slots, layout.block_bytes, len(roots))
-    config = NvmeTierConfig(
-        paths=tuple(roots),
-        capacity_bytes=own + (others + PAGE_BYTES) * len(roots),
-        block_bytes=head.block_bytes,
-        key=NamespaceKey(label, head.fields, head.about),
-        min_free_bytes=fs.total_bytes(roots[0]) // MIN_FREE_SHARE,
-        slots_per_segment=layout.slots,
-        may_remove_namespaces=False,
-    )
-    executor = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-import")
-    try:
-        tier = open_nvme_tier(config, executor)
-    finally:
-        executor.shutdown()
-    if not tier.report.is_alone:  # an engine keeps to its own capacity, which may be less
-        tier.close()
-        raise InUseError(
-            f"{tier.report.folder} is in use; blocks are imported while no engine runs: stop it"
-        )
-    return tier
+    return description, Wanted(NamespaceKey(label, head.fields, head.about), layout, head.blocks)
 
 
 def _import(
-    tier: NvmeTier, carried: CarriedReader, report: ImportReport, progress: Progress | None
+    visitor: Visitor, carried: CarriedReader, report: ImportReport, progress: Progress | None
 ) -> None:
     head = carried.head
     step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // head.block_bytes))
@@ -177,43 +150,33 @@ def _import(
         size = head.block_bytes
         views = [room[i * size : (i + 1) * size] for i in range(count)]
         carried.read(first, views)
-        good: list[tuple[BlockHash, memoryview]] = []
+        good: dict[BlockHash, memoryview] = {}
         for record, view in zip(carried.records(first, count), views, strict=True):
-            if not _is_right(record, view):
+            if record is None or not _is_right(record, view):
                 report.damaged += 1
-            elif record is not None and tier.index.entry(record.key) is not None:
+                continue
+            key = BlockHash(record.key)
+            if visitor.holds(key) or key in good:
                 report.already_there += 1
-            elif record is not None:
-                good.append((BlockHash(record.key), view))
-        _store(tier, dict(good), report)
+            else:
+                good[key] = view
+        _note(visitor, visitor.store(good), report)
         if progress is not None:
             progress(count)
 
 
-def _is_right(record: SlotRecord | None, payload: memoryview) -> bool:
-    if record is None or record.length != len(payload):
+def _is_right(record: SlotRecord, payload: memoryview) -> bool:
+    if record.length != len(payload):
         return False
     return record.checksum == payload_checksum(record.key, payload)
 
 
-def _store(tier: NvmeTier, blocks: dict[BlockHash, memoryview], report: ImportReport) -> None:
-    """Write blocks into free slots; nothing that is there leaves for them."""
-    backend = tier.backend
-    missing = len(blocks) - backend.get_num_free_blocks()
-    if missing > 0:
-        tier.growth.make(-(-missing // tier.segments.layout.slots))
-    keys = list(blocks)[: backend.get_num_free_blocks()]
-    report.failed += len(blocks) - len(keys)
-    if not keys:
-        return
-    statuses = backend.allocate_blocks(keys)
-    spec = backend.get_load_store_spec(keys, statuses)
-    payloads = [blocks[key] for key in keys]
-    outcomes = tier.store.write(keys, spec.slots.tolist(), payloads, spec.epoch, spec.removals)
-    for status, outcome in zip(statuses, outcomes, strict=True):
+def _note(visitor: Visitor, outcomes: Sequence[BlockOutcome | None], report: ImportReport) -> None:
+    for outcome in outcomes:
         if outcome is BlockOutcome.OK:
-            status.ref_cnt = 0
             report.imported += 1
+        elif outcome is BlockOutcome.HELD:
+            report.already_there += 1
         else:
-            backend.free(status)
             report.failed += 1
+            report.reason = visitor.why_no_room() if outcome is None else DEVICE_REFUSED

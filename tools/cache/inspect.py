@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from ...machine import bytes_below
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
+from ..commands.common import ARENA_DIR
+from .arenas import kept_blocks
 from .opened import OpenedCache, opened
 
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86_400, 7 * 86_400, 30 * 86_400)
@@ -74,7 +77,8 @@ class NamespaceReport:
     epoch: int = 0
     sessions: int = 0
     dirty_share: float | None = None
-    """Always None: only a running engine knows it (its metrics say it)."""
+    """Share of the CPU tier's slots whose block is not here: from a kept arena, or an engine's
+    metrics; otherwise nobody but the engine knows."""
     written_bytes: int = 0
     read_bytes: int = 0
     written_bytes_last_day: int = 0
@@ -99,13 +103,18 @@ class NamespaceReport:
         return asdict(self)
 
 
-def report(location: Location, now_s: float | None = None) -> NamespaceReport:
-    """Look at one namespace; one that cannot be opened is reported as such, not raised."""
+def report(
+    location: Location, now_s: float | None = None, arena_dir: Path = ARENA_DIR
+) -> NamespaceReport:
+    """Look at one namespace; one that cannot be opened is reported as such, not raised.
+
+    `arena_dir`: where engines keep their CPU tiers.
+    """
     paths = [str(folder) for folder in location.folders]
     now_s = time.time() if now_s is None else now_s
     try:
         with opened(location) as cache:
-            return _report(cache, paths, now_s)
+            return _report(cache, paths, now_s, arena_dir)
     except KVCascadeError as error:
         held = owners(location.folders)
         return _unreadable(location, paths, held, str(error))
@@ -164,7 +173,7 @@ def tokens_per_block(fields: dict[str, Any], group: int) -> int | None:
     return int(match[1]) * int(chunk) if match and chunk.isdigit() else None
 
 
-def _report(cache: OpenedCache, paths: list[str], now_s: float) -> NamespaceReport:
+def _report(cache: OpenedCache, paths: list[str], now_s: float, arena_dir: Path) -> NamespaceReport:
     description, meta, snapshot = cache.description, cache.index.meta(), cache.index.snapshot()
     age_s = _age(description.created, now_s)
     per_day = meta.written_bytes / (age_s / DAY_S) if age_s and age_s >= 1 else None
@@ -197,6 +206,7 @@ def _report(cache: OpenedCache, paths: list[str], now_s: float) -> NamespaceRepo
         parts_missing=description.missing_parts,
         epoch=meta.epoch,
         sessions=meta.session,
+        dirty_share=_dirty_share(description.fingerprint, snapshot, arena_dir),
         written_bytes=meta.written_bytes,
         read_bytes=meta.read_bytes,
         written_bytes_last_day=meta.day.written,
@@ -211,6 +221,14 @@ def _report(cache: OpenedCache, paths: list[str], now_s: float) -> NamespaceRepo
         fields=dict(description.fields),
         about=dict(description.about),
     )
+
+
+def _dirty_share(fingerprint: str, snapshot: Snapshot, arena_dir: Path) -> float | None:
+    kept = kept_blocks(arena_dir, fingerprint)
+    if kept is None:
+        return None
+    blocks, slots = kept
+    return len(blocks.difference(snapshot.keys)) / slots
 
 
 def _unreadable(

@@ -71,7 +71,7 @@ def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
         ("payload", show.size(report.payload_bytes)),
         ("on disk", f"{show.size(report.disk_bytes)}, index {show.size(report.index_bytes)}"),
         ("segments", _segments(report)),
-        ("dirty", f"{show.UNKNOWN} (a running engine knows: tier_dirty_ratio in its metrics)"),
+        ("dirty", _dirty(report.dirty_share)),
         ("written / read", f"{show.size(report.written_bytes)} / {show.size(report.read_bytes)}"),
         (
             "last 24 hours",
@@ -86,6 +86,12 @@ def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
         tokens = show.UNKNOWN if group.tokens is None else f"{group.tokens:,}"
         rows.append((f"KV group {group.group}", f"{group.blocks:,} blocks, {tokens} tokens"))
     return rows
+
+
+def _dirty(share: float | None) -> str:
+    if share is None:
+        return f"{show.UNKNOWN} (a running engine knows: give --url with its metrics)"
+    return f"{share:.0%} of the CPU tier's slots hold what is not here yet"
 
 
 def _segments(report: NamespaceReport) -> str:

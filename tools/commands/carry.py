@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +22,9 @@ from .common import (
 )
 from .verify import LimitOption, size_of
 
+if TYPE_CHECKING:
+    from ..cache.export import Choice
+
 OutArgument = Annotated[
     Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", dir_okay=False)
 ]
@@ -29,7 +34,15 @@ InArgument = Annotated[
 PrefixOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--prefix", metavar="HEX", help="Blocks whose hash begins with these digits (repeatable)."
+        "--prefix",
+        metavar="HASH",
+        help="A prompt by its last block: that one and all before it (repeatable).",
+    ),
+]
+HashOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hash", metavar="HEX", help="Blocks whose hash begins with these digits (repeatable)."
     ),
 ]
 HashesOption = Annotated[
@@ -41,6 +54,13 @@ HotOption = Annotated[
     typer.Option("--hot", metavar="SIZE", help="The most recently used blocks, so much at most."),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
+MakeRoomOption = Annotated[
+    bool,
+    typer.Option(
+        "--make-room",
+        help="Let the coldest blocks go where there is no room; ask a running engine for segments.",
+    ),
+]
 CreateOption = Annotated[
     bool, typer.Option("--create", help="Make the namespace if no engine has made it yet.")
 ]
@@ -52,6 +72,7 @@ def export(
     also: AlsoOption = None,
     namespace: NamespaceOption = None,
     prefix: PrefixOption = None,
+    hash_: HashOption = None,
     hashes: HashesOption = None,
     hot: HotOption = None,
     force: ForceOption = False,
@@ -67,10 +88,13 @@ def export(
         kvcascade export /mnt/nvme/kv warm.safetensors --hot 10GiB
 
         kvcascade export /mnt/nvme/kv -n llama all.safetensors --bwlimit 500MB
+
+        kvcascade export /mnt/nvme/kv -n llama system-prompt.safetensors --prefix 5f3c9a17
     """
     with answering(as_json):
-        prefixes = [*(prefix or ()), *(_lines(hashes) if hashes else ())]
-        code = _export(path, also, namespace, out, prefixes, hot, force, bwlimit, as_json)
+        starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
+        choice = _choice(prefix or (), starts, hot)
+        code = _export(path, also, namespace, out, choice, force, bwlimit, as_json)
     finish(code)
 
 
@@ -80,22 +104,32 @@ def import_(
     also: AlsoOption = None,
     namespace: NamespaceOption = None,
     create: CreateOption = False,
+    make_room: MakeRoomOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring the blocks of an export file into the cache they belong to.
+    """Bring the blocks of an export file into the cache they belong to, live or closed.
 
     Refused if any field of the fingerprint differs. Blocks that are there already stay as they
-    are, and none leaves to make room.
+    are, and none leaves unless --make-room is given. A running engine finds the new ones at once.
 
     Examples:
 
         kvcascade import /mnt/nvme/kv warm.safetensors
 
+        kvcascade import /mnt/nvme/kv warm.safetensors --make-room
+
         kvcascade import /mnt/nvme/kv warm.safetensors --create
     """
     with answering(as_json):
-        code = _import(path, also, namespace, file, create, as_json)
+        code = _import(path, also, namespace, file, create, make_room, as_json)
     finish(code)
+
+
+def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
+    from ..cache.export import Choice
+    from ..cache.opened import parse_hash
+
+    return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
 
 
 def _export(
@@ -103,8 +137,7 @@ def _export(
     also: list[Path] | None,
     namespace: str | None,
     out: Path,
-    prefixes: list[str],
-    hot: str | None,
+    choice: Choice,
     force: bool,
     bwlimit: str | None,
     as_json: bool,
@@ -112,10 +145,9 @@ def _export(
     from ...sizes import human
     from ...tiers.nvme.scan import Throttle
     from ..cache import export as core
-    from ..cache.opened import choose, locations, opened, parse_hash
+    from ..cache.opened import choose, locations, opened
     from ..cache.verify_view import progress_of
 
-    choice = core.Choice(tuple(map(parse_hash, prefixes)), size_of("--hot", hot))
     throttle = Throttle(size_of("--bwlimit", bwlimit))
     with opened(choose(locations(path, also), namespace)) as cache:
         block_bytes = cache.description.block_bytes
@@ -127,11 +159,12 @@ def _export(
         emit("export", report.as_json())
     else:
         skipped = f", {report.skipped} skipped (damaged, or gone meanwhile)"
+        missing = f", {report.missing} of the prompt are not there any more"
         print(
             f"{report.blocks} blocks of {report.namespace} in {out} ({human(report.file_bytes)})"
-            f"{skipped if report.skipped else ''}"
+            f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
         )
-    return ExitCode.PROBLEMS if report.skipped else ExitCode.OK
+    return ExitCode.PROBLEMS if report.skipped or report.missing else ExitCode.OK
 
 
 def _import(
@@ -140,6 +173,7 @@ def _import(
     namespace: str | None,
     file: Path,
     create: bool,
+    make_room: bool,
     as_json: bool,
 ) -> ExitCode:
     from ..cache import import_ as core
@@ -151,7 +185,12 @@ def _import(
         with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
             try:
                 report = core.import_file(
-                    [path, *(also or ())], namespace, carried, may_create=create, progress=advance
+                    [path, *(also or ())],
+                    namespace,
+                    carried,
+                    may_create=create,
+                    may_evict=make_room,
+                    progress=advance,
                 )
             except core.DifferentNamespaceError as error:
                 raise CommandError(str(error), ExitCode.DIFFERENT) from None
@@ -162,6 +201,9 @@ def _import(
             f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "
             f"{report.already_there} were there, {report.damaged} damaged, {report.failed} failed"
         )
+        if report.reason is not None:
+            left_out = f"kvcascade: {report.failed} blocks are left out"
+            print(f"{left_out}: {report.reason}", file=sys.stderr)
     if report.failed:
         return ExitCode.NO_SPACE
     return ExitCode.PROBLEMS if report.damaged else ExitCode.OK

@@ -63,6 +63,14 @@ NamespaceOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
+]
+ArenaDirOption = Annotated[
+    Path, typer.Option("--arena-dir", metavar="DIR", help="Where engines keep their CPU tiers.")
+]
+ARENA_DIR = Path("/dev/shm")
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade\\[plot])."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from .common import (
 )
 from .verify import size_of
 
+if TYPE_CHECKING:
+    from ..cache.gc import Wish
+
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
@@ -30,7 +33,15 @@ OlderOption = Annotated[
 ]
 PrefixOption = Annotated[
     str | None,
-    typer.Option("--prefix", metavar="HEX", help="Blocks whose hash begins with these digits."),
+    typer.Option(
+        "--prefix",
+        metavar="HASH",
+        help="A block, and every block that comes after it in any prompt.",
+    ),
+]
+HashOption = Annotated[
+    str | None,
+    typer.Option("--hash", metavar="HEX", help="Blocks whose hash begins with these digits."),
 ]
 MaxOption = Annotated[
     str | None,
@@ -52,6 +63,7 @@ def gc(
     namespace: NamespaceOption = None,
     older_than: OlderOption = None,
     prefix: PrefixOption = None,
+    hash_: HashOption = None,
     max_size: MaxOption = None,
     remove_namespace: WholeOption = False,
     dry_run: DryOption = False,
@@ -59,51 +71,59 @@ def gc(
 ) -> None:
     """Clear out blocks or namespaces that no engine owns.
 
-    With --older-than and --prefix a block leaves if both hold. A segment file that holds no block
-    any more is deleted. What a running engine owns is skipped and named.
+    With several of --older-than, --prefix and --hash a block leaves if all hold. A segment file
+    that holds no block any more is deleted. What a running engine owns is skipped and named.
 
     Examples:
 
         kvcascade gc /mnt/nvme/kv --older-than 30d --dry-run
+
+        kvcascade gc /mnt/nvme/kv -n llama --prefix 5f3c9a17
 
         kvcascade gc /mnt/nvme/kv --max-size 1TiB
 
         kvcascade gc /mnt/nvme/kv -n old-model-1a2b3c4d5e6f --remove-namespace
     """
     with answering(as_json):
-        if not (older_than or prefix or max_size or remove_namespace):
-            remedy = "give --older-than, --prefix, --max-size or --remove-namespace"
+        by_block = older_than or prefix or hash_
+        if not (by_block or max_size or remove_namespace):
+            remedy = "give --older-than, --prefix, --hash, --max-size or --remove-namespace"
             raise CommandError(f"nothing was asked for; {remedy}", ExitCode.USAGE)
-        if remove_namespace and (namespace is None or older_than or prefix or max_size):
+        if remove_namespace and (namespace is None or by_block or max_size):
             remedy = "it goes with -n NAME, and with nothing else"
             raise CommandError(f"--remove-namespace: {remedy}", ExitCode.USAGE)
-        code = _run(
-            path, also, namespace, older_than, prefix, max_size, remove_namespace, dry_run, as_json
-        )
+        wish = _wish(older_than, prefix, hash_, max_size, remove_namespace)
+        code = _run(path, also, namespace, wish, dry_run, as_json)
     finish(code)
+
+
+def _wish(
+    older_than: str | None, prefix: str | None, hash_: str | None, max_size: str | None, whole: bool
+) -> Wish:
+    from ..cache.gc import Wish
+    from ..cache.opened import parse_hash
+
+    return Wish(
+        older_than_s=None if older_than is None else _seconds(older_than),
+        hash_start=b"" if hash_ is None else parse_hash(hash_),
+        prompt="" if prefix is None else prefix,
+        max_bytes=size_of("--max-size", max_size),
+        whole=whole,
+    )
 
 
 def _run(
     path: Path,
     also: list[Path] | None,
     namespace: str | None,
-    older_than: str | None,
-    prefix: str | None,
-    max_size: str | None,
-    whole: bool,
+    wish: Wish,
     dry_run: bool,
     as_json: bool,
 ) -> ExitCode:
     from ..cache import gc as core
     from ..cache.gc_view import print_collected
-    from ..cache.opened import choose, locations, parse_hash
+    from ..cache.opened import choose, locations
 
-    wish = core.Wish(
-        older_than_s=None if older_than is None else _seconds(older_than),
-        prefix=b"" if prefix is None else parse_hash(prefix),
-        max_bytes=size_of("--max-size", max_size),
-        whole=whole,
-    )
     found = locations(path, also)
     chosen = found if namespace is None else [choose(found, namespace)]
     reports = core.collect(chosen, wish, dry_run)
@@ -112,7 +132,7 @@ def _run(
         emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
     else:
         print_collected(reports, dry_run)
-    is_refused = whole and any(report.skipped for report in reports)
+    is_refused = wish.whole and any(report.skipped for report in reports)
     return ExitCode.IN_USE if is_refused else ExitCode.OK
 
 

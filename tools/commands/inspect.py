@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import (
+    ARENA_DIR,
     AlsoOption,
+    ArenaDirOption,
+    CommandError,
     ExitCode,
     JsonOption,
     NamespaceOption,
     PathArgument,
     PlotOption,
+    UrlOption,
     answering,
     emit,
     finish,
 )
+
+if TYPE_CHECKING:
+    from ..cache.inspect import NamespaceReport
 
 WhyOption = Annotated[
     tuple[str, str] | None,
@@ -38,6 +46,8 @@ def inspect(
     why: WhyOption = None,
     block: BlockOption = None,
     plot: PlotOption = None,
+    url: UrlOption = None,
+    arena_dir: ArenaDirOption = ARENA_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a cache, how it is used and what it costs the drive.
@@ -53,6 +63,8 @@ def inspect(
         kvcascade inspect /mnt/nvme/kv --why llama-3-1a2b mistral-9f
 
         kvcascade inspect /mnt/nvme/kv --block 5f3c
+
+        kvcascade inspect /mnt/nvme/kv --url localhost:8000 --plot cache.png
     """
     with answering(as_json):
         if why is not None:
@@ -60,12 +72,18 @@ def inspect(
         elif block is not None:
             code = _block(path, also, namespace, block, as_json)
         else:
-            code = _all(path, also, namespace, plot, as_json)
+            code = _all(path, also, namespace, plot, url, arena_dir, as_json)
     finish(code)
 
 
 def _all(
-    path: Path, also: list[Path] | None, namespace: str | None, plot: Path | None, as_json: bool
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    plot: Path | None,
+    url: str | None,
+    arena_dir: Path,
+    as_json: bool,
 ) -> ExitCode:
     from ..cache import show
     from ..cache.inspect import report
@@ -74,7 +92,9 @@ def _all(
 
     found = locations(path, also)
     chosen = found if namespace is None else [choose(found, namespace)]
-    reports = [report(each) for each in chosen]
+    reports = [report(each, arena_dir=arena_dir) for each in chosen]
+    if url is not None:
+        reports = _with_dirty_share(reports, url)
     if as_json:
         emit("inspect", {"namespaces": [each.as_json() for each in reports]})
     else:
@@ -87,6 +107,18 @@ def _all(
             print(f"Saved {plot}")
     is_bad = any(each.problem or each.segments_damaged for each in reports)
     return ExitCode.PROBLEMS if is_bad else ExitCode.OK
+
+
+def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
+    """What an engine says of its CPU tier, in the report of the namespace that it has open."""
+    from ..cache.top import read_url
+
+    live = [each for each in reports if each.state == "live"]
+    if len(live) != 1:
+        remedy = "give the -n NAME that this engine has open"
+        raise CommandError(f"--url: {len(live)} namespaces are live; {remedy}", ExitCode.USAGE)
+    share = read_url(url).figures.get(("tier_dirty_ratio", "cpu"))
+    return [replace(each, dirty_share=share) if each is live[0] else each for each in reports]
 
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:

@@ -4,31 +4,60 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
 import typer
 
 PACKAGE = __name__.removesuffix(".commands.passed_on")
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """One such command."""
+
+    module: str
+    summary: str
+    """Its line of help."""
+    examples: tuple[str, ...] = ()
+    """For its own help, unless the module says more there."""
+
+
 PASSED_ON = {
-    "bench": ("bench", "measure beside vLLM's own offloading and the disk's limit"),
-    "demo": ("demo", "run the main job end to end and print what came from where"),
-    "replay": ("replay.command", "replay a request trace and compare policies and sizes"),
-    "version": ("version", "print the version of kvcascade"),
+    "bench": PassedOn(
+        "bench",
+        "measure beside vLLM's own offloading and the disk's limit",
+        (
+            "kvcascade bench --quick",
+            "kvcascade bench --path /mnt/nvme --only transfers --repeats 5",
+            "kvcascade bench --out results --plot results/bench.png",
+        ),
+    ),
+    "demo": PassedOn(
+        "demo",
+        "run the main job end to end and print what came from where",
+        ("kvcascade demo", "kvcascade demo --out results --keep"),
+    ),
+    "replay": PassedOn("replay.command", "replay a request trace and compare policies and sizes"),
+    "version": PassedOn(
+        "version",
+        "print the version of kvcascade",
+        ("kvcascade version", "kvcascade version --json"),
+    ),
 }
-"""Command name to its module and its line of help."""
 
 
 def pass_on(app: typer.Typer) -> None:
     """Register every such command that is there."""
-    for name, (module, summary) in PASSED_ON.items():
-        if _is_there(f"{PACKAGE}.{module}"):
+    for name, command in PASSED_ON.items():
+        if _is_there(f"{PACKAGE}.{command.module}"):
             app.command(
                 name,
-                help=summary[0].upper() + summary[1:] + ".",
+                help=command.summary[0].upper() + command.summary[1:] + ".",
                 add_help_option=False,
                 context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_runner(name, module, summary))
+            )(_runner(name))
 
 
 def _is_there(module: str) -> bool:
@@ -38,11 +67,22 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _runner(name: str, module: str, summary: str) -> Callable[[typer.Context], None]:
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of such a command."""
+    command = PASSED_ON[name]
+    parser = argparse.ArgumentParser(
+        prog=f"kvcascade {name}",
+        description=command.summary,
+        epilog="\n".join(("examples:", *(f"  {example}" for example in command.examples))),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    import_module(f"{PACKAGE}.{command.module}").add_arguments(parser)
+    return parser
+
+
+def _runner(name: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
-        command = import_module(f"{PACKAGE}.{module}")
-        parser = argparse.ArgumentParser(prog=f"kvcascade {name}", description=summary)
-        command.add_arguments(parser)
-        raise typer.Exit(command.run(parser.parse_args(context.args)))
+        arguments = parser_of(name).parse_args(context.args)
+        raise typer.Exit(import_module(f"{PACKAGE}.{PASSED_ON[name].module}").run(arguments))
 
     return run

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import CommandError, ExitCode, JsonOption, answering, emit, finish
+from .common import (
+    ARENA_DIR,
+    ArenaDirOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    answering,
+    emit,
+    finish,
+)
 
 app = typer.Typer(help="Arenas in shared memory that outlive their engines.", no_args_is_help=True)
-DirOption = Annotated[
-    Path, typer.Option("--arena-dir", metavar="DIR", help="Where the arenas are.")
-]
-DEFAULT_DIR = Path("/dev/shm")
 
 
 @app.command("ls")
-def list_(arena_dir: DirOption = DEFAULT_DIR, as_json: JsonOption = False) -> None:
+def list_(arena_dir: ArenaDirOption = ARENA_DIR, as_json: JsonOption = False) -> None:
     """List kept arenas: size, blocks, and whether an engine is using them.
 
     Examples:
@@ -37,7 +41,7 @@ def list_(arena_dir: DirOption = DEFAULT_DIR, as_json: JsonOption = False) -> No
 @app.command("drop")
 def drop(
     name: Annotated[str | None, typer.Argument(help="Name of one; all if none is given.")] = None,
-    arena_dir: DirOption = DEFAULT_DIR,
+    arena_dir: ArenaDirOption = ARENA_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Give the memory of kept arenas back. What an engine is using stays.

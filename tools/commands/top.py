@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import AlsoOption, CommandError, ExitCode, JsonOption, answering, emit
+from .common import AlsoOption, CommandError, ExitCode, JsonOption, UrlOption, answering, emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 PathOption = Annotated[
     Path | None, typer.Argument(metavar="PATH", help="The tier's path: shows what the disk shows.")
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
 ]
 IntervalOption = Annotated[
     float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two pictures.")

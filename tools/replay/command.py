@@ -4,7 +4,7 @@
     kvcascade replay /var/log/kv --model llama-3.1-8b --tier cpu=64GiB --tier nvme=1TiB,lru \\
         --bench out/bench.json --prefill-tokens-per-s 9000
     kvcascade replay trace.npz --model qwen3-32b --tier cpu=64GiB \\
-        --sweep cpu=16GiB,32GiB,64GiB,128GiB --policies lru,arc,s3fifo --png curve.png
+        --sweep cpu=16GiB,32GiB,64GiB,128GiB --policies lru,arc,s3fifo --plot curve.png
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sweep", metavar="NAME=SIZE,SIZE,...", help="a run for each size of a tier")
     add("--policies", metavar="NAME,NAME,...", help="and for each policy of that tier")
     add("--csv", type=Path, metavar="FILE", help="save the sweep")
-    add("--png", type=Path, metavar="FILE", help="draw the sweep (needs matplotlib)")
+    add("--plot", type=Path, metavar="PNG", help="draw the sweep (needs kvcascade[plot])")
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -128,10 +128,10 @@ def _sweep(arguments: argparse.Namespace, trace: Trace, options: ReplayOptions) 
         from .rendering import write_csv
 
         write_csv(points, arguments.csv)
-    if arguments.png:
+    if arguments.plot:
         from .rendering import write_png
 
-        write_png(points, arguments.png)
+        write_png(points, arguments.plot)
     return 0
 
 

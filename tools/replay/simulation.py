@@ -77,7 +77,6 @@ class Tally:
     """Per request: from its arrival to its blocks' being in the first tier, and to the device."""
     computed_tokens: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
-    distinct: set[BlockHash] = field(default_factory=set)
 
 
 class Simulation:
@@ -94,6 +93,10 @@ class Simulation:
         self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
         self._asking: list[Active] = []
         self._storing: deque[Active] = deque()
+        self._is_full = False
+        """The first in the queue was sent away in this step."""
+        self._asked = 0
+        """How often requests have asked."""
         self._tally = Tally(hit_tokens=[0] * len(options.tiers))
 
     def run(self, progress: Progress = lambda requests: None) -> ReplayReport:
@@ -125,23 +128,33 @@ class Simulation:
             self._clock.now_s = max(self._clock.now_s, until_s)
 
     def _step(self) -> None:
+        self._is_full = False
         self.manager.end_step()
-        if self._asking or self._storing:
-            self._go_on()
+        if self._go_on():
             self.manager.end_step()
 
-    def _go_on(self) -> None:
-        """Ask again for those that wait for blocks; store in turn while there is room."""
-        self._asking = [active for active in self._asking if not self._has_asked(active)]
+    def _go_on(self) -> bool:
+        """Ask again for those that wait for blocks, store in turn while there is room.
+
+        True if there was something to ask or to store.
+        """
+        asked = self._asked
+        if self._asking:
+            self._asking = [active for active in self._asking if not self._has_asked(active)]
+        has_stores = bool(self._storing)
         self._store_in_turn()
+        return has_stores or self._asked > asked
 
     def _store_in_turn(self) -> None:
-        while self._storing and self._has_stored(self._storing[0]):
-            self._storing.popleft()
+        """Who was sent away is not asked before a step has made room."""
+        while self._storing and not self._is_full:
+            if self._has_stored(self._storing[0]):
+                self._storing.popleft()
+            else:
+                self._is_full = True
 
     def _begin(self, arrival: TraceRequest) -> None:
         hashes = hashes_of(arrival.ids)
-        self._tally.distinct.update(hashes)
         self._tally.input_tokens += arrival.input_tokens
         active = Active(self._clock.now_s, arrival.input_tokens, hashes, Request())
         if not self._has_asked(active):
@@ -184,6 +197,7 @@ class Simulation:
         """How long its cached prefix is; None: ask again."""
         request, lookup = active.request, self.manager.lookup_block
         hits, is_waiting = 0, False
+        self._asked += 1
         self.manager.begin_asking(request)
         for block_hash in active.hashes:
             state = lookup(block_hash, request)
@@ -253,7 +267,7 @@ class Simulation:
             trace=self._trace.name,
             requests=len(self._trace.requests),
             references=self._trace.references,
-            distinct_blocks=len(tally.distinct),
+            distinct_blocks=self._trace.distinct,
             block_tokens=self._trace.block_tokens,
             block_bytes=self.block_bytes,
             trace_s=self._trace.duration_s / self._options.speed_up,

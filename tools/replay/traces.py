@@ -51,6 +51,11 @@ class Trace:
         return sum(len(request.ids) for request in self.requests)
 
     @property
+    def distinct(self) -> int:
+        """Different blocks among them."""
+        return len(np.unique(np.concatenate([request.ids for request in self.requests])))
+
+    @property
     def duration_s(self) -> float:
         """From the first request to the last."""
         return self.requests[-1].arrived_s - self.requests[0].arrived_s if self.requests else 0.0

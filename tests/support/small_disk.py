@@ -1,0 +1,76 @@
+"""A function of a test's, run in a process of its own that has a small file system to fill up.
+
+    def test_something(tmp_path):
+        on_small_disk(fill_it, tmp_path)
+
+The file system is a `tmpfs` in a mount namespace of the process: no rights are needed where the
+system lets users make namespaces, nobody else sees it, and it is gone with the process. Where the
+system does not, the test is skipped.
+
+`python -m support.small_disk FILE FUNCTION FOLDER` is the process itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SIZE_BYTES = 8 << 20
+PAGE = 4096
+TIMEOUT_S = 300
+TESTS = Path(__file__).resolve().parent.parent
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+_MOUNT = 'mount -t tmpfs -o mode=0700,size="$1" none "$2" || exit; shift; shift; exec "$@"'
+
+
+def on_small_disk(function: Callable[[Path], None], folder: Path) -> None:
+    """Call `function(folder)` where `folder` is a file system of `SIZE_BYTES`."""
+    if not _can_mount(folder):
+        pytest.skip("this system lets no user make a mount namespace (unshare --user --mount)")
+    source = function.__code__.co_filename
+    call = (sys.executable, "-m", "support.small_disk", source, function.__name__, str(folder))
+    command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), *call)
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the file system."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+class Filler:
+    """Somebody else's file."""
+
+    def __init__(self, folder: Path, leave_bytes: int = 0) -> None:
+        """It takes all but `leave_bytes` of what is free."""
+        self._path = folder / "somebody-else"
+        with self._path.open("wb", buffering=0) as file:
+            for _ in range((free_bytes(folder) - leave_bytes) // PAGE):
+                file.write(bytes(PAGE))
+
+    def remove(self) -> None:
+        """The space is free again."""
+        self._path.unlink()
+
+
+def _can_mount(folder: Path) -> bool:
+    command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), "true")
+    try:
+        return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    runpy.run_path(sys.argv[1])[sys.argv[2]](Path(sys.argv[3]))

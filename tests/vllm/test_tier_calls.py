@@ -1,0 +1,115 @@
+"""Our NVMe tier as vLLM's tiering manager calls it: what it makes of the order of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.cascade import key
+from support.kv_bytes import Shape, offloading_config
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+
+from kvcascade.tiers.base import BlockHash
+from kvcascade.vllm_tier import KVCascadeTier
+
+ROW_BYTES, ROWS = 4096, 32
+WAIT_ROUNDS = 1000
+
+
+class Rig:
+    """The tiering manager's part."""
+
+    def __init__(self, path: Path, policy: str) -> None:
+        self.memory = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        spec = SimpleNamespace(
+            config=offloading_config(Shape(), {}, "engine", 0),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+        )
+        options = {"path": str(path), "capacity": "16MiB", "min_free": 0, "weights_id": "test"}
+        self.tier = KVCascadeTier(spec, self.memory.data, "KVCascadeTier", policy=policy, **options)
+        self._jobs = 0
+
+    def request(self, name: str, numbers: Sequence[int]) -> ReqContext:
+        """A request whose blocks have these numbers, in this order."""
+        context = ReqContext(name)
+        for end, number in enumerate(numbers):
+            if hasattr(context, "set_offload_key_position"):  # from 0.31 on
+                context.set_offload_key_position(okey(number), (end + 1) * 16)
+        self.tier.on_new_request(context)
+        return context
+
+    def store(self, context: ReqContext, numbers: Sequence[int]) -> None:
+        """Store blocks as one job, in the order of a set."""
+        hashes = sorted((okey(n) for n in numbers), reverse=True)
+        self._end(self.tier.submit_store, context, hashes)
+
+    def load(self, context: ReqContext, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            assert self.tier.lookup(okey(number), context) is LookupResult.HIT
+        self._end(self.tier.submit_load, context, [okey(n) for n in numbers])
+
+    def finish(self, context: ReqContext, all_numbers: Sequence[int]) -> None:
+        self.tier.touch([okey(n) for n in all_numbers], context)  # by versions up to 0.30
+        self.tier.on_request_finished(context)
+        self.tier.on_schedule_end(ScheduleEndContext((), ()))
+
+    def coldest(self) -> list[BlockHash]:
+        return [h for h, _ in self.tier._solo.level.policy.coldest(ROWS)]
+
+    def _end(self, submit: object, context: ReqContext, keys: list[OffloadKey]) -> None:
+        assert callable(submit)
+        self._jobs += 1
+        rows = np.arange(len(keys))
+        job = SimpleNamespace(
+            job_id=self._jobs, keys=keys, chunk_ids=rows, block_ids=rows, req_context=context
+        )
+        submit(job)
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.success
+
+
+def okey(number: int) -> OffloadKey:
+    return OffloadKey(key(number))
+
+
+@pytest.fixture(params=["lru", "prefix"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, request.param)
+    yield rig
+    rig.tier.shutdown()
+
+
+def test_tails_leave_before_heads(rig: Rig) -> None:
+    """A store is a set; the order of the request is known when it ends."""
+    prompt = [5, 3, 8, 1]
+    context = rig.request("a", prompt)
+    rig.store(context, prompt)
+    rig.finish(context, prompt)
+    assert rig.coldest() == [key(n) for n in reversed(prompt)]
+
+
+def test_what_the_cpu_tier_served_is_used_here_too(rig: Rig) -> None:
+    """Its copy below would be the coldest otherwise, and is all that is left when it leaves."""
+    for name, prompt in (("a", [1, 2]), ("b", [11, 12]), ("c", [1, 2, 3])):
+        context = rig.request(name, prompt)
+        rig.store(context, [n for n in prompt if name != "c" or n == 3])
+        rig.finish(context, prompt)
+    assert set(rig.coldest()[:2]) == {key(11), key(12)}
+
+
+def test_what_is_loaded_is_used_once(rig: Rig) -> None:
+    prompt = [1, 2, 3]
+    context = rig.request("a", prompt)
+    rig.store(context, prompt)
+    rig.finish(context, prompt)
+    other = rig.request("b", [9])
+    rig.store(other, [9])
+    rig.finish(other, [9])
+    context = rig.request("c", prompt)
+    rig.load(context, prompt)
+    rig.finish(context, prompt)
+    assert rig.coldest()[0] == key(9) and rig.coldest()[-1] == key(1)
