@@ -29,8 +29,10 @@ KEY_OFFSET = 8
 MAX_KEY_BYTES = 48
 CHECK_OFFSET = KEY_OFFSET + MAX_KEY_BYTES
 FINGERPRINT_BYTES = 32
+_BATCH_RECORDS = 1 << 16
 
 _Bytes = npt.NDArray[np.uint8]
+_digest = xxhash.xxh3_64_intdigest
 
 
 def table_bytes(slots: int) -> int:
@@ -69,14 +71,29 @@ class SlotTable:
 
         Of two slots with one key the first counts.
         """
-        keys: dict[BlockHash, int] = {}
         lengths = self._rows[:, 0]
-        for slot in np.flatnonzero((lengths > 0) & (lengths <= MAX_KEY_BYTES)).tolist():
-            raw = self._rows[slot].tobytes()
-            key = raw[KEY_OFFSET : KEY_OFFSET + raw[0]]
-            if raw == _record(key, slot):
-                keys.setdefault(BlockHash(key), slot)
+        slots = np.flatnonzero((lengths > 0) & (lengths <= MAX_KEY_BYTES))
+        keys: dict[BlockHash, int] = {}
+        for start in range(0, len(slots), _BATCH_RECORDS):
+            self._read(slots[start : start + _BATCH_RECORDS], keys)
         return list(keys), list(keys.values())
+
+    def _read(self, slots: npt.NDArray[np.intp], keys: dict[BlockHash, int]) -> None:
+        """Add what is complete in these slots. A start reads millions: arrays do what they can."""
+        rows = self._rows[slots]
+        is_padding = np.arange(MAX_KEY_BYTES) >= rows[:, :1]
+        is_spoilt = (rows[:, KEY_OFFSET:CHECK_OFFSET] * is_padding).any(axis=1)
+        is_spoilt |= rows[:, 1:KEY_OFFSET].any(axis=1)
+        rows, slots = rows[~is_spoilt], slots[~is_spoilt]
+        raw = rows.tobytes()
+        lengths = rows[:, 0].tolist()
+        starts = range(KEY_OFFSET, len(raw), RECORD_BYTES)
+        found = [raw[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+        stated = np.ascontiguousarray(rows[:, CHECK_OFFSET:]).view("<u8")[:, 0]
+        is_right = _checks(found, slots) == stated
+        for key, slot, is_so in zip(found, slots.tolist(), is_right.tolist(), strict=True):
+            if is_so:
+                keys.setdefault(BlockHash(key), slot)
 
     def mark(self, keys: Sequence[BlockHash], slots: Sequence[int], epoch: int = 0) -> None:
         """The bytes of these slots are complete. Keys that are too long are left out.
@@ -85,11 +102,17 @@ class SlotTable:
         """
         if self._epoch[0] != epoch:
             self._epoch[0] = epoch
-        short = [(k, s) for k, s in zip(keys, slots, strict=True) if len(k) <= MAX_KEY_BYTES]
-        if short:
-            raw = b"".join(_record(key, slot) for key, slot in short)
-            records = np.frombuffer(raw, np.uint8).reshape(-1, RECORD_BYTES)
-            self._rows[[slot for _, slot in short]] = records
+        if any(len(key) > MAX_KEY_BYTES for key in keys):
+            short = [(k, s) for k, s in zip(keys, slots, strict=True) if len(k) <= MAX_KEY_BYTES]
+            keys, slots = [k for k, _ in short], [s for _, s in short]
+        where = np.asarray(slots, dtype=np.intp)
+        padded = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
+        records = np.zeros((len(keys), RECORD_BYTES), dtype=np.uint8)
+        records[:, 0] = list(map(len, keys))
+        padded_keys = np.frombuffer(padded, dtype=np.uint8)
+        records[:, KEY_OFFSET:CHECK_OFFSET] = padded_keys.reshape(-1, MAX_KEY_BYTES)
+        records[:, CHECK_OFFSET:] = _checks(keys, where).view(np.uint8).reshape(-1, 8)
+        self._rows[where] = records
 
     def unmark(self, slots: Sequence[int]) -> None:
         """These slots hold nothing from now on."""
@@ -130,7 +153,8 @@ class KeptDirectory(DictDirectory):
         self._table.clear()
 
 
-def _record(key: bytes, slot: int) -> bytes:
-    check = xxhash.xxh3_64_intdigest(key + slot.to_bytes(8, "little"))
-    head = bytes([len(key)]).ljust(KEY_OFFSET, b"\0") + key.ljust(MAX_KEY_BYTES, b"\0")
-    return head + check.to_bytes(8, "little")
+def _checks(keys: Sequence[bytes], slots: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+    """The last field of the records of these keys in these slots."""
+    numbers = slots.astype("<u8").tobytes()
+    digests = [_digest(key + numbers[8 * i : 8 * i + 8]) for i, key in enumerate(keys)]
+    return np.array(digests, dtype="<u8")

@@ -55,6 +55,7 @@ class _Managed:
 
     manager: CascadingOffloadingManager
     recorder: None = None
+    chains: None = None
 
 
 def over(manager: CascadingOffloadingManager) -> CascadeManager:
