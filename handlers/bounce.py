@@ -2,10 +2,10 @@
 
 A direct read or write is cut where its memory is not adjacent physically. The pages of shared
 memory lie scattered (Linux gives 4 KiB at a time unless `/dev/shm` is mounted with `huge=`), those
-of a private huge page do not. Moved through here, cold reads were 1.3 times as fast and writes 1.0
-to 1.4 times (8 MiB a call, 2 and 3 threads, 512 KiB blocks with checksums) for the same processor
-time: the copy costs what the kernel saves on pages. Where the system gives no huge pages it would
-be a copy for nothing; `has_huge_pages` tells.
+of a private huge page do not. Moved through here, cold reads are 1.8 times as fast and writes 1.6
+times (512 KiB blocks, the whole path, figures in ARCHITECTURE.md) for the same processor time: the
+copy costs what the kernel saves on pages. Where the system gives no huge pages it would be a copy
+for nothing; `has_huge_pages` tells.
 
 Threads: each has a buffer of its own, as large as the most it asked for, freed with the thread.
 """

@@ -102,6 +102,16 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot]
     return read
 
 
+def _misses(snapshot: Snapshot) -> Values:
+    """A tier missed what no tier had, and what those below it served."""
+    counters = snapshot.counters
+    missed = counters.lookup_misses
+    served = list(zip(counters.tier_names, counters.loaded_blocks, strict=True))
+    for name, blocks in reversed(served):
+        yield (name,), float(missed)
+        missed += blocks
+
+
 def _served_tokens(snapshot: Snapshot) -> Values:
     counters = snapshot.counters
     for name, blocks in zip(counters.tier_names, counters.loaded_blocks, strict=True):
@@ -202,6 +212,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(Kind.COUNTER, "loaded_blocks",
            "Hits: blocks that requests loaded, by the tier they came from.", ("tier",),
            _by_tier("loaded_blocks")),
+    Metric(Kind.COUNTER, "tier_misses",
+           "Lookups that a tier could not answer: no tier could, or one below it did.",
+           ("tier",), _misses),
     Metric(Kind.COUNTER, "served_tokens",
            "Prompt tokens that were not recomputed, by the tier their blocks came from.",
            ("tier",), _served_tokens),

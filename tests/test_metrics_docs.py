@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from kvcascade.metrics import METRICS, PREFIX, Kind, table
+from kvcascade.manager.counters import Counters
+from kvcascade.metrics import METRICS, PREFIX, Kind, Snapshot, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -35,3 +36,11 @@ def test_names_follow_the_rules_of_prometheus() -> None:
     for name in names:
         assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", name)
         assert not name.endswith(("_total", "_s", "_ms", "_bucket", "_sum", "_count"))
+
+
+def test_what_one_tier_serves_those_above_it_missed() -> None:
+    counters = Counters.for_tiers(("cpu", "nvme", "slow"))
+    counters.lookup_misses, counters.loaded_blocks = 7, [100, 20, 3]
+    (metric,) = (metric for metric in METRICS if metric.name == "tier_misses")
+    missed = {tier: value for (tier,), value in metric.values(Snapshot(counters, []))}
+    assert missed == {"cpu": 30, "nvme": 10, "slow": 7}

@@ -183,7 +183,8 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
     from .scale import FULL, QUICK
 
     scale = QUICK if arguments.quick else FULL
-    return replace(scale, repeats=arguments.repeats) if arguments.repeats else scale
+    n = arguments.repeats
+    return replace(scale, repeats=n, engine_repeats=min(n, scale.engine_repeats)) if n else scale
 
 
 def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
