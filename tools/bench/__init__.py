@@ -111,15 +111,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _only_errors_of_vllm() -> Iterator[None]:
-    """In this process, and in the engines that it starts."""
-    logger, level = logging.getLogger("vllm"), os.environ.get(_LOG_LEVEL)
-    own_level = logger.level
+    """In this process and its engines. Our own level follows from vLLM's when first imported."""
+    loggers = [logging.getLogger(name) for name in ("vllm", "kvcascade")]
+    levels, level = [logger.level for logger in loggers], os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "ERROR")
-    logger.setLevel(logging.ERROR)
+    loggers[0].setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(own_level)
+        for logger, own in zip(loggers, levels, strict=True):
+            logger.setLevel(own)
         if level is None:
             del os.environ[_LOG_LEVEL]
 
