@@ -113,7 +113,7 @@ class ThisMachine(Machine):
 
     def used_by_namespaces(self, folder: Path) -> int:
         namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
-        return sum(bytes_below(namespace) for namespace in namespaces)
+        return sum(_bytes_below(namespace) for namespace in namespaces)
 
 
 def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
@@ -225,7 +225,7 @@ def _written(size: Size, count: int) -> str:
     return f"{size} = {human(count)}" if isinstance(size, Share) else str(size)
 
 
-def bytes_below(folder: Path) -> int:
+def _bytes_below(folder: Path) -> int:
     """Bytes that the files below a folder take on disk; what vanishes meanwhile counts nothing."""
     total = 0
     for where, _, names in os.walk(folder):

@@ -44,6 +44,7 @@ from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.tier import NvmeTier as OpenTier
 from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, refuse_useless
+from .vllm_later import set_state, state_of
 from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
@@ -210,10 +211,10 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
 
 
 def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
-    used = context.get_state(_Used)
+    used = state_of(context, _Used)
     if used is None:
         used = _Used()
-        context.set_state(used)
+        set_state(context, used)
     return used.keys
 
 

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..policies import ORDERS
 from ..policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
 from .arrays import HEADER_BYTES, parse_header
 from .chains import CHAINS, Chains
 from .reader import open_read_only
-
-POLICY_NAMES = ("arc", "fifo", "lirs", "lru", "prefix", "s3fifo", "sieve", "slru")
-"""Prefixes of array names, which are the names of the policies in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class StateReader:
     def policy_of(self, state: int) -> str | None:
         """The policy that the process with a state number used last; None if it is not known."""
         latest: list[tuple[int, str]] = []
-        for name in POLICY_NAMES:
+        for name in ORDERS:  # arrays are named after their policy
             heads = map(_head, (self._folder / str(state)).glob(f"{name}_*.arr"))
             latest += [(head[2], name) for head in heads if head is not None]
         return max(latest)[1] if latest else None
@@ -106,7 +104,7 @@ class StateReader:
     def policies(self) -> list[PolicyState]:
         """Every policy that left arrays, the one used last first."""
         found: list[PolicyState] = []
-        for name in POLICY_NAMES:
+        for name in ORDERS:  # arrays are named after their policy
             paths = list(self._files(f"{name}_*"))
             if not paths:
                 continue

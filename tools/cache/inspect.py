@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import KVCascadeError, os_errors
-from ...machine import bytes_below
+from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
@@ -198,7 +198,7 @@ def _report(cache: OpenedCache, paths: list[str], now_s: float, arena_dir: Path)
         slots=len(cache.segments.found) * description.slots_per_segment,
         capacity_slots=cache.state.capacity(),
         payload_bytes=len(snapshot) * description.block_bytes,
-        disk_bytes=sum(map(bytes_below, folders)),
+        disk_bytes=sum(map(RealFileSystem().used_bytes, folders)),
         index_bytes=cache.index.file_bytes,
         segments=len(cache.segments.found),
         segments_damaged=[each.number for each in found if each.problem],
