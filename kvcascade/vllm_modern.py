@@ -164,7 +164,7 @@ class CascadeManager(OffloadingManager):
         self._manager.complete_store(cast(Collection[BlockHash], keys), success)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._switch(req_context)
+        self._request_of(req_context)  # it waits from now on
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -210,18 +210,22 @@ class CascadeManager(OffloadingManager):
         self._cascade.close()
 
     def _request_of(self, context: ReqContext) -> Request:
-        if context is not self._context:
-            self._switch(context)
-        return self._request
-
-    def _switch(self, context: ReqContext) -> None:
-        """vLLM hands over one context object per request, many calls in a row."""
+        if context is self._context:
+            return self._request
         request = state_of(context, Request)
         if request is None:
             request = Request(context.req_id, _allowed_media(context), time.monotonic())
             set_state(context, request)
-        self._context, self._request = context, request
-        self._manager.begin_asking(request)
+        return request
+
+    def _switch(self, context: ReqContext) -> None:
+        """The lookups that follow, many in a row, are of another request.
+
+        Only lookups switch: a store after the end of a step must not look like a question.
+        """
+        self._request = self._request_of(context)
+        self._context = context
+        self._manager.begin_asking(self._request)
 
 
 class CascadeWorker(OffloadingWorker):

@@ -283,6 +283,25 @@ def test_what_changes_hands_is_named_by_both(rig: Rig) -> None:
     assert moved(rig)[0] == left
 
 
+def test_who_hands_a_segment_over_sees_what_comes_into_it_at_once(rig: Rig) -> None:
+    """An idle engine: nothing of the index is held from one look around to the next question."""
+    for start in range(0, SLOTS, 8):
+        rig.store(keys(8, start=start))
+        step(rig, STEP_S)
+    with Peer(rig.config) as other:
+        for _ in range(SLOTS):
+            if rig.backend.available < SLOTS:
+                break
+            assert other.ask("own") == []  # it wants some
+            other.maintain(STEP_S)
+            step(rig, STEP_S)
+        other.maintain(STEP_S)
+        assert other.ask("own"), "nothing happened here since"
+        other.maintain()
+        assert set(other.store(range(300, 304))) == {OK.value}
+        assert all(rig.check(h) for h in keys(4, start=300))
+
+
 def test_nothing_is_named_for_nobody(rig: Rig) -> None:
     rig.store(keys(6))
     with Peer(rig.config) as other:

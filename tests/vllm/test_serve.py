@@ -72,11 +72,18 @@ def on_disk(root: Path) -> set[int]:
 
 def settle(server: Server, is_done: Callable[[dict[tuple[str, str], float]], bool]) -> None:
     """Short requests until the figures say that nothing is under way."""
+    metrics: dict[tuple[str, str], float] = {}
     for number in range(ROUNDS_MAX):
         server.complete([1 + number] * 4)
-        if is_done(server.metrics()):
+        metrics = server.metrics()
+        if is_done(metrics):
             return
-    raise AssertionError(f"nothing settles\n{server.log_tail()}")
+    ours = "\n".join(
+        f"{name[len(PREFIX) :]} {tier}: {value:g}"
+        for (name, tier), value in sorted(metrics.items())
+        if value and name.startswith(PREFIX) and not name.endswith("_bucket")
+    )
+    raise AssertionError(f"nothing settles\n{ours}\n{server.log_tail()}")
 
 
 def everything_is_written(metrics: dict[tuple[str, str], float]) -> bool:

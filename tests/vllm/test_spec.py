@@ -320,6 +320,17 @@ def test_a_request_that_never_ran(tmp_path: Path) -> None:
         driver.manager.on_request_finished(ReqContext("unseen"))
 
 
+def test_a_store_between_two_steps_is_no_question(tmp_path: Path) -> None:
+    """An engine that goes idle after it looks after its tiers all the same."""
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        request = driver.request("text", 4)
+        assert driver.look_up(request) == 0
+        driver.step()
+        assert driver.manager.prepare_store(request.keys[0], request.context) is not None
+        assert driver.cascade.manager._asking is None
+
+
 def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
     shape = Shape()
     with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:

@@ -194,21 +194,9 @@ class NvmeBackend(Backend):
 
     def maintain(self, policy: CachePolicy) -> bool:
         """As in the contract. Costs a few microseconds unless a segment comes or goes."""
-        directory, growth = self._directory, self._growth
-        directory.release()
-        if directory.is_overtaken:
-            growth.moved.note_lost(np.flatnonzero(self._table.is_used & self._table.is_owned))
-            directory.join_epoch()
-            return True
-        if growth.adopted:
-            self._take_adopted(policy)
-        if growth.surplus > 0:
-            self._let_go_of_one(policy)
-        for slot in self._background.take_strays():
-            if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
-                directory.put_stray(slot)
-        growth.balance()
-        return False
+        is_overtaken = self._keep_up(policy)
+        self._directory.release()  # last: an idle engine's next question sees what is there then
+        return is_overtaken
 
     def take_moved(self) -> Moved | None:
         return self._growth.moved.take()
@@ -237,6 +225,24 @@ class NvmeBackend(Backend):
         self._pools = [ExtentPool()]
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _keep_up(self, policy: CachePolicy) -> bool:
+        """`maintain`, but for the end of it."""
+        directory, growth = self._directory, self._growth
+        directory.release()
+        if directory.is_overtaken:
+            growth.moved.note_lost(np.flatnonzero(self._table.is_used & self._table.is_owned))
+            directory.join_epoch()
+            return True
+        if growth.adopted:
+            self._take_adopted(policy)
+        if growth.surplus > 0:
+            self._let_go_of_one(policy)
+        for slot in self._background.take_strays():
+            if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
+                directory.put_stray(slot)
+        growth.balance()
+        return False
 
     @property
     def _paths(self) -> int:
