@@ -13,12 +13,14 @@ from support.nvme_peer import Peer, PeerFailed
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.format import PAGE_BYTES
 from kvcascade.tiers.nvme.growth import BALANCE_EVERY_S, RECHECK_S
 from kvcascade.tiers.nvme.moved import BATCH_BLOCKS
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
 SLOTS, PER_SEGMENT = 64, 8
+COMMITS = 200
 OK, HELD, GONE = BlockOutcome.OK, BlockOutcome.HELD, BlockOutcome.GONE
 STEP_S = int(max(BALANCE_EVERY_S, RECHECK_S))
 
@@ -46,6 +48,10 @@ def step(rig: Rig, seconds: float = 0.0) -> bool:
     assert isinstance(rig.clock, ManualClock)
     rig.clock.advance(seconds)
     return rig.maintain()
+
+
+def index_bytes(rig: Rig) -> int:
+    return (rig.tier.namespace.index_folder / "data.mdb").stat().st_size
 
 
 def test_each_finds_what_the_other_stores(rig: Rig) -> None:
@@ -281,6 +287,18 @@ def test_what_changes_hands_is_named_by_both(rig: Rig) -> None:
         rig.backend.get_num_free_blocks()
     assert rig.backend.available == SLOTS and len(own) >= 2
     assert moved(rig)[0] == left
+
+
+def test_one_that_has_nothing_to_do_holds_no_pages_of_the_index(rig: Rig) -> None:
+    """From its start: a held page is not used again, and the index may only become so large."""
+    with Peer(rig.config) as other:
+        other.maintain()
+        size_bytes = index_bytes(rig)
+        for round_number in range(COMMITS):
+            rig.store(keys(1, start=round_number))
+            step(rig)
+        assert index_bytes(rig) < size_bytes + COMMITS * PAGE_BYTES
+        assert other.hits([COMMITS - 1]) == 1
 
 
 def test_who_hands_a_segment_over_sees_what_comes_into_it_at_once(rig: Rig) -> None:

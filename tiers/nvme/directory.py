@@ -82,7 +82,7 @@ class IndexDirectory(BlockDirectory):
         self._changes = 0
         self._is_index_stale = True
         """True while nothing is held of the index, or what is held is of another epoch."""
-        self._is_released = True
+        self._is_released = False  # the index holds a transaction from its opening on
         self._count = count
         self.get = self._get
 
