@@ -159,7 +159,11 @@ class SoloTier:
         return ended
 
     def maintain(self) -> None:
-        """Upkeep of the tier; at the end of every step. What other processes did is taken in."""
+        """Upkeep of the tier; at the end of every step. What other processes did is taken in.
+
+        It is also the end of whatever may be an engine's last call before it idles: nothing of the
+        index must be held then.
+        """
         self._writes.look_at_clock()
         self._reads.look_at_clock()
         if self.level.maintain():
@@ -177,12 +181,14 @@ class SoloTier:
         else:
             policy.settle([h for h in block_hashes if h in counted])
             policy.touch([h for h in block_hashes if h not in counted])
+        self.maintain()
 
     def take_events(self) -> list[BlockEvent]:
         """What came and went since the last call."""
         came, left = self.level.take_moved(MAX_MOVED_BLOCKS)
         self._emit(left, removed=True)
         self._emit(came, removed=False)
+        self.maintain()
         events, self.events = self.events, []
         return events
 

@@ -113,3 +113,19 @@ def test_what_is_loaded_is_used_once(rig: Rig) -> None:
     rig.load(context, prompt)
     rig.finish(context, prompt)
     assert rig.coldest()[0] == key(9) and rig.coldest()[-1] == key(1)
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_an_engine_that_goes_idle_holds_nothing_of_the_index(rig: Rig, is_end: bool) -> None:
+    """Pages that it held could not be used again by the other engines of the namespace."""
+    directory = rig.tier._tier.directory
+    context = rig.request("a", [1, 2])
+    rig.store(context, [1, 2])
+    rig.tier.on_schedule_end(ScheduleEndContext((), ()))
+    assert rig.tier.lookup(okey(9), context) is LookupResult.MISS
+    assert not directory._is_released
+    if is_end:
+        rig.tier.on_request_finished(context)
+    else:
+        rig.tier.take_events()
+    assert directory._is_released
