@@ -244,7 +244,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         cache = self.kv_cache_config
         if cache is None or len(cache.kv_cache_groups) != 1:
             raise ConfigError(
-                "kvcascade needs vLLM 0.27 or newer for a model with several KV cache groups; "
+                "kvcascade needs vLLM 0.24 or newer for a model with several KV cache groups; "
                 "upgrade vLLM, or disable the hybrid KV cache manager"
             )
         block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks

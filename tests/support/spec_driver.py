@@ -43,10 +43,14 @@ class Driver:
     def __init__(
         self, shape: Shape, tier_options: Sequence[Any], is_late: bool = False, **options: Any
     ) -> None:
-        """`is_late`: `on_schedule_end` comes at the end of a step (0.33), not before the stores."""
+        """`is_late`: `on_schedule_end` comes at the end of a step (0.33), not before the stores.
+
+        Loading is never held against computing, which takes no time here, unless `options` say so.
+        """
         self.shape = shape
         self.is_late = is_late
-        self.extra_config = {"tiers": list(tier_options), **options}
+        given = {"load_or_recompute": False, **options}
+        self.extra_config = {"tiers": list(tier_options), **given}
         engine_id = f"driver-{next(_engines)}-{id(self):x}"
         self.workers: list[Worker] = []
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from kvcascade.tools.versions import (
     BEGIN,
@@ -52,6 +54,17 @@ def test_the_sentence_of_the_adapter_names_the_same_versions() -> None:
     assert len(gaps) == 1
     last, first = minors[gaps[0] - 1], minors[gaps[0]]
     assert SUPPORTED == f"{minors[0]} to {last} or {first} to {minors[-1]}"
+
+
+def test_the_extra_takes_the_same_versions() -> None:
+    """What is installed and supported stays; what is refused is replaced."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    lines = metadata["options.extras_require"]["vllm"].split()
+    (extra,) = [one for one in map(Requirement, lines) if one.name == "vllm"]
+    taken = {minor for minor in range(40) if extra.specifier.contains(f"0.{minor}.1")}
+    rows = [row.version for row in RELEASES if row.proof is not Proof.NONE]
+    assert taken == {int(version.split(".")[1]) for version in rows}
 
 
 def test_only_what_is_run_can_be_run() -> None:

@@ -257,7 +257,7 @@ def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="blocks_per_chunk: 0 must be"):
         Engine(tmp_path, shared, 0)
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
-    with pytest.raises(ConfigError, match="0.27 or newer for a model with several"):
+    with pytest.raises(ConfigError, match="0.24 or newer for a model with several"):
         CascadeOffloadingSpec(vllm_config(extra), cache_config(groups=2))
 
 
