@@ -33,7 +33,7 @@ STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
 """In the life of one tier: each takes its own range of generations."""
 SILENCE_LIMIT_S = 60.0
-"""With work to do; then the mover is killed, since it or its disk stands still."""
+"""With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
 JOBS_AT_MOST = 64
 CLOSE_LIMIT_S = 5.0
 """For a mover to end by itself once it was told to."""
@@ -251,7 +251,10 @@ class Mover:
         del self._jobs[message.ticket]
 
     def _is_silent(self) -> bool:
-        return bool(self._jobs) and self._clock() - self._heard_s > self._options.silence_limit_s
+        if self._is_ready and not self._jobs:
+            return False
+        limit_s = self._options.silence_limit_s if self._is_ready else SILENCE_LIMIT_S
+        return self._clock() - self._heard_s > limit_s
 
     def _bury(self) -> None:
         """The connection is over. Once the process is too, fail its jobs and start another."""

@@ -42,6 +42,8 @@ STEPS_UNTIL_FLUSHED = 8
 of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
 
 
+AGING_PER_SLOT = 2
+"""Stored blocks per slot whose age is known: enough unless nothing could be written meanwhile."""
 MAX_PUT_OFFS = 32
 """Steps that a request's blocks wait for dirty ones to be written: several times what that takes.
 After that the first of them are taken, as many as there is room for."""
@@ -97,6 +99,8 @@ class CascadingOffloadingManager(OffloadingManager):
             level.on_evicted = partial(self._note_evicted, index)
         low, high = self.options.low_watermark, self.options.high_watermark
         self._demoters = [Demoter(self._flow, i, low, high) for i in range(len(links))]
+        if links and self.options.write_mode is not WriteMode.DEMOTE:
+            self._demoters[0].on_failed = self._note_aging
         self._flow.clean_ahead = self._clean_ahead
         budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
         self._worth = self._make_worth() if links else None
@@ -108,7 +112,10 @@ class CascadingOffloadingManager(OffloadingManager):
         """The status of a block in the first tier; for adapters that inline the plain hit."""
         self.answers = Answers(self._top.policy.ready_at)
         self._asking: Request | None = None
-        self._aging: deque[tuple[float, BlockHash]] = deque()
+        self._aging: deque[tuple[float, BlockHash]] = deque(
+            maxlen=AGING_PER_SLOT * self._top.capacity
+        )
+        """Stored blocks and when, oldest first; beyond the limit they are written as they leave."""
         self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)
         self._evicted: list[BlockHash] = []
         self._watches = [
@@ -402,11 +409,16 @@ class CascadingOffloadingManager(OffloadingManager):
             self._top.set_dirty(slots)
             self.counters.stored_blocks += len(stored)
             self._flow.emit(stored, self._top, removed=False)
+            if self._worth is not None and not self._workers.stores:
+                self._worth.prefill.all_stored(self._clock())
             if stored and self._demoters and self.options.write_mode is not WriteMode.DEMOTE:
-                now = self._clock()
                 # A worker reports a set: slots, taken in prefix order, bring that order back.
                 in_order = sorted(zip(slots, stored, strict=True))
-                self._aging.extend((now, block_hash) for _, block_hash in in_order)
+                self._note_aging([block_hash for _, block_hash in in_order])
+
+    def _note_aging(self, block_hashes: Sequence[BlockHash]) -> None:
+        now = self._clock()
+        self._aging.extend((now, block_hash) for block_hash in block_hashes)
 
     # ---- recency, requests, steps --------------------------------------------------------
 
@@ -507,7 +519,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """True if calls are needed for progress that requests wait for."""
-        return self._promoter.in_flight > 0
+        return self._promoter.is_waited_for
 
     def _look_after_tiers(self) -> None:
         """Upkeep of every tier; what other processes reset is forgotten, and all above it.
@@ -568,12 +580,13 @@ class CascadingOffloadingManager(OffloadingManager):
         for demoter in self._demoters:
             jobs += demoter.orphan(n)
         workers = self._workers.using(self.top_get)
+        self._workers.outdate_pinned()
         if not is_own:
             self._workers.outdate(self.top_get)
         users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
         users.update((0, s.block_id) for s in chain(workers, self._workers.quarantined()))
         for index, level in enumerate(self._levels[:n]):
-            if not is_own:
+            if not is_own and self.options.with_events:
                 level.note_loss()
             for status in level.reset():
                 count = users[index, status.block_id]
@@ -596,10 +609,12 @@ class CascadingOffloadingManager(OffloadingManager):
         May block; for shutdown. True if nothing dirty was left behind.
         """
         for index, demoter in enumerate(self._demoters):
+            # As many as there are and no more: what a smaller tier below evicts is dirty again.
+            left = len(self._levels[index].policy)
             while self._clock() < deadline_s and not demoter.is_blocked:
                 with self.lock:
                     self._collect()
-                    demoter.demote_coldest(self._levels[index].capacity)
+                    left -= demoter.demote_coldest(left)
                     waiting = demoter.job_ids
                 if not waiting:
                     break

@@ -12,7 +12,7 @@ below is the smaller one, an idle engine would go on writing for ever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
 from .counters import LinkCounters
@@ -45,6 +45,9 @@ class Demoter:
         self._window = max(1, round(high_watermark * capacity))
         self._slack = max(1, round((high_watermark - low_watermark) * capacity))
         self._taken_at_scan = -self._slack
+        self._started_by_scan = 0
+        self.on_failed: Callable[[list[BlockHash]], None] | None = None
+        """Told which blocks a device failed to take; there was room for them."""
         self._jobs: dict[int, Job] = {}
         self._breaker = flow.writes[index + 1]
 
@@ -71,16 +74,19 @@ class Demoter:
     def keep_ahead(self) -> None:
         """Make the cold end of the upper level clean if the low watermark may have been crossed.
 
-        Looks once per `high - low` slots taken, so a store pays for a constant number of looks.
+        Looks once per `high - low` slots taken, so a store pays for a constant number of looks, and
+        writes no more than the window each time: where the tier below is smaller than that, what it
+        evicts is dirty again here, and an idle engine would go on for ever.
         """
         if self._upper.taken_blocks - self._taken_at_scan < self._slack:
             return
         window = self._window - self._upper.backend.get_num_free_blocks()
-        if window <= 0:
+        left = window - self._started_by_scan
+        started = self.demote_coldest(left, window) if left > 0 else 0
+        self._started_by_scan += started
+        if left <= started or (not started and len(self._jobs) < MAX_JOBS_IN_FLIGHT):
             self._taken_at_scan = self._upper.taken_blocks
-            return
-        if self.demote_coldest(window, window) == 0 and len(self._jobs) < MAX_JOBS_IN_FLIGHT:
-            self._taken_at_scan = self._upper.taken_blocks
+            self._started_by_scan = 0
 
     def demote_coldest(self, n: int, window: int | None = None) -> int:
         """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
@@ -220,6 +226,7 @@ class Demoter:
     def _land(self, job: Job, outcomes: Sequence[BlockOutcome]) -> None:
         stored: list[BlockHash] = []
         failed: list[int] = []
+        again: list[BlockHash] = []
         for block_hash, source, target, outcome in zip(
             job.hashes, job.sources, job.targets, outcomes, strict=True
         ):
@@ -236,7 +243,11 @@ class Demoter:
                 self._upper.set_settled(source.block_id)
             else:
                 failed.append(source.block_id)
+                if outcome is not BlockOutcome.NO_SPACE:
+                    again.append(block_hash)
         self._upper.set_dirty(failed)
+        if again and self.on_failed is not None:
+            self.on_failed(again)
         self._flow.emit(stored, self._lower, removed=False)
         self._counters.demoted_blocks += len(stored)
         self._counters.demoted_bytes += len(stored) * self._lower.block_size

@@ -23,9 +23,9 @@ MAX_JOBS_IN_FLIGHT = 4
 """Per link and direction."""
 STALLED_S = 15.0
 """Writes that are under way, and none ends for so long: the tier counts as failed."""
-NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE)
-"""Of a write: the block is below already, or from before a reset of the tier there. Nothing
-failed."""
+NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT)
+"""Of a write: the block is below already, from before a reset of the tier there, or was found
+damaged in the tier above. Nothing failed there, and trying again is of no use."""
 WRITTEN = frozenset({BlockOutcome.OK, *NOT_WANTED})
 """Of a write: everything but failures."""
 SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
@@ -133,7 +133,6 @@ class Flow:
 
     def lost_below(self, index: int, block_hash: BlockHash) -> None:
         """A block of level `index` turned out to be gone or damaged: whoever is above is dirty."""
-        self.emit([block_hash], self.levels[index], removed=True)
         for above in self.levels[:index]:
             self._mark_dirty_again(above, [block_hash])
 

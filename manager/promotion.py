@@ -77,6 +77,11 @@ class Promoter:
         return len(self._pending)
 
     @property
+    def is_waited_for(self) -> bool:
+        """True if something is under way and a request waits; one that ended does not."""
+        return bool(self._pending and self._waiting)
+
+    @property
     def is_queued(self) -> bool:
         """True if `flush` has something to start."""
         return any(self._queued) and not self._undecided
@@ -96,10 +101,9 @@ class Promoter:
         if pending is None:
             return None
         if self._flow.clock() < pending.deadline_s:
-            if request not in pending.waiters:
+            if not request.is_waiting or request not in pending.waiters:
                 self._add_waiter(pending, request)
-            if request.is_waiting:
-                request.note_pending(block_hash, pending.deadline_s)
+            request.note_pending(block_hash, pending.deadline_s)
             return LookupState.PENDING
         if block_hash not in request.missed:
             request.missed.add(block_hash)
@@ -377,7 +381,10 @@ class Promoter:
                 target.drop(block_hash, status)
                 self._fail(block_hash)
                 self._count_failure(outcome, level)
-                if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+                is_bad = outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE)
+                if is_bad and below.ref_cnt == 0:  # else another transfer uses the slot
+                    if source.owns(block_hash):
+                        self._flow.emit([block_hash], source, removed=True)
                     source.drop(block_hash, below)
                     self._flow.lost_below(level, block_hash)
         target.policy.mark_ready(arrived, slots)

@@ -74,6 +74,7 @@ class SoloTier:
         self._writes = Breaker(clock, STALLED_S, failures_to_open=1)
         self._reads = Breaker(clock, STALLED_S)
         self._seen: dict[BlockHash, None] = {}
+        self.maintain()  # an engine that nobody asks takes no step, which would do it
 
     @property
     def is_busy(self) -> bool:
@@ -255,9 +256,11 @@ class SoloTier:
             if len(self._failed) >= MAX_FAILED:
                 self._failed.clear()
             self._failed[block_hash] = self._clock() + FORGET_FAILED_S
-            if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+            is_bad = outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE)
+            if is_bad and status.ref_cnt == 0:  # else another job uses the slot
+                if self.level.owns(block_hash):
+                    self._emit([block_hash], removed=True)
                 self.level.drop(block_hash, status)
-                self._emit([block_hash], removed=True)
         self.level.policy.touch(loaded)
         return tuple(loaded), len(loaded) == len(job.hashes) and not job.is_partial
 

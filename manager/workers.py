@@ -66,6 +66,10 @@ class WorkerTransfers:
         else:
             self._let_go(status)
 
+    def outdate_pinned(self) -> None:
+        """What was to stay in the cache leaves it: such slots are freed, not unpinned, later."""
+        self._quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self._quarantine]
+
     def quarantined(self) -> Iterator[BlockStatus]:
         """Slots that are out of use since a reset."""
         for _, statuses, pinned in self._quarantine:

@@ -106,7 +106,8 @@ class PrefillSpeed:
 
     A scheduler offers blocks when it schedules their tokens, and ends later steps when these are
     computed. The time from the first offer to `STEPS_UNTIL_COMPUTED` steps after the last one
-    covers the computation and a little more, so the figure errs to the low side.
+    covers the computation and a little more, so the figure errs to the low side. So does the time
+    until all of them are stored; an engine that goes idle then takes no more steps.
     """
 
     def __init__(self, given_tokens_per_s: float | None = None) -> None:
@@ -129,12 +130,16 @@ class PrefillSpeed:
 
     def end_step(self, now_s: float) -> None:
         """A step of the scheduler ended."""
+        self._steps_left -= 1
+        if self._since_s is not None:
+            if self._steps_left <= 0 or now_s - self._since_s >= PREFILL_WINDOW_S:
+                self.all_stored(now_s)
+
+    def all_stored(self, now_s: float) -> None:
+        """Everything that was offered is computed: it is stored already, or long under way."""
         if self._since_s is None:
             return
         elapsed_s = now_s - self._since_s
-        self._steps_left -= 1
-        if self._steps_left > 0 and elapsed_s < PREFILL_WINDOW_S:
-            return
         if self._tokens >= PREFILL_TOKENS_MIN and elapsed_s > 0:
             sample, known = self._tokens / elapsed_s, self.tokens_per_s
             self.tokens_per_s = (

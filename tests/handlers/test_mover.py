@@ -72,12 +72,14 @@ class Stage:
         self.clock = ManualClock()
         self.children: list[PlayedChild] = []
         self.ended: list[tuple[str, bool]] = []
+        self.is_mute = False
         self.mover = Mover(self.launch, InlineExecutor(), MoverOptions(self.clock))
 
     def launch(self) -> Connection:
         child = PlayedChild()
         self.children.append(child)
-        child.say(Ready())
+        if not self.is_mute:
+            child.say(Ready())
         return Connection(child, child.ours)
 
     def submit(self, name: str, slots: int = 1) -> bool:
@@ -232,3 +234,19 @@ def test_after_closing_nothing_is_taken_or_started(stage: Stage) -> None:
     assert not stage.submit("b")
     stage.mover.poll()
     assert len(stage.children) == 1 and stage.mover.close()
+
+
+def test_a_mover_that_never_gets_ready_is_killed_and_another_started() -> None:
+    """With nothing under way: a job is not even taken before it is ready."""
+    stage = Stage()
+    stage.is_mute = True
+    stage.mover._start_if_allowed()
+    assert not stage.submit("too early")
+    stage.is_mute = False
+    stage.clock.advance(limits.SILENCE_LIMIT_S + 1)
+    assert not stage.submit("too late")
+    assert stage.children[0].was_killed
+    assert stage.submit("taken") and len(stage.children) == 2
+    for child in stage.children:
+        child.die()
+    stage.mover.close()

@@ -11,7 +11,7 @@ from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.solo import FORGET_FAILED_S, SoloResult, SoloTier
-from kvcascade.tiers.base import BlockHash, BlockOutcome, Moved
+from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
 from kvcascade.tiers.endurance import DayLog
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
@@ -252,3 +252,35 @@ def test_closing_ends_its_handlers() -> None:
     rig.store(1)
     assert rig.solo.close(1.0)
     assert not rig.solo.is_busy
+
+
+def test_a_damaged_block_keeps_its_slot_while_another_job_reads_it() -> None:
+    rig = Rig(slots=2)
+    rig.store(1, 2)
+    rig.solo.load(8, [key(1)], [0])
+    rig.solo.load(9, [key(1)], [1])
+    rig.up.fate = lambda source, target: BlockOutcome.CORRUPT if target == 0 else BlockOutcome.OK
+    rig.up.step()
+    rig.solo.finished()
+    rig.solo.store(10, [key(3)], [2])
+    rig.down.step()
+    rig.solo.finished()
+    rig.up.step()
+    rig.solo.finished()
+    rig.store(4, 5)
+    assert rig.has(4, 5) == [True, True], "no slot is pinned for ever"
+
+
+def test_what_opening_held_of_the_tier_is_released_before_the_first_step() -> None:
+    """An engine that nobody asks takes no step."""
+    looked_after: list[CachePolicy] = []
+
+    class Held(MemoryBackend):
+        def maintain(self, policy: CachePolicy) -> bool:
+            looked_after.append(policy)
+            return False
+
+    backend, policy = Held(BLOCK_SIZE, 4), create("lru", 4)
+    idle = MemoryHandler(backend, backend)
+    SoloTier(Tier("ours", backend, policy), Link(idle, idle), lambda: 0.0)
+    assert looked_after == [policy]

@@ -258,9 +258,44 @@ class CpuOnlyMachine(ManagerMachine):
     capacities = (8,)
 
 
+class SmallBelowMachine(ManagerMachine):
+    """What is evicted below is dirty again above."""
+
+    capacities = (20, 6)
+    options = ManagerOptions(write_mode=WriteMode.BACK, dirty_age_s=2.0)
+
+
+class KeepMachine(ManagerMachine):
+    """A reset forgets what the workers are at, and nothing else."""
+
+    options = ManagerOptions(on_reset=OnReset.KEEP)
+
+    @rule(is_flushed=st.booleans())
+    def reset(self, is_flushed: bool) -> None:
+        self.manager.reset_cache()
+        for job in self.stores:
+            for slot in job.slots:
+                self.cascade.write_top(slot, b"late" * 16)
+        for load in self.loads:
+            for block_hash, slot in zip(load.hashes, load.slots, strict=True):
+                assert self.cascade.read_top(slot) == block_bytes(block_hash), "wrong bytes"
+        self.stores.clear()
+        self.loads.clear()
+        if is_flushed:
+            self.manager.on_reset_flushed()
+
+
 @pytest.mark.parametrize(
     "machine",
-    [ManagerMachine, ThreeTierMachine, WriteBackMachine, WriteThroughMachine, CpuOnlyMachine],
+    [
+        ManagerMachine,
+        ThreeTierMachine,
+        WriteBackMachine,
+        WriteThroughMachine,
+        CpuOnlyMachine,
+        SmallBelowMachine,
+        KeepMachine,
+    ],
 )
 def test_manager_against_a_dict(machine: type[ManagerMachine]) -> None:
     case = machine.TestCase

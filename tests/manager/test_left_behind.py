@@ -1,0 +1,220 @@
+"""What an idle engine, an aborted request, a reset or a failing tier leaves behind: nothing."""
+
+from __future__ import annotations
+
+import pytest
+from support.cascade import Cascade, key
+
+from kvcascade.config import OnReset, WriteMode
+from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.breaker import REST_S
+from kvcascade.manager.cascading import AGING_PER_SLOT, ManagerOptions
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.policies import OrderedPolicy
+
+TOKENS = 100
+
+
+def keys(start: int, stop: int) -> list[BlockHash]:
+    return [key(i) for i in range(start, stop)]
+
+
+def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:
+    """Bring blocks to the second tier and out of the first."""
+    cascade.store(hashes)
+    cascade.manager._demoters[0].demote_coldest(len(hashes))
+    cascade.run_transfers()
+    for _, status in cascade.policies[0].evict(len(hashes), ()) or ():
+        cascade.backends[0].free(status)
+    assert all(cascade.holds(1, block_hash) for block_hash in hashes)
+
+
+def test_an_idle_engine_does_not_write_for_ever_into_a_small_tier() -> None:
+    """What the small tier evicts is dirty again above, and among the coldest."""
+    cascade = Cascade((50, 4))
+    for i in range(50):
+        cascade.store([key(i)])
+        cascade.manager.end_step()
+    written = cascade.manager.counters.links[0]
+    for _ in range(100):
+        cascade.run_transfers()
+    assert written.demoted_blocks <= 50
+    before = written.demoted_blocks
+    for _ in range(100):
+        cascade.run_transfers()
+    assert written.demoted_blocks == before
+
+
+def test_a_shutdown_writes_each_block_once() -> None:
+    cascade = Cascade((8, 4), is_immediate=True)
+    cascade.store(keys(0, 8))
+    cascade.manager.shutdown()
+    assert cascade.manager.counters.links[0].demoted_blocks == 8
+    assert [cascade.holds(1, h) for h in keys(0, 8)] == [True] * 4 + [False] * 4
+
+
+def test_an_aborted_request_leaves_nothing_that_needs_steps() -> None:
+    """A stalled tier would keep the engine going through empty steps for ever."""
+    cascade = Cascade((8, 16))
+    below_only(cascade, keys(0, 2))
+    request = Request()
+    assert cascade.manager.lookup(keys(0, 2), request) is None
+    cascade.manager.end_step()
+    assert cascade.manager.has_pending_work()
+    cascade.manager.finish_request(request)
+    assert not cascade.manager.has_pending_work()
+    for handler in cascade.handlers:
+        handler.wait(set(handler.queued))
+    cascade.manager.maintain()
+    assert cascade.manager.lookup(keys(0, 2)) == 2, "the background took them in"
+
+
+def test_a_request_that_waits_again_after_it_was_given_up_can_be_reset() -> None:
+    """What it holds is known to who resets, and its end gives nothing back twice."""
+    cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=10.0))
+    manager = cascade.manager
+    below_only(cascade, keys(0, 2))
+    cascade.store(keys(4, 5))
+    old, new = Request("old"), Request("new")
+    assert manager.lookup([key(0)], old) is None
+    cascade.now_s += 15
+    assert manager.lookup([key(1)], new) is manager.lookup([key(1)], old) is None
+    manager.end_step()
+    cascade.now_s += 6
+    manager.end_step()
+    assert not old.is_waiting, "for twice the deadline it was not served"
+    assert manager.lookup([key(4), key(1)], old) is None
+    assert old.is_waiting and list(old.holds) == [key(4)]
+    manager.end_step()
+    manager.reset_cache()
+    manager.finish_request(old)
+    cascade.run_transfers()
+    assert cascade.backends[0].get_num_free_blocks() == 8
+
+
+def test_a_kept_load_ends_after_a_reset_by_another_engine() -> None:
+    cascade = Cascade((8, 16), ManagerOptions(on_reset=OnReset.KEEP))
+    cascade.store(keys(0, 2))
+    cascade.manager.prepare_load(keys(0, 2), Request())
+    cascade.manager.reset_cache()
+    cascade.backends[1].is_overtaken = True
+    cascade.manager.end_step()
+    assert cascade.backends[0].get_num_free_blocks() == 6, "a worker may read them still"
+    cascade.manager.on_reset_flushed()
+    assert cascade.backends[0].get_num_free_blocks() == 8
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: WriteMode) -> None:
+    cascade = Cascade((8, 16), ManagerOptions(write_mode=mode), is_immediate=True)
+    cascade.down[0].accepts = False
+    for i in range(200):
+        cascade.store([key(i)])
+        cascade.manager.end_step()
+    assert len(cascade.manager._aging) <= AGING_PER_SLOT * 8
+    cascade.down[0].accepts = True
+    for _ in range(8):
+        cascade.now_s += REST_S + 1
+        cascade.manager.maintain()
+    assert all(cascade.holds(1, h) for h in keys(192, 200)), "and written when it recovers"
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMode) -> None:
+    """As when a mover dies: what a crash may lose is bounded all the same."""
+    cascade = Cascade((50, 60), ManagerOptions(write_mode=mode, dirty_age_s=5.0))
+    cascade.store(keys(0, 4))
+    cascade.down[0].fate = lambda source, target: BlockOutcome.IO_ERROR
+    for _ in range(3):
+        cascade.now_s += REST_S + 1
+        cascade.run_transfers()
+    assert not any(cascade.holds(1, h) for h in keys(0, 4))
+    cascade.down[0].fate = lambda source, target: BlockOutcome.OK
+    for _ in range(3):
+        cascade.now_s += REST_S + 1
+        cascade.run_transfers()
+    assert all(cascade.holds(1, h) for h in keys(0, 4))
+    assert not cascade.manager._aging
+
+
+def test_a_damaged_block_keeps_its_slot_while_it_is_written_on() -> None:
+    """Two transfers use a slot between the tiers; the last one to end gives it back."""
+    cascade = Cascade((4, 6, 16))
+    manager = cascade.manager
+    below_only(cascade, keys(0, 1))
+    manager._demoters[1].demote_coldest(1)
+    assert manager.lookup(keys(0, 1), Request()) is None
+    manager.end_step()
+    cascade.up[0].fate = lambda source, target: BlockOutcome.CORRUPT
+    cascade.up[0].step()
+    manager.end_step()
+    cascade.store(keys(1, 2))
+    manager._demoters[0].demote_coldest(1)
+    cascade.down[0].step()
+    manager.end_step()
+    cascade.down[1].step()
+    manager.end_step()
+    for policy in cascade.policies:
+        assert len(policy.coldest(16)) == len(policy), "nothing is pinned"
+
+
+def test_a_damaged_block_between_the_tiers_does_not_stop_the_others() -> None:
+    """It would be the coldest for ever, and each try would count against the tier below."""
+    cascade = Cascade((8, 8, 32))
+    manager = cascade.manager
+    below_only(cascade, keys(0, 4))
+    damaged = cascade.policies[1].get(key(0))
+    assert damaged is not None
+    cascade.down[1].fate = lambda source, target: (
+        BlockOutcome.CORRUPT if source == damaged.block_id else BlockOutcome.OK
+    )
+    manager._demoters[1].demote_coldest(4)
+    cascade.run_transfers()
+    assert [cascade.holds(2, h) for h in keys(0, 4)] == [False, True, True, True]
+    assert not manager._demoters[1].is_blocked
+    assert manager._demoters[1].demote_coldest(4) == 0, "it is not tried again"
+
+
+def test_an_idle_engine_does_not_compute() -> None:
+    """It takes no steps between the end of a request and the next one: that time says nothing."""
+    cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
+    manager, request = cascade.manager, Request()
+    assert manager.lookup_block(key(0), request) is LookupState.MISS
+    manager.end_step()
+    assert manager.prepare_store(keys(0, 10), request) is not None
+    cascade.now_s += 0.5
+    manager.complete_store(set(keys(0, 10)))
+    manager.end_step()
+    manager.finish_request(request)
+    cascade.now_s += 3600.0
+    for _ in range(3):
+        manager.end_step()
+    assert manager._worth is not None
+    assert manager._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
+
+
+def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
+    cascade = Cascade((8, 16), ManagerOptions(with_events=False))
+    cascade.store(keys(0, 8))
+    cascade.backends[1].is_overtaken = True
+    cascade.manager.end_step()
+    assert not any(level._lost for level in cascade.manager._levels)
+
+
+def test_a_bad_block_of_another_engine_is_no_event_of_this_one() -> None:
+    cascade = Cascade((8, 16))
+    below_only(cascade, keys(0, 2))
+    cascade.manager.take_events()
+    policy = cascade.policies[1]
+    mine = policy.get(key(1))
+    assert mine is not None and isinstance(policy, OrderedPolicy)
+    owned = bytearray(16)
+    owned[mine.block_id] = 1
+    policy._directory.owned = owned
+    assert cascade.manager.lookup(keys(0, 2)) is None
+    cascade.up[0].fate = lambda source, target: BlockOutcome.GONE
+    cascade.manager.end_step()
+    cascade.run_transfers()
+    (event,) = cascade.manager.take_events()
+    assert event == BlockEvent((key(1),), "M1", True, "M1")
