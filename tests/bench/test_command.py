@@ -14,6 +14,7 @@ from kvcascade.tools import bench
 from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
 from kvcascade.tools.bench.results import OURS, VLLM
 from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
+from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {
@@ -55,7 +56,7 @@ def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "NEEDED", ("kvcascade", "no_such_module"))
-    assert bench.run(parse()) == 1
+    assert bench.run(parse()) == ExitCode.MISSING
     assert "no_such_module not found" in capsys.readouterr().err
 
 
@@ -83,6 +84,17 @@ def test_every_measurement_at_the_smallest_size(
         assert any(VLLM in row["samples"] for row in rows[name]), name
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert "saved" in capsys.readouterr().out
+
+
+def test_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "scale_of", lambda arguments: SMOKE)
+    assert bench.run(parse("--only", "lookups", "--out", str(tmp_path), "--json")) == 0
+    said = capfd.readouterr()
+    head = {"schema": "kvcascade.bench", "schema_version": SCHEMA_VERSION}
+    assert json.loads(said.out) == {**head, **json.loads((tmp_path / "bench.json").read_text())}
+    assert "saved" in said.err
 
 
 def _has_ours(row: dict[str, object]) -> bool:

@@ -120,6 +120,12 @@ class TierMachine(RuleBasedStateMachine):
         offset = segments.layout.header_bytes + index * BLOCK + number
         self.fs.damage(segments.path_of(segment), offset, b"\xa5\x5a")
 
+    @rule(numbers=st.sets(st.integers(0, KEYS - 1), max_size=6))
+    def somebody_takes_blocks_away(self, numbers: set[int]) -> None:
+        index = self.rig.tier.index
+        entries = [(key(i), entry) for i in numbers if (entry := index.entry(key(i))) is not None]
+        index.take_away(index.epoch, [(h, entry.pack(h)) for h, entry in entries])
+
     @rule()
     def run_background(self) -> None:
         self.executor.run_all()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcascade.tools.__main__ import main
+from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.replay.models import MODELS, kv_bytes_per_token
 from kvcascade.tools.replay.options import TierOptions, parse_tier, with_bench
 from kvcascade.tools.replay.virtual import Speed
@@ -45,8 +46,21 @@ def test_tables(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace, *CALL, "--json", "--limit", "30"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["schema_version"]) == ("kvcascade.replay", SCHEMA_VERSION)
     assert (found["requests"], found["ttft_s"]) == (30, None)
     assert [tier["name"] for tier in found["tiers"]] == ["cpu", "nvme"]
+
+
+def test_a_sweep_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, *CALL, "--policies", "lru,arc", "--json", "--limit", "30"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "kvcascade.replay-sweep"
+    assert [(point["policy"], point["requests"]) for point in found["points"]] == [
+        ("lru", 30),
+        ("arc", 30),
+    ]
+    assert main(["replay", trace, *CALL, "--sweep", "dram=1MiB", "--json"]) == ExitCode.CANNOT_OPEN
+    assert json.loads(capsys.readouterr().out)["error"] == "cannot_open"
 
 
 def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""`kvcascade gc`: what was asked for leaves, nothing else, and nothing that an engine owns."""
+"""`kvcascade gc`: what was asked for leaves and nothing else; an engine keeps its files."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -118,17 +119,38 @@ def test_a_whole_namespace(tmp_path: Path) -> None:
     assert not one.exists() and two.exists()
 
 
-def test_what_an_engine_owns_is_left_alone(tmp_path: Path) -> None:
+def test_files_of_a_running_engine_are_left_alone(tmp_path: Path) -> None:
     rig = UsageRig(config_of(tmp_path))
     rig.store([key(i) for i in range(BLOCKS)])
     folder = rig.tier.namespace.folders[0]
-    answer = call_outside("gc", tmp_path, "--hash", "00", "--json")
+    before = {path: path.stat().st_size for path in (folder / "segments").iterdir()}
+    answer = call_outside("gc", tmp_path, "--max-size", "1MiB", "--json")
     assert answer.code == ExitCode.OK
     assert "in use by process" in answer.one["skipped"] and not answer.one["blocks_removed"]
     answer = call_outside("gc", tmp_path, "-n", folder.name, "--remove-namespace")
     assert answer.code == ExitCode.IN_USE and folder.exists()
     assert all(rig.check(key(i)) for i in range(BLOCKS))
+    answer = call_outside("gc", tmp_path, "--hash", "00", "--max-size", "1MiB", "--json")
+    assert "in use by process" in answer.one["skipped"]
+    assert answer.one["blocks_removed"] == BLOCKS and not answer.one["segments_removed"]
+    assert {path: path.stat().st_size for path in (folder / "segments").iterdir()} == before
+    rig.maintain()
+    assert not any(rig.check(key(i)) for i in range(BLOCKS))
     rig.close()
+
+
+def test_by_age_beside_the_engine(tmp_path: Path) -> None:
+    now = [NOW_S]
+    rig = UsageRig(config_of(tmp_path), lambda: now[0])
+    rig.store([key(i) for i in range(BLOCKS)])
+    now[0] = time.time()
+    rig.policy.touch([key(i) for i in range(8)])
+    answer = call_outside("gc", tmp_path, "--older-than", "1d", "--json")
+    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == BLOCKS - 8
+    rig.maintain()
+    assert {i for i in range(BLOCKS) if rig.check(key(i))} == set(range(8))
+    rig.close()
+    assert right_blocks(tmp_path) == set(range(8))
 
 
 def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.cache_rig import ROOT, call
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.common import ExitCode, answering_apart, emit
 from kvcascade.tools.commands.passed_on import PASSED_ON, parser_of
 
 OURS = ("inspect", "top", "verify", "gc", "export", "import", "check")
@@ -114,3 +114,14 @@ def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "kvcascade.version" and document["kvcascade"] == __version__
+
+
+def test_json_stands_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever a command's libraries and child processes print goes to standard error."""
+    with answering_apart(True):
+        print("a library speaks")
+        subprocess.run(["echo", "a child speaks"], check=True)
+    emit("bench", {"figures": 1})
+    said = capfd.readouterr()
+    assert json.loads(said.out) == {"schema": "kvcascade.bench", "schema_version": 1, "figures": 1}
+    assert "a library speaks" in said.err and "a child speaks" in said.err

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo.demo_phases import phase
 
+from kvcascade.tools.bench.results import Quantity, Row, Table
+from kvcascade.tools.bench.results import document as bench_document
 from kvcascade.tools.cache.block import BlockReport, LayerStatistics
 from kvcascade.tools.cache.check import CheckReport, TierReport
 from kvcascade.tools.cache.export import ExportReport
@@ -19,22 +22,25 @@ from kvcascade.tools.cache.rebuild import RebuildReport
 from kvcascade.tools.cache.top import Frame, TierFrame
 from kvcascade.tools.cache.verify import BlockProblem, Problem, VerifyReport
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.demo.results import document as demo_document
+from kvcascade.tools.replay.report import BreakEven, Quantiles, ReplayReport
+from kvcascade.tools.replay.report import TierReport as ReplayedTier
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
-SECTIONS = dict(re.findall(r"^## (\S+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S))
+SECTIONS = dict(re.findall(r"^## (\w+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S))
 DOCUMENTS: list[tuple[str, type[Any]]] = [
     ("inspect", NamespaceReport), ("inspect", GroupReport), ("inspect", BlockReport),
     ("inspect", LayerStatistics), ("top", Frame), ("top", TierFrame), ("verify", VerifyReport),
     ("verify", BlockProblem), ("verify", RebuildReport), ("gc", GcReport),
     ("export", ExportReport), ("export", ImportReport), ("check", CheckReport),
-    ("check", TierReport),
+    ("check", TierReport), ("bench", ReplayReport), ("bench", ReplayedTier), ("bench", Quantiles),
+    ("bench", BreakEven),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "document"), DOCUMENTS)
 def test_every_field_is_described(section: str, document: type[Any]) -> None:
-    named = set(re.findall(r"`([a-z_]+)`", SECTIONS[section]))
-    assert {each.name for each in fields(document)} <= named
+    assert {each.name for each in fields(document)} <= _named(section)
 
 
 def test_statuses_problems_and_version() -> None:
@@ -43,3 +49,16 @@ def test_statuses_problems_and_version() -> None:
     for problem in Problem:
         assert f"| `{problem}` |" in SECTIONS["verify"]
     assert f"`schema_version` is **{SCHEMA_VERSION}**" in DOCS
+
+
+def test_figures_of_benchmark_and_demo() -> None:
+    measured = bench_document([Table("n", "t", "", [Row("c", Quantity("q", "s"))])], {})
+    demonstrated = demo_document([phase("b")], {})
+    for document in (measured, measured["measurements"][0], measured["measurements"][0]["rows"][0]):
+        assert document.keys() - {"format"} <= _named("bench")
+    for document in (demonstrated, demonstrated["phases"][0]):
+        assert document.keys() - {"format"} <= _named("bench")
+
+
+def _named(section: str) -> set[str]:
+    return set(re.findall(r"`([a-z0-9_]+)`", SECTIONS[section]))

@@ -149,14 +149,13 @@ def test_entries_that_cannot_be(tmp_path: Path) -> None:
     assert right_blocks(folder) == set(range(BLOCKS)) - {0, 1}
 
 
-def test_a_live_cache_is_read_and_not_repaired(tmp_path: Path) -> None:
+def test_a_live_cache_is_read_and_its_index_not_rebuilt(tmp_path: Path) -> None:
     rig = UsageRig(config_of(tmp_path))
     rig.store([key(i) for i in range(BLOCKS)])
     flip(segment(rig.tier.namespace.folders[0]), payload_offset(2))
     answer = call_outside("verify", tmp_path, "--json")
     assert answer.code == ExitCode.PROBLEMS and answer.one["is_live"]
     assert problems(answer) == {key(2).hex(): "corrupt"} and answer.one["ok"] == BLOCKS - 1
-    assert call_outside("verify", tmp_path, "--repair").code == ExitCode.IN_USE
     answer = call_outside("verify", tmp_path, "--rebuild-index", "--json")
     assert answer.code == ExitCode.IN_USE and answer.document["error"] == "in_use"
     assert not rig.check(key(2)) and rig.check(key(3))

@@ -9,10 +9,12 @@ from typing import Any
 
 import lmdb
 import pytest
-from support.cache_rig import call
+from safetensors import safe_open
+from support.cache_rig import call, flip
 from support.server_rig import Server, write_tokenizer
 
 from kvcascade.metrics import METRICS, PREFIX, Kind
+from kvcascade.tiers.nvme.format import parse_record
 from kvcascade.tools.commands.common import ExitCode
 from kvcascade.tools.model import make_llama
 
@@ -141,6 +143,11 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         assert LOADED not in server.metrics(), "nothing came from the disk so far"
         assert server.complete(prompt(0)) == first[0]
         settle(server, lambda metrics: metrics.get(LOADED, 0.0) >= PROMPT_BLOCKS - 1)
+        _clear_out_beside(disk, carried)
+        _repair_beside(disk)
+        last = [server.complete(prompt(number)) for number in range(PROMPTS)]
+        assert last == first, "what was taken away is computed, or read where it still is"
+        assert call("verify", disk).code == ExitCode.OK
 
 
 def _export_one_prompt(disk: Path, out: Path) -> Path:
@@ -162,6 +169,36 @@ def _import_beside(server: Server, disk: Path, carried: Path) -> None:
     answer = call("import", disk, carried, "--make-room", "--json")
     assert answer.code == ExitCode.OK and answer.document["imported"] == PROMPT_BLOCKS, answer
     assert len(on_disk(disk) - held) == PROMPT_BLOCKS
+
+
+def _clear_out_beside(disk: Path, carried: Path) -> None:
+    """A whole prompt leaves the disk while the server runs."""
+    with safe_open(carried, "numpy") as file:
+        records = [parse_record(bytes(row)) for row in file.get_tensor("slots")]
+    (first,) = (
+        found["hash"]
+        for record in records
+        if record is not None
+        for found in [call("inspect", disk, "--block", record.key.hex(), "--json").document]
+        if found["prefix_position"] == 0
+    )
+    held = on_disk(disk)
+    answer = call("gc", disk, "--prefix", first, "--dry-run", "--json")
+    assert answer.one["blocks_removed"] == PROMPT_BLOCKS and on_disk(disk) == held
+    answer = call("gc", disk, "--prefix", first, "--json")
+    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == PROMPT_BLOCKS, answer
+    assert len(held - on_disk(disk)) == PROMPT_BLOCKS
+
+
+def _repair_beside(disk: Path) -> None:
+    """A damaged block, and nothing else, leaves the disk before anybody asks for it."""
+    held = keys_on_disk(disk)
+    found = call("inspect", disk, "--block", held[len(held) // 2].hex(), "--json").document
+    flip(Path(found["path"]), found["offset"] + 100)
+    answer = call("verify", disk, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.one["dropped"] == 1, answer
+    assert [each["hash"] for each in answer.one["problems"]] == [found["hash"]]
+    assert set(held) - set(keys_on_disk(disk)) == {bytes.fromhex(found["hash"])}
 
 
 def _check_commands(server: Server, disk: Path, metrics: dict[tuple[str, str], float]) -> None:

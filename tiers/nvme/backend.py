@@ -212,8 +212,15 @@ class NvmeBackend(Backend):
     def free_extents(self) -> npt.NDArray[np.int32]:
         """All free runs, ascending: shape `(n, 2)`."""
         self.take_arrived()
-        extents = np.concatenate([pool.to_array() for pool in self._pools])
-        return extents[np.argsort(extents[:, 0])]
+        return _ascending(self._pools)
+
+    def free_beside(self, used_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """As `free_extents`, if these and no other slots are in use."""
+        is_used = np.zeros(len(self._table.used), dtype=np.bool_)
+        is_used[used_slots] = True
+        self.take_arrived()
+        owned = self._table.is_owned
+        return _ascending(free_pools(is_used, owned, self._slots_per_segment, self._paths))
 
     @property
     def available(self) -> int:
@@ -343,3 +350,8 @@ def free_pools(
         for start, length in complement(used, first, end):
             pools[number % paths].free(start, length)
     return pools
+
+
+def _ascending(pools: Sequence[ExtentPool]) -> npt.NDArray[np.int32]:
+    extents = np.concatenate([pool.to_array() for pool in pools])
+    return extents[np.argsort(extents[:, 0])]

@@ -8,6 +8,10 @@ Other processes store blocks too: what the index shows in a slot that is not thi
 *foreign*. It can be found and read like any other; it has no place in the policy's order, and
 dropping it here changes nothing but what this process says about it.
 
+They also take entries away: a damaged block, or one that an operator wants gone. A slot that lost
+its block so is a *stray*. It stays in use until its turn to leave comes; then its own record tells
+that no entry names it, and it is evicted like any other.
+
 The *epoch* numbers the resets of the namespace: the sum of one counter per process, in memory that
 all of them map, so that no two resets are ever taken for one.
 
@@ -35,7 +39,7 @@ SWEEP_PER_CHANGE = 2
 """Overlay entries and tombstones looked at per change: more than come in, so both drain."""
 MAX_UNKNOWN_SLOTS = 4096
 _STRAY = b"kvcascade stray "
-"""With a slot number behind it: stands for whatever lies in a slot that no entry names."""
+"""With a slot number behind it: stands for a stray whose block is elsewhere now, or not known."""
 
 StatusAt = Callable[[int], BlockStatus]
 
@@ -53,12 +57,14 @@ class IndexDirectory(BlockDirectory):
         count: int,
         resets: npt.NDArray[np.uint64],
         state: int,
+        proven_from: int = 0,
     ) -> None:
         """`owned` and `used` have a byte per slot, not 0 for one's own and those with a block in
         them; `count` blocks lie there.
 
         `resets` is an array that all processes map: how often each of them, by its state number,
-        reset the namespace.
+        reset the namespace. Slot records with a generation below `proven_from` may be older than
+        what was written last: a loss of power came between.
         """
         self._index = index
         self._segments = segments
@@ -67,6 +73,7 @@ class IndexDirectory(BlockDirectory):
         self._used = used
         self._resets = scalars(resets)
         self._state = state
+        self._proven_from = proven_from
         self._epoch = sum(self._resets)
         self._is_joining = False
         self._overlay: dict[BlockHash, BlockStatus] = {}
@@ -116,12 +123,15 @@ class IndexDirectory(BlockDirectory):
             return status
         if self._overlay.pop(block_hash, None) is not None:
             del self._key_at[slot]
-        self._gone[block_hash] = slot
-        self._popped[slot] = block_hash
-        self._to_sweep.append(block_hash)
-        self._count -= 1
-        self._changed()
+        self._leave(block_hash, slot)
         return status
+
+    def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """As `at_slot` gave them: a stray leaves as well, and so does what became one since."""
+        for key, slot in zip(block_hashes, slots, strict=True):
+            if self._key_at.get(slot) == key:
+                del self._overlay[key], self._key_at[slot]
+            self._leave(key, slot)
 
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
         key = self._key_at.get(slot)
@@ -132,17 +142,22 @@ class IndexDirectory(BlockDirectory):
         if not self._used[slot]:
             return None
         record = self._segments.record(slot)
-        key = None if record is None else BlockHash(record.key)
-        if key is not None and (key in self._overlay or self._gone.get(key) == slot):
-            return None
-        if key is None or self._index.slot_of(key) != slot:
-            if len(self._unknown) < MAX_UNKNOWN_SLOTS:
-                self._unknown.add(slot)
-            return None
-        return key, self._status_at(slot)
+        if record is not None and slot not in self._popped:
+            key = BlockHash(record.key)
+            damaged = self._index.damaged_lookups
+            found_in = self._index.slot_of(key)
+            if found_in == slot:
+                has_left = key in self._overlay or self._gone.get(key) == slot
+                return None if has_left else (key, self._status_at(slot))
+            is_proven = record.generation >= self._proven_from
+            if is_proven and self._index.damaged_lookups == damaged:
+                return self._stray(slot, key, found_in), self._status_at(slot)
+        if len(self._unknown) < MAX_UNKNOWN_SLOTS and slot not in self._popped:
+            self._unknown.add(slot)
+        return None
 
     def take_unknown(self) -> set[int]:
-        """Slots that were asked for and whose records do not match the index, each given once."""
+        """Slots that were asked for and whose records prove nothing, each given once."""
         taken, self._unknown = self._unknown, set()
         return taken
 
@@ -184,14 +199,16 @@ class IndexDirectory(BlockDirectory):
         self._unknown = {slot for slot in self._unknown if not first <= slot < end}
         self._count -= used
 
-    def put_stray(self, slot: int) -> None:
-        """The index names no block for a slot that is in use: let a stand-in be evicted for it.
+    def trust_records(self) -> None:
+        """All records of its slots are now known to be as new as the entries. Any thread."""
+        self._proven_from = 0
 
-        That happens when another process found a block damaged and stored it anew.
-        """
+    def put_stray(self, slot: int) -> None:
+        """The index was searched, and names no block for a slot that is in use, nor does its
+        record: let a stand-in be evicted for it."""
         if slot not in self._key_at and slot not in self._popped and self.at_slot(slot) is None:
             self._unknown.discard(slot)
-            key = BlockHash(_STRAY + slot.to_bytes(4, "little"))
+            key = _stand_in(slot)
             self._overlay[key] = self._status_at(slot)
             self._key_at[slot] = key
 
@@ -289,6 +306,23 @@ class IndexDirectory(BlockDirectory):
         self._is_index_stale = self._index.seen_epoch() != self._epoch
         return not self._is_index_stale
 
+    def _leave(self, key: BlockHash, slot: int) -> None:
+        """A slot of one's own has lost its block, and will be freed."""
+        if key not in self._overlay:  # otherwise it is a stray whose block was stored anew
+            self._gone[key] = slot
+            self._to_sweep.append(key)
+        self._popped[slot] = key
+        self._count -= 1
+        self._changed()
+
+    def _stray(self, slot: int, key: BlockHash, found_in: int) -> BlockHash:
+        """By what name a slot leaves that no entry names: its block's, if that is nowhere else.
+
+        A name that leaves is announced, so it may be no block's that can be found.
+        """
+        is_elsewhere = found_in >= 0 or key in self._overlay or key in self._gone
+        return _stand_in(slot) if is_elsewhere else key
+
     def _changed(self) -> None:
         self._changes += 1
         if self._changes >= REFRESH_EVERY_CHANGES:
@@ -298,10 +332,23 @@ class IndexDirectory(BlockDirectory):
         """Drop a hash from the overlay or the tombstones if the index agrees, else keep it."""
         slot = self._index.slot_of(key)
         status = self._overlay.get(key)
-        if status is not None and status.ref_cnt >= 0 and status.block_id == slot:
+        if status is not None and self._is_settled(key, status, slot):
             del self._overlay[key]
-            del self._key_at[slot]
+            del self._key_at[status.block_id]
         if key in self._gone and self._gone[key] != slot and self._gone[key] not in self._popped:
             del self._gone[key]
         if key in self._overlay or key in self._gone:
             self._to_sweep.append(key)
+
+    def _is_settled(self, key: BlockHash, status: BlockStatus, found_in: int) -> bool:
+        """True if a block's entry was committed: it is seen, or somebody took it away again."""
+        if found_in == status.block_id:
+            return status.ref_cnt >= 0
+        if status.ref_cnt != 0:
+            return False
+        record = self._segments.record(status.block_id)
+        return record is not None and record.key == key
+
+
+def _stand_in(slot: int) -> BlockHash:
+    return BlockHash(_STRAY + slot.to_bytes(4, "little"))

@@ -31,6 +31,8 @@ SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")
 _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
+RECORD_GENERATION = slice(8, 16)
+"""Where the generation lies in a record."""
 """The record's own CRC covers everything from here on."""
 assert _RECORD.size == SLOT_RECORD_BYTES
 

@@ -47,6 +47,10 @@ from .owners import MAX_PROCESSES
 
 MAX_READERS = 126
 GENERATIONS_PER_SESSION = 1 << 40
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MAX_BOOT_ID_BYTES = 64
+SCAN_ENTRIES = 4096
+"""Between two moments in which other threads may run."""
 
 
 _U64 = struct.Struct("<Q")
@@ -92,6 +96,8 @@ class Session:
     """How often this state number was used, this time included."""
     saved: SavedSlots | None
     """None if the last process with this state number did not close cleanly, or there was none."""
+    proven_from: int
+    """Slot records with a smaller generation may be older than the entries: a loss of power."""
 
 
 SlotTest = Callable[[int], bool]
@@ -139,6 +145,8 @@ class BlockIndex:
         """The latest epoch that is known to be committed."""
         self.totals = (0, 0)
         """Bytes (written, read) over the life of the namespace."""
+        self.taken_at_open = 0
+        """Entries that were taken away (`take_away`) over the life of the namespace."""
         self.damaged_lookups = 0
         """Lookups that met a damaged entry or page; each was answered as a miss."""
         self.original_bytes: int | None = None
@@ -262,6 +270,42 @@ class BlockIndex:
             held |= rivals
         return CommitOutcome.DONE
 
+    def take_away(
+        self, epoch: int, entries: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[CommitOutcome, int]:
+        """Remove entries that are still exactly these (key and value), whoever owns their slots.
+
+        Returns how many there were. The owner finds the slots when they shall be evicted; those of
+        a process that has closed are counted anew when it starts.
+        """
+        removed = 0
+        try:
+            with self._env.begin(write=True, db=self._blocks) as txn:
+                if _number(txn.get(b"epoch", db=self._meta)) != epoch:
+                    return CommitOutcome.STALE_EPOCH, 0
+                for key, value in entries:
+                    if txn.get(key) == value:
+                        txn.delete(key)
+                        removed += 1
+                if removed:
+                    taken = _number(txn.get(b"taken", db=self._meta)) + removed
+                    txn.put(b"taken", _U64.pack(taken), db=self._meta)
+                    for state in range(MAX_PROCESSES):
+                        txn.delete(b"state%d" % state, db=self._meta)
+        except lmdb.Error as error:
+            return outcome_of_lmdb(error), 0
+        return CommitOutcome.DONE, removed
+
+    def was_taken_from(self) -> bool:
+        """True if anybody took entries away since this process opened the index."""
+        with self._damage_named(), self._env.begin(db=self._meta) as txn:
+            return _number(txn.get(b"taken")) != self.taken_at_open
+
+    def note_proven(self) -> None:
+        """No slot record of the namespace is older than the entry that names the slot."""
+        with suppress(lmdb.Error), self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(b"boot", _U64.pack(0) + _boot_id())
+
     def still_in(
         self, blocks: Iterable[tuple[BlockHash, int]]
     ) -> tuple[int, list[tuple[BlockHash, int]]]:
@@ -320,6 +364,17 @@ class BlockIndex:
                 entry = parse_entry(key, value)
                 if entry is not None:
                     yield key, entry
+
+    def slots_and_generations(
+        self,
+    ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
+        """Of every entry, from one snapshot, `SCAN_ENTRIES` at a time."""
+        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
+            values = txn.cursor().iternext(keys=False, values=True)
+            while batch := list(islice(values, SCAN_ENTRIES)):
+                whole = (value for value in batch if len(value) == INDEX_ENTRY_BYTES)
+                table = np.frombuffer(b"".join(whole), dtype=_ENTRY_TYPE)
+                yield table["slot"], table["generation"]
 
     def keys_after(self, key: bytes, limit: int) -> list[BlockHash]:
         """Up to `limit` keys that follow `key` (b"": from the start), as committed now.
@@ -391,6 +446,8 @@ class BlockIndex:
             txn.put(b"session", _U64.pack(number))
             txn.put(use_key, _U64.pack(use))
             saved = parse_saved_slots(txn.pop(self._state_key))
+            proven_from = self._note_boot(txn, number)
+            self.taken_at_open = _number(txn.get(b"taken"))
             if is_alone:
                 for other in range(MAX_PROCESSES):
                     txn.delete(b"live%d" % other)
@@ -403,7 +460,7 @@ class BlockIndex:
         self.original_bytes = None
         self.forget_dead_readers()
         self.refresh()
-        return Session(number, use, saved)
+        return Session(number, use, saved, proven_from)
 
     def close(self, saved: SavedSlots | None, read_bytes: int = 0) -> None:
         """Close. With `saved`, the next open need not scan. Raises one of our errors."""
@@ -449,6 +506,20 @@ class BlockIndex:
             )
         if txn.get(b"identity") != identity.pack():
             raise CorruptionError(damaged(self.path, "it belongs to another namespace"))
+
+    def _note_boot(self, txn: lmdb.Transaction[bytes], session: int) -> int:
+        """From which generation on slot records are as new as the entries that name them.
+
+        A write puts the record before the entry, so only a loss of power can take the record alone:
+        where the machine was started since (or cannot say), nothing of earlier sessions is proven.
+        """
+        boot, before = _boot_id(), txn.get(b"boot", b"", db=self._meta)
+        proven_from = _number(before[:8])
+        if not boot or before[8:] != boot:
+            is_empty = not txn.stat(self._blocks)["entries"]
+            proven_from = 0 if is_empty else session * GENERATIONS_PER_SESSION
+        txn.put(b"boot", _U64.pack(proven_from) + boot, db=self._meta)
+        return proven_from
 
     def _enter_epoch(self, txn: lmdb.Transaction[bytes], epoch: int) -> bool:
         current = _number(txn.get(b"epoch", db=self._meta))
@@ -603,6 +674,14 @@ def _environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Environme
         metasync=is_durable,
         readahead=False,
     )
+
+
+def _boot_id() -> bytes:
+    """Another one whenever the machine starts; empty where the kernel does not tell."""
+    try:
+        return BOOT_ID.read_bytes().strip()[:MAX_BOOT_ID_BYTES]
+    except OSError:
+        return b""
 
 
 def _number(value: bytes | None) -> int:

@@ -1,13 +1,15 @@
-"""Changing a namespace that no engine owns: dropping entries, making the index anew.
+"""Changing a namespace from outside: dropping entries, making the index anew.
 
-Whoever changes anything here holds the owner's locks (`exclusive`): an engine counts the slots that
-it owns in memory, and an entry that vanished under it would be a slot that it never gets back.
-Every change is one index transaction that also marks the namespace as not cleanly closed, so that
-the next start reads all entries once and counts the free slots itself.
+Of a namespace that engines have open only entries can be taken away (`take_entries`), by the commit
+with which engines take away a block of each other's that they find damaged. Everything else needs
+the namespace for itself (`exclusive`), since engines count their slots in memory: every change is
+one index transaction that also marks the namespace as not cleanly closed, so that the next start
+reads all entries once and counts the free slots itself.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -18,22 +20,32 @@ from pathlib import Path
 
 import lmdb
 
-from ...errors import CorruptionError, os_errors
+from ...errors import (
+    CorruptionError,
+    KVCascadeError,
+    NoSpaceError,
+    TierIOError,
+    os_errors,
+)
 from .capacity import index_bytes
 from .filesystem import FileLock, RealFileSystem
 from .format import FORMAT_VERSION, IndexEntry, SlotRecord
 from .index import (
     GENERATIONS_PER_SESSION,
+    BlockIndex,
     IndexIdentity,
+    attach_index,
 )
-from .index_errors import from_lmdb
-from .index_file import DATA_NAME
-from .namespace import LOCK
-from .owners import MAX_PROCESSES
+from .index_errors import CommitOutcome, from_lmdb
+from .index_file import DATA_NAME, stored_map_bytes
+from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S
+from .owners import MAX_PROCESSES, Owners
 from .reader import Description
 from .segments import SegmentSet
 
 KEYS_PER_TRANSACTION = 65536
+KEYS_BESIDE_ENGINES = 256
+"""Per transaction while engines run: their commits wait for it."""
 SPARE_BYTES = 64 << 20
 """Of address space: what a large transaction takes beyond what stays."""
 DAMAGED_SUFFIX = ".damaged"
@@ -79,6 +91,25 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
                 for state in range(MAX_PROCESSES):
                     txn.delete(b"state%d" % state, db=meta)
                 txn.put(b"live0", b"\1", db=meta)
+    return removed
+
+
+def take_entries(description: Description, drops: Sequence[Drop]) -> int:
+    """Remove entries of a namespace that engines may have open; returns how many were still there.
+
+    The engines reuse the slots when their turn to leave comes. What a killed process has not
+    removed is there as before. Raises one of our errors; a reset meanwhile has removed everything.
+    """
+    removed = 0
+    with _beside_engines(description) as index:
+        for start in range(0, len(drops), KEYS_BESIDE_ENGINES):
+            batch = drops[start : start + KEYS_BESIDE_ENGINES]
+            outcome, count = index.take_away(index.epoch, [(d.key, d.value) for d in batch])
+            removed += count
+            if outcome is CommitOutcome.STALE_EPOCH:
+                break
+            if outcome is not CommitOutcome.DONE:
+                raise _failed(index, outcome)
     return removed
 
 
@@ -169,6 +200,40 @@ def replace_index(
                 txn.put(name, value, db=meta)
         env.sync(True)
     return _swap(index, fresh)
+
+
+@contextmanager
+def _beside_engines(description: Description) -> Iterator[BlockIndex]:
+    """Be one more process of a namespace, without segments or state, that only takes away."""
+    fs, home = RealFileSystem(), description.home
+    locks: list[FileLock] = []
+    owners: Owners | None = None
+    try:
+        with os_errors(f"joining {home}"):
+            for _, folder in sorted(description.folders.items()):
+                locks.append(
+                    fs.lock(folder / LOCK, shared=True, wait_s=REMOVAL_WAIT_S, is_noted=False)
+                )
+            owners = Owners(fs.byte_locks(home / OWNERS), str(home))
+            owners.enter(as_guest=True)
+            path = home / "index"
+            index = attach_index(path, 0, stored_map_bytes(path), is_durable=False)
+        try:
+            owners.leave_gate()
+            yield index
+        finally:
+            index.abandon()
+    finally:
+        if owners is not None:
+            owners.close()
+        for lock in locks:
+            lock.release()
+
+
+def _failed(index: BlockIndex, outcome: CommitOutcome) -> KVCascadeError:
+    if outcome is CommitOutcome.NO_SPACE:
+        return NoSpaceError(f"no space for the index in {index.path}; free some, then go on")
+    return TierIOError(errno.EIO, f"the index in {index.path} takes no changes; check the device")
 
 
 def segment_path(description: Description, number: int) -> Path:

@@ -122,19 +122,17 @@ class NvmeTier:
             self.namespace.close()
 
     def _save(self) -> None:
-        directory, backend = self.directory, self.backend
+        directory = self.directory
         is_settled = self.store.remove(directory.take_removals(), directory.epoch)
-        free = backend.free_extents()
-        used = backend.available - int(free[:, 1].sum())
-        has_all = False
-        with suppress(OSError):  # the files may be gone
-            has_all = self.segments.numbers == self.segments.found()
         saved: SavedSlots | None = None
+        was_taken_from = False
         if is_settled and directory.is_committed:
-            if used == (self.index.count() if has_all else len(directory)):
-                saved = SavedSlots(directory.epoch, used, free)
+            with suppress(OSError, KVCascadeError):  # files may be gone, or a device broken
+                was_taken_from = self.index.was_taken_from()
+                saved = self._slots_to_save(was_taken_from)
         try:
-            self.arrays.sync()
+            if not was_taken_from:  # unsealed, the policy's arrays are compared with the slots
+                self.arrays.sync()
             self.epoch_arrays.sync()
         except KVCascadeError as error:
             _log.warning("recency may be lost: %s", error)
@@ -142,3 +140,15 @@ class NvmeTier:
             self.index.close(saved, self.store.take_read_bytes())
         except KVCascadeError as error:
             _log.warning("the next start has to look through the index: %s", error)
+
+    def _slots_to_save(self, was_taken_from: bool) -> SavedSlots | None:
+        """What lies in its own segments, and what is free there; None if that does not add up."""
+        index, directory, backend = self.index, self.directory, self.backend
+        if was_taken_from:  # slots that lost their blocks are in use until they are evicted
+            used_slots = index.scan(self.table.is_owned, and_beyond=False)
+            return SavedSlots(directory.epoch, len(used_slots), backend.free_beside(used_slots))
+        free = backend.free_extents()
+        used = backend.available - int(free[:, 1].sum())
+        has_all = self.segments.numbers == self.segments.found()
+        is_exact = used == (index.count() if has_all else len(directory))
+        return SavedSlots(directory.epoch, used, free) if is_exact else None

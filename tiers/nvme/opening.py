@@ -93,6 +93,7 @@ class Opening:
             int(np.count_nonzero(table.is_used)),
             resets,
             self._owners.state,
+            session.proven_from,
         )
         store = BlockStore(
             index,
@@ -120,6 +121,10 @@ class Opening:
         arrays = MappedArrays(self._fs, folder, session.use, self._claim_state)
         self._owners.leave_gate()
         self._executor.submit(index.warm)
+        if session.proven_from and len(directory):
+            self._executor.submit(
+                prove_records, index, self._segments, store, directory, session.proven_from
+            )
         return NvmeTier(
             backend,
             directory,
@@ -341,6 +346,42 @@ class Opening:
             repaired_segments=self._segments.repaired,
             bytes_written=index.totals[0],
         )
+
+
+def prove_records(
+    index: BlockIndex,
+    segments: SegmentSet,
+    store: BlockStore,
+    directory: IndexDirectory,
+    proven_from: int,
+) -> None:
+    """Compare the records of all open segments with older entries; write those anew that differ.
+
+    After a start of the machine, on an I/O thread. What is stored meanwhile has both right.
+    """
+    size = segments.layout.slots
+    said = np.zeros(index.capacity, dtype=np.uint64)
+    is_open = np.zeros(index.capacity, dtype=np.bool_)
+    for number in segments.numbers:
+        records = segments.generations(number)
+        if records is not None:
+            said[number * size : (number + 1) * size] = records
+            is_open[number * size : (number + 1) * size] = True
+    stale: set[int] = set()
+    try:
+        for slots, generations in index.slots_and_generations():
+            mine = np.flatnonzero((slots < len(said)) & (generations < proven_from))
+            slots, generations = slots[mine], generations[mine]
+            stale.update(slots[is_open[slots] & (said[slots] != generations)].tolist())
+        has_all = segments.numbers == segments.found()
+    except (OSError, KVCascadeError) as error:
+        _log.warning("slot records could not be compared with the index: %s", error)
+        return
+    if stale:
+        store.repair_records(stale)
+    directory.trust_records()
+    if has_all:
+        index.note_proven()
 
 
 class _ExecutorBackground(Background):

@@ -36,10 +36,9 @@ def last_owner(locks: ByteLocks, segment: int) -> int:
     return locks.read(_FIRST_SEGMENT + segment, 1)[0] - 1
 
 
-def noted_owner(notes: bytes, segment: int) -> int:
-    """`last_owner` from the bytes of the file."""
-    note = notes[_FIRST_SEGMENT + segment : _FIRST_SEGMENT + segment + 1]
-    return note[0] - 1 if note else -1
+def noted_segments(notes: bytes, state: int) -> set[int]:
+    """The segments that a state number had last, from the bytes of the file."""
+    return {number for number, note in enumerate(notes[_FIRST_SEGMENT:]) if note == state + 1}
 
 
 def open_states(locks: ByteLocks) -> list[int]:
@@ -64,8 +63,11 @@ class Owners:
         self._where = where
         self._pause = pause
 
-    def enter(self) -> None:
-        """Pass the gate and take the lowest free state number. Raises `InUseError`."""
+    def enter(self, as_guest: bool = False) -> None:
+        """Pass the gate and take the lowest free state number. Raises `InUseError`.
+
+        A guest, which leaves no state, takes the highest: an engine finds its own free.
+        """
         for _ in range(round(GATE_WAIT_S / GATE_PAUSE_S)):
             if self._locks.try_lock(_GATE):
                 break
@@ -76,7 +78,7 @@ class Owners:
                 "hangs, stop it"
             )
         self.is_alone = not self._locks.others_hold(_FIRST_STATE, MAX_PROCESSES)
-        numbers = range(MAX_PROCESSES)
+        numbers = reversed(range(MAX_PROCESSES)) if as_guest else range(MAX_PROCESSES)
         self.state = next((k for k in numbers if self._locks.try_lock(_FIRST_STATE + k)), -1)
         if self.state < 0:
             raise InUseError(

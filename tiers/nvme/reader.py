@@ -40,7 +40,7 @@ from .index import parse_saved_slots
 from .index_errors import from_lmdb
 from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
 from .namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
-from .owners import MAX_PROCESSES, noted_owner
+from .owners import MAX_PROCESSES, noted_segments
 from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20
@@ -113,6 +113,8 @@ class IndexMeta:
     """Bytes of the last 24 hours, by every process of the namespace."""
     free: npt.NDArray[np.int64]
     """Free extents of the last clean close, shape `(n, 2)`: first slot, slots."""
+    counted: frozenset[int]
+    """Segments whose free slots are among them: those of processes that closed cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,36 +246,42 @@ class IndexReader:
         with self._named(), self._env.begin(db=self._meta) as txn:
             totals = txn.get(b"totals", b"").ljust(16, b"\0")
             is_live = any(txn.get(b"live%d" % state) for state in range(MAX_PROCESSES))
-            free = self._saved_free(txn)
+            free, counted = self._saved_free(txn)
             return IndexMeta(
                 entries=int(txn.stat(self._blocks)["entries"]),
                 epoch=_number(txn.get(b"epoch")),
                 session=_number(txn.get(b"session")),
                 is_clean=not is_live and free is not None,
+                counted=counted,
                 written_bytes=int.from_bytes(totals[:8], "little"),
                 read_bytes=int.from_bytes(totals[8:16], "little"),
                 day=day_totals(txn.get(b"day", b""), time.time()),
                 free=np.zeros((0, 2), dtype=np.int64) if free is None else free,
             )
 
-    def _saved_free(self, txn: lmdb.Transaction[bytes]) -> npt.NDArray[np.int64] | None:
-        """The free runs that processes left in their segments; None if that is not known."""
+    def _saved_free(
+        self, txn: lmdb.Transaction[bytes]
+    ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
+        """The free runs that processes left in their segments, and the numbers of those."""
         per_segment = int.from_bytes(txn.get(b"identity", b"")[-4:].ljust(4, b"\1"), "little")
         try:
             notes = _read_file(self.path.parent / OWNERS, MAX_OWNERS_BYTES)
         except OSError:
-            return None
+            return None, frozenset()
         found: list[tuple[int, int]] = []
+        counted: set[int] = set()
         for state in range(MAX_PROCESSES):
             saved = parse_saved_slots(txn.get(b"state%d" % state))
             if saved is None or saved.epoch != _number(txn.get(b"epoch")):
                 continue
+            own = noted_segments(notes, state)
+            counted |= own
             for start, length in saved.free.tolist():
                 for first in range(start - start % per_segment, start + length, per_segment):
-                    if noted_owner(notes, first // per_segment) == state:
+                    if first // per_segment in own:
                         begin, end = max(start, first), min(start + length, first + per_segment)
                         found.append((begin, end - begin))
-        return np.array(sorted(found), dtype=np.int64).reshape(-1, 2)
+        return np.array(sorted(found), dtype=np.int64).reshape(-1, 2), frozenset(counted)
 
     def raw(self, key: bytes) -> bytes | None:
         """The raw entry of a block as committed now."""

@@ -18,10 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ...errors import os_errors
 from ...logs import get_logger
 from .filesystem import File, FileSystem
-from .format import SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
+from .format import RECORD_GENERATION, SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
 
 MAX_BUFFERS_PER_CALL = 1024
 """`IOV_MAX` of Linux."""
@@ -180,6 +183,15 @@ class SegmentSet:
             return None
         start = index * SLOT_RECORD_BYTES
         return parse_record(bytes(segment.mapped_records[start : start + SLOT_RECORD_BYTES]))
+
+    def generations(self, number: int) -> npt.NDArray[np.uint64] | None:
+        """What the slot records of an open segment say, damaged or not; None if it is not open."""
+        segment = self._open.get(number)
+        if segment is None:
+            return None
+        records = np.frombuffer(segment.mapped_records, dtype=np.uint8)
+        fields = records.reshape(-1, SLOT_RECORD_BYTES)[:, RECORD_GENERATION]
+        return np.ascontiguousarray(fields).view("<u8").ravel()
 
     def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Group positions of an ascending slot list into runs: (begin, end) positions."""

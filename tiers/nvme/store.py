@@ -350,7 +350,7 @@ class BlockStore:
         """
         if entry is not None and not self._segments.is_own(entry.slot):
             self._segments.doubt(entry.slot)
-            self._index.commit(self._index.epoch, [Removal(key, entry.slot, entry.generation)])
+            self._index.take_away(self._index.epoch, [(key, entry.pack(key))])
 
     def _failed(self, error: OSError, doing: str) -> BlockOutcome:
         mapped = from_os_error(error, doing)

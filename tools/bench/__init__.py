@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..commands.common import ExitCode, answering_apart, complain, emit
+
 if TYPE_CHECKING:
     from .measurement import Measurement, Setup
     from .results import Table
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
-INTERRUPTED = 130
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
@@ -84,6 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="also draw the results (needs kvcascade[plot])"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document, progress on standard error"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,22 +94,23 @@ def run(arguments: argparse.Namespace) -> int:
     needed = (*NEEDED, "matplotlib") if arguments.plot else NEEDED
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        extras = "pip install 'kvcascade[vllm,plot]'"
-        names = ", ".join(missing)
-        print(f"bench: {names} not found; use `make bench` or {extras}", file=sys.stderr)
-        return 1
+        use = "use `make bench` or pip install 'kvcascade[vllm,plot]'"
+        said = f"{', '.join(missing)} not found; {use}"
+        return complain(said, ExitCode.MISSING, arguments.json, "bench")
     from ...errors import KVCascadeError
     from .results import BenchError
 
     try:
         with _only_errors_of_vllm(), _polite_kill_as_ctrl_c():
-            return _run(arguments)
+            with answering_apart(arguments.json):
+                found = _run(arguments)
     except (BenchError, KVCascadeError) as error:
-        print(f"\nbench: {error}", file=sys.stderr)
-        return 1
+        return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\nbench")
     except KeyboardInterrupt:
-        print("\nbench: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\nbench")
+    if arguments.json:
+        emit("bench", found)
+    return ExitCode.OK
 
 
 @contextmanager
@@ -135,10 +139,12 @@ def _polite_kill_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, show and save; returns what was saved."""
     from .machine import headline, machine_facts, version_facts
     from .measurement import Setup
     from .report import Reporter
+    from .results import document
 
     out: Path = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -170,11 +176,10 @@ def _run(arguments: argparse.Namespace) -> int:
     reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
     if arguments.plot:
         from .plot import plot
-        from .results import document
 
         plot(document(tables, facts), arguments.plot)
         reporter.print(f"saved {arguments.plot}")
-    return 0
+    return document(tables, facts)
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:

@@ -1,7 +1,8 @@
 """`kvcascade gc`: clearing out by age, hash, size, or whole namespaces.
 
-Only what no engine owns is touched. Blocks leave the index; a segment file that holds none any more
-is deleted, since that is what gives back disk. For a size, whole segments leave, coldest first.
+Blocks leave the index; a segment file that holds none any more is deleted, since that is what gives
+back disk. For a size, whole segments leave, coldest first. While engines have a namespace open,
+blocks leave as well, but files are theirs: the room is used again for what they store.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from ...tiers.nvme.maintenance import (
     drop_entries,
     exclusive,
     remove_segments,
+    take_entries,
 )
 from ...tiers.nvme.namespace import remove_namespace
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from .block import only_match
 from .opened import OpenedCache, opened
+
+IN_USE = "in use by process {}: stop it first"
+SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class GcReport:
     was_removed: bool = False
     """The whole namespace."""
     skipped: str = ""
-    """Why nothing was done, if an engine owns it or it cannot be read."""
+    """What was not done, and why: an engine has it open, or it cannot be read."""
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -82,6 +87,8 @@ class _Plan:
     report: GcReport
     drops: list[Drop] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
+    is_live: bool = False
+    """An engine has it open: no file may go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ def collect(
 ) -> list[GcReport]:
     """Clear out; with `is_dry_run` only say what would go. One report per namespace.
 
-    What an engine owns is skipped and said so.
+    Files and whole namespaces that an engine has open are skipped and said so.
     """
     now_s = time.time() if now_s is None else now_s
     plans: list[_Plan] = []
@@ -123,9 +130,13 @@ def collect(
         plan = _Plan(location, GcReport(location.name))
         plans.append(plan)
         held = owners(location.folders)
-        if held:
-            plan.report.skipped = f"in use by process {held[0] or 'unknown'}"
-        elif wish.whole:
+        plan.is_live = bool(held)
+        if held and (wish.whole or wish.max_bytes is not None):
+            reason = IN_USE if wish.whole else SIZE_IN_USE
+            plan.report.skipped = reason.format(held[0] or "unknown")
+        if held and not wish.is_by_block:
+            continue
+        if wish.whole:
             plan.report.bytes_freed = sum(map(RealFileSystem().used_bytes, location.folders))
             plan.report.was_removed = True
         else:
@@ -148,6 +159,8 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
             leaving = _leaving(cache, snapshot, wish, now_s)
             plan.drops = [Drop(snapshot.keys[i], snapshot.raw(i)) for i in np.flatnonzero(leaving)]
             plan.report.blocks_removed = len(plan.drops)
+            if plan.is_live:
+                return []
             uses = _segment_uses(plan, cache, snapshot, leaving)
     except KVCascadeError as error:
         plan.report.skipped = str(error)
@@ -207,13 +220,17 @@ def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
 
 
 def _carry_out(plan: _Plan) -> None:
-    """Do it, unless an engine came meanwhile."""
+    """Do it; files and whole namespaces only if no engine came meanwhile."""
     report = plan.report
     try:
         if report.was_removed:
             removed = [remove_namespace(RealFileSystem(), f) for f in plan.location.folders]
             if not all(removed):
                 raise InUseError("an engine has it now")
+        elif plan.is_live:
+            if plan.drops:
+                description = read_description(plan.location)
+                report.blocks_removed = take_entries(description, plan.drops)
         elif plan.drops or plan.segments:
             description = read_description(plan.location)
             with exclusive(description):

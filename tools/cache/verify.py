@@ -1,7 +1,8 @@
 """`kvcascade verify`: every payload against its checksum, the index against the segments.
 
 Reading needs no lock. What differs is looked up once more before it is called damage: a live
-namespace changes while it is read. Repairing and rebuilding own the namespace while they work.
+namespace changes while it is read. Damaged entries are dropped beside engines, too; what is wrong
+with files is put right, and an index rebuilt, only by who has the namespace for itself.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import InUseError
 from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
 from ...tiers.nvme.maintenance import (
     Drop,
     drop_entries,
     exclusive,
     make_segments_whole,
+    take_entries,
     write_records,
 )
 from ...tiers.nvme.reader import Description, Snapshot
@@ -41,7 +44,7 @@ class Problem(StrEnum):
     """Two entries name one slot; the later one is right."""
     RECORD = "record"
     """The payload is right, but the slot's record says something else: `--repair` writes the record
-    anew, everything else is dropped."""
+    anew, or leaves that to the engine that has the slot. Everything else is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,19 @@ def repair(
     drops: Sequence[Drop],
     records: Sequence[tuple[int, SlotRecord]],
 ) -> None:
-    """Drop exactly what is damaged. Raises `InUseError` if an engine owns the namespace."""
-    with exclusive(description):
-        if drops or report.space_adds_up is False:
-            report.dropped = drop_entries(description, drops)
-        report.segments_repaired = make_segments_whole(description, report.segments_to_repair)
-        write_records(description, records)
-        report.records_written = len(records)
+    """Drop exactly what is damaged, and was not written anew since. Raises one of our errors.
+
+    While engines have the namespace open, files are left to them.
+    """
+    try:
+        with exclusive(description):
+            if drops or report.space_adds_up is False:
+                report.dropped = drop_entries(description, drops)
+            report.segments_repaired = make_segments_whole(description, report.segments_to_repair)
+            write_records(description, records)
+            report.records_written = len(records)
+    except InUseError:
+        report.dropped = take_entries(description, drops)
 
 
 def _sort_out(
@@ -226,13 +235,14 @@ def _wrong_records(
 def _check_space(cache: OpenedCache, snapshot: Snapshot, report: VerifyReport) -> None:
     """After a clean close: every slot is free or holds a block, none both."""
     meta = cache.index.meta()
-    if report.is_live or not meta.is_clean or report.parts_missing:
+    is_counted = bool(meta.counted) or not cache.segments.found
+    if report.is_live or not meta.is_clean or not is_counted or report.parts_missing:
         report.space = "not known: only a clean close leaves a list of free slots"
         return
     size = cache.description.slots_per_segment
-    exists = np.zeros(max(1, cache.slots), dtype=np.int64)
-    for number in cache.segments.found:
-        exists[number * size : (number + 1) * size] = 1
+    exists = np.zeros(max(1, cache.slots), dtype=np.bool_)
+    for number in meta.counted.intersection(cache.segments.found):
+        exists[number * size : (number + 1) * size] = True
     uses = np.zeros(len(exists), dtype=np.int64)
     inside = snapshot.slots[(snapshot.slots >= 0) & (snapshot.slots < len(uses))]
     np.add.at(uses, inside, 1)
@@ -242,13 +252,13 @@ def _check_space(cache: OpenedCache, snapshot: Snapshot, report: VerifyReport) -
             outside += 1
             continue
         uses[start : start + length] += 1
-    twice, never = (
-        int(np.count_nonzero(uses > 1)),
-        int(np.count_nonzero((uses == 0) & (exists > 0))),
-    )
+    twice, never = int(np.count_nonzero(uses > 1)), int(np.count_nonzero((uses == 0) & exists))
     report.space_adds_up = not (twice or never or outside)
     report.space = (
         f"{len(snapshot)} blocks and {int(meta.free[:, 1].sum())} free slots are all there is"
         if report.space_adds_up
         else f"{twice} slots are counted twice, {never} never, {outside} free runs lie outside"
     )
+    left_out = len(cache.segments.found.keys() - meta.counted)
+    if left_out:
+        report.space += f"; {left_out} segments of processes that left no list are not counted"

@@ -6,9 +6,10 @@ Imported by every start of the command line, so it imports nothing heavy.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,6 +20,7 @@ from ...errors import ErrorKind, KVCascadeError
 
 SCHEMA_VERSION = 1
 """Of every JSON document that a command prints; grows when a field changes its meaning or goes."""
+STDOUT, STDERR = 1, 2
 
 
 class ExitCode(IntEnum):
@@ -99,6 +101,23 @@ def answering(as_json: bool) -> Iterator[None]:
         _fail("interrupted", ExitCode.INTERRUPTED, as_json)
 
 
+@contextmanager
+def answering_apart(as_json: bool) -> Iterator[None]:
+    """For JSON, all that is printed inside goes to standard error, child processes included."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+
+
 def emit(schema: str, document: dict[str, Any]) -> None:
     """Print a JSON document on standard output."""
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
@@ -111,9 +130,14 @@ def finish(code: ExitCode) -> None:
         raise typer.Exit(int(code))
 
 
-def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
+def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcascade") -> ExitCode:
+    """Say why a command cannot go on: a sentence, or a JSON document. Returns `code`."""
     if as_json:
         emit("error", {"error": code.name.lower(), "message": message})
     else:
-        print(f"kvcascade: {message}", file=sys.stderr)
-    raise typer.Exit(int(code)) from None
+        print(f"{command}: {message}", file=sys.stderr)
+    return code
+
+
+def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
+    raise typer.Exit(int(complain(message, code, as_json))) from None

@@ -69,10 +69,11 @@ def gc(
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Clear out blocks or namespaces that no engine owns.
+    """Clear out blocks, files, or whole namespaces.
 
     With several of --older-than, --prefix and --hash a block leaves if all hold. A segment file
-    that holds no block any more is deleted. What a running engine owns is skipped and named.
+    that holds no block any more is deleted. Blocks leave beside running engines, too; what needs
+    their files (--max-size, --remove-namespace) is skipped and named.
 
     Examples:
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RepairOption = Annotated[
     bool,
-    typer.Option("--repair", help="Drop exactly what is damaged (the namespace must be closed)."),
+    typer.Option("--repair", help="Drop exactly what is damaged."),
 ]
 RebuildOption = Annotated[
     bool,
@@ -51,7 +51,8 @@ def verify(
 ) -> None:
     """Check every block against its checksum, and the index against the files.
 
-    Without --repair and --rebuild-index it only reads, on a live cache too.
+    Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
+    run; files and slot records are then theirs to repair.
 
     Examples:
 
@@ -102,13 +103,6 @@ def _verify_one(
     from ..cache.verify_view import print_verified, progress_of
 
     with opened(location) as cache:
-        if repair and cache.owners:
-            raise CommandError(
-                f"{cache.description.home} is in use by process {cache.owners[0]}: a running "
-                "engine drops what is damaged when it meets it; stop it first, or leave out "
-                "--repair",
-                ExitCode.IN_USE,
-            )
         began = perf_counter()
         total = cache.index.meta().entries
         with progress_of(location.name, total, cache.description.block_bytes, as_json) as advance:

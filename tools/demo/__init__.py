@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..commands.common import ExitCode, answering_apart, complain, emit
+
 NEEDED = ("vllm", "rich", "matplotlib")
 """Modules that the demo needs and the package does not."""
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--out` and `--keep`."""
+    """`--out`, `--keep` and `--json`."""
     parser.add_argument(
         "--out",
         type=Path,
@@ -40,29 +40,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where results, logs and working files go (default: out)",
     )
     parser.add_argument("--keep", action="store_true", help="leave the NVMe tier's files there")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document, progress on standard error"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        extras = "pip install 'kvcascade[vllm,plot]'"
-        print(f"demo: {', '.join(missing)} not found; use `make demo` or {extras}", file=sys.stderr)
-        return 1
+        use = "use `make demo` or pip install 'kvcascade[vllm,plot]'"
+        said = f"{', '.join(missing)} not found; {use}"
+        return complain(said, ExitCode.MISSING, arguments.json, "demo")
     from .results import DemoError
 
     try:
-        with _terminable():
-            return _run(arguments.out.absolute(), arguments.keep)
+        with _terminable(), answering_apart(arguments.json):
+            found = _run(arguments.out.absolute(), arguments.keep)
     except DemoError as error:
-        print(f"\ndemo: {error}", file=sys.stderr)
-        return 1
+        return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\ndemo")
     except KeyboardInterrupt:
-        print("\ndemo: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\ndemo")
+    if arguments.json:
+        emit("demo", found)
+    return ExitCode.PROBLEMS if found["problems"] else ExitCode.OK
 
 
-def _run(out: Path, keep: bool) -> int:
+def _run(out: Path, keep: bool) -> dict[str, Any]:
+    """Run, show and save; returns what was saved."""
     from ..model import make_llama
     from .engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
     from .report import Reporter
@@ -93,7 +98,9 @@ def _run(out: Path, keep: bool) -> int:
     return _finish(demo.phases, facts, out, reporter)
 
 
-def _finish(phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: Any) -> int:
+def _finish(
+    phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: Any
+) -> dict[str, Any]:
     """Table, JSON, picture, verdict."""
     from .chart import draw
     from .report import LEGEND, table
@@ -117,7 +124,7 @@ def _finish(phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: A
         reporter.say(f"FAILED: {problem}")
     if not result["problems"]:
         reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
-    return 1 if result["problems"] else 0
+    return result
 
 
 def _facts(engine: str, seconds: float) -> dict[str, Any]:

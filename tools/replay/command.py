@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import KVCascadeError
-from ..commands.common import ExitCode
+from ..commands.common import ExitCode, complain, emit
 
 if TYPE_CHECKING:
     from .options import ReplayOptions, TierOptions
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policies", metavar="NAME,NAME,...", help="and for each policy of that tier")
     add("--csv", type=Path, metavar="FILE", help="save the sweep")
     add("--plot", type=Path, metavar="PNG", help="draw the sweep (needs kvcascade[plot])")
-    add("--json", action="store_true", help="print everything as JSON")
+    add("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,12 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except KVCascadeError as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return ExitCode.CANNOT_OPEN
+        return complain(str(error), ExitCode.CANNOT_OPEN, arguments.json, "replay")
     except ModuleNotFoundError as error:
-        hint = "pip install 'kvcascade[plot]'"
-        print(f"replay: {error.name} is not installed; use {hint}", file=sys.stderr)
-        return ExitCode.MISSING
+        said = f"{error.name} is not installed; use pip install 'kvcascade[plot]'"
+        return complain(said, ExitCode.MISSING, arguments.json, "replay")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -79,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with _progress(len(trace.requests)) as advance:
         report = replay(trace, options, advance)
     if arguments.json:
-        print(json.dumps(report.document(), indent=1))
+        emit("replay", report.document())
         return 0
     from rich.console import Console
 
@@ -112,12 +108,7 @@ def _options(arguments: argparse.Namespace, trace: Trace) -> ReplayOptions:
 def _sweep(arguments: argparse.Namespace, trace: Trace, options: ReplayOptions) -> int:
     points = list(_points(arguments, trace, options))
     if arguments.json:
-        documents = [
-            {"tier": p.tier, "capacity_bytes": p.capacity_bytes, "policy": p.policy,
-             **p.report.document()}
-            for p in points
-        ]  # fmt: skip
-        print(json.dumps(documents, indent=1))
+        emit("replay-sweep", {"points": [point.document() for point in points]})
     else:
         from rich.console import Console
 

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +39,11 @@ class SweepPoint:
     capacity_bytes: int
     policy: str
     report: ReplayReport
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        swept = {"tier": self.tier, "capacity_bytes": self.capacity_bytes, "policy": self.policy}
+        return {**swept, **self.report.document()}
 
 
 CSV_FIELDS = (
