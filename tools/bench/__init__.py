@@ -41,9 +41,9 @@ MEASUREMENTS = {
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "gpu": "device to CPU tier and back, on a machine with a GPU",
 }
+"""Name (and module) of every measurement, and what it is about."""
 ASKED_FOR = ("gpu",)
 """Measured only if asked for by name."""
-"""Name (and module) of every measurement, and what it is about."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
