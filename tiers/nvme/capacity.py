@@ -2,9 +2,9 @@
 
 The capacity is one figure per path over all namespaces in it: segments, index and state together.
 `SpaceBudget` holds a lock file per path while it decides and while what it allowed is being made,
-so that several processes cannot overrun it together. Only the index grows without asking: what it
-may come to is set aside with the segments whose blocks it lists, in the capacity and above the
-reserve of free disk alike. Without a reserve the disk itself is the limit.
+so that several processes cannot overrun it together. Only the index grows without asking: what its
+map may come to is set aside from the start, in the capacity and above the reserve of free disk
+alike. Without a reserve the disk itself is the limit.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class SpaceBudget:
         self.removed_namespaces = 0
 
     @contextmanager
-    def claim(self, part: int, growth: int, more_slots: int = 0) -> Iterator[None]:
-        """Make something of `growth` bytes in a path, with `more_slots` for the index, inside this.
+    def claim(self, part: int, growth: int) -> Iterator[None]:
+        """Make something of `growth` bytes in a path inside this.
 
         Removes the namespaces that were used longest ago, unless a process has them open, if that
         is needed and enough. Raises `NoSpaceError` with the reason otherwise. Any thread but the
@@ -169,22 +169,21 @@ class SpaceBudget:
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
-            self._make_room(root, self._folders[part], growth, more_slots)
+            self._make_room(root, growth)
             yield
         finally:
             lock.release()
 
-    def _make_room(self, root: Path, folder: Path, growth: int, more_slots: int) -> None:
+    def _make_room(self, root: Path, growth: int) -> None:
         found = namespaces_under(self._fs, root)
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
             taken = ahead = 0
             for one in found:
-                is_own = one.path == folder
+                is_own = one.path in self._folders
                 lock = None if is_own else lock_namespace(self._fs, one.path)
                 if lock is None:
-                    more = more_slots if is_own else 0
-                    ahead += self._set_aside(one.path, more)
+                    ahead += self._set_aside(one.path)
                 else:
                     locks.callback(lock.release)
                     if self._may_remove:
@@ -222,16 +221,20 @@ class SpaceBudget:
             _log.warning("removed %s, the namespace used longest ago, for room", one.path)
             self.removed_namespaces += 1
 
-    def _set_aside(self, path: Path, more_slots: int) -> int:
-        """What an open namespace's directory may still grow by without asking."""
+    def _set_aside(self, path: Path) -> int:
+        """What an open namespace's directory may still grow by without asking.
+
+        An index grows to the size of its map if somebody who reads it is held up for long enough,
+        however few blocks it names.
+        """
         try:
             layout = described_layout(self._fs, path)
-            segments = len(self._fs.list_dir(path / "segments")) if layout else 0
             index = path / "index" / DATA_NAME
             now = self._fs.used_bytes(index) if self._fs.exists(index) else 0
         except (OSError, KVCascadeError):  # it is not described yet, or not any more
+            layout, now = None, 0
+        if layout is None:
             return SMALL_FILES_BYTES + index_bytes(0)
-        if layout is not None and layout.part > 0:
+        if layout.part > 0:
             return SMALL_FILES_BYTES
-        slots = 0 if layout is None else segments * layout.parts * layout.slots_per_segment
-        return SMALL_FILES_BYTES + max(0, index_bytes(slots + more_slots) - now)
+        return SMALL_FILES_BYTES + max(0, layout.index_bytes - now)

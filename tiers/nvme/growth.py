@@ -218,7 +218,7 @@ class SegmentGrowth:
             return False
         layout = self._segments.layout
         try:
-            with self._budget.claim(number % self._paths, layout.file_bytes, layout.slots):
+            with self._budget.claim(number % self._paths, layout.file_bytes):
                 if number in self._segments.found():  # another process was faster, and is gone
                     raise NoSpaceError("the segment is there already; it will be adopted")
                 self._segments.create(number)

@@ -201,9 +201,10 @@ def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
 class DescribedLayout:
     """What a directory says about its share of a namespace."""
 
-    slots_per_segment: int
     part: int
     parts: int
+    index_bytes: int
+    """What the index, which lies in part 0, may come to."""
 
 
 def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
@@ -215,7 +216,7 @@ def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
     part, parts = document.get("part"), document.get("parts")
     if type(part) is not int or type(parts) is not int or not 0 <= part < parts:
         raise CorruptionError(f"{folder} does not say which of how many paths it is; remove it")
-    return DescribedLayout(_number(document, "slots_per_segment"), part, parts)
+    return DescribedLayout(part, parts, _number(document, "index_bytes"))
 
 
 def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
