@@ -240,13 +240,13 @@ class CachePolicy(ABC):
         recent afterwards), one that counts uses counts none.
         """
 
+    @abstractmethod
     def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """These blocks are in the tier already, put there by another process: the coldest ones."""
-        raise NotImplementedError("this policy is not for a tier that is shared")
 
+    @abstractmethod
     def disown(self, slots: Sequence[int]) -> None:
         """Forget what lies in these slots, and that it was here; another process has them now."""
-        raise NotImplementedError("this policy is not for a tier that is shared")
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """The blocks of one request in prefix order, told when it ends, not `settle` and `touch`.

@@ -205,8 +205,8 @@ def test_close_gives_the_rank_back(tmp_path: Path) -> None:
     with open_arena(tmp_path, ArenaRole.worker(1)):
         open_arena(tmp_path, ArenaRole.worker(0)).close()
         # The name went with that close; the next worker makes a new arena.
-        with open_arena(tmp_path, ArenaRole.worker(0)):
-            pass
+        with open_arena(tmp_path, ArenaRole.worker(0)) as again:
+            assert Path(again.path).exists()
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ class TestStall:
         stalled.store(keys(100, 108))
         stalled.write_down()
         stalled.clock.advance(1e6)
-        stalled.manager.shutdown()  # returns: every part that has not begun is cancelled
+        assert stalled.manager.shutdown(), "every part that has not begun is cancelled"
 
 
 # ---- the index -------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def test_wait_ignores_ids_that_are_unknown_or_finished() -> None:
     executor.run_all()
     copier.wait({1, 99})
     copier.wait(set())
+    assert finished_ids(copier) == [1]
 
 
 def test_wait_is_for_the_named_jobs_alone() -> None:
@@ -181,7 +182,9 @@ def test_wait_is_for_the_named_jobs_alone() -> None:
     executor.run_all()
     copier.submit_store(2, blocks_of(1), slots_of(1))
     copier.wait({1})  # would never return if it waited for 2
+    assert finished_ids(copier) == [1]
     executor.run_all()
+    assert finished_ids(copier) == [2]
 
 
 def test_wait_returns_when_the_job_ends() -> None:

@@ -318,6 +318,7 @@ def test_a_request_that_never_ran(tmp_path: Path) -> None:
         driver.manager.on_new_request(context)
         driver.manager.on_request_finished(context)
         driver.manager.on_request_finished(ReqContext("unseen"))
+        assert not driver.manager.has_pending_work()
 
 
 def test_a_store_between_two_steps_is_no_question(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class NvmeBackend(Backend):
     def _keep_up(self, policy: CachePolicy) -> bool:
         """`maintain`, but for the end of it."""
         directory, growth = self._directory, self._growth
-        directory.release()
+        directory.release()  # what comes and goes now is compared with the index of now
         if directory.is_overtaken:
             growth.moved.note_lost(np.flatnonzero(self._table.is_used & self._table.is_owned))
             directory.join_epoch()

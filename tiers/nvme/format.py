@@ -31,9 +31,9 @@ SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")
 _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
+"""The record's own CRC covers everything from here on."""
 RECORD_GENERATION = slice(8, 16)
 """Where the generation lies in a record."""
-"""The record's own CRC covers everything from here on."""
 assert _RECORD.size == SLOT_RECORD_BYTES
 
 INDEX_ENTRY_BYTES = 32

@@ -43,6 +43,13 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
     return CorruptionError(damaged(path, str(error)))
 
 
+def from_outcome(outcome: CommitOutcome, path: Path) -> KVCascadeError:
+    """The error of a commit that was refused, where that cannot be tried again later."""
+    if outcome is CommitOutcome.NO_SPACE:
+        return NoSpaceError(f"no space for the index in {path}; free some, then go on")
+    return TierIOError(errno.EIO, f"the index in {path} takes no changes; check the device")
+
+
 def _code(error: lmdb.Error) -> int:
     """The error number; 0 for errors that py-lmdb raises by itself."""
     return int(getattr(error, "code", 0))

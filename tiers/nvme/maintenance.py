@@ -9,26 +9,19 @@ reads all entries once and counts the free slots itself.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
-from ...errors import (
-    CorruptionError,
-    KVCascadeError,
-    NoSpaceError,
-    TierIOError,
-    os_errors,
-)
+from ...errors import CorruptionError, os_errors
 from .capacity import index_bytes
-from .filesystem import FileLock, RealFileSystem
+from .filesystem import RealFileSystem
 from .format import FORMAT_VERSION, IndexEntry, SlotRecord
 from .index import (
     GENERATIONS_PER_SESSION,
@@ -36,7 +29,7 @@ from .index import (
     IndexIdentity,
     attach_index,
 )
-from .index_errors import CommitOutcome, from_lmdb
+from .index_errors import CommitOutcome, from_lmdb, from_outcome
 from .index_file import DATA_NAME, stored_map_bytes
 from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S
 from .owners import MAX_PROCESSES, Owners
@@ -57,15 +50,11 @@ _TOTALS = struct.Struct("<QQ")
 def exclusive(description: Description) -> Iterator[None]:
     """Own a namespace. Raises `InUseError` with the owner's pid, or `TierIOError`."""
     fs = RealFileSystem()
-    locks: list[FileLock] = []
-    try:
+    with ExitStack() as held:
         with os_errors(f"locking {description.home}"):
             for _, folder in sorted(description.folders.items()):
-                locks.append(fs.lock(folder / LOCK))
+                held.callback(fs.lock(folder / LOCK).release)
         yield
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,7 @@ def take_entries(description: Description, drops: Sequence[Drop]) -> int:
             if outcome is CommitOutcome.STALE_EPOCH:
                 break
             if outcome is not CommitOutcome.DONE:
-                raise _failed(index, outcome)
+                raise from_outcome(outcome, index.path)
     return removed
 
 
@@ -206,34 +195,19 @@ def replace_index(
 def _beside_engines(description: Description) -> Iterator[BlockIndex]:
     """Be one more process of a namespace, without segments or state, that only takes away."""
     fs, home = RealFileSystem(), description.home
-    locks: list[FileLock] = []
-    owners: Owners | None = None
-    try:
+    with ExitStack() as held:
         with os_errors(f"joining {home}"):
             for _, folder in sorted(description.folders.items()):
-                locks.append(
-                    fs.lock(folder / LOCK, shared=True, wait_s=REMOVAL_WAIT_S, is_noted=False)
-                )
+                lock = fs.lock(folder / LOCK, shared=True, wait_s=REMOVAL_WAIT_S, is_noted=False)
+                held.callback(lock.release)
             owners = Owners(fs.byte_locks(home / OWNERS), str(home))
+            held.callback(owners.close)
             owners.enter(as_guest=True)
             path = home / "index"
             index = attach_index(path, 0, stored_map_bytes(path), is_durable=False)
-        try:
-            owners.leave_gate()
-            yield index
-        finally:
-            index.abandon()
-    finally:
-        if owners is not None:
-            owners.close()
-        for lock in locks:
-            lock.release()
-
-
-def _failed(index: BlockIndex, outcome: CommitOutcome) -> KVCascadeError:
-    if outcome is CommitOutcome.NO_SPACE:
-        return NoSpaceError(f"no space for the index in {index.path}; free some, then go on")
-    return TierIOError(errno.EIO, f"the index in {index.path} takes no changes; check the device")
+            held.callback(index.abandon)
+        owners.leave_gate()
+        yield index
 
 
 def segment_path(description: Description, number: int) -> Path:

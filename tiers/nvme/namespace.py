@@ -202,7 +202,6 @@ class DescribedLayout:
     """What a directory says about its share of a namespace."""
 
     part: int
-    parts: int
     index_bytes: int
     """What the index, which lies in part 0, may come to."""
 
@@ -216,7 +215,7 @@ def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
     part, parts = document.get("part"), document.get("parts")
     if type(part) is not int or type(parts) is not int or not 0 <= part < parts:
         raise CorruptionError(f"{folder} does not say which of how many paths it is; remove it")
-    return DescribedLayout(part, parts, _number(document, "index_bytes"))
+    return DescribedLayout(part, _number(document, "index_bytes"))
 
 
 def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:

@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..commands.common import ExitCode, answering_apart, complain, emit
+from ..commands.common import ExitCode, answering_apart, complain, emit, lacks
 
 if TYPE_CHECKING:
     from .measurement import Measurement, Setup
@@ -92,11 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; returns the exit status."""
     needed = (*NEEDED, "matplotlib") if arguments.plot else NEEDED
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        use = "use `make bench` or pip install 'kvcascade[vllm,plot]'"
-        said = f"{', '.join(missing)} not found; {use}"
-        return complain(said, ExitCode.MISSING, arguments.json, "bench")
+    if lacks(needed, "bench", arguments.json):
+        return ExitCode.MISSING
     from ...errors import KVCascadeError
     from .results import BenchError
 
@@ -174,12 +170,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
+    found = document(tables, facts)
     if arguments.plot:
         from .plot import plot
 
-        plot(document(tables, facts), arguments.plot)
+        plot(found, arguments.plot)
         reporter.print(f"saved {arguments.plot}")
-    return document(tables, facts)
+    return found
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -137,6 +138,15 @@ def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcasc
     else:
         print(f"{command}: {message}", file=sys.stderr)
     return code
+
+
+def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
+    """True, and says so, if modules are missing that the command needs and the package does not."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        use = f"use `make {command}` or pip install 'kvcascade[vllm,plot]'"
+        complain(f"{', '.join(missing)} not found; {use}", ExitCode.MISSING, as_json, command)
+    return bool(missing)
 
 
 def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:

@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..commands.common import ExitCode, answering_apart, complain, emit
+from ..commands.common import ExitCode, answering_apart, complain, emit, lacks
 
 NEEDED = ("vllm", "rich", "matplotlib")
 """Modules that the demo needs and the package does not."""
@@ -47,11 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        use = "use `make demo` or pip install 'kvcascade[vllm,plot]'"
-        said = f"{', '.join(missing)} not found; {use}"
-        return complain(said, ExitCode.MISSING, arguments.json, "demo")
+    if lacks(NEEDED, "demo", arguments.json):
+        return ExitCode.MISSING
     from .results import DemoError
 
     try:
