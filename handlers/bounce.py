@@ -48,6 +48,11 @@ class BounceBuffers:
             buffer = self._own.buffer = huge_pages(max(1, n) * size)
         return [buffer[i * size : (i + 1) * size] for i in range(n)]
 
+    def make(self, n: int) -> None:
+        """Have this thread's room for `n` blocks, with its pages, before it is needed."""
+        for block in self.blocks(n):
+            np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 0
+
     def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
         """These blocks, copied here."""
         copies = self.blocks(len(blocks))

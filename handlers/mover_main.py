@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -77,14 +77,25 @@ class MoverServer:
         """`executors`: for stores and everything else, and for loads."""
         self._store = store
         self._send = send
-        self._executor = executors[0]
+        self._executors = executors
         down, up = self._options("_down"), self._options("_up")
-        bounce = BounceBuffers(store.block_bytes) if has_huge_pages() else None
-        self._down = NvmeStoreHandler(store, arena_view, executors[0], down, bounce=bounce)
-        self._up = NvmeLoadHandler(store, arena_view, executors[1], up, bounce=bounce)
+        self._bounce = BounceBuffers(store.block_bytes) if has_huge_pages() else None
+        self._down = NvmeStoreHandler(store, arena_view, executors[0], down, bounce=self._bounce)
+        self._up = NvmeLoadHandler(store, arena_view, executors[1], up, bounce=self._bounce)
         self._lock = threading.Lock()
         self._counted = asdict(store.counters)
         self._reported_bytes = store.reported_bytes
+
+    def warm_up(self, threads: int) -> None:
+        """Have each executor make so many threads with their buffers, for the first block's sake:
+        on a virtual machine the pages of a new buffer took longer than reading into it."""
+        if self._bounce is not None:
+            part_blocks = max(1, PART_BYTES // self._store.block_bytes)
+            wait(
+                executor.submit(self._bounce.make, part_blocks)
+                for executor in self._executors
+                for _ in range(threads)
+            )
 
     def carry_out(self, order: Order) -> None:
         """Begin to; the answer comes when it is done."""
@@ -122,7 +133,7 @@ class MoverServer:
             raise WireError("more loads than agreed")
 
     def _begin(self, ticket: int, work: Callable[[], object]) -> None:
-        self._executor.submit(self._do, ticket, work)
+        self._executors[0].submit(self._do, ticket, work)
 
     def _do(self, ticket: int, work: Callable[[], object]) -> None:
         try:
@@ -188,6 +199,7 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
         ThreadPoolExecutor(setup.io_threads, "load"),
     )
     server = MoverServer(store, view, pools, connection.sendall)
+    server.warm_up(setup.io_threads)
     connection.sendall(frame(Ready()))
     if setup.has_prefault:
         threading.Thread(target=prefault, args=(memory,), daemon=True).start()

@@ -137,9 +137,9 @@ class CpuTier:
     """Folder of a memory file system that holds the arena."""
     prefault: Annotated[bool, flag] = True
     """Touch every page at the start, so that no step pays for it later."""
-    low_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(1, 10))
+    low_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(4, 10))
     """Share of the tier that is free or clean at least; below it demotion starts."""
-    high_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(2, 10))
+    high_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(5, 10))
     """Share of the tier that is free or clean when demotion stops."""
     persist: Annotated[bool, flag] = False
     """Leave the arena in shared memory, for the next engine of the same namespace to take over."""

@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from .tiers.base import BlockHash
 from .tiers.policies import order_class
-from .tiers.policies.order import TIP_BLOCKS
 from .tiers.policies.ordered import tag_of
 
 
@@ -71,8 +70,7 @@ class _OrderPolicy(CachePolicy):
             self._order.settle(self._slots(key for key in keys if key in insertion_only_keys))
             self._order.touch(self._slots(key for key in keys if key in reused_keys))
             if self._order.wants_chains and keys:
-                slots = self._slots(keys)[::-1]
-                self._order.chain(slots, len(keys), _tags(keys[-TIP_BLOCKS:]))
+                self._order.chain(self._slots(keys)[::-1], len(keys))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
         def may_leave(slot: int) -> bool:

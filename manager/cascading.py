@@ -55,8 +55,8 @@ class ManagerOptions:
 
     write_mode: WriteMode = WriteMode.DEMOTE
     on_reset: OnReset = OnReset.INVALIDATE
-    low_watermark: float = 0.1
-    high_watermark: float = 0.2
+    low_watermark: float = 0.4
+    high_watermark: float = 0.5
     dirty_age_s: float = 5.0
     promotion_budget_slots: int | None = None
     """Slots of the first tier that promotions may take or hold; None: half of them."""
@@ -251,48 +251,45 @@ class CascadingOffloadingManager(OffloadingManager):
     def prepare_load(
         self, block_hashes: Collection[BlockHash], request: Request | None = None
     ) -> LoadStoreSpec:
+        hashes = list(block_hashes)
         with self.lock:
-            get, loads = self.top_get, self._workers.loads
-            statuses: list[BlockStatus] = []
-            for block_hash in block_hashes:
-                status = get(block_hash)
-                assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
-                status.ref_cnt += 1
-                loads[block_hash] = loads.get(block_hash, 0) + 1
-                statuses.append(status)
-                self._count_load(block_hash, status, request)
+            statuses = self._top.policy.get_many(hashes)
+            pinned = self._pin_for_load(hashes, statuses, request)
+            self._workers.begin_loads(hashes, pinned)
             if request is None:
-                self._top.policy.touch(block_hashes)
+                self._top.policy.touch(hashes)
             else:
-                request.keys.update(dict.fromkeys(block_hashes, False))
+                request.keys.update(dict.fromkeys(hashes, False))
                 if request.waiting_since_s is not None:
                     self._promoter.release(request)
-            return self._top.backend.get_load_store_spec(list(block_hashes), statuses)
+            return self._top.backend.get_load_store_spec(hashes, pinned)
 
-    def _count_load(
-        self, block_hash: BlockHash, status: BlockStatus, request: Request | None
-    ) -> None:
-        origin = self._promoter.origin
-        source = origin[status.block_id]
-        self.counters.loaded_blocks[source] += 1
-        if source:
-            origin[status.block_id] = 0
-            if request is not None:
-                request.sources[block_hash] = self._levels[source].medium
+    def _pin_for_load(
+        self,
+        block_hashes: list[BlockHash],
+        statuses: list[BlockStatus | None],
+        request: Request | None,
+    ) -> list[BlockStatus]:
+        origin, loaded = self._promoter.origin, self.counters.loaded_blocks
+        pinned: list[BlockStatus] = []
+        brought_up = 0
+        for block_hash, status in zip(block_hashes, statuses, strict=True):
+            assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
+            status.ref_cnt += 1
+            pinned.append(status)
+            slot = status.block_id
+            if source := origin[slot]:  # its first load is one from below
+                origin[slot] = 0
+                loaded[source] += 1
+                brought_up += 1
+                if request is not None:
+                    request.sources[block_hash] = self._levels[source].medium
+        loaded[0] += len(pinned) - brought_up
+        return pinned
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
         with self.lock:
-            get, loads = self.top_get, self._workers.loads
-            for block_hash in block_hashes:
-                left = loads.pop(block_hash, 0)
-                if left == 0:  # from before a reset
-                    self._workers.report(block_hash)
-                    continue
-                if left > 1:
-                    loads[block_hash] = left - 1
-                status = get(block_hash)
-                assert status is not None and status.ref_cnt > 0, "a loading block is pinned"
-                status.ref_cnt -= 1
+            self._workers.end_loads(block_hashes)
 
     # ---- stores --------------------------------------------------------------------------
 
@@ -561,9 +558,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._top.policy.remove(block_hash)
             status.ref_cnt = 1
         read = []
-        for block_hash, count in self._workers.loads.items():
-            loading = self.top_get(block_hash)
-            assert loading is not None, "a loading block is pinned"
+        for _, loading, count in self._workers.reading():
             loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
             read.append(loading)
         written += [status for status, _ in self._workers.outdated.values()]
@@ -579,10 +574,10 @@ class CascadingOffloadingManager(OffloadingManager):
         jobs = self._promoter.orphan(n)
         for demoter in self._demoters:
             jobs += demoter.orphan(n)
-        workers = self._workers.using(self.top_get)
+        workers = self._workers.using()
         self._workers.outdate_pinned()
         if not is_own:
-            self._workers.outdate(self.top_get)
+            self._workers.outdate()
         users = Counter((level, status.block_id) for job in jobs for level, status in job.ends())
         users.update((0, s.block_id) for s in chain(workers, self._workers.quarantined()))
         for index, level in enumerate(self._levels[:n]):

@@ -12,7 +12,7 @@ below is the smaller one, an idle engine would go on writing for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
 from .counters import LinkCounters
@@ -46,6 +46,8 @@ class Demoter:
         self._slack = max(1, round((high_watermark - low_watermark) * capacity))
         self._taken_at_scan = -self._slack
         self._started_by_scan = 0
+        self._found: list[BlockHash] = []
+        """What the last search found beyond the job it was for, coldest first."""
         self.on_failed: Callable[[list[BlockHash]], None] | None = None
         """Told which blocks a device failed to take; there was room for them."""
         self._jobs: dict[int, Job] = {}
@@ -96,14 +98,35 @@ class Demoter:
         started = 0
         while started < n and self._may_start():
             limit = min(n - started, self._batch)
-            cold = self._upper.policy.coldest(limit, mask=self._upper.dirty_mask, window=window)
+            cold = self._next_cold(limit, window)
             sent = self._send(cold)
-            if sent is None:
+            if sent is None or not cold:
                 break
             started += sent
-            if len(cold) < limit:
-                break
         return started
+
+    def _next_cold(self, limit: int, window: int | None) -> Pairs:
+        """Up to `limit` of the coldest dirty blocks; none if there are no more.
+
+        A search in a window first passes all that is clean already: so it is for several jobs, and
+        what one of them leaves over comes first next time, if it is still dirty.
+        """
+        while self._found:
+            part, self._found = self._found[:limit], self._found[limit:]
+            if cold := self._dirty_among(part):
+                return cold
+        ahead = limit if window is None else max(limit, MAX_JOBS_IN_FLIGHT * self._batch)
+        found = self._upper.policy.coldest(ahead, mask=self._upper.dirty_mask, window=window)
+        self._found = [block_hash for block_hash, _ in found[limit:]]
+        return found[:limit]
+
+    def _dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
+        found = ((block_hash, self._upper.policy.get(block_hash)) for block_hash in block_hashes)
+        return [
+            (block_hash, status)
+            for block_hash, status in found
+            if status is not None and status.ref_cnt >= 0 and self._upper.is_dirty(status.block_id)
+        ]
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing these blocks if they are here, idle and dirty; returns how many are left.
@@ -114,13 +137,7 @@ class Demoter:
             if not self._may_start():
                 return len(block_hashes) - start
             part = block_hashes[start : start + self._batch]
-            found = ((h, self._upper.policy.get(h)) for h in reversed(part))
-            dirty: Pairs = [
-                (h, s)
-                for h, s in found
-                if s is not None and s.ref_cnt >= 0 and self._upper.is_dirty(s.block_id)
-            ]
-            if self._send(dirty) is None:
+            if self._send(self._dirty_among(reversed(part))) is None:
                 return len(block_hashes) - start
         return 0
 

@@ -167,6 +167,10 @@ class CachePolicy(ABC):
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         """The block's status, or None. Does not change recency."""
 
+    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
+        """`get` for many, best in prefix order."""
+        return list(map(self.get, block_hashes))
+
     def owns(self, block_hash: BlockHash) -> bool:
         """True if the block is here and is not another process's."""
         return self.get(block_hash) is not None

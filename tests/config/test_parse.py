@@ -80,8 +80,8 @@ def test_defaults() -> None:
     assert config.cpu.key == "tiers[0]" and config.nvme[0].key == "tiers[1]"
     assert config.cpu.capacity == Bytes(64 * 2**30)
     assert config.cpu.arena_dir == Path("/dev/shm") and config.cpu.prefault
-    assert config.cpu.low_watermark == Share(Fraction(10, 100))
-    assert config.cpu.high_watermark == Share(Fraction(20, 100))
+    assert config.cpu.low_watermark == Share(Fraction(40, 100))
+    assert config.cpu.high_watermark == Share(Fraction(50, 100))
     nvme = config.nvme[0]
     assert nvme.capacity == Bytes(2 * 2**40) and nvme.path == (Path("/mnt/nvme/kv"),)
     assert (nvme.policy, config.cpu.policy) == ("lru", "lru")
@@ -232,7 +232,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("nvme.min_free", "-5%", "50%"),
     ("cpu.low_watermark", "1GiB", "50%"),
     ("cpu.low_watermark", 0.1, "50%"),
-    ("cpu.high_watermark", "10%", "above low_watermark, which is 10%"),
+    ("cpu.high_watermark", "10%", "above low_watermark, which is 40%"),
     # paths
     ("nvme.path", "", "/mnt/nvme/kv"),
     ("nvme.path", 3, "/mnt/nvme/kv"),

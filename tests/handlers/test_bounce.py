@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,21 @@ def test_every_thread_has_its_own() -> None:
     with ThreadPoolExecutor(1) as executor:
         theirs = executor.submit(buffers.blocks, 1).result()
         assert address(mine[0]) != address(theirs[0])
+
+
+def test_what_a_thread_made_before_is_there_when_it_is_used() -> None:
+    blocks = 32 * HUGE_PAGE_BYTES // BLOCK
+    buffers = BounceBuffers(BLOCK)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(buffers.make, blocks).result()
+        before = resident_bytes()
+        for block in executor.submit(buffers.blocks, blocks).result():
+            block[:1] = b"x"
+        assert resident_bytes() - before < 16 * HUGE_PAGE_BYTES
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
 def test_copies() -> None:

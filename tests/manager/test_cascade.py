@@ -9,6 +9,7 @@ from kvcascade.config import WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
@@ -136,6 +137,25 @@ class TestDemotion:
         assert all(cascade.holds(0, key(i)) for i in range(20)), "clean blocks stay readable"
         assert cascade.store([key(100)]) == [key(100)], "and their slots are there at once"
 
+    def test_what_a_search_found_is_written_only_while_it_is_dirty(self) -> None:
+        """One search finds blocks for several jobs: some may have been written or left since."""
+        cascade = Cascade((8192, 8192))
+        (down,) = cascade.down
+        cascade.store(keys(0, 8192))
+        cascade.manager.end_step()
+        down.wait({min(down.queued)})
+        cascade.manager.end_step()  # one job more, of the four that were found
+        assert cascade.manager.counters.links[0].demoted_blocks == MAX_BATCH_BLOCKS
+        cascade.manager.reset_cache()
+        cascade.run_transfers()
+        cascade.store(keys(10_000, 10_000 + 8192))
+        cascade.run_transfers()
+        cascade.run_transfers()
+        assert not any(cascade.holds(1, key(i)) for i in range(8192)), "they are no more"
+        written = [i for i in range(8192) if cascade.holds(1, key(10_000 + i))]
+        assert written == list(range(8192 - len(written), 8192)), "the tail of what is there"
+        assert written
+
     def test_nothing_leaves_without_a_copy_below(self) -> None:
         cascade = Cascade((8, 200))
         for i in range(60):
@@ -198,7 +218,8 @@ class TestDemotion:
         self, mode: WriteMode
     ) -> None:
         """Or an idle engine would write for ever: each block would push another one out."""
-        cascade = Cascade((32, 8), ManagerOptions(write_mode=mode), is_immediate=True)
+        options = ManagerOptions(write_mode=mode, low_watermark=0.1, high_watermark=0.2)
+        cascade = Cascade((32, 8), options, is_immediate=True)
         for step in range(200):
             if step < 6:
                 cascade.store(keys(4 * step, 4 * step + 4))

@@ -152,6 +152,49 @@ def test_a_chain_may_begin_in_the_middle() -> None:
     assert tier.use(chain + chain_of((2, 4), (3, 2)), known_from=6) == 16
 
 
+def drive_out(tier: Tier) -> None:
+    """All blocks leave."""
+    evicted = tier.policy.evict(len(tier.policy), ())
+    assert evicted is not None
+    tier.free += [status for _, status in evicted]
+
+
+def runs_of(tier: Tier, order: PrefixOrder, chain: list[BlockHash]) -> list[int]:
+    """Places of the runs along a chain that is here, first block first."""
+    found = [tier.policy.get(block_hash) for block_hash in chain]
+    return [int(order._runs.run_of[status.block_id]) for status in found if status is not None]
+
+
+def test_what_left_is_known_when_it_comes_back() -> None:
+    """Uses count on, and the other way that a request takes is seen, though all had to come in."""
+    order = PrefixOrder(40)
+    tier = Tier(OrderedPolicy(DictDirectory(40), order), 40)
+    chain = chain_of((1, 18))
+    tier.use(chain)
+    for uses in (1, 2, 3):
+        drive_out(tier)
+        chain = chain + chain_of((1 + uses, 2))
+        assert tier.use(chain) == 0
+        assert {order._runs.uses[place] for place in runs_of(tier, order, chain)} == {uses}
+    drive_out(tier)
+    other = chain[:9] + chain_of((8, 5))
+    assert tier.use(other) == 0
+    places = runs_of(tier, order, other)
+    assert [order._is_shared(place) for place in places] == [True] * 9 + [False] * 5
+
+
+def test_what_left_before_its_request_ended_is_still_known() -> None:
+    order = PrefixOrder(40)
+    policy = OrderedPolicy(DictDirectory(40), order)
+    tier, chain = Tier(policy, 40), chain_of((1, 10))
+    tier.use(chain)
+    drive_out(tier)
+    policy.insert_many(chain, [tier.free.pop() for _ in chain])
+    drive_out(tier)
+    tier.use(chain + chain_of((2, 2)))
+    assert {order._runs.uses[place] for place in runs_of(tier, order, chain)} == {1}
+
+
 def test_a_run_outlives_its_record() -> None:
     """Blocks that nobody used while all records were needed again leave first, and still can."""
     order = PrefixOrder(64)
@@ -180,7 +223,7 @@ class Listening(LruOrder):
     wants_chains = True
     told: ClassVar[list[tuple[int, int]]] = []
 
-    def chain(self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]) -> None:
+    def chain(self, slots: Sequence[int], blocks: int) -> None:
         self.told.append((len(slots), blocks))
 
 
@@ -220,9 +263,10 @@ def test_on_real_requests_it_is_better_than_the_others() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.1])
 @pytest.mark.parametrize("trace", LLM)
-def test_on_whole_traces_it_is_never_much_worse_than_lru(trace: str, share: float) -> None:
+def test_on_whole_traces_it_is_not_worse_than_lru(trace: str, share: float) -> None:
+    """In one cell nearly all is found, and it is a tie."""
     hits = hits_on(trace, reference(trace)["requests"], share, ("lru", "prefix"))
-    assert hits["prefix"] >= 0.998 * hits["lru"], hits
+    assert hits["prefix"] >= 0.9999 * hits["lru"], hits
 
 
 def test_after_a_crash_the_order_by_last_use_is_left() -> None:

@@ -157,7 +157,7 @@ def test_a_million_blocks_keep_their_order(name: str) -> None:
     for _ in range(100):
         used = np.sort(rng.choice(slots, batch, replace=False)).tolist()
         order.touch(used)
-        order.chain(used, len(used), tags[used[-2:]].tolist())
+        order.chain(used, len(used))
     leaving = order.victims(2 * batch, lambda slot: True)
     order.evicted(leaving[:batch], tags[leaving[:batch]].tolist())
     expected = order.victims(50 * batch, lambda slot: True)

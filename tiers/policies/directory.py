@@ -7,12 +7,15 @@ used by one thread (or under one lock) at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..base import BlockHash, BlockStatus
 
 NO_BLOCK = BlockHash(b"")
 """Stands where no block is."""
+PIECE_BLOCKS = 32
+"""Blocks of a prefix that are looked for in one go: enough to forget the cost of the call, and few
+enough that a prefix which was stored in several parts is still found in adjacent slots mostly."""
 
 
 class BlockDirectory(ABC):
@@ -27,6 +30,14 @@ class BlockDirectory(ABC):
     owned: bytearray | None = None
     """A byte per slot, 0 where the block is somebody else's: found here, but never to leave from
     here. None: all are one's own."""
+
+    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
+        """`get` for many."""
+        return list(map(self.get, block_hashes))
+
+    def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Slots of those blocks that are here."""
+        return [status.block_id for status in map(self.get, block_hashes) if status is not None]
 
     @abstractmethod
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
@@ -79,6 +90,32 @@ class DictDirectory(BlockDirectory):
         self._status_at: list[BlockStatus | None] = [None] * capacity
         self._ready_at = self.ready_at = [NO_BLOCK] * (capacity + 1)
         self.get = self._status_of.get
+
+    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
+        found: list[BlockStatus | None] = []
+        for piece, run in self._runs(block_hashes):
+            found += self._status_at[run] if run else map(self.get, piece)
+        return found
+
+    def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        found: list[int] = []
+        for piece, run in self._runs(block_hashes):
+            found += range(run.start, run.stop) if run else super().slots_of(piece)
+        return found
+
+    def _runs(
+        self, block_hashes: Sequence[BlockHash]
+    ) -> Iterator[tuple[Sequence[BlockHash], slice | None]]:
+        """Pieces, and the slots of those that lie in adjacent ones.
+
+        A prefix does mostly. Comparing its hashes with those that lie there is one call a piece,
+        and costs no more in a tier of a million blocks, where each look is a miss of the cache.
+        """
+        for at in range(0, len(block_hashes), PIECE_BLOCKS):
+            piece = block_hashes[at : at + PIECE_BLOCKS]
+            first = self.get(piece[0])
+            run = None if first is None else slice(first.block_id, first.block_id + len(piece))
+            yield piece, run if run and self._hash_at[run] == piece else None
 
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
         assert block_hash not in self._status_of, "a block may be inserted only once"

@@ -19,10 +19,6 @@ ArraySource = Callable[[str, int, type[np.generic]], npt.NDArray[Any]]
 """`source(name, length, dtype)` gives an array: zeros the first time, afterwards (for a persistent
 tier) what it held when the tier was last open."""
 
-TIP_BLOCKS = 2
-"""Last blocks of a request whose tags an order is told, to know it again. The very last one may be
-partly filled, and then never comes back."""
-
 
 def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """The `ArraySource` of tiers that live in memory."""
@@ -77,13 +73,10 @@ class EvictionOrder(ABC):
     def settle(self, slots: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
         """These were inserted bit by bit and belong in this order, least recent first; no use."""
 
-    def chain(  # noqa: B027 - most orders need not know
-        self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]
-    ) -> None:
+    def chain(self, slots: Sequence[int], blocks: int) -> None:  # noqa: B027 - most need not know
         """A request of `blocks` blocks ended; `slots`, first block first, are of those still here.
 
-        Only as far as none is missing: what lies behind a gap cannot be used. `tip_tags` are the
-        tags of its last blocks, `TIP_BLOCKS` at most, in prefix order.
+        Only as far as none is missing: what lies behind a gap cannot be used.
         """
 
     @abstractmethod

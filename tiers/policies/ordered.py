@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
 from .directory import BlockDirectory
-from .order import TIP_BLOCKS, EvictionOrder
+from .order import EvictionOrder
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 
@@ -36,6 +36,9 @@ class OrderedPolicy(CachePolicy):
 
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
         return self._directory.get(block_hash)
+
+    def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
+        return self._directory.get_many(block_hashes)
 
     def owns(self, block_hash: BlockHash) -> bool:
         status, owned = self.get(block_hash), self._directory.owned
@@ -84,13 +87,11 @@ class OrderedPolicy(CachePolicy):
             owned = self._directory.owned
             if owned is not None:  # another process's block is as good as missing to the order
                 slots = list(takewhile(owned.__getitem__, slots))
-            tips = list(map(tag_of, block_hashes[-TIP_BLOCKS:]))
-            self._order.chain(slots, len(block_hashes), tips)
+            self._order.chain(slots, len(block_hashes))
 
     def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Slots of the blocks that are here, the first block's last."""
-        get = self._directory.get
-        slots = [s.block_id for s in map(get, block_hashes) if s is not None]
+        slots = self._directory.slots_of(list(block_hashes))
         slots.reverse()
         owned = self._directory.owned
         return slots if owned is None else [slot for slot in slots if owned[slot]]

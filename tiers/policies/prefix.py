@@ -11,9 +11,10 @@ only from within a tip, the rest is *left behind*: it looks as popular as the re
   Popularity counts only as far as it has predicted returns; before anything is known, this is LRU.
 - **In which order**: tails before heads, and no run before those that hang on it: a run is worth
   at least what its dearest descendant is worth. So whatever is here can be used.
-- **What is remembered**: records of runs stay as ghosts when their blocks have left, and are found
-  by the last blocks of their request, so that the model also learns of returns that came too
-  late. Without ghosts a small tier would never find out what it should have kept.
+- **What is remembered**: records of runs stay as ghosts when their blocks have left, and with each
+  some of its blocks: the last ones, and some along the way. So a request that goes on from blocks
+  which had to come in again, or branches off within them, is known for what it is, and the model
+  learns of returns that came too late: else a small tier would never find out what to keep.
 - **Time** is counted in requests: an engine under twice the load forgets no faster.
 
 Blocks come in before their request has ended, when nothing is known of it: till then they are worth
@@ -36,7 +37,7 @@ import numpy.typing as npt
 
 from ..base import SlotMask
 from .log import Search
-from .order import TIP_BLOCKS, ArraySource, EvictionOrder, heap_arrays, scalars
+from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 from .reuse import (
     AGES,
     HALVE_EVERY,
@@ -57,11 +58,19 @@ RANK_SHARE = 1 / 32
 """Runs are ordered anew when this share of them is new; till then the new ones leave last."""
 DEPTH_ROUNDS = 8
 """How far up the tree the value of a run reaches, in runs."""
+GHOSTS_PER_RUN = 2
+"""Blocks that left and are remembered, at least, per record of a run."""
+LAST_KEPT, DEPTH_BITS = 2, 2
+"""Of a run that left, so many of its last blocks are remembered, and those at depths with no bits
+set but so many first ones (0, 1, 2, 3, 4, 6, 8, 12, 16...): few, so that they last, and enough to
+see about where another request takes a different way."""
+LEFT_ROUNDS = 4
+"""How often what a run left behind may have been left behind in turn, and is found again."""
 RUNS_AT_ONCE = 16
 """Runs whose slots are looked up in one go; twice as many each time."""
 
-_NO_TIP, _SHARED = class_of(LEFT_BEHIND, None, 0), class_of(SHARED, None, 0)
-"""Classes from which on a run is no tip, and from which on it is shared."""
+_SHARED = class_of(SHARED, None, 0)
+"""The class from which on a run is shared."""
 _NOW, _LEARNT_AT, _RANKED, _LAST_RANKED = range(4)
 
 
@@ -70,14 +79,15 @@ class _Part(NamedTuple):
 
     place: int
     """Of the run that they belong to."""
-    blocks: int
+    here: int
+    """How many of them had not left since."""
     end: int
     """Depth of the last one, plus one."""
     last_slot: int
 
 
 class PrefixOrder(EvictionOrder):
-    """Runs by their expected use: about 81 bytes a slot, ghosts included; 2.5 MB in small tiers."""
+    """Runs by their expected use: about 89 bytes a slot, ghosts included; 2.1 MB in small tiers."""
 
     wants_tags = True
     wants_chains = True
@@ -86,11 +96,13 @@ class PrefixOrder(EvictionOrder):
         super().__init__(capacity, arrays)
         runs = self._runs = Runs("prefix", capacity, arrays)
         self._model = ReuseModel("prefix", arrays)
-        entries = 1 << (TIP_BLOCKS * runs.size - 1).bit_length()
-        self._tip_mask = np.uint64(entries - 1)
-        self._tip_tag = arrays("prefix_tip_tag", entries, np.uint64)
-        self._tip_run = arrays("prefix_tip_run", entries, np.int64)
-        """Hash tables without collisions resolved: the later one stays."""
+        entries = 1 << (GHOSTS_PER_RUN * runs.size - 1).bit_length()
+        self._ghost_mask = np.uint64(entries - 1)
+        self._ghost_tag = arrays("prefix_ghost_tag", entries, np.uint64)
+        self._ghost_run = arrays("prefix_ghost_run", entries, np.int64)
+        """Blocks that left and numbers of their runs: a hash table in which the later one stays."""
+        self._was_of = arrays("prefix_was_of", capacity, np.int64)
+        """Of each slot: number of the run its block was of before it came in again; 0: none."""
         self._ranking = arrays("prefix_ranking", runs.size, np.int32)
         self._state_array = arrays("prefix_state", 4, np.int64)
         self._state = scalars(self._state_array)
@@ -98,12 +110,11 @@ class PrefixOrder(EvictionOrder):
     # ---- what happened -------------------------------------------------------------------
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        place = self._runs.add(self._state[_NOW])
-        ghost = self._ghost_of(tags)
-        if ghost:
-            self._runs.parent[place] = ghost
-            self._end(ghost % self._runs.size, came_back=True, requests=1)
-        self._runs.put(np.asarray(slots, np.int32), (place, len(slots)))
+        batch, wanted = np.asarray(slots, np.int32), np.asarray(tags, np.uint64)
+        entries = wanted & self._ghost_mask
+        is_known = self._ghost_tag[entries] == wanted
+        self._was_of[batch] = np.where(is_known, self._ghost_run[entries], 0)
+        self._runs.put(batch, (self._runs.add(self._state[_NOW]), len(batch)))
 
     def touch(self, slots: Sequence[int]) -> None:
         # A block that a chain told of is used when a chain tells of it again, and not before.
@@ -115,7 +126,7 @@ class PrefixOrder(EvictionOrder):
     def settle(self, slots: Sequence[int]) -> None:
         self.touch(slots)
 
-    def chain(self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]) -> None:
+    def chain(self, slots: Sequence[int], blocks: int) -> None:
         now = self._state[_NOW] = self._state[_NOW] + 1
         runs, chain = self._runs, np.asarray(slots, np.int32)
         begin = self._depth_of_first(slots)
@@ -130,8 +141,6 @@ class PrefixOrder(EvictionOrder):
         made = [(tip, end - root_end)]
         if root_end > begin:
             owner = next(part.place for part in parts if part.end >= root_end)
-            # Blocks that were away are new here; their conversation is not.
-            owner = before if runs.class_of[owner] == UNKNOWN and before >= 0 else owner
             uses, gap = self._used_again(owner)
             shared = runs.add(now)
             self._describe(shared, SHARED + use_class(uses - 1), uses, gap, 0)
@@ -143,7 +152,6 @@ class PrefixOrder(EvictionOrder):
         if begin:  # its first blocks were not told of: they still come before these
             above = runs.slots(np.array([parts[0].place]))
             runs.anchor_of[made[-1][0]] = int(above[0]) + 1 if len(above) else 0
-        self._remember_tip(tip, blocks, tip_tags)
         self._learn_if_due()
 
     def remove(self, slots: Sequence[int]) -> None:
@@ -151,12 +159,13 @@ class PrefixOrder(EvictionOrder):
 
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         runs, batch = self._runs, np.asarray(slots, np.int32)
-        owners = dict.fromkeys(runs.run_of[batch].tolist())
+        owners, depth = runs.run_of[batch], runs.depth_of[batch]
+        is_kept = _is_landmark(depth) | (np.asarray(runs.depth)[owners] - depth <= LAST_KEPT)
+        is_kept &= runs.class_[owners] != UNKNOWN  # what came in again is remembered from before
+        left = np.asarray(tags, np.uint64)[is_kept]
+        entries = left & self._ghost_mask
+        self._ghost_tag[entries], self._ghost_run[entries] = left, runs.number[owners[is_kept]]
         runs.discard(batch)
-        for place in owners:
-            # Without a tip there is nothing to know it by when it comes back.
-            if not runs.live_of[place] and runs.class_of[place] >= _NO_TIP:
-                self._end(place, came_back=False)
 
     # ---- who leaves ----------------------------------------------------------------------
 
@@ -227,13 +236,34 @@ class PrefixOrder(EvictionOrder):
         """The runs along a chain whose first block has depth `begin`."""
         if not len(chain):
             return []
-        owners = self._runs.run_of[chain]
+        here, owners = self._runs.run_of[chain], self._owners_of(chain)
         stops = [*(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(chain)]
         starts = [0, *stops[:-1]]
         return [
-            _Part(int(owners[start]), stop - start, begin + stop, int(chain[stop - 1]))
+            _Part(
+                int(owners[start]),
+                int(np.count_nonzero(here[start:stop] == owners[start])),
+                begin + stop,
+                int(chain[stop - 1]),
+            )
             for start, stop in zip(starts, stops, strict=True)
         ]
+
+    def _owners_of(self, chain: Slots) -> Ints:
+        """Places of the runs that used these before; of what has come in again, before it left.
+
+        Not every block that left is remembered, but who used a block used those before it as well.
+        """
+        runs = self._runs
+        owners, was = runs.run_of[chain].astype(np.int64), self._was_of[chain]
+        for _ in range(LEFT_ROUNDS):
+            place = was % runs.size
+            has_rest = (runs.number[place] == was) & (runs.rest[place] > 0)
+            was = np.where(has_rest, runs.rest[place], was)
+        is_back = runs.number[was % runs.size] == was
+        numbers = np.where(runs.class_[owners] == UNKNOWN, was * is_back, runs.number[owners])
+        latest = np.maximum.accumulate(numbers[::-1])[::-1]
+        return np.asarray(np.where(latest > 0, latest % runs.size, owners))
 
     def _take_over(self, parts: list[_Part], blocks: int) -> tuple[int, int]:
         """A request used these: what does that say of those who used them before?
@@ -241,17 +271,12 @@ class PrefixOrder(EvictionOrder):
         Returns the place of the run that it goes on from (-1: none), and how many of its blocks
         were known before.
         """
-        runs = self._runs
-        before, known, is_new = -1, 0, False
+        before, known = -1, 0
         for part in parts:
-            if runs.class_of[part.place] == UNKNOWN:
-                is_new = True
-                ghost = runs.at(runs.parent[part.place])
-                if ghost is not None:
-                    before, known = ghost, runs.depth[ghost]
-            elif not is_new:
-                self._use(part)
-                before, known = part.place, part.end
+            if self._runs.class_of[part.place] == UNKNOWN:
+                break
+            self._use(part)
+            before, known = part.place, part.end
         return before, min(known, blocks)
 
     def _use(self, part: _Part) -> None:
@@ -261,12 +286,14 @@ class PrefixOrder(EvictionOrder):
             if part.end < runs.depth[owner]:
                 runs.anchor_of[owner] = part.last_slot + 1
             else:
-                self._end(owner, came_back=True)
+                self._came_back(owner)
             return
-        self._end(owner, came_back=True)
+        is_first = runs.ended_of[owner] == 0
+        self._came_back(owner)
         left = runs.depth[owner] - part.end
-        if left > 0 and part.blocks < runs.live_of[owner]:
+        if left > 0 and (is_first or part.here < runs.live_of[owner]):
             rest = runs.add(self._state[_NOW])
+            runs.rest_of[owner] = runs.number_of[rest]
             runs.first[rest], runs.depth[rest] = runs.first[owner], runs.depth[owner]
             self._describe(rest, LEFT_BEHIND, runs.uses[owner], runs.gap_scaled[owner], left)
             runs.anchor_of[rest] = part.last_slot + 1
@@ -293,34 +320,14 @@ class PrefixOrder(EvictionOrder):
         runs.uses[place], runs.gap_scaled[place] = uses, gap_scaled
         runs.class_of[place] = class_of(kind, gap_scaled / GAP_SCALE if uses else None, blocks)
 
-    def _remember_tip(self, tip: int, blocks: int, tags: Sequence[int]) -> None:
-        """The last blocks of a request, as far as they are its own, lead to its tip."""
-        for back, tag in enumerate(reversed(tags)):
-            if blocks - back > self._runs.first[tip]:
-                entry = tag & int(self._tip_mask)
-                self._tip_tag[entry], self._tip_run[entry] = tag, self._runs.number_of[tip]
-
     # ---- learning ------------------------------------------------------------------------
 
-    def _ghost_of(self, tags: Sequence[int]) -> int:
-        """Number of the latest run whose request ended with one of these blocks; 0: none."""
-        wanted = np.asarray(tags, np.uint64)
-        entries = wanted & self._tip_mask
-        found = self._tip_run[entries[self._tip_tag[entries] == wanted]]
-        number = int(found.max()) if len(found) else 0
-        return number if self._runs.at(number) is not None else 0
-
-    def _end(self, place: int, came_back: bool, requests: int = 0) -> None:
-        """A run came back, or cannot be seen to come back any more.
-
-        `requests`: those that have begun and are counted when they end.
-        """
+    def _came_back(self, place: int) -> None:
+        """A run was used, or a part of it; only the first time counts."""
         runs = self._runs
         if runs.ended_of[place] == 0:
-            age = max(1, self._state[_NOW] + requests - runs.made_at_of[place])
-            runs.ended_of[place] = age
-            if came_back:
-                self._model.note_return(runs.class_of[place], age)
+            age = runs.ended_of[place] = max(1, self._state[_NOW] - runs.made_at_of[place])
+            self._model.note_return(runs.class_of[place], age)
 
     def _learn_if_due(self) -> None:
         state = self._state
@@ -372,8 +379,9 @@ class PrefixOrder(EvictionOrder):
 
     def _forget_learnt(self) -> None:
         self._model.clear()
-        self._tip_tag[:] = 0
-        self._tip_run[:] = 0
+        self._ghost_tag[:] = 0
+        self._ghost_run[:] = 0
+        self._was_of[:] = 0
         self._state_array[:] = 0
 
     def __contains__(self, slot: object) -> bool:
@@ -383,3 +391,9 @@ class PrefixOrder(EvictionOrder):
 def _distinct(slots: Sequence[int]) -> list[int]:
     """Slots without repetition, each where it stood last."""
     return list(dict.fromkeys(reversed(slots)))[::-1]
+
+
+def _is_landmark(depths: Slots) -> npt.NDArray[np.bool_]:
+    """Whether a block at this depth is remembered wherever its run ends."""
+    bits = np.frexp(depths)[1]
+    return np.asarray(depths & ((1 << np.maximum(bits - DEPTH_BITS, 0)) - 1) == 0)

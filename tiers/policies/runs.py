@@ -24,7 +24,7 @@ ANCIENT = 0
 
 
 class Runs:
-    """Which slots belong to which run, in the order of their use: about 60 bytes a slot of the 81.
+    """Which slots belong to which run, in the order of their use: about 63 bytes a slot of the 89.
 
     Invariant: slot `s` is present iff it is in the log, and then `run_of[s]` is the place (number
     modulo `size`) of a record with `live` slots in log positions `start .. stop - 1`.
@@ -43,7 +43,7 @@ class Runs:
         self.made_at = arrays(f"{name}_run_made_at", size, np.int64)
         """Time, in requests."""
         self.ended_at_age = arrays(f"{name}_run_ended", size, np.int32)
-        """Age at which it came back, or was lost sight of; 0 while it waits."""
+        """Age at which it came back; 0 while it waits."""
         self.class_ = arrays(f"{name}_run_class", size, np.int16)
         self.anchor = arrays(f"{name}_run_anchor", size, np.int32)
         """Slot of the block that its first one follows, plus one; 0: none is known."""
@@ -61,8 +61,9 @@ class Runs:
         """Depth of its first block."""
         self.depth = scalars(arrays(f"{name}_run_depth", size, np.int32))
         """Depth at which it ends: blocks of the request up to its end."""
-        self.parent = scalars(arrays(f"{name}_run_parent", size, np.int64))
-        """Number of the ghost that came back with these blocks; 0: none."""
+        self.rest = arrays(f"{name}_run_rest", size, np.int64)
+        """Number of the run of what it left behind when a part of it was used; 0: none."""
+        self.rest_of = scalars(self.rest)
         self._state = arrays(f"{name}_run_state", 1 + AGE_CLASSES, np.int64)
         """Numbers given out, and for each class of age the first run not yet looked at."""
         self._given_out = scalars(self._state)
@@ -95,7 +96,7 @@ class Runs:
         self.made_at_of[place] = now
         self.class_of[place] = class_
         self.live_of[place] = self.ended_of[place] = self.anchor_of[place] = 0
-        self.uses[place] = self.gap_scaled[place] = self.parent[place] = 0
+        self.uses[place] = self.gap_scaled[place] = self.rest_of[place] = 0
         self.first[place] = self.depth[place] = 0
         return place
 

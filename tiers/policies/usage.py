@@ -80,8 +80,8 @@ class UsageOrder(EvictionOrder):
     def settle(self, slots: Sequence[int]) -> None:
         self._order.settle(slots)
 
-    def chain(self, slots: Sequence[int], blocks: int, tip_tags: Sequence[int]) -> None:
-        self._order.chain(slots, blocks, tip_tags)
+    def chain(self, slots: Sequence[int], blocks: int) -> None:
+        self._order.chain(slots, blocks)
 
     def remove(self, slots: Sequence[int]) -> None:
         self._order.remove(slots)
