@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.replay.command import progress_bar
 from kvcascade.tools.replay.models import MODELS, kv_bytes_per_token
 from kvcascade.tools.replay.options import TierOptions, parse_tier, with_bench
 from kvcascade.tools.replay.virtual import Speed
@@ -49,6 +52,14 @@ def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["schema"], found["schema_version"]) == ("kvcascade.replay", SCHEMA_VERSION)
     assert (found["requests"], found["ttft_s"]) == (30, None)
     assert [tier["name"] for tier in found["tiers"]] == ["cpu", "nvme"]
+
+
+def test_a_bar_shows_the_progress_on_a_terminal_only() -> None:
+    for is_terminal in (True, False):
+        shown = StringIO()
+        with progress_bar(4, Console(file=shown, force_terminal=is_terminal)) as advance:
+            advance(3)
+        assert ("75%" in shown.getvalue()) is is_terminal
 
 
 def test_a_sweep_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
@@ -13,7 +14,7 @@ from support.traces import TRACES, reference
 
 from kvcascade.errors import ConfigError
 from kvcascade.tools.replay.options import ReplayOptions, TierOptions, parse_tier
-from kvcascade.tools.replay.report import ReplayReport
+from kvcascade.tools.replay.report import Quantiles, ReplayReport
 from kvcascade.tools.replay.simulation import replay
 from kvcascade.tools.replay.traces import Trace, TraceRequest, read_trace
 
@@ -107,6 +108,43 @@ def test_what_is_found_costs_no_prefill() -> None:
     assert report.ttft_s is not None and report.ttft_without_s is not None
     assert report.ttft_s.mean * 2 < report.ttft_without_s.mean
     assert report.hit_ratio == pytest.approx(15 / 21), "1 + ... + 5 of 1 + ... + 6 eighths"
+
+
+def prompts(blocks: Sequence[int], start: int = 0) -> list[TraceRequest]:
+    """A prompt of so many blocks each, all different, a minute apart."""
+    begin = np.cumsum([0, *blocks])
+    return [
+        TraceRequest(60.0 * (start + i), n * BLOCK_TOKENS, np.arange(first, first + n, dtype="u8"))
+        for i, (first, n) in enumerate(zip(begin, blocks, strict=False))
+    ]
+
+
+def test_the_distribution_of_the_time_to_the_first_token() -> None:
+    """Ten prompts of 10 to 100 blocks of 16 tokens, computed at 1,600 tokens/s, then found."""
+    sizes = range(10, 101, 10)
+    trace = Trace("twice", BLOCK_TOKENS, prompts(sizes) + prompts(sizes, start=10))
+    report = replay(trace, options(tier("cpu", 1 << 12), prefill=1600.0))
+    assert report.ttft_without_s == Quantiles(mean=0.55, p50=0.5, p90=0.9, p99=1.0)
+    assert report.ttft_s == Quantiles(mean=0.275, p50=0.0, p90=0.8, p99=1.0)
+
+
+def test_the_time_to_the_first_token_counts_the_wait_for_a_tier() -> None:
+    """Half of the first prompt comes up in the latency of the disk; the second pushed it there."""
+    first, second = prompts([40, 80])
+    again = replace(first, arrived_s=1000.0)
+    disk = replace(tier("nvme", 1 << 12), read=parse_tier("x=1MiB,read=1TB,latency=0.125").read)
+    trace = Trace("disk", BLOCK_TOKENS, [first, second, again])
+    report = replay(trace, options(tier("cpu", 100), disk, prefill=640.0))
+    assert [one.hit_blocks for one in report.tiers] == [20, 20]
+    assert report.ttft_s is not None
+    assert report.ttft_s.mean == pytest.approx((1.0 + 2.0 + 0.125) / 3, abs=0.01)
+
+
+def test_every_request_is_told_of_as_progress() -> None:
+    told: list[int] = []
+    trace = conversations(count=5)
+    replay(trace, options(tier("cpu", 64)), told.append)
+    assert sum(told) == len(trace.requests)
 
 
 def test_a_slow_disk_is_not_waited_for() -> None:

@@ -85,12 +85,12 @@ FULL = Scale(
     is_whole=True,
 )
 QUICK = Scale(
-    repeats=3,
-    manager_blocks=(32 << 10, 256 << 10),
+    repeats=2,
+    manager_blocks=(32 << 10, 128 << 10),
     index_blocks=(100_000,),
     reopen_blocks=(100_000,),
     questions=5_000,
-    block_sizes=(64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
+    block_sizes=(64 * KIB, 512 * KIB),
     transfer_bytes=128 * MIB,
     busy_block_size=512 * KIB,
     busy_bytes=256 * MIB,

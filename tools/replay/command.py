@@ -20,6 +20,8 @@ from ...errors import KVCascadeError
 from ..commands.common import ExitCode, complain, emit
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .options import ReplayOptions, TierOptions
     from .rendering import SweepPoint
     from .traces import Trace
@@ -72,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _sweep(arguments, trace, options)
     from .simulation import replay
 
-    with _progress(len(trace.requests)) as advance:
+    with progress_bar(len(trace.requests)) as advance:
         report = replay(trace, options, advance)
     if arguments.json:
         emit("replay", report.document())
@@ -145,7 +147,7 @@ def _points(
         for policy in check_policies(policies)
         for size in sizes or [tiers[name].capacity_bytes]
     ]
-    with _progress(len(runs) * len(trace.requests)) as advance:
+    with progress_bar(len(runs) * len(trace.requests)) as advance:
         for tier in runs:
             report = replay(trace, replace(options, tiers=_with(options.tiers, tier)), advance)
             yield SweepPoint(tier.name, tier.capacity_bytes, tier.policy, report)
@@ -156,12 +158,12 @@ def _with(tiers: Sequence[TierOptions], tier: TierOptions) -> tuple[TierOptions,
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal."""
+def progress_bar(total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar, where the console (standard error unless told) is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=total)
         yield lambda requests: bar.advance(task, requests)
