@@ -92,7 +92,7 @@ class MoverServer:
         if self._bounce is not None:
             part_blocks = max(1, PART_BYTES // self._store.block_bytes)
             wait(
-                executor.submit(self._bounce.make, part_blocks)
+                executor.submit(self._bounce.blocks, part_blocks)
                 for executor in self._executors
                 for _ in range(threads)
             )

@@ -558,7 +558,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._top.policy.remove(block_hash)
             status.ref_cnt = 1
         read = []
-        for _, loading, count in self._workers.reading():
+        for loading, count in self._workers.loads.values():
             loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
             read.append(loading)
         written += [status for status, _ in self._workers.outdated.values()]

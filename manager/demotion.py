@@ -115,7 +115,7 @@ class Demoter:
             part, self._found = self._found[:limit], self._found[limit:]
             if cold := self._dirty_among(part):
                 return cold
-        ahead = limit if window is None else max(limit, MAX_JOBS_IN_FLIGHT * self._batch)
+        ahead = limit if window is None else MAX_JOBS_IN_FLIGHT * self._batch
         found = self._upper.policy.coldest(ahead, mask=self._upper.dirty_mask, window=window)
         self._found = [block_hash for block_hash, _ in found[limit:]]
         return found[:limit]

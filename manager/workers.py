@@ -8,8 +8,8 @@ transfers are *outdated*, and their slots are given back when they are reported.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from ..tiers.base import Backend, BlockHash, BlockStatus
 
@@ -24,10 +24,8 @@ class WorkerTransfers:
         self._quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
         self.stores: dict[BlockHash, BlockStatus] = {}
         """Blocks that workers write now."""
-        self.loads: dict[BlockHash, BlockStatus] = {}
-        """Blocks that workers read now; their statuses count the loads, among other things."""
-        self._more_loads: Counter[BlockHash] = Counter()
-        """Loads of a block beyond the first."""
+        self.loads: dict[BlockHash, tuple[BlockStatus, int]] = {}
+        """Blocks that workers read now: the slot, and how many loads read it."""
         self.outdated: dict[BlockHash, tuple[BlockStatus, int]] = {}
         """Blocks that left the cache under a worker: the slot, and how many completions are to
         come. Till then nothing of that name may enter, or one could be taken for the other."""
@@ -41,49 +39,38 @@ class WorkerTransfers:
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
         """Workers will read these blocks, which the caller has pinned once more."""
-        if self.loads:
-            self._more_loads.update(self.loads.keys() & block_hashes)
-        self.loads.update(zip(block_hashes, statuses, strict=True))
+        loads = self.loads
+        for block_hash, status in zip(block_hashes, statuses, strict=True):
+            entry = loads.get(block_hash)
+            loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
 
     def end_loads(self, block_hashes: Collection[BlockHash]) -> None:
         """A worker has read these blocks: each loses one pin."""
-        pop, more = self.loads.pop, self._more_loads
+        pop = self.loads.pop
         for block_hash in block_hashes:
-            status = pop(block_hash, None)
-            if status is None:  # from before a reset
+            entry = pop(block_hash, None)
+            if entry is None:  # from before a reset
                 self.report(block_hash)
                 continue
-            if block_hash in more:
-                self.loads[block_hash] = status
-                more[block_hash] -= 1
-                if not more[block_hash]:
-                    del more[block_hash]
+            status, left = entry
+            if left > 1:
+                self.loads[block_hash] = (status, left - 1)
             assert status.ref_cnt > 0, "a loading block is pinned"
             status.ref_cnt -= 1
 
-    def reading(self) -> Iterator[tuple[BlockHash, BlockStatus, int]]:
-        """Blocks that workers read, and how many loads read each."""
-        for block_hash, status in self.loads.items():
-            yield block_hash, status, 1 + self._more_loads[block_hash]
-
     def using(self) -> list[BlockStatus]:
         """The slots that workers use now, each once."""
-        outdated = (status for status, _ in self.outdated.values())
-        return [*self.stores.values(), *self.loads.values(), *outdated]
+        others = chain(self.loads.values(), self.outdated.values())
+        return [*self.stores.values(), *(status for status, _ in others)]
 
     def outdate(self) -> None:
         """Every block leaves the cache, and completions come as ever; one count of each slot in use
         is given back by the last of them (`report`)."""
         for block_hash, status in self.stores.items():
             self.outdated[block_hash] = (status, 1)
-        for block_hash, status, count in self.reading():
-            self.outdated[block_hash] = (status, count)
-        self._clear()
-
-    def _clear(self) -> None:
+        self.outdated.update(self.loads)
         self.stores.clear()
         self.loads.clear()
-        self._more_loads.clear()
 
     def report(self, block_hash: BlockHash) -> None:
         """A worker ended with a block that is not in the cache, or that was never prepared."""
@@ -111,7 +98,8 @@ class WorkerTransfers:
 
         Those in `pinned` hold blocks that stay in the cache: they are unpinned then, not freed.
         """
-        self._clear()
+        self.stores.clear()
+        self.loads.clear()
         self.outdated.clear()
         if statuses or pinned:
             until = self._step + self._steps_until_flushed

@@ -48,7 +48,7 @@ def test_what_a_thread_made_before_is_there_when_it_is_used() -> None:
     blocks = 32 * HUGE_PAGE_BYTES // BLOCK
     buffers = BounceBuffers(BLOCK)
     with ThreadPoolExecutor(1) as executor:
-        executor.submit(buffers.make, blocks).result()
+        executor.submit(buffers.blocks, blocks).result()
         before = resident_bytes()
         for block in executor.submit(buffers.blocks, blocks).result():
             block[:1] = b"x"

@@ -82,7 +82,7 @@ class OrderedPolicy(CachePolicy):
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:
         if self.wants_chains and block_hashes:
-            here = takewhile(lambda status: status is not None, map(self.get, block_hashes))
+            here = takewhile(lambda status: status is not None, self.get_many(block_hashes))
             slots = [status.block_id for status in here if status is not None]
             owned = self._directory.owned
             if owned is not None:  # another process's block is as good as missing to the order
