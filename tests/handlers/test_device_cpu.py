@@ -24,7 +24,7 @@ from support.kv_layouts import (
 from kvcascade.errors import ConfigError
 from kvcascade.handlers import device_cpu
 from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cpu import CpuDeviceCopier
+from kvcascade.handlers.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,6 +124,38 @@ def test_jobs_of_a_direction_end_in_the_order_of_submission(pool: ThreadPoolExec
         copier.submit_store(job_id, blocks_of(job_id % 24), slots_of(job_id % 16))
     copier.wait(set(range(50)))
     assert finished_ids(copier) == list(range(50))
+
+
+@pytest.mark.parametrize("is_vectored", [True, False])
+def test_jobs_that_wait_together_are_copied_together(is_vectored: bool) -> None:
+    executor, rng = ManualExecutor(), np.random.default_rng(0)
+    tensors, arena = CASE.tensors(rng), CASE.arena(rng)
+    ticks = iter(range(0, 1000, 8))
+    copier = CpuDeviceCopier(
+        tensors,
+        CASE.layout,
+        arena,
+        executor,
+        clock=lambda: float(next(ticks)),
+        use_vectored_copy=is_vectored,
+    )
+    jobs = JOBS_AT_ONCE + 2
+    for job_id in range(jobs - 1):
+        assert copier.submit_store(job_id, blocks_of(job_id), slots_of(3))
+    assert copier.submit_store(jobs - 1, blocks_of(0, 1), slots_of(4, 5))
+    executor.run_all()
+    results = copier.get_finished()
+    assert [result.job_id for result in results] == list(range(jobs))
+    assert all(result.success for result in results)
+    times = [result.time_s for result in results]
+    assert times[:JOBS_AT_ONCE] == [8 / JOBS_AT_ONCE] * JOBS_AT_ONCE, "shared by bytes"
+    assert times[JOBS_AT_ONCE:] == pytest.approx([8 / 3, 16 / 3])
+    assert next(ticks) == 32, "two copies were timed"
+    again = CpuDeviceCopier(tensors, CASE.layout, arena, executor)
+    again.submit_load(0, blocks_of(20), slots_of(3))
+    executor.run_all()
+    last = jobs - 2
+    assert all((tensor[20] == tensor[last]).all() for tensor in tensors), "the last one wins"
 
 
 def test_directions_run_side_by_side() -> None:
