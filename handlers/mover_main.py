@@ -6,7 +6,8 @@ Its interpreter has nothing else to do, so its threads get the lock when they wa
 the scheduler is. It ends when the socket does: nothing of it outlives the scheduler's process. What
 it was in the middle of then is lost, as at any `kill -9`, and the index says nothing of it.
 
-Threads: this one reads the socket; `io_threads` per direction move blocks and send the answers.
+Threads: this one reads the socket. Per direction `THREADS_PER_TRANSFER * io_threads` copy, hash,
+commit and send the answers, and `io_threads` of them are at the device at a time.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ RECEIVE_BYTES = 256 << 10
 MAX_JOBS = 1024
 """Per direction; the other end asks for far fewer at a time."""
 PART_BYTES = 8 << 20
+THREADS_PER_TRANSFER = 2
+"""While one is at the device, another one ends the part before or begins the next."""
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
@@ -194,12 +197,11 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     memory = mmap.mmap(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
     view = arena_view(memory, setup)
     store = attach(setup.tier)
-    pools = (
-        ThreadPoolExecutor(setup.io_threads, "store"),
-        ThreadPoolExecutor(setup.io_threads, "load"),
-    )
+    store.limit_transfers(setup.io_threads)
+    threads = setup.io_threads * THREADS_PER_TRANSFER
+    pools = (ThreadPoolExecutor(threads, "store"), ThreadPoolExecutor(threads, "load"))
     server = MoverServer(store, view, pools, connection.sendall)
-    server.warm_up(setup.io_threads)
+    server.warm_up(threads)
     connection.sendall(frame(Ready()))
     if setup.has_prefault:
         threading.Thread(target=prefault, args=(memory,), daemon=True).start()

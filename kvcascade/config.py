@@ -167,8 +167,8 @@ class NvmeTier:
     """Bytes, or drive writes, per day; `None`: no limit."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Bytes, or a share of the disk, that are never used."""
-    io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 2
-    """Threads that read and write."""
+    io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
+    """Reads, and writes, that are under way at a time."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
     """Who moves blocks to and from the CPU tier: a process of its own, or the scheduler's."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO

@@ -86,7 +86,7 @@ def test_defaults() -> None:
     assert nvme.capacity == Bytes(2 * 2**40) and nvme.path == (Path("/mnt/nvme/kv"),)
     assert (nvme.policy, config.cpu.policy) == ("lru", "lru")
     assert (nvme.durability, nvme.admission) == (Durability.PROCESS, Admission.ALL)
-    assert (nvme.write_budget, nvme.io_threads) == (None, 2)
+    assert (nvme.write_budget, nvme.io_threads) == (None, 3)
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
     assert nvme.movers is Movers.PROCESS

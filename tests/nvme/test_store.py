@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme import index
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.turns import HANDOVER_S, Turns
 
 OK, GONE, CORRUPT = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CORRUPT
 IO_ERROR, NO_SPACE = BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE
@@ -173,3 +176,59 @@ def test_counters_tell_the_story(rig: Rig, fs: MemoryFileSystem) -> None:
     assert (counters.blocks_written, counters.blocks_read, counters.corrupt) == (3, 1, 3)
     assert counters.bytes_written == 3 * BLOCK and counters.write_ns > 0
     assert [rig.load(block_hash) for block_hash in keys(3)] == [None] * 3
+
+
+class _WatchedFileSystem(MemoryFileSystem):
+    """Tells of every transfer that begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Semaphore(0)
+
+    def pass_gate(self) -> None:
+        self.begun.release()
+        super().pass_gate()
+
+
+@pytest.mark.parametrize("is_write", [True, False])
+def test_transfers_under_way_are_limited(tmp_path: Path, is_write: bool) -> None:
+    fs = _WatchedFileSystem()
+    rig = Rig(config_for([tmp_path], slots=32), fs=fs)
+    rig.tier.store.limit_transfers(2)
+    rig.store(keys(8))
+    specs = [rig.pin(block_hash) for block_hash in keys(8)]
+    work = keys(4, start=8) if is_write else keys(4)
+    statuses = rig.begin_store(work) if is_write else []
+
+    def move(i: int) -> list[BlockOutcome]:
+        if is_write:
+            payload = [memoryview(content(work[i]))]
+            return rig.tier.store.write([work[i]], [statuses[i].block_id], payload, specs[0].epoch)
+        buffer, slots = bytearray(BLOCK), specs[i].slots.tolist()
+        return rig.tier.store.read(specs[i].hashes, slots, [memoryview(buffer)], specs[i].values)
+
+    while fs.begun.acquire(blocking=False):
+        pass
+    fs.gate = threading.Event()
+    with ThreadPoolExecutor(4) as executor:
+        moved = [executor.submit(move, i) for i in range(4)]
+        assert fs.begun.acquire(timeout=10) and fs.begun.acquire(timeout=10), "two at a time"
+        assert not fs.begun.acquire(timeout=0.1), "a third one did not wait"
+        fs.gate.set()
+        assert [future.result(10) for future in moved] == [[OK]] * 4
+    rig.close(clean=False)
+
+
+def test_the_next_one_may_begin_while_the_last_one_pauses() -> None:
+    begun: list[float] = []
+
+    def pause(seconds: float) -> None:
+        begun.append(seconds)
+        if len(begun) == 1:
+            with turns:  # would wait for ever if the turn were not free yet
+                begun.append(0.0)
+
+    turns = Turns(1, pause)
+    with turns:
+        assert not begun
+    assert begun == [HANDOVER_S, 0.0, HANDOVER_S]

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import stat
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -45,6 +46,14 @@ class File(ABC):
     @abstractmethod
     def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Write the buffers at `offset`; bytes moved, which may be fewer than asked."""
+
+    def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
+        """Write a few bytes past the transfers that other threads have under way in this file.
+
+        They lie within `window`, the (offset, length) of the part of the file that is written this
+        way; its offset is a multiple of the page. False if it cannot be done: use `pwritev` then.
+        """
+        return False
 
     @abstractmethod
     def preallocate(self, size: int) -> None:
@@ -191,6 +200,7 @@ class RealFile(File):
 
     def __init__(self, descriptor: int) -> None:
         self._fd = descriptor
+        self._window: memoryview | None = None
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -205,6 +215,24 @@ class RealFile(File):
         except OSError as error:
             self._leave_direct_mode(error)
         return os.pwritev(self._fd, buffers, offset)
+
+    def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
+        """Through a mapping: `pwritev` takes the file for itself (ext4, XFS), so that it waits for
+        all direct writes to it, and new ones wait for it.
+
+        The system copies, from a file in memory: where a plain store would be answered by SIGBUS,
+        on a damaged device or beyond the end of a file that somebody cut, this is an error.
+        """
+        try:
+            if self._window is None:
+                self._window = self.map(*window, writable=True)
+            start = offset - window[0]
+            target = self._window[start : start + len(data)]
+            scratch = _scratch_file()
+            scratch.pwritev([memoryview(data)], 0)
+            return scratch.preadv([target], 0) == len(data)
+        except (OSError, ValueError):  # ValueError: the file is shorter than the window
+            return False
 
     def preallocate(self, size: int) -> None:
         os.posix_fallocate(self._fd, 0, size)
@@ -240,6 +268,17 @@ class RealFile(File):
         if error.errno != errno.EINVAL or not flags & _DIRECT_FLAG:
             raise error
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT_FLAG)
+
+
+_scratch = threading.local()
+
+
+def _scratch_file() -> RealFile:
+    """A file in memory, this thread's own."""
+    file: RealFile | None = getattr(_scratch, "file", None)
+    if file is None:
+        file = _scratch.file = RealFile(os.memfd_create("kvcascade-scratch"))
+    return file
 
 
 class RealFileLock(FileLock):

@@ -71,6 +71,7 @@ class SegmentSet:
         self._fs = fs
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
+        self._records_window = (layout.records_offset, layout.slots * SLOT_RECORD_BYTES)
         self._open: dict[int, Segment] = {}
         self._foreign: dict[int, File] = {}
         self._foreign_lock = threading.Lock()
@@ -161,7 +162,9 @@ class SegmentSet:
         """Write the records of adjacent slots."""
         number, index = divmod(first_slot, self.layout.slots)
         offset = self.layout.records_offset + index * SLOT_RECORD_BYTES
-        _write_all(self._segment(number).records, [memoryview(b"".join(records))], offset)
+        file, data = self._segment(number).records, b"".join(records)
+        if not file.patch(data, offset, self._records_window):
+            _write_all(file, [memoryview(data)], offset)
 
     def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
@@ -246,8 +249,7 @@ class SegmentSet:
     def _open_files(self, number: int, path: Path) -> Segment:
         payload = self._fs.open(path, direct=True)
         records = self._fs.open(path)
-        length = self.layout.slots * SLOT_RECORD_BYTES
-        mapped = records.map(self.layout.records_offset, length, writable=False)
+        mapped = records.map(*self._records_window, writable=False)
         return Segment(number, path, payload, records, mapped)
 
     def _make_whole(self, file: File, number: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter_ns
@@ -26,6 +27,7 @@ from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse
 from .index import BlockIndex, Removal
 from .index_errors import CommitOutcome
 from .segments import MissingSegmentError, SegmentSet
+from .turns import Turns
 
 _log = get_logger(__name__)
 
@@ -99,6 +101,15 @@ class BlockStore:
         self._strays: list[int] = []
         self._owed_epoch = 0
         self._reported_bytes = 0
+        self._writing: AbstractContextManager[None] = nullcontext()
+        self._reading: AbstractContextManager[None] = nullcontext()
+
+    def limit_transfers(self, n: int) -> None:
+        """Have at most `n` threads write, and `n` read, payload at a time; before any of them does.
+
+        For more threads than that: see `turns`.
+        """
+        self._writing, self._reading = Turns(n), Turns(n)
 
     def write(
         self,
@@ -297,7 +308,8 @@ class BlockStore:
             record = SlotRecord(write.key, entry.generation, entry.checksum, entry.length, epoch)
             records.append(record.pack())
         try:
-            self._segments.write_run(run[0].slot, [write.payload for write in run])
+            with self._writing:
+                self._segments.write_run(run[0].slot, [write.payload for write in run])
             self._segments.write_records(run[0].slot, records)
         except OSError as error:
             return self._failed(error, "writing blocks")
@@ -327,7 +339,8 @@ class BlockStore:
 
     def _read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> BlockOutcome:
         try:
-            self._segments.read_run(first_slot, buffers)
+            with self._reading:
+                self._segments.read_run(first_slot, buffers)
         except MissingSegmentError:
             return BlockOutcome.CORRUPT
         except OSError as error:
