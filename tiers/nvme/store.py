@@ -138,9 +138,13 @@ class BlockStore:
         first = self.reserve_generations(len(writes))
         for generation, write in enumerate(writes, first):
             write.entry = self._entry_for(write, generation)
-        for begin, end in self._segments.runs([write.slot for write in writes]):
-            run = writes[begin:end]
-            _note(outcomes, run, self._write_run(run, epoch))
+        runs = [writes[i:j] for i, j in self._segments.runs([write.slot for write in writes])]
+        with self._writing:
+            for run in runs:
+                _note(outcomes, run, self._write_payload(run))
+        for run in runs:
+            if outcomes[run[0].position] is BlockOutcome.OK:
+                _note(outcomes, run, self._write_records(run, epoch))
         written = [w for w in writes if outcomes[w.position] is BlockOutcome.OK]
         if self._durability is Durability.POWER:
             written = self._sync(written, outcomes)
@@ -176,16 +180,17 @@ class BlockStore:
             if entry is not None and entry.slot == slots[i]:
                 outcomes[i] = BlockOutcome.OK
                 order.append(i)
-        for begin, end in self._segments.runs([slots[i] for i in order]):
-            run = order[begin:end]
-            outcome = self._read_run(slots[run[0]], [buffers[i] for i in run])
-            for i in run:
-                outcomes[i] = outcome
-                if outcome is BlockOutcome.CORRUPT:
-                    self._drop_foreign(keys[i], entries[i])
+        with self._reading:
+            for begin, end in self._segments.runs([slots[i] for i in order]):
+                run = order[begin:end]
+                outcome = self._read_run(slots[run[0]], [buffers[i] for i in run])
+                for i in run:
+                    outcomes[i] = outcome
         for i in order:
             entry = entries[i]
-            if outcomes[i] is BlockOutcome.OK and entry is not None:
+            if outcomes[i] is BlockOutcome.CORRUPT:
+                self._drop_foreign(keys[i], entry)
+            elif outcomes[i] is BlockOutcome.OK and entry is not None:
                 outcomes[i] = self._verify(keys[i], entry, buffers[i])
         return self._count_read(outcomes, started)
 
@@ -300,19 +305,25 @@ class BlockStore:
         checksum = block_checksum(write.key, write.payload)
         return IndexEntry(write.slot, len(write.payload), checksum, generation)
 
-    def _write_run(self, run: Sequence[_Write], epoch: int) -> BlockOutcome:
+    def _write_payload(self, run: Sequence[_Write]) -> BlockOutcome:
+        assert all(len(write.payload) == self.block_bytes for write in run)
+        try:
+            self._segments.write_run(run[0].slot, [write.payload for write in run])
+        except OSError as error:
+            return self._failed(error, "writing blocks")
+        return BlockOutcome.OK
+
+    def _write_records(self, run: Sequence[_Write], epoch: int) -> BlockOutcome:
         records: list[bytes] = []
         for write in run:
             entry = write.entry
-            assert entry is not None and entry.length == self.block_bytes
+            assert entry is not None
             record = SlotRecord(write.key, entry.generation, entry.checksum, entry.length, epoch)
             records.append(record.pack())
         try:
-            with self._writing:
-                self._segments.write_run(run[0].slot, [write.payload for write in run])
             self._segments.write_records(run[0].slot, records)
         except OSError as error:
-            return self._failed(error, "writing blocks")
+            return self._failed(error, "writing what slots hold")
         return BlockOutcome.OK
 
     def _sync(self, written: Sequence[_Write], outcomes: list[BlockOutcome]) -> list[_Write]:
@@ -339,8 +350,7 @@ class BlockStore:
 
     def _read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> BlockOutcome:
         try:
-            with self._reading:
-                self._segments.read_run(first_slot, buffers)
+            self._segments.read_run(first_slot, buffers)
         except MissingSegmentError:
             return BlockOutcome.CORRUPT
         except OSError as error:
