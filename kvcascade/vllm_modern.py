@@ -34,7 +34,7 @@ from .config import CascadeConfig, parse
 from .handlers.device import GpuBlocks
 from .manager.base import BlockEvent, LookupState
 from .manager.request import Request
-from .tiers.base import BlockHash, BlockStatus, SlotSpec
+from .tiers.base import BlockHash, SlotSpec
 from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
 from .vllm_later import (
@@ -105,21 +105,21 @@ class CascadeManager(OffloadingManager):
         if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
             answers.at = at + 1
             return _HIT
-        status = self._top_get(key)  # type: ignore[arg-type]
-        if status is None:
-            if self._is_single:
-                answers.misses += 1
-                return _MISS
-            if key in self._request.pending:  # type: ignore[comparison-overlap]
-                return _PENDING
-        return self._look_further(key, status)  # type: ignore[arg-type]
-
-    def _look_further(self, key: BlockHash, status: BlockStatus | None) -> LookupResult:
         request = self._request
-        if status is None:
-            state = self._manager.look_below(key, None, request)
+        if not request.is_plain:
+            if key in request.pending:  # type: ignore[comparison-overlap]
+                return _PENDING
+            if key in request.holds:  # type: ignore[comparison-overlap]
+                answers.hit(key)  # type: ignore[arg-type]
+                return _HIT
+        status = self._top_get(key)  # type: ignore[arg-type]
+        if status is not None:
+            state = self._manager.lookup_block(key, request)  # type: ignore[arg-type]
+        elif self._is_single:
+            answers.misses += 1
+            return _MISS
         else:
-            state = self._manager.lookup_block(key, request)
+            state = self._manager.look_below(key, None, request)  # type: ignore[arg-type]
         if state is LookupState.MISS:
             return _MISS
         if state is LookupState.HIT:

@@ -58,7 +58,7 @@ class Answers:
 
     def of_request(self) -> list[BlockHash]:
         """Those since `begin`."""
-        return self.hits()[self._mark :]
+        return [*self._hits[self._mark :], *self.ready_at[self._start : self.at]]
 
     def clear(self) -> None:
         """The step is over."""

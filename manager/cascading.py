@@ -95,6 +95,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self._clock = clock
         self._levels = levels
         self._top = levels[0]
+        self._below = list(enumerate(levels))[1:]
         for index, level in enumerate(levels):
             level.on_evicted = partial(self._note_evicted, index)
         low, high = self.options.low_watermark, self.options.high_watermark
@@ -197,13 +198,13 @@ class CascadingOffloadingManager(OffloadingManager):
         if status is None and not self._demoters:
             return self._miss()
         with self.lock:
+            was_waiting = request.is_waiting
             state = self._state_below(block_hash, status, request)
             if state is LookupState.MISS:
                 request.missed_at = block_hash
                 return self._miss()
-            if state is not LookupState.HIT:
+            if state is not LookupState.HIT and not was_waiting:
                 self._hold_answered(request)
-                self.answers.leave_run()  # hits of a request that waits are held one by one
             return state
 
     def _state_below(
@@ -223,10 +224,11 @@ class CascadingOffloadingManager(OffloadingManager):
             if not self.options.waits_for_stores:
                 return LookupState.MISS
             return self._promoter.wait_for_store(block_hash, request)
-        for index, level in enumerate(self._levels[1:], start=1):
-            below = level.policy.get(block_hash) if self._may_read(request, level) else None
-            if below is not None and below.ref_cnt >= 0:
-                return self._promoter.start(block_hash, index, request)
+        for index, level in self._below:
+            if request.allowed_media is None or level.medium in request.allowed_media:
+                below = level.policy.get(block_hash)
+                if below is not None and below.ref_cnt >= 0:
+                    return self._promoter.start(block_hash, index, request)
         return LookupState.MISS
 
     @staticmethod
@@ -239,12 +241,11 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _hold_answered(self, request: Request) -> None:
         """The request begins to wait: the hits it was just given shall still be there then."""
-        if request.holds:
-            return
         for block_hash in self.answers.of_request():
             status = self.top_get(block_hash)
             if status is not None and status.ref_cnt >= 0:
                 self._promoter.hold(request, block_hash, status)
+        self.answers.leave_run()  # from now on hits are held one by one
 
     # ---- loads ---------------------------------------------------------------------------
 

@@ -225,23 +225,26 @@ class Demoter:
     def _filter(self, cold: Pairs) -> Pairs:
         """Settle what is already below and what admission refuses; the rest shall be written."""
         wanted: Pairs = []
+        settled: list[int] = []
         for block_hash, status in cold:
             slot = status.block_id
             if self._lower.holds(block_hash):
-                self._upper.set_settled(slot)
+                settled.append(slot)
             elif not self._lower.admission.admits(block_hash, self._upper.uses(slot)):
-                self._upper.set_settled(slot)
+                settled.append(slot)
                 self._counters.demote_refused_blocks += 1
             else:
                 wanted.append((block_hash, status))
+        self._upper.set_settled(settled)
         return wanted
 
     def _settle(self, blocks: Pairs) -> None:
-        for _, status in blocks:
-            self._upper.set_settled(status.block_id)
+        self._upper.set_settled([status.block_id for _, status in blocks])
 
     def _land(self, job: Job, outcomes: Sequence[BlockOutcome]) -> None:
         stored: list[BlockHash] = []
+        written: list[int] = []
+        settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
         for block_hash, source, target, outcome in zip(
@@ -250,18 +253,20 @@ class Demoter:
             source.ref_cnt -= 1
             if outcome is BlockOutcome.OK:
                 target.ref_cnt = 0
-                self._upper.set_settled(source.block_id)
+                settled.append(source.block_id)
                 stored.append(block_hash)
-                self._lower.set_dirty([target.block_id])
+                written.append(target.block_id)
                 continue
             self._lower.drop(block_hash, target)
             if outcome in NOT_WANTED:
                 self._counters.demote_held_blocks += outcome is BlockOutcome.HELD
-                self._upper.set_settled(source.block_id)
+                settled.append(source.block_id)
             else:
                 failed.append(source.block_id)
                 if outcome is not BlockOutcome.NO_SPACE:
                     again.append(block_hash)
+        self._lower.set_dirty(written)
+        self._upper.set_settled(settled)
         self._upper.set_dirty(failed)
         if again and self.on_failed is not None:
             self.on_failed(again)

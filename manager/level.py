@@ -81,10 +81,12 @@ class Level:
             self.dirty_mask[batch] = True
             self.settled_mask[batch] = False
 
-    def set_settled(self, slot: int) -> None:
-        """This block is held below, or will not be: it may leave."""
-        self._dirty[slot] = 0
-        self._settled[slot] = 1
+    def set_settled(self, slots: Sequence[int]) -> None:
+        """These blocks are held below, or will not be: they may leave."""
+        dirty, settled = self._dirty, self._settled
+        for slot in slots:
+            dirty[slot] = 0
+            settled[slot] = 1
 
     def set_arriving(self, slots: Sequence[int]) -> None:
         """The bytes of these slots are on their way."""

@@ -13,7 +13,7 @@ is a miss.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..handlers.base import TransferResult
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
@@ -44,7 +44,7 @@ class Pending:
     """Where it is read from now."""
     found_in: int
     """The level where the lookup found it."""
-    waiters: dict[Request, None] = field(default_factory=dict)
+    waiters: dict[Request, None]
 
 
 class Promoter:
@@ -102,7 +102,8 @@ class Promoter:
             return None
         if self._flow.clock() < pending.deadline_s:
             if not request.is_waiting or request not in pending.waiters:
-                self._add_waiter(pending, request)
+                pending.waiters[request] = None
+                self._begin_promotion(request)
             request.note_pending(block_hash, pending.deadline_s)
             return LookupState.PENDING
         if block_hash not in request.missed:
@@ -115,7 +116,7 @@ class Promoter:
         if self._breakers[level].is_open:
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return LookupState.MISS
-        if not self._may_be_worth(level, request):
+        if request not in self._undecided and not self._may_be_worth(level, request):
             return LookupState.MISS
         if len(self._pending) + len(self._held) >= self._budget_slots:
             return self._no_budget(request)
@@ -123,10 +124,10 @@ class Promoter:
         if request.waiting_since_s is not None:
             if now >= request.waiting_since_s + self._deadline_s:
                 return LookupState.MISS
-        pending = Pending(now + self._deadline_s, level, level)
-        self._add_waiter(pending, request)
-        request.note_pending(block_hash, pending.deadline_s)
-        self._pending[block_hash] = pending
+        deadline_s = now + self._deadline_s
+        self._pending[block_hash] = Pending(deadline_s, level, level, {request: None})
+        self._begin_promotion(request)
+        request.note_pending(block_hash, deadline_s)
         self._queued[level].append(block_hash)
         if self._worth is not None and request.decision is Decision.OPEN:
             self._undecided.setdefault(request, []).append(block_hash)
@@ -229,10 +230,10 @@ class Promoter:
         self._held.clear()
         return [job for jobs in self._jobs for job in jobs.values() if job.orphan(levels)]
 
-    def _add_waiter(self, pending: Pending, request: Request) -> None:
-        pending.waiters[request] = None
+    def _begin_promotion(self, request: Request) -> None:
         request.has_promotions = True
-        self._begin_wait(request)
+        if request.waiting_since_s is None:
+            self._begin_wait(request)
 
     def _begin_wait(self, request: Request) -> None:
         if request.waiting_since_s is None:
@@ -246,7 +247,7 @@ class Promoter:
     def _may_be_worth(self, level: int, request: Request) -> bool:
         """False if it need not even be known how many blocks the request finds below."""
         worth = self._worth
-        if worth is None or request.decision is Decision.LOAD or request in self._undecided:
+        if worth is None or request.decision is Decision.LOAD:
             return True
         now = self._flow.clock()
         if request.decision is Decision.OPEN:
@@ -340,6 +341,7 @@ class Promoter:
             return
         for status in statuses:
             status.ref_cnt += 1
+        source.policy.touch(present)  # now, since what was just found is found again at once
         targets = target.take(present)
         ids, now_s = self._flow.job_ids, self._flow.clock()
         job = Job(next(ids), level, level - 1, present, statuses, targets, now_s)
@@ -373,7 +375,6 @@ class Promoter:
             below.ref_cnt -= 1
             if outcome is BlockOutcome.OK:
                 status.ref_cnt = 0
-                target.set_settled(status.block_id)
                 arrived.append(block_hash)
                 slots.append(status.block_id)
                 self._arrive(block_hash, status, level)
@@ -387,8 +388,8 @@ class Promoter:
                         self._flow.emit([block_hash], source, removed=True)
                     source.drop(block_hash, below)
                     self._flow.lost_below(level, block_hash)
+        target.set_settled(slots)
         target.policy.mark_ready(arrived, slots)
-        source.policy.touch(arrived)
         self._flow.emit(arrived, target, removed=False)
         counters = self._flow.counters.links[level - 1]
         counters.promoted_blocks += len(arrived)

@@ -69,7 +69,8 @@ class Request:
     def note_pending(self, block_hash: BlockHash, deadline_s: float) -> None:
         """The block is on its way, and this request waits for it."""
         self.pending.add(block_hash)
-        self.pending_until_s = min(self.pending_until_s, deadline_s)
+        if deadline_s < self.pending_until_s:
+            self.pending_until_s = deadline_s
 
     def forget_pending(self) -> None:
         """Every block is looked at anew when it is asked for."""

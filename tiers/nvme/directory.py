@@ -38,6 +38,8 @@ REFRESH_EVERY_CHANGES = 64
 SWEEP_PER_CHANGE = 2
 """Overlay entries and tombstones looked at per change: more than come in, so both drain."""
 MAX_UNKNOWN_SLOTS = 4096
+MAX_MET = 16384
+"""Blocks found in the index and remembered until it is looked at anew, 400 bytes each."""
 _STRAY = b"kvcascade stray "
 """With a slot number behind it: stands for a stray whose block is elsewhere now, or not known."""
 
@@ -84,6 +86,8 @@ class IndexDirectory(BlockDirectory):
         self._popped: dict[int, BlockHash] = {}
         """Slots that lost their block and are not freed yet."""
         self._unknown: set[int] = set()
+        self._met: dict[BlockHash, tuple[BlockStatus, bytes]] = {}
+        """What the index that is held says of blocks: who found one asks for it again at once."""
         self._to_sweep: deque[BlockHash] = deque()
         self._removals: list[Removal] = []
         self._changes = 0
@@ -108,6 +112,7 @@ class IndexDirectory(BlockDirectory):
         slot = status.block_id
         if self._gone.get(block_hash) == slot:
             del self._gone[block_hash]
+        self._met.pop(block_hash, None)
         self._overlay[block_hash] = status
         self._key_at[slot] = block_hash
         self._to_sweep.append(block_hash)
@@ -120,6 +125,8 @@ class IndexDirectory(BlockDirectory):
             return None
         slot = status.block_id
         if not self._owned[slot]:
+            self._met.pop(block_hash, None)
+            self._is_index_stale = True  # whoever drops it knows more than what is held says
             return status
         if self._overlay.pop(block_hash, None) is not None:
             del self._key_at[slot]
@@ -175,6 +182,7 @@ class IndexDirectory(BlockDirectory):
         self._key_at.clear()
         self._gone.clear()
         self._popped.clear()
+        self._met.clear()
         self._to_sweep.clear()
         self._removals.clear()
         self._unknown.clear()
@@ -188,10 +196,12 @@ class IndexDirectory(BlockDirectory):
 
     def adopt(self, count: int) -> None:
         """So many blocks that the index has lie in slots that are this process's from now on."""
+        self._met.clear()
         self._count += count
 
     def abandon(self, first: int, end: int, used: int) -> None:
         """Slots `first .. end - 1`, `used` of them with idle blocks, are somebody else's now."""
+        self._met.clear()
         for slot in [slot for slot in self._key_at if first <= slot < end]:
             del self._overlay[self._key_at.pop(slot)]
         for key in [key for key, slot in self._gone.items() if first <= slot < end]:
@@ -220,11 +230,15 @@ class IndexDirectory(BlockDirectory):
         return self._count
 
     def values_of(self, block_hashes: Sequence[BlockHash]) -> list[bytes | None]:
-        """The committed entries of blocks, as of now."""
-        if not self._renew():
+        """The committed entries of blocks: of those found just now as they were then."""
+        met = [self._met.get(block_hash) for block_hash in block_hashes]
+        if not all(met) and not self._renew():
             return [None] * len(block_hashes)
         value_of = self._index.value_of
-        return [value_of(block_hash) for block_hash in block_hashes]
+        return [
+            value_of(block_hash) if found is None else found[1]
+            for block_hash, found in zip(block_hashes, met, strict=True)
+        ]
 
     def released(self, slot: int) -> None:
         """A slot is free again and no transfer uses it: its block, if any, leaves the index."""
@@ -268,6 +282,7 @@ class IndexDirectory(BlockDirectory):
     def release(self) -> None:
         """Hold no pages of the index; the next question takes hold of them as they are then."""
         if not self._is_released:
+            self._met.clear()
             self._index.release()
             self._is_released = self._is_index_stale = True
 
@@ -285,15 +300,25 @@ class IndexDirectory(BlockDirectory):
         status = self._overlay.get(block_hash)
         if status is not None:
             return status
+        met = self._met.get(block_hash)
+        if met is not None:
+            return met[0]
         if self._is_index_stale and not self._is_current():
             return None
-        slot = self._index.slot_of(block_hash)
+        value = self._index.value_of(block_hash)
+        if value is None:
+            return None
+        slot = self._index.slot_in(block_hash, value)
         if slot < 0 or self._gone.get(block_hash) == slot:
             return None
         # A damaged index may name a slot that is free, or another block's.
         if self._owned[slot] and (not self._used[slot] or slot in self._key_at):
             return None
-        return self._status_at(slot)
+        if len(self._met) >= MAX_MET:
+            self._met.clear()
+        status = self._status_at(slot)
+        self._met[block_hash] = status, value
+        return status
 
     def _is_current(self) -> bool:
         """True if the index that is seen belongs to the epoch that is wanted."""
@@ -301,6 +326,7 @@ class IndexDirectory(BlockDirectory):
 
     def _renew(self) -> bool:
         """See the index as it is now; True if it belongs to the epoch that is wanted."""
+        self._met.clear()
         self._index.refresh()
         self._is_released = False
         self._is_index_stale = self._index.seen_epoch() != self._epoch
@@ -308,6 +334,7 @@ class IndexDirectory(BlockDirectory):
 
     def _leave(self, key: BlockHash, slot: int) -> None:
         """A slot of one's own has lost its block, and will be freed."""
+        self._met.pop(key, None)
         if key not in self._overlay:  # otherwise it is a stray whose block was stored anew
             self._gone[key] = slot
             self._to_sweep.append(key)

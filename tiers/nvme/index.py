@@ -185,13 +185,11 @@ class BlockIndex:
 
     def slot_of(self, key: bytes) -> int:
         """The slot of a block, or -1."""
-        try:
-            value = self._txn.get(key)
-        except lmdb.Error:
-            self.damaged_lookups += 1
-            return -1
-        if value is None:
-            return -1
+        value = self.value_of(key)
+        return -1 if value is None else self.slot_in(key, value)
+
+    def slot_in(self, key: bytes, value: bytes) -> int:
+        """The slot that a raw entry names, or -1."""
         slot = slot_in_entry(key, value)
         if 0 <= slot < self.capacity:
             return slot
