@@ -16,9 +16,13 @@ import mmap
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+
+from ..tiers.base import SlotArray
 
 HUGE_PAGE_BYTES = 2 << 20
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -42,23 +46,58 @@ class BounceBuffers:
 
     def blocks(self, n: int) -> list[memoryview]:
         """Room for `n` blocks in a row; it is this thread's until it asks again."""
-        size = self._block_bytes
-        buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < n * size:
-            buffer = self._own.buffer = huge_pages(max(1, n) * size)
+        size, buffer = self._block_bytes, self._room(n)
         return [buffer[i * size : (i + 1) * size] for i in range(n)]
 
-    def copies(self, blocks: Sequence[memoryview]) -> list[memoryview]:
-        """These blocks, copied here."""
-        copies = self.blocks(len(blocks))
-        for copy, block in zip(copies, blocks, strict=True):
-            copy_block(copy, block)
-        return copies
+    def _room(self, n: int) -> memoryview:
+        """This thread's buffer, of `n` blocks at least."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < n * self._block_bytes:
+            buffer = self._own.buffer = huge_pages(max(1, n) * self._block_bytes)
+        return buffer
 
 
-def copy_block(target: memoryview, source: memoryview) -> None:
-    """Copy a block without keeping the interpreter lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+class ArenaBounce(BounceBuffers):
+    """Between the disk and an arena. Any thread.
+
+    Blocks that are neighbours in the arena are copied in one go: a thread that copies gives up the
+    interpreter lock, and waits for it afterwards.
+    """
+
+    def __init__(self, arena: memoryview, block_bytes: int) -> None:
+        """`arena`: its slots, of `block_bytes` each, in a row."""
+        super().__init__(block_bytes)
+        self._arena: npt.NDArray[np.uint8] = np.frombuffer(arena, np.uint8)
+
+    def take(self, slots: SlotArray) -> list[memoryview]:
+        """Copies of what lies in these slots."""
+        buffer = np.frombuffer(self._room(len(slots)), np.uint8)
+        for at, slot, n in neighbours(slots, range(len(slots))):
+            np.copyto(self._bytes(buffer, at, n), self._bytes(self._arena, slot, n))
+        return self.blocks(len(slots))
+
+    def give(self, slots: SlotArray, places: Sequence[int]) -> None:
+        """Copy some of the blocks in this thread's buffer, each into the slot of its place."""
+        buffer = np.frombuffer(self._room(len(slots)), np.uint8)
+        for at, slot, n in neighbours(slots, places):
+            np.copyto(self._bytes(self._arena, slot, n), self._bytes(buffer, at, n))
+
+    def _bytes(self, memory: npt.NDArray[np.uint8], first: int, n: int) -> npt.NDArray[np.uint8]:
+        return memory[first * self._block_bytes : (first + n) * self._block_bytes]
+
+
+def neighbours(slots: SlotArray, places: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Of some places of a list of slots, the runs that are adjacent in both.
+
+    Each as its first place, its first slot and its length.
+    """
+    if not places:
+        return []
+    at = np.asarray(places)
+    here = slots[at]
+    is_cut = (np.diff(here) != 1) | (np.diff(at) != 1)
+    starts = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(at)]
+    return [(int(at[i]), int(here[i]), j - i) for i, j in pairwise(starts)]
 
 
 def huge_pages(length: int) -> memoryview:

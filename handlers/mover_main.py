@@ -34,7 +34,7 @@ from ..tiers.cpu.prefault import PIECE_BYTES, populate
 from ..tiers.nvme.attach import attach
 from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.store import BlockStore
-from .bounce import BounceBuffers, has_huge_pages
+from .bounce import ArenaBounce, has_huge_pages
 from .mover_wire import (
     Answer,
     FrameReader,
@@ -73,18 +73,20 @@ class MoverServer:
     def __init__(
         self,
         store: BlockStore,
-        arena_view: ArenaView,
+        arena: memoryview,
         executors: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
         send: Callable[[bytes], None],
     ) -> None:
-        """`executors`: for stores and everything else, and for loads."""
+        """`arena`: its slots, a block each, in a row. `executors`: for stores and everything else,
+        and for loads."""
         self._store = store
         self._send = send
         self._executors = executors
         down, up = self._options("_down"), self._options("_up")
-        self._bounce = BounceBuffers(store.block_bytes) if has_huge_pages() else None
-        self._down = NvmeStoreHandler(store, arena_view, executors[0], down, bounce=self._bounce)
-        self._up = NvmeLoadHandler(store, arena_view, executors[1], up, bounce=self._bounce)
+        view = arena_view(arena, store.block_bytes)
+        self._bounce = ArenaBounce(arena, store.block_bytes) if has_huge_pages() else None
+        self._down = NvmeStoreHandler(store, view, executors[0], down, bounce=self._bounce)
+        self._up = NvmeLoadHandler(store, view, executors[1], up, bounce=self._bounce)
         self._lock = threading.Lock()
         self._counted = asdict(store.counters)
         self._reported_bytes = store.reported_bytes
@@ -195,12 +197,12 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     if not isinstance(setup, Setup):
         raise WireError("an order before the setup")
     memory = mmap.mmap(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
-    view = arena_view(memory, setup)
+    arena = memoryview(memory)[setup.arena_offset :]
     store = attach(setup.tier)
     store.limit_transfers(setup.io_threads)
     threads = setup.io_threads * THREADS_PER_TRANSFER
     pools = (ThreadPoolExecutor(threads, "store"), ThreadPoolExecutor(threads, "load"))
-    server = MoverServer(store, view, pools, connection.sendall)
+    server = MoverServer(store, arena, pools, connection.sendall)
     server.warm_up(threads)
     connection.sendall(frame(Ready()))
     if setup.has_prefault:
@@ -221,11 +223,9 @@ def prefault(memory: mmap.mmap) -> None:
         _log.warning("%s", error)
 
 
-def arena_view(memory: mmap.mmap, setup: Setup) -> ArenaView:
+def arena_view(arena: memoryview, slot_bytes: int) -> ArenaView:
     """What gives the bytes of a slot."""
-    size = setup.slot_bytes
-    slots = memoryview(memory)[setup.arena_offset :]
-    return lambda slot: slots[slot * size : (slot + 1) * size]
+    return lambda slot: arena[slot * slot_bytes : (slot + 1) * slot_bytes]
 
 
 def die_with(parent_pid: int) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
-from ..tiers.base import BlockOutcome, SlotSpec
+from ..tiers.base import BlockOutcome, SlotArray, SlotSpec
 from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.index import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import TransferSpec
-from .bounce import BounceBuffers, copy_block
+from .bounce import ArenaBounce
 from .nvme_jobs import Job, NvmeJobHandler, Part, QueueOptions
 
 ArenaView = Callable[[int], memoryview]
@@ -31,13 +32,16 @@ class _ArenaHandler(NvmeJobHandler):
         executor: Executor,
         options: QueueOptions | None = None,
         *,
-        bounce: BounceBuffers | None = None,
+        bounce: ArenaBounce | None = None,
     ) -> None:
         """With `bounce` the bytes pass through it, for the disk's sake."""
         super().__init__(store.block_bytes, executor, options)
         self._store = store
         self._arena_view = arena_view
         self._bounce = bounce
+
+    def _views(self, slots: SlotArray) -> list[memoryview]:
+        return list(map(self._arena_view, slots.tolist()))
 
 
 class NvmeStoreHandler(_ArenaHandler):
@@ -55,11 +59,11 @@ class NvmeStoreHandler(_ArenaHandler):
         arena, blocks = job.spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         span = slice(part.begin, part.end)
-        payloads = list(map(self._arena_view, arena.slots[span].tolist()))
+        slots = arena.slots[span]
         return self._store.write(
             blocks.hashes[span],
             blocks.slots[span].tolist(),
-            payloads if self._bounce is None else self._bounce.copies(payloads),
+            self._views(slots) if self._bounce is None else self._bounce.take(slots),
             blocks.epoch,
             part.removals,
         )
@@ -75,16 +79,11 @@ class NvmeLoadHandler(_ArenaHandler):
         blocks, arena = job.spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         span = slice(part.begin, part.end)
-        targets = list(map(self._arena_view, arena.slots[span].tolist()))
-        buffers = targets if self._bounce is None else self._bounce.blocks(len(targets))
-        outcomes = self._store.read(
+        slots = arena.slots[span]
+        return self._store.read(
             blocks.hashes[span],
             blocks.slots[span].tolist(),
-            buffers,
+            self._views(slots) if self._bounce is None else self._bounce.blocks(len(slots)),
             None if blocks.values is None else blocks.values[span],
+            None if self._bounce is None else partial(self._bounce.give, slots),
         )
-        if self._bounce is not None:
-            for target, buffer, outcome in zip(targets, buffers, outcomes, strict=True):
-                if outcome is BlockOutcome.OK:
-                    copy_block(target, buffer)
-        return outcomes

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvcascade.handlers.bounce import HUGE_PAGE_BYTES, BounceBuffers, copy_block, has_huge_pages
+from kvcascade.handlers.bounce import (
+    HUGE_PAGE_BYTES,
+    ArenaBounce,
+    BounceBuffers,
+    has_huge_pages,
+    neighbours,
+)
 
 BLOCK = 4096
 
@@ -59,12 +67,32 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
 
-def test_copies() -> None:
-    blocks = [memoryview(bytearray([i]) * BLOCK) for i in range(5)]
-    assert BounceBuffers(BLOCK).copies(blocks) == blocks
-    target = memoryview(bytearray(BLOCK))
-    copy_block(target, blocks[3])
-    assert target == blocks[3]
+@given(slots=st.lists(st.integers(0, 15), unique=True))
+def test_what_is_taken_is_what_lay_there(slots: list[int]) -> None:
+    arena = bytearray().join(bytes([slot]) * BLOCK for slot in range(16))
+    taken = ArenaBounce(memoryview(arena), BLOCK).take(np.array(slots, dtype=np.int32))
+    assert [bytes(block) for block in taken] == [bytes([slot]) * BLOCK for slot in slots]
+
+
+@given(data=st.data(), slots=st.lists(st.integers(0, 15), unique=True, min_size=1))
+def test_only_what_is_given_comes_to_its_slot(data: st.DataObject, slots: list[int]) -> None:
+    places = data.draw(st.lists(st.sampled_from(range(len(slots))), unique=True))
+    arena = bytearray(16 * BLOCK)
+    bounce = ArenaBounce(memoryview(arena), BLOCK)
+    for place, block in enumerate(bounce.blocks(len(slots))):
+        block[:] = bytes([1 + place]) * BLOCK
+    bounce.give(np.array(slots, dtype=np.int32), places)
+    expected = {slots[place]: 1 + place for place in places}
+    for slot in range(16):
+        found = arena[slot * BLOCK : (slot + 1) * BLOCK]
+        assert found == bytes([expected.get(slot, 0)]) * BLOCK
+
+
+def test_neighbours_are_moved_in_one_go() -> None:
+    slots = np.array([7, 8, 9, 3, 4, 9, 8], dtype=np.int32)
+    assert neighbours(slots, range(7)) == [(0, 7, 3), (3, 3, 2), (5, 9, 1), (6, 8, 1)]
+    assert neighbours(slots, [0, 2, 3, 4]) == [(0, 7, 1), (2, 9, 1), (3, 3, 2)]
+    assert neighbours(slots, []) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
-from kvcascade.handlers.bounce import BounceBuffers
+from kvcascade.handlers.bounce import ArenaBounce
 from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
@@ -29,15 +29,14 @@ IO_ERROR = BlockOutcome.IO_ERROR
 class Mover:
     """A tier, an arena and both handlers."""
 
-    def __init__(
-        self, path: Path, part_bytes: int = 1 << 20, bounce: BounceBuffers | None = None
-    ) -> None:
+    def __init__(self, path: Path, part_bytes: int = 1 << 20, *, is_bounced: bool = False) -> None:
         self.fs = MemoryFileSystem()
         self.executor = SteppingExecutor()
         self.clock = ManualClock()
         self.rig = Rig(config_for([path], slots=32), fs=self.fs)
         self.arena = bytearray(ARENA_SLOTS * BLOCK)
-        self.is_bounced = bounce is not None
+        self.is_bounced = is_bounced
+        bounce = ArenaBounce(memoryview(self.arena), BLOCK) if is_bounced else None
         store = self.rig.tier.store
         options = QueueOptions(4, self.clock, wait_limit_s=0.0, part_bytes=part_bytes)
         self.down = NvmeStoreHandler(store, self.view, self.executor, options, bounce=bounce)
@@ -69,14 +68,14 @@ class Mover:
             else:
                 self.rig.drop(block_hash)
 
-    def load(self, job_id: int, hashes: list[BlockHash], first_slot: int) -> bool:
+    def load(self, job_id: int, hashes: list[BlockHash], slots: list[int]) -> bool:
         """Start to load into arena slots."""
         statuses = [self.rig.policy.get(block_hash) for block_hash in hashes]
         assert None not in statuses
         found = [status for status in statuses if status is not None]
         spec = self.rig.backend.get_load_store_spec(hashes, found)
-        slots = np.arange(first_slot, first_slot + len(hashes), dtype=np.int32)
-        return self.up.transfer_async(job_id, (spec, SlotSpec(slots)))
+        arena = SlotSpec(np.array(slots, dtype=np.int32))
+        return self.up.transfer_async(job_id, (spec, arena))
 
 
 @pytest.fixture
@@ -84,9 +83,9 @@ def part_bytes() -> int:
     return 1 << 20
 
 
-@pytest.fixture(params=[None, BounceBuffers(BLOCK)], ids=["straight", "bounced"])
+@pytest.fixture(params=[False, True], ids=["straight", "bounced"])
 def mover(request: pytest.FixtureRequest, tmp_path: Path, part_bytes: int) -> Iterator[Mover]:
-    mover = Mover(tmp_path, part_bytes, request.param)
+    mover = Mover(tmp_path, part_bytes, is_bounced=request.param)
     yield mover
     mover.executor.run_all()
     mover.fs.heal()
@@ -105,12 +104,25 @@ def test_there_and_back(mover: Mover) -> None:
     assert (result.job_id, result.success, result.size_bytes) == (1, True, 10 * BLOCK)
     assert mover.down.get_finished() == []
     mover.land(keys(10), result.outcomes)
-    assert mover.load(2, keys(10), first_slot=30)
+    assert mover.load(2, keys(10), list(range(30, 40)))
     mover.executor.run_all()
     (result,) = mover.up.get_finished()
     assert result.success and result.outcomes == ()
     for i, block_hash in enumerate(keys(10)):
         assert mover.view(30 + i) == content(block_hash)
+
+
+def test_blocks_may_lie_anywhere_in_the_arena(mover: Mover) -> None:
+    slots = [40, 41, 42, 20, 50, 49, 48, 21, 22, 43]
+    mover.store(1, keys(10))
+    mover.executor.run_all()
+    mover.land(keys(10), mover.down.get_finished()[0].outcomes)
+    assert mover.load(2, keys(10), slots)
+    mover.executor.run_all()
+    assert mover.up.get_finished()[0].success
+    assert [bytes(mover.view(slot)) for slot in slots] == [content(h) for h in keys(10)]
+    unused = set(range(10, ARENA_SLOTS)) - set(slots)
+    assert not any(any(mover.view(slot)) for slot in unused)
 
 
 def test_the_queue_is_bounded(mover: Mover) -> None:
@@ -157,7 +169,7 @@ def test_what_is_damaged_spoils_nothing_else(mover: Mover) -> None:
     segments = mover.rig.tier.segments
     segments.write_run(statuses[2].block_id, [memoryview(bytes(BLOCK))])
     mover.view(32)[:] = b"x" * BLOCK
-    assert mover.load(2, keys(4), first_slot=30)
+    assert mover.load(2, keys(4), list(range(30, 34)))
     mover.executor.run_all()
     (result,) = mover.up.get_finished()
     assert result.outcomes == (OK, OK, CORRUPT, OK)

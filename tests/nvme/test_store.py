@@ -15,6 +15,7 @@ from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme import index
+from kvcascade.tiers.nvme import store as store_module
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tiers.nvme.turns import HANDOVER_S, Turns
@@ -126,6 +127,25 @@ def test_another_blocks_bytes_never_match(rig: Rig) -> None:
     read = rig.tier.store.read
     assert read(keys(2), [first.block_id, second.block_id], buffers, values) == [OK, OK]
     assert read(keys(2), [second.block_id, first.block_id], buffers, values) == [GONE, GONE]
+
+
+def test_what_is_right_is_told_while_the_cache_has_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "CACHED_BYTES", 2 * BLOCK)
+    rig.store(keys(5))
+    slots = [status.block_id for status in map(rig.policy.get, keys(5)) if status is not None]
+    rig.tier.segments.write_run(slots[1], [memoryview(bytes(BLOCK))])
+    told: list[list[int]] = []
+    buffers = [memoryview(bytearray(BLOCK)) for _ in range(5)]
+
+    def note(positions: list[int]) -> None:
+        assert all(bytes(buffers[i]) == content(key(i)) for i in positions)
+        told.append(positions)
+
+    outcomes = rig.tier.store.read(keys(5), slots, buffers, on_right=note)
+    assert outcomes == [OK, CORRUPT, OK, OK, OK]
+    assert told == [[0], [2, 3], [4]]
 
 
 def test_an_entry_that_changed_while_reading_is_gone(rig: Rig) -> None:
