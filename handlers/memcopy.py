@@ -67,7 +67,7 @@ def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
 
 
 def _memory(address: int, length: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer((ctypes.c_uint8 * length).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
 
 def cut_long(
