@@ -7,6 +7,7 @@ than fits on the device, and more than fits in the CPU tier.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import time
@@ -128,7 +129,7 @@ class Runs:
         self._started += 1
         self._say(f"{contender}: starting engine {self._started}")
         log = self._folder / f"engine-{self._started}.log"
-        environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if self._on_cpu else {})}
+        environment = {**ENVIRONMENT, **(_cpu_environment() if self._on_cpu else {})}
         try:
             with EngineProcess(log, environment) as engine:
                 engine.start(options)
@@ -207,6 +208,14 @@ class Runs:
             "spec_module_path": "kvcascade.spec",
             "tiers": [{"type": "cpu", "capacity": cpu_bytes}, nvme],
         }
+
+
+def _cpu_environment() -> dict[str, str]:
+    """The same cores for every contender: by itself vLLM reserves one for its scheduler and, with a
+    connector, another one, if there are enough; on two cores, only the engine without one loses
+    half of its threads (`OMPProcessManager`)."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {**CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}
 
 
 def written_bytes(contender: str, folder: Path) -> int:
