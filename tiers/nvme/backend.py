@@ -264,6 +264,7 @@ class NvmeBackend(Backend):
             first, end = self._span(number)
             self._table.is_owned[first:end] = True
             self._pool_of(first).free(first, end - first)
+            self._directory.adopt(0)
 
     def _span(self, number: int) -> tuple[int, int]:
         """First slot of a segment, and the one behind its last."""

@@ -195,7 +195,7 @@ class IndexDirectory(BlockDirectory):
     # -- slots that come and go ----------------------------------------------------------------
 
     def adopt(self, count: int) -> None:
-        """So many blocks that the index has lie in slots that are this process's from now on."""
+        """Slots are this process's from now on, with so many blocks that the index has."""
         self._met.clear()
         self._count += count
 
