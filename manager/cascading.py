@@ -225,7 +225,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 return LookupState.MISS
             return self._promoter.wait_for_store(block_hash, request)
         for index, level in self._below:
-            if request.allowed_media is None or level.medium in request.allowed_media:
+            if self._may_read(request, level):
                 below = level.policy.get(block_hash)
                 if below is not None and below.ref_cnt >= 0:
                     return self._promoter.start(block_hash, index, request)

@@ -232,8 +232,7 @@ class Promoter:
 
     def _begin_promotion(self, request: Request) -> None:
         request.has_promotions = True
-        if request.waiting_since_s is None:
-            self._begin_wait(request)
+        self._begin_wait(request)
 
     def _begin_wait(self, request: Request) -> None:
         if request.waiting_since_s is None:

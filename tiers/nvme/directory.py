@@ -195,7 +195,8 @@ class IndexDirectory(BlockDirectory):
     # -- slots that come and go ----------------------------------------------------------------
 
     def adopt(self, count: int) -> None:
-        """Slots are this process's from now on, with so many blocks that the index has."""
+        """Slots are this process's from now on, with so many blocks that the index has; none if
+        they are new."""
         self._met.clear()
         self._count += count
 
