@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,16 @@ import pytest
 from kvcascade.config import parse
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.bench.engine import MEASUREMENT
-from kvcascade.tools.bench.engine_runs import Answers, Runs, fresh_prompts, one_pass, written_bytes
+from kvcascade.tools.bench.engine_runs import (
+    Answers,
+    Ask,
+    FreshRounds,
+    Prompt,
+    Runs,
+    fresh_prompts,
+    one_pass,
+    written_bytes,
+)
 from kvcascade.tools.bench.results import NONE, OURS, VLLM
 from kvcascade.tools.bench.scale import BLOCK_TOKENS, EngineScale
 
@@ -34,6 +45,41 @@ def test_a_pass_uses_every_prefix_twice_with_the_others_between() -> None:
 def test_fresh_prompts_share_nothing() -> None:
     prompts = fresh_prompts(SCALE, "fresh", 3) + fresh_prompts(SCALE, "again", 3)
     assert len({tuple(prompt[:BLOCK_TOKENS]) for prompt in prompts}) == 6
+
+
+def test_rounds_ask_every_engine_the_same_and_never_anything_twice() -> None:
+    asked: dict[str, list[Prompt]] = {"a": [], "b": []}
+
+    def rounds(name: str) -> FreshRounds:
+        def ask(prompts: Sequence[Prompt]) -> Answers:
+            asked[name] += prompts
+            seconds = [9.0 if len(prompts) == 1 else 0.1 for _ in prompts]
+            return Answers(seconds, sum(seconds), 0)
+
+        return FreshRounds(lambda: nullcontext(ask), SCALE, lambda seconds: None)
+
+    engines = [rounds(name) for name in asked]
+    figures = [each() for _ in range(2) for each in engines]
+    assert asked["a"] == asked["b"]
+    assert len({tuple(prompt[:BLOCK_TOKENS]) for prompt in asked["a"]}) == 2 * (1 + SCALE.fresh)
+    assert {each["no reuse: TTFT p95"] for each in figures} == {100}, "not that of the first"
+
+
+def test_an_engine_is_asked_a_few_rounds_and_stopped_before_the_next_one_starts() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def engine() -> Iterator[Ask]:
+        events.append("start")
+        yield lambda prompts: Answers([1.0], 1.0, 0)
+        events.append("stop")
+
+    with closing(FreshRounds(engine, SCALE, lambda seconds: None)) as rounds:
+        for _ in range(2 * SCALE.fresh_rounds_an_engine):
+            rounds()
+            events.append("round")
+    each = ["start", *["round"] * SCALE.fresh_rounds_an_engine, "stop"]
+    assert events == each + each
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -29,11 +29,16 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         max_positions=positions,
     )
     runs = Runs(setup.folder, model, scale, is_on_cpu(), setup.say)
-    repeats = setup.scale.engine_repeats
+    with runs.side_by_side((OURS, VLLM, NONE)) as engines:
+        yield Case(
+            f"prompts of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens that never come again",
+            engines,
+            repeats=scale.fresh_rounds,
+        )
     yield Case(
         f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",
         {name: partial(runs.prefixes, name) for name in (OURS, VLLM, NONE)},
-        repeats=repeats,
+        repeats=setup.scale.engine_repeats,
     )
     yield Case(
         "half of the blocks used once; ours with second_touch",
@@ -79,9 +84,9 @@ MEASUREMENT = Measurement(
     "In the engine: time to the first token, bytes written",
     "vLLM with a small Llama of random weights in processes of its own, one request at a time, "
     "without offloading, with vLLM's TieringOffloadingSpec and its fs tier, and with ours. Device "
-    "and CPU tier hold a part of what a pass uses. No reuse: prompts that never come again. After "
-    "a restart: a clean shutdown, a new process. Starts and warm-up are not timed, their bytes "
-    "count.",
+    "and CPU tier hold a part of what a pass uses. No reuse: prompts that never come again, a few "
+    "at a time in turns, of engines that run side by side. After a restart: a clean shutdown, a "
+    "new process. Starts and warm-up are not timed, their bytes count.",
     quantities(),
     cases,
 )

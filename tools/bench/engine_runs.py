@@ -2,7 +2,9 @@
 
 Requests come one at a time, so that the time to the first token is the request's own. A *pass* asks
 about every long prefix twice, in an order that puts all the others between two uses of one: more
-than fits on the device, and more than fits in the CPU tier.
+than fits on the device, and more than fits in the CPU tier. Prompts that never come again are asked
+of engines that run side by side, a few at a time: what offloading costs them is a few percent, and
+a machine that other machines share drifts by more than that between one engine and the next.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,16 @@ CPU_TIERING = "kvcascade.tools.vllm_cpu_tiering"
 VOCABULARY = 1024
 DEVICE_SPARE_BLOCKS = 24
 """Beside one prompt: the rest of the one before it."""
-SEGMENT_BYTES = 16 << 20
+IDLE_AFTER_S = 1.2
+"""An engine polls, on the cores of the others, until it has heard nothing for a second
+(`vllm.distributed.device_communicators.shm_broadcast.SpinCondition`)."""
 NVME_BYTES_MIN = 128 << 20
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""Has glibc keep memory that it was given (mallopt(3))."""
 
 Prompt = list[int]
 
@@ -53,6 +64,10 @@ class Answers:
             f"{name}: TTFT p95": quantile(self.ttft_s, 0.95) * 1e3,
             f"{name}: total": self.total_s,
         }
+
+
+Ask = Callable[[Sequence[Prompt]], Answers]
+"""Has one engine answer prompts, one after another."""
 
 
 def tokens(name: str, blocks: int) -> Prompt:
@@ -77,6 +92,38 @@ def one_pass(scale: EngineScale) -> list[Prompt]:
     ]
 
 
+class FreshRounds:
+    """An engine that is asked about a few prompts that never come again, and about others in each
+    round; another one gets the same. Another engine takes over now and then: two of a kind differed
+    by up to 7 % as long as they lived, by the memory that they had got."""
+
+    def __init__(
+        self,
+        start: Callable[[], AbstractContextManager[Ask]],
+        scale: EngineScale,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._start, self._scale, self._sleep = start, scale, sleep
+        self._round = 0
+        self._running = ExitStack()
+        self._ask = self._running.enter_context(start())
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._running.close()
+
+    def __call__(self) -> dict[str, float]:
+        """One round; its first prompt finds everything cold, and is not counted."""
+        if self._round and self._round % self._scale.fresh_rounds_an_engine == 0:
+            self._running.close()
+            self._ask = self._running.enter_context(self._start())
+        self._round += 1
+        first, *others = fresh_prompts(self._scale, f"fresh {self._round}", 1 + self._scale.fresh)
+        self._sleep(IDLE_AFTER_S)
+        self._ask([first])
+        return self._ask(others).figures("no reuse")
+
+
 class Runs:
     """Engines of every contender over one model and one folder each."""
 
@@ -86,12 +133,11 @@ class Runs:
         self._started = 0
 
     def prefixes(self, contender: str) -> dict[str, float]:
-        """Without reuse, two passes, a clean restart, one more pass; bytes written."""
+        """Two passes, a clean restart, one more pass; bytes written."""
         with self._disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, self._scale.cpu_share)
+            figures: dict[str, float] = {}
             with self._engine(contender, options) as engine:
-                fresh = fresh_prompts(self._scale, "fresh", self._scale.fresh)
-                figures = self._ask(engine, fresh).figures("no reuse")
                 for name in ("first pass", "second pass"):
                     figures |= self._ask(engine, one_pass(self._scale)).figures(name)
             with self._engine(contender, options) as engine:
@@ -100,6 +146,19 @@ class Runs:
             figures["after a restart: cached tokens"] = last.cached_tokens
             figures["written to disk"] = written_bytes(contender, disk_folder) / 2**20
         return figures
+
+    @contextmanager
+    def side_by_side(self, contenders: Sequence[str]) -> Iterator[dict[str, FreshRounds]]:
+        """Engines of them all, to be asked in turns."""
+        with ExitStack() as running:
+            rounds: dict[str, FreshRounds] = {}
+            for name in contenders:
+                folder = running.enter_context(self._disk(name))
+                start = partial(
+                    self._asked, name, self._options(name, folder, self._scale.cpu_share)
+                )
+                rounds[name] = running.enter_context(closing(FreshRounds(start, self._scale)))
+            yield rounds
 
     def half_once(self, contender: str) -> dict[str, float]:
         """Half of all blocks are asked for a second time, the others never; `second_touch`."""
@@ -123,6 +182,11 @@ class Runs:
         total_s = time.monotonic() - began
         cached = sum(reply.cached_tokens for reply in replies)
         return Answers([reply.ttft_s for reply in replies], total_s, cached)
+
+    @contextmanager
+    def _asked(self, contender: str, options: dict[str, Any]) -> Iterator[Ask]:
+        with self._engine(contender, options) as engine:
+            yield partial(self._ask, engine)
 
     @contextmanager
     def _engine(self, contender: str, options: dict[str, Any]) -> Iterator[EngineProcess]:
@@ -199,7 +263,6 @@ class Runs:
             "type": "nvme",
             "capacity": max(NVME_BYTES_MIN, 8 * self._scale.pass_blocks * self._scale.block_bytes),
             "path": str(folder),
-            "segment_size": SEGMENT_BYTES,
             "admission": admission,
             "min_free": 0,
         }
@@ -211,11 +274,12 @@ class Runs:
 
 
 def _cpu_environment() -> dict[str, str]:
-    """The same cores for every contender: by itself vLLM reserves one for its scheduler and, with a
-    connector, another one, if there are enough; on two cores, only the engine without one loses
-    half of its threads (`OMPProcessManager`)."""
+    """The same for every contender. Cores: by itself vLLM reserves one for its scheduler and, with
+    a connector, another one, if there are enough; on two cores, only the engine without one loses
+    half of its threads (`OMPProcessManager`). Memory: glibc keeps what tensors of a step leave, or
+    gives it back and takes it again page by page, as the layout of its heap happens to be."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {**CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}
+    return {**CPU_ENVIRONMENT, **KEPT_MEMORY, "VLLM_CPU_OMP_THREADS_BIND": cores}
 
 
 def written_bytes(contender: str, folder: Path) -> int:

@@ -19,8 +19,11 @@ class EngineScale:
     hidden: int = 512
     prefixes: int = 8
     prefix_blocks: int = 60
-    fresh: int = 8
-    """Prompts of the workload without reuse."""
+    fresh: int = 6
+    """Prompts that never come again, in a round."""
+    fresh_rounds: int = 12
+    fresh_rounds_an_engine: int = 4
+    """Then another one takes over."""
     cpu_share: float = 0.3
     """The CPU tier, as a share of all that a pass stores."""
 
@@ -109,6 +112,6 @@ SMOKE = Scale(
     busy_bytes=256 * KIB,
     burst_blocks=16,
     quiet_bursts=8,
-    engine=EngineScale(layers=2, hidden=256, prefixes=2, prefix_blocks=4, fresh=2, cpu_share=1.0),
+    engine=EngineScale(2, 256, prefixes=2, prefix_blocks=4, fresh=2, fresh_rounds=1, cpu_share=1.0),
 )
 """For tests: every measurement, as small as it can be."""
