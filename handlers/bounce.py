@@ -1,11 +1,11 @@
 """Scratch memory in huge pages, for direct I/O.
 
-A direct read or write is cut where its memory is not adjacent physically. The pages of shared
-memory lie scattered (Linux gives 4 KiB at a time unless `/dev/shm` is mounted with `huge=`), those
-of a private huge page do not. Moved through here, cold reads are 1.8 times as fast and writes 1.6
-times (512 KiB blocks, the whole path, figures in ARCHITECTURE.md) for the same processor time: the
-copy costs what the kernel saves on pages. Where the system gives no huge pages it would be a copy
-for nothing; `has_huge_pages` tells.
+For an arena that could not be had in huge pages itself (`tiers.cpu.huge_pages`): a direct read or
+write is cut where its memory is not adjacent physically, and the small pages of shared memory lie
+scattered. Moved through here, cold reads are 1.8 times as fast and writes 1.6 times (512 KiB
+blocks, the whole path, figures in ARCHITECTURE.md) for the same processor time: the copy costs what
+the kernel saves on pages. Where nobody gets huge pages it would be a copy for nothing;
+`has_huge_pages` tells.
 
 Threads: each has a buffer of its own, as large as the most it asked for, freed with the thread.
 """
@@ -17,23 +17,12 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ..tiers.base import SlotArray
-
-HUGE_PAGE_BYTES = 2 << 20
-_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def has_huge_pages(setting: Path = _ENABLED) -> bool:
-    """True if this system gives huge pages to who asks."""
-    try:
-        return "[never]" not in setting.read_text()
-    except OSError:
-        return False
+from ..tiers.cpu.huge_pages import HUGE_PAGE_BYTES, address_of
 
 
 class BounceBuffers:
@@ -108,7 +97,7 @@ def huge_pages(length: int) -> memoryview:
     memory = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # small pages serve too
         memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE_BYTES
+    start = -address_of(memory) % HUGE_PAGE_BYTES
     view = memoryview(memory)[start : start + length]
     np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE] = 0
     return view

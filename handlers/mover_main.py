@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -26,15 +25,15 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import msgspec
-import numpy as np
 
 from ..errors import KVCascadeError
 from ..tiers.base import BlockHash, SlotSpec
+from ..tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
 from ..tiers.cpu.prefault import PIECE_BYTES, populate
 from ..tiers.nvme.attach import attach
 from ..tiers.nvme.backend import NvmeSpec
 from ..tiers.nvme.store import BlockStore
-from .bounce import ArenaBounce, has_huge_pages
+from .bounce import ArenaBounce
 from .mover_wire import (
     Answer,
     FrameReader,
@@ -76,17 +75,18 @@ class MoverServer:
         arena: memoryview,
         executors: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
         send: Callable[[bytes], None],
+        bounce: ArenaBounce | None = None,
     ) -> None:
         """`arena`: its slots, a block each, in a row. `executors`: for stores and everything else,
-        and for loads."""
+        and for loads. With `bounce` the bytes pass through it, for the disk's sake."""
         self._store = store
         self._send = send
         self._executors = executors
         down, up = self._options("_down"), self._options("_up")
         view = arena_view(arena, store.block_bytes)
-        self._bounce = ArenaBounce(arena, store.block_bytes) if has_huge_pages() else None
-        self._down = NvmeStoreHandler(store, view, executors[0], down, bounce=self._bounce)
-        self._up = NvmeLoadHandler(store, view, executors[1], up, bounce=self._bounce)
+        self._bounce = bounce
+        self._down = NvmeStoreHandler(store, view, executors[0], down, bounce=bounce)
+        self._up = NvmeLoadHandler(store, view, executors[1], up, bounce=bounce)
         self._lock = threading.Lock()
         self._counted = asdict(store.counters)
         self._reported_bytes = store.reported_bytes
@@ -196,13 +196,15 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
         return
     if not isinstance(setup, Setup):
         raise WireError("an order before the setup")
-    memory = mmap.mmap(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
-    arena = memoryview(memory)[setup.arena_offset :]
+    memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
+    arena = memory[setup.arena_offset :]
     store = attach(setup.tier)
     store.limit_transfers(setup.io_threads)
     threads = setup.io_threads * THREADS_PER_TRANSFER
     pools = (ThreadPoolExecutor(threads, "store"), ThreadPoolExecutor(threads, "load"))
-    server = MoverServer(store, arena, pools, connection.sendall)
+    is_bounced = has_huge_pages() and not setup.is_arena_huge
+    bounce = ArenaBounce(arena, store.block_bytes) if is_bounced else None
+    server = MoverServer(store, arena, pools, connection.sendall, bounce)
     server.warm_up(threads)
     connection.sendall(frame(Ready()))
     if setup.has_prefault:
@@ -213,9 +215,9 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
         server.carry_out(order)
 
 
-def prefault(memory: mmap.mmap) -> None:
+def prefault(memory: memoryview) -> None:
     """Map every page of the arena, so that no transfer pays for it; changes no byte."""
-    address = np.frombuffer(memory, np.uint8).ctypes.data
+    address = address_of(memory)
     try:
         for start in range(0, len(memory), PIECE_BYTES):
             populate([(address + start, min(PIECE_BYTES, len(memory) - start))])

@@ -40,6 +40,8 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Per direction."""
     has_prefault: bool = False
     """Touch every page of the arena beside the first jobs."""
+    is_arena_huge: bool = False
+    """Its memory lies in huge pages, so the disk may be given it directly."""
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True, tag=True):

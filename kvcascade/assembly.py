@@ -378,7 +378,9 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
             "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
             "policy": policy,
         }
-        if report is not None:
+        if report is None:
+            facts["pages"] = "huge" if cascade.arena.is_huge else "small"
+        else:
             facts |= {
                 "namespace": str(report.folder),
                 "fingerprint": report.folder.name.rpartition("-")[2],

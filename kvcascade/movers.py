@@ -43,6 +43,7 @@ def open_mover(arena: Arena, tier: OpenTier, options: NvmeTier, has_prefault: bo
             arena.geometry.slots,
             options.io_threads,
             has_prefault,
+            arena.is_huge,
         )
         return launch(setup, arena.duplicate())
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_close_gives_the_rank_back(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_before_anything_is_there(
     tmp_path: Path, memory: MachineMemory, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reserve(fd: int, size: int, path: str) -> None:
+    def reserve(*_: object) -> bool:
         raise AssertionError("nothing may be allocated")
 
     monkeypatch.setattr(files, "_reserve", reserve)
@@ -353,11 +354,11 @@ def test_a_maker_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     """The second peer comes while the first is still reserving memory, and never gets on."""
     time, caught = FakeTime(), []
 
-    def reserve(fd: int, size: int, path: str) -> None:
+    def reserve(*asked: Any) -> bool:
         with pytest.raises(InUseError, match="was not ready within 600 s") as error:
             open_arena(tmp_path, ArenaRole.worker(1), time=time)
         caught.append(error)
-        real(fd, size, path)
+        return real(*asked)
 
     real = files._reserve
     monkeypatch.setattr(files, "_reserve", reserve)
@@ -379,10 +380,10 @@ def test_a_peer_waits_until_the_maker_is_ready(
         role, folder = ArenaRole.worker(1), str(tmp_path)
         return Arena.open(GEOMETRY, "engine", role, arena_dir=folder, wait=wait)
 
-    def reserve(fd: int, size: int, path: str) -> None:
+    def reserve(*asked: Any) -> bool:
         peers.append(pool.submit(join))
         assert peer_waits.wait(60), "the peer found the file and is not let in"
-        real(fd, size, path)
+        return real(*asked)
 
     monkeypatch.setattr(files, "_reserve", reserve)
     with ThreadPoolExecutor(1) as pool, open_arena(tmp_path, ArenaRole.worker(0)) as maker:

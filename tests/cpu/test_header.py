@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,8 @@ def test_impossible_geometries_are_refused() -> None:
 
 
 def test_what_is_written_is_read() -> None:
+    huge = replace(SAMPLE, is_huge=True)
+    assert header.read_fixed(bytes(page_of(huge)), "x") == huge
     page = page_of()
     assert header.read_fixed(bytes(page), "x") == SAMPLE
     assert not header.is_ready(bytes(page))

@@ -7,17 +7,11 @@ from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.handlers.bounce import (
-    HUGE_PAGE_BYTES,
-    ArenaBounce,
-    BounceBuffers,
-    has_huge_pages,
-    neighbours,
-)
+from kvcascade.handlers.bounce import ArenaBounce, BounceBuffers, neighbours
+from kvcascade.tiers.cpu.huge_pages import HUGE_PAGE_BYTES
 
 BLOCK = 4096
 
@@ -93,14 +87,3 @@ def test_neighbours_are_moved_in_one_go() -> None:
     assert neighbours(slots, range(7)) == [(0, 7, 3), (3, 3, 2), (5, 9, 1), (6, 8, 1)]
     assert neighbours(slots, [0, 2, 3, 4]) == [(0, 7, 1), (2, 9, 1), (3, 3, 2)]
     assert neighbours(slots, []) == []
-
-
-@pytest.mark.parametrize(
-    "setting", [("always [madvise] never", True), ("always madvise [never]", False), (None, False)]
-)
-def test_whether_there_are_huge_pages(tmp_path: Path, setting: tuple[str | None, bool]) -> None:
-    text, expected = setting
-    path = tmp_path / "enabled"
-    if text is not None:
-        path.write_text(text + "\n")
-    assert has_huge_pages(path) is expected

@@ -40,6 +40,7 @@ ATTACHMENT = Attachment(
 )
 TO_MOVER = [
     Setup(ATTACHMENT, 4096, 8192, 10, 2),
+    Setup(ATTACHMENT, 4096, 8192, 10, 2, has_prefault=True, is_arena_huge=True),
     StoreJob(1, (key(1), key(2), key(3)), SLOTS, SLOTS, 7, pack_removals(REMOVALS)),
     LoadJob(2, (key(1), b"", b"\xff"), SLOTS, SLOTS, (b"value", None, b"")),
     LoadJob(3, (), b"", b"", None),

@@ -132,7 +132,8 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         _check_commands(server, disk, metrics)
         server.stop()
         opened = [line for line in server.log().splitlines() if "kvcascade opened" in line]
-        assert len(opened) == 1 and "policy=" in opened[0] and "fingerprint=" in opened[0]
+        assert len(opened) == 1
+        assert all(f"{fact}=" in opened[0] for fact in ("policy", "pages", "fingerprint"))
 
     router = Router()
     with Server(tmp_path / "again.log", model, extra, *options) as server:

@@ -22,12 +22,10 @@ and the locks alive until they are dropped, and stay valid.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -51,6 +49,7 @@ from .arena_file import (
     sweep,
 )
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
+from .huge_pages import map_file
 from .locks import byte_locked_by_other, try_flock, try_lock_byte
 from .machine import probe_machine, process_start_ticks
 from .prefault import PIECE_BYTES, Span, prefault
@@ -96,11 +95,12 @@ class Arena:
         self.role = role
         self.path = file.path
         self.token = file.header.token
+        self.is_huge = file.header.is_huge
         self._fd = file.fd
         self._may_unlink = file.is_made  # or, later, because it has a role here
         with os_errors(f"mapping the CPU arena {file.path}"):
-            self._map: mmap.mmap | None = mmap.mmap(file.fd, file.size_bytes)
-        self._page: memoryview | None = memoryview(self._map)[:HEADER_BYTES]
+            self._map: memoryview | None = map_file(file.fd, file.size_bytes)
+        self._page: memoryview | None = self._map[:HEADER_BYTES]
         flat = np.frombuffer(self._map, np.uint8, self.geometry.data_bytes, HEADER_BYTES)
         self._slots: ByteArray | None = flat.reshape(self.geometry.slots, self.geometry.slot_bytes)
 
@@ -235,12 +235,9 @@ class Arena:
             return
         if self._may_unlink:
             give_up_name(self.path, self._fd, self.geometry.kept)
-        mapping, self._map, self._slots = self._map, None, None
         self._page.release()
-        self._page = None
+        self._map = self._page = self._slots = None  # the last view to go unmaps
         os.close(self._fd)
-        with suppress(BufferError):  # a view is alive; the last one to go unmaps
-            mapping.close()
 
     def __enter__(self) -> Arena:
         return self

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
 from . import header as layout
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
+from .huge_pages import gather
 from .locks import byte_locked_by_other, try_flock, try_lock_byte
 from .machine import MachineMemory, check_capacity, process_start_ticks, show_bytes
 
@@ -256,7 +257,7 @@ def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
         return None
     os.link(path, request.path, follow_symlinks=False)
     unlink_if_same(path, fd)
-    made = _write_header(request, fd, size)
+    made = _write_header(request, fd, size, old.is_huge)
     is_ours = try_lock_byte(fd, _MAKER_BYTE) and try_flock(fd, exclusive=False)
     return ArenaFile(fd, request.path, size, made, is_made=True) if is_ours else None
 
@@ -298,14 +299,16 @@ def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
     memory = request.probe(os.path.dirname(path))
     size = layout.round_up(geometry.file_bytes, memory.block_bytes)
     check_capacity(size, os.path.dirname(path), memory)
-    _reserve(fd, size, path)
-    return ArenaFile(fd, path, size, _write_header(request, fd, size), is_made=True)
+    is_huge = _reserve(request, fd, size, memory)
+    made = _write_header(request, fd, size, is_huge)
+    return ArenaFile(fd, path, size, made, is_made=True)
 
 
-def _write_header(request: ArenaRequest, fd: int, size: int) -> ArenaHeader:
+def _write_header(request: ArenaRequest, fd: int, size: int, is_huge: bool) -> ArenaHeader:
     pid = os.getpid()
     creator = Creator(pid, process_start_ticks(pid))
-    made = ArenaHeader(request.geometry, creator, secrets.token_bytes(layout.TOKEN_BYTES))
+    token = secrets.token_bytes(layout.TOKEN_BYTES)
+    made = ArenaHeader(request.geometry, creator, token, is_huge)
     # Through a mapping: hugetlbfs files cannot be written with write().
     page_bytes = min(size, request.probe(os.path.dirname(request.path)).block_bytes)
     with os_errors(f"mapping {request.path}"), mmap.mmap(fd, page_bytes) as page:
@@ -316,10 +319,14 @@ def _write_header(request: ArenaRequest, fd: int, size: int) -> ArenaHeader:
     return made
 
 
-def _reserve(fd: int, size: int, path: str) -> None:
+def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -> bool:
+    """Take all of the memory; True if it lies in huge pages."""
+    path = request.path
     try:
         os.ftruncate(fd, size)
+        is_huge = memory.huge or (memory.may_gather and gather(fd, size, request.clock))
         os.posix_fallocate(fd, 0, size)
+        return is_huge
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(

@@ -8,7 +8,7 @@ All integers are little-endian.
 | 8..12       | version, uint32                                                                 |
 | 12..16      | crc32 of bytes 16..128                                                          |
 | 16..40      | slots, slot_bytes, rank_bytes: uint64 each                                      |
-| 40..48      | world_size, flags (bit 0: replicated, bit 1: kept): uint32 each                 |
+| 40..48      | world_size, flags (bit 0: replicated, 1: kept, 2: in huge pages): uint32 each    |
 | 48..64      | creator: pid uint32, 4 zero bytes, start time uint64 (clock ticks since boot)   |
 | 64..80      | random token of this arena                                                      |
 | 80..128     | zero                                                                            |
@@ -53,6 +53,7 @@ _RECORDS_OFFSET = 512
 _RECORD_READS_MAX = 16
 _FLAG_REPLICATED = 1
 _FLAG_KEPT = 2
+_FLAG_HUGE = 4
 
 SCHEDULER_RECORD = MAX_RANKS
 """Number of the scheduler's record, behind the records of the ranks."""
@@ -160,6 +161,8 @@ class ArenaHeader:
     creator: Creator
     token: bytes
     """16 random bytes: two processes that see the same token share the same memory."""
+    is_huge: bool = False
+    """True if most of the memory lies in huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,9 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
         geometry.slot_bytes,
         geometry.rank_bytes,
         geometry.world_size,
-        _FLAG_REPLICATED * geometry.replicated | _FLAG_KEPT * geometry.kept,
+        _FLAG_REPLICATED * geometry.replicated
+        | _FLAG_KEPT * geometry.kept
+        | _FLAG_HUGE * header.is_huge,
         creator.pid,
         0,
         creator.start_ticks,
@@ -239,7 +244,7 @@ def read_fixed(page: bytes, name: str) -> ArenaHeader:
         raise FormatError(f"{name} has an impossible header; remove the file: {error}") from error
     if geometry.slot_bytes != slot_bytes:
         raise FormatError(f"{name} has slots of {slot_bytes} bytes; remove the file")
-    return ArenaHeader(geometry, Creator(pid, ticks), token)
+    return ArenaHeader(geometry, Creator(pid, ticks), token, bool(flags & _FLAG_HUGE))
 
 
 def record_offset(number: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from ...errors import ConfigError, os_errors
+from .huge_pages import may_share_huge_pages
 
 _PAGE_BYTES = 4096
 _CGROUP = Path("/sys/fs/cgroup")
@@ -27,6 +28,8 @@ class MachineMemory:
     """Sizes of files in the directory are multiples of this (2 MiB or more on hugetlbfs)."""
     huge: bool
     """True for hugetlbfs, whose memory is set aside and not part of `available_bytes`."""
+    may_gather: bool = False
+    """True if the kernel may be asked for huge pages there."""
 
 
 def probe_machine(arena_dir: str) -> MachineMemory:
@@ -34,9 +37,12 @@ def probe_machine(arena_dir: str) -> MachineMemory:
     with os_errors(f"asking for the free space of arena_dir {arena_dir}"):
         free = psutil.disk_usage(arena_dir).free
         block_bytes = os.statvfs(arena_dir).f_bsize
-    huge = _file_system_of(arena_dir) == "hugetlbfs"
+    file_system = _file_system_of(arena_dir)
+    huge = file_system == "hugetlbfs"
+    may_gather = file_system == "tmpfs" and may_share_huge_pages()
     available = min(int(psutil.virtual_memory().available), _cgroup_available())
-    return MachineMemory(available, int(free), block_bytes if huge else _PAGE_BYTES, huge)
+    page_bytes = block_bytes if huge else _PAGE_BYTES
+    return MachineMemory(available, int(free), page_bytes, huge, may_gather)
 
 
 def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> None:

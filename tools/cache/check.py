@@ -17,6 +17,8 @@ from ...config import CascadeConfig, CpuTier, NvmeTier, parse
 from ...errors import ConfigError
 from ...machine import Machine, ThisMachine, check_machine, cpu_capacity, nvme_capacity
 from ...tiers.cpu import ArenaGeometry
+from ...tiers.cpu.huge_pages import gather
+from ...tiers.cpu.machine import probe_machine
 from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
 from ...tiers.policies import known_names
@@ -158,6 +160,8 @@ def prefault_rate(folder: Path) -> float | None:
         os.ftruncate(file.fileno(), size)
         with mmap.mmap(file.fileno(), size) as memory:
             began = time.perf_counter()
+            if probe_machine(str(folder)).may_gather:
+                gather(file.fileno(), size, time.monotonic)
             with ThreadPoolExecutor(PROBE_THREADS) as pool:
                 step = size // PROBE_THREADS
                 list(pool.map(lambda i: _touch(memory, i * step, step), range(PROBE_THREADS)))

@@ -1,0 +1,123 @@
+"""Huge pages for shared memory: asked for once, by whoever makes it.
+
+A direct read or write is cut where its memory is not adjacent physically, and a kernel that works
+on pages does so 512 times as often if they are small. Shared memory comes in pages of 4 KiB unless
+somebody set up `huge=` or `shmem_enabled`, which hardly anybody does; but since Linux 6.1 a process
+may ask for huge pages in a range of it (`MADV_COLLAPSE`, which needs no such setting). A machine
+that was told to have none (`transparent_hugepage/enabled` is `never`, `shmem_enabled` is `deny`) is
+not asked.
+
+Guarantees: what lies in the file stays as it is; where the kernel has no huge pages, or takes long
+to find them, the rest of the file is left for small ones.
+
+A file in huge pages is mapped by them only where address and offset are multiples of one:
+`map_file` sees to that. Any thread; the calls into the kernel give up the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+HUGE_PAGE_BYTES = 2 << 20
+PIECE_BYTES = 16 << 20
+"""Asked for at a time."""
+GATHER_THREADS_MAX = 8
+GATHER_TIMEOUT_S = 120.0
+"""Where memory is so fragmented that huge pages take longer, the rest is left for small ones."""
+MOSTLY = 7 / 8
+"""The share of a file in huge pages from which on it counts as one that is."""
+
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+_libc = ctypes.CDLL(None)
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap = _libc.mmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
+
+
+def has_huge_pages(settings: Path = _SETTINGS) -> bool:
+    """True if this system gives huge pages to who asks."""
+    try:
+        return "[never]" not in (settings / "enabled").read_text()
+    except OSError:
+        return False
+
+
+def may_share_huge_pages(settings: Path = _SETTINGS) -> bool:
+    """True if shared memory may be asked for in them."""
+    try:
+        return has_huge_pages(settings) and "[deny]" not in (settings / "shmem_enabled").read_text()
+    except OSError:
+        return False
+
+
+def map_file(fd: int, length: int) -> memoryview:
+    """The first `length` bytes of a file, writable and shared, from a multiple of a huge page on.
+
+    Unmapped with the last view; the open file and its locks live as long. Raises `OSError`.
+    """
+    if length < HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(fd, length))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)  # what unmaps it in the end
+    start = -address_of(room) % HUGE_PAGE_BYTES
+    where = address_of(room) + start
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(where, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != where:
+        return memoryview(mmap.mmap(fd, length))  # larger huge pages, such as of hugetlbfs
+    return memoryview(room)[start : start + length]
+
+
+def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
+    """Have the kernel take huge pages for a file of shared memory that has no pages yet.
+
+    True if most of it lies in them afterwards. Raises `OSError` if it cannot be mapped.
+    """
+    whole = length // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    memory, deadline = map_file(fd, length), clock() + GATHER_TIMEOUT_S
+
+    def gather_piece(start: int) -> int:
+        end = min(start + PIECE_BYTES, whole)
+        is_done = clock() < deadline and _touch(fd, start, end) and _collapse(memory[start:end])
+        return end - start if is_done else 0
+
+    pieces = iter(range(0, whole, PIECE_BYTES))
+    gathered = sum(map(gather_piece, islice(pieces, 1)))
+    if gathered:  # or this kernel, this file system, or the memory that is left has none
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, GATHER_THREADS_MAX)) as threads:
+            gathered += sum(threads.map(gather_piece, pieces))
+    return gathered > length * MOSTLY
+
+
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Where it begins."""
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _touch(fd: int, start: int, end: int) -> bool:
+    """Have a small page in each, as the kernel collapses nothing where there is none at all."""
+    try:
+        for offset in range(start, end, HUGE_PAGE_BYTES):
+            os.pwrite(fd, b"\0", offset)
+    except OSError:  # no room: who reserves the rest will say so
+        return False
+    return True
+
+
+def _collapse(piece: memoryview) -> bool:
+    address = address_of(piece)
+    _madvise(address, len(piece), mmap.MADV_HUGEPAGE)  # three times as fast with it
+    return bool(_madvise(address, len(piece), _MADV_COLLAPSE) == 0)
