@@ -26,6 +26,7 @@ from ..errors import ConfigError, TierIOError
 from ..logs import get_logger
 from ..tiers.base import SlotArray
 from .base import TransferResult
+from .brief_turns import BRIEF_TURNS, BriefTurns
 from .device import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction, HazardBoard
@@ -81,9 +82,10 @@ class CpuDeviceCopier(DeviceCopier):
         *,
         clock: Callable[[], float] = time.perf_counter,
         use_vectored_copy: bool = True,
+        turns: BriefTurns = BRIEF_TURNS,
     ) -> None:
         """`tensors` match `layout.tensors`; `slots` is `Arena.slots`; the executor stays the
-        caller's. `use_vectored_copy=False` copies with numpy alone.
+        caller's. `use_vectored_copy=False` copies with numpy alone; `turns` is the process's.
 
         Raises `ConfigError` if tensors, layout and arena do not fit together.
         """
@@ -97,6 +99,7 @@ class CpuDeviceCopier(DeviceCopier):
         self._executor = executor
         self._clock = clock
         self._is_vectored = use_vectored_copy
+        self._turns = turns
         self._bases: IntArray = np.array([t.ctypes.data for t in tensors], dtype=np.int64)
         blocks = max((tensor.num_blocks for tensor in layout.tensors), default=0)
         self._board = HazardBoard(blocks, layout.slots)
@@ -165,6 +168,7 @@ class CpuDeviceCopier(DeviceCopier):
             if lane.is_running or not self._is_runnable(direction):
                 return
             lane.is_running = True
+        self._turns.begin()
         try:
             self._executor.submit(self._run, direction)
         except RuntimeError:  # the executor was shut down; an accepted job must still be done
@@ -182,6 +186,7 @@ class CpuDeviceCopier(DeviceCopier):
                 jobs = self._take(direction)
                 if not jobs:
                     lane.is_running = False
+                    self._turns.end()
                     return
             results = self._perform(direction, jobs)
             with self._changed:

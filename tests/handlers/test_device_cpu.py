@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from threading import Event, Thread
@@ -23,6 +24,7 @@ from support.kv_layouts import (
 
 from kvcascade.errors import ConfigError
 from kvcascade.handlers import device_cpu
+from kvcascade.handlers.brief_turns import BRIEF_S, BriefTurns
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
 
@@ -195,6 +197,22 @@ def test_one_thread_is_enough_for_jobs_that_wait_for_each_other() -> None:
             submit(job_id, blocks_of(0), slots_of(0))
         copier.wait(set(range(40)))
     assert finished_ids(copier) == list(range(40))
+
+
+def test_turns_are_brief_while_anything_is_under_way() -> None:
+    usual_s = sys.getswitchinterval()
+    executor, case = ManualExecutor(), one_group(64)
+    rng = np.random.default_rng(0)
+    copier = CpuDeviceCopier(
+        case.tensors(rng), case.layout, case.arena(rng), executor, turns=BriefTurns()
+    )
+    for job_id, submit in enumerate((copier.submit_store, copier.submit_load)):
+        job = make_job(case, rng)
+        assert submit(job_id, job.blocks, job.slots)
+    assert sys.getswitchinterval() == pytest.approx(BRIEF_S)
+    executor.run_all()
+    assert len(copier.get_finished()) == 2
+    assert sys.getswitchinterval() == pytest.approx(usual_s)
 
 
 def test_wait_ignores_ids_that_are_unknown_or_finished() -> None:

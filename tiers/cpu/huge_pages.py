@@ -21,6 +21,7 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -69,16 +70,10 @@ def map_file(fd: int, length: int) -> memoryview:
 
     Unmapped with the last view; the open file and its locks live as long. Raises `OSError`.
     """
-    if length < HUGE_PAGE_BYTES:
-        return memoryview(mmap.mmap(fd, length))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)  # what unmaps it in the end
-    start = -address_of(room) % HUGE_PAGE_BYTES
-    where = address_of(room) + start
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(where, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != where:
-        return memoryview(mmap.mmap(fd, length))  # larger huge pages, such as of hugetlbfs
-    return memoryview(room)[start : start + length]
+    with suppress(OSError):  # no address space to spare, or larger huge pages on hugetlbfs
+        if length >= HUGE_PAGE_BYTES:
+            return _map_aligned(fd, length)
+    return memoryview(mmap.mmap(fd, length))
 
 
 def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
@@ -105,6 +100,16 @@ def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
 def address_of(memory: mmap.mmap | memoryview) -> int:
     """Where it begins."""
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _map_aligned(fd: int, length: int) -> memoryview:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)  # what unmaps it in the end
+    start = -address_of(room) % HUGE_PAGE_BYTES
+    where, protection = address_of(room) + start, mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(where, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != where:
+        raise OSError("not at this address")
+    return memoryview(room)[start : start + length]
 
 
 def _touch(fd: int, start: int, end: int) -> bool:
