@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tiers.base import SlotArray
-from ..tiers.cpu.huge_pages import HUGE_PAGE_BYTES, address_of
+from ..tiers.cpu.huge_pages import aligned_room
 
 
 class BounceBuffers:
@@ -94,10 +94,8 @@ def huge_pages(length: int) -> memoryview:
 
     The pages are there when this returns: a first read into new ones took half as long again.
     """
-    memory = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room, view = aligned_room(length)
     with suppress(OSError):  # small pages serve too
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -address_of(memory) % HUGE_PAGE_BYTES
-    view = memoryview(memory)[start : start + length]
+        room.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE] = 0
     return view

@@ -421,7 +421,7 @@ def test_prefault_on_an_old_kernel_touches_the_pages(
         real(start, length)
 
     real = prefault.touch
-    monkeypatch.setattr(prefault, "_madvise", no_such_advice)
+    monkeypatch.setattr(prefault, "madvise", no_such_advice)
     monkeypatch.setattr(prefault, "touch", touch)
     with open_arena(tmp_path, ALONE, ArenaGeometry(10, 4096, 1)) as arena:
         arena.slots[:] = 9
@@ -437,7 +437,7 @@ def test_prefault_without_memory_is_no_space(
         ctypes.set_errno(14)
         return -1
 
-    monkeypatch.setattr(prefault, "_madvise", no_memory)
+    monkeypatch.setattr(prefault, "madvise", no_memory)
     with open_arena(tmp_path, ALONE) as arena, pytest.raises(NoSpaceError, match="faulting in"):
         arena.prefault()
 

@@ -55,7 +55,7 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     kernel = FakeKernel()
-    monkeypatch.setattr(huge_pages, "_madvise", kernel.madvise)
+    monkeypatch.setattr(huge_pages, "madvise", kernel.madvise)
     return kernel
 
 

@@ -56,8 +56,10 @@ def there_and_back(rig: Rig, arena: Arena, link: Link) -> None:
     assert link.down.shutdown() and link.up.shutdown()
 
 
+@pytest.mark.parametrize("is_huge", [False, True], ids=["small pages", "huge pages"])
 @pytest.mark.parametrize("has_prefault", [False, True])
-def test_by_a_process(arena: Arena, tmp_path: Path, has_prefault: bool) -> None:
+def test_by_a_process(arena: Arena, tmp_path: Path, has_prefault: bool, is_huge: bool) -> None:
+    arena.is_huge = is_huge
     rig = Rig(config_for([tmp_path], slots=32))
     options = NvmeTier("tiers[1]", Share(Fraction(1, 2)), (tmp_path,))
     mover = open_mover(arena, rig.tier, options, has_prefault)

@@ -20,17 +20,16 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from .prefault import madvise, memory_threads
+
 HUGE_PAGE_BYTES = 2 << 20
 PIECE_BYTES = 16 << 20
 """Asked for at a time."""
-GATHER_THREADS_MAX = 8
 GATHER_TIMEOUT_S = 120.0
 """Where memory is so fragmented that huge pages take longer, the rest is left for small ones."""
 MOSTLY = 7 / 8
@@ -41,28 +40,19 @@ _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
-_libc = ctypes.CDLL(None)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mmap = _libc.mmap
+_mmap = ctypes.CDLL(None).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p
 
 
 def has_huge_pages(settings: Path = _SETTINGS) -> bool:
     """True if this system gives huge pages to who asks."""
-    try:
-        return "[never]" not in (settings / "enabled").read_text()
-    except OSError:
-        return False
+    return _is_other_than("never", settings / "enabled")
 
 
 def may_share_huge_pages(settings: Path = _SETTINGS) -> bool:
     """True if shared memory may be asked for in them."""
-    try:
-        return has_huge_pages(settings) and "[deny]" not in (settings / "shmem_enabled").read_text()
-    except OSError:
-        return False
+    return has_huge_pages(settings) and _is_other_than("deny", settings / "shmem_enabled")
 
 
 def map_file(fd: int, length: int) -> memoryview:
@@ -89,12 +79,23 @@ def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
         is_done = clock() < deadline and _touch(fd, start, end) and _collapse(memory[start:end])
         return end - start if is_done else 0
 
-    pieces = iter(range(0, whole, PIECE_BYTES))
-    gathered = sum(map(gather_piece, islice(pieces, 1)))
-    if gathered:  # or this kernel, this file system, or the memory that is left has none
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, GATHER_THREADS_MAX)) as threads:
-            gathered += sum(threads.map(gather_piece, pieces))
-    return gathered > length * MOSTLY
+    pieces = range(0, whole, PIECE_BYTES)
+    first = gather_piece(0) if pieces else 0
+    if not first:  # this kernel, this file system, or the memory that is left has none
+        return False
+    with memory_threads() as threads:
+        return first + sum(threads.map(gather_piece, pieces[1:])) > length * MOSTLY
+
+
+def aligned_room(length: int, more_flags: int = 0) -> tuple[mmap.mmap, memoryview]:
+    """Private memory, not touched yet, and `length` bytes of it from a huge page's border on.
+
+    Unmapped with the last view. Raises `OSError`.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
+    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)
+    start = -address_of(room) % HUGE_PAGE_BYTES
+    return room, memoryview(room)[start : start + length]
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
@@ -102,14 +103,20 @@ def address_of(memory: mmap.mmap | memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
+def _is_other_than(word: str, setting: Path) -> bool:
+    """True if a setting of the kernel's is there, and something else was chosen."""
+    try:
+        return f"[{word}]" not in setting.read_text()
+    except OSError:
+        return False
+
+
 def _map_aligned(fd: int, length: int) -> memoryview:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)  # what unmaps it in the end
-    start = -address_of(room) % HUGE_PAGE_BYTES
-    where, protection = address_of(room) + start, mmap.PROT_READ | mmap.PROT_WRITE
+    _, view = aligned_room(length, _MAP_NORESERVE)
+    where, protection = address_of(view), mmap.PROT_READ | mmap.PROT_WRITE
     if _mmap(where, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != where:
         raise OSError("not at this address")
-    return memoryview(room)[start : start + length]
+    return view
 
 
 def _touch(fd: int, start: int, end: int) -> bool:
@@ -124,5 +131,5 @@ def _touch(fd: int, start: int, end: int) -> bool:
 
 def _collapse(piece: memoryview) -> bool:
     address = address_of(piece)
-    _madvise(address, len(piece), mmap.MADV_HUGEPAGE)  # three times as fast with it
-    return bool(_madvise(address, len(piece), _MADV_COLLAPSE) == 0)
+    madvise(address, len(piece), mmap.MADV_HUGEPAGE)  # three times as fast with it
+    return bool(madvise(address, len(piece), _MADV_COLLAPSE) == 0)

@@ -24,7 +24,7 @@ from ...errors import NoSpaceError, from_os_error
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 20
 """Memory that one task faults in."""
-PREFAULT_THREADS_MAX = 8
+THREADS_MAX = 8
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -32,25 +32,29 @@ Span = tuple[int, int]
 """(address, length in bytes)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_madvise.restype = ctypes.c_int
+madvise = _libc.madvise
+madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+madvise.restype = ctypes.c_int
 
 
 def prefault(pieces: Iterable[list[Span]], executor: Executor | None = None) -> None:
     """Fault in all spans, one task per piece; returns when all are there.
 
-    Without an executor a pool of up to `PREFAULT_THREADS_MAX` threads is made for the call.
+    Without an executor a pool is made for the call.
     Raises `NoSpaceError` if memory runs out, `TierIOError` otherwise.
     """
     if executor is not None:
         for _ in executor.map(populate, pieces):
             pass
         return
-    threads = min(os.cpu_count() or 1, PREFAULT_THREADS_MAX)
-    with ThreadPoolExecutor(threads, "kvcascade-prefault") as own:
+    with memory_threads() as own:
         for _ in own.map(populate, pieces):
             pass
+
+
+def memory_threads() -> ThreadPoolExecutor:
+    """Threads that ask the kernel for memory side by side: it takes its time to zero it."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS_MAX), "kvcascade-prefault")
 
 
 def populate(spans: list[Span]) -> None:
@@ -58,7 +62,7 @@ def populate(spans: list[Span]) -> None:
     for address, length in spans:
         start = address // PAGE_BYTES * PAGE_BYTES
         end = -(-(address + length) // PAGE_BYTES) * PAGE_BYTES
-        if _madvise(start, end - start, _MADV_POPULATE_WRITE) == 0:
+        if madvise(start, end - start, _MADV_POPULATE_WRITE) == 0:
             continue
         number = ctypes.get_errno()
         if number == errno.EINVAL:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from ...config import CascadeConfig, CpuTier, NvmeTier, parse
 from ...errors import ConfigError
 from ...machine import Machine, ThisMachine, check_machine, cpu_capacity, nvme_capacity
 from ...tiers.cpu import ArenaGeometry
-from ...tiers.cpu.huge_pages import gather
+from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.machine import probe_machine
+from ...tiers.cpu.prefault import prefault
 from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
 from ...tiers.policies import known_names
@@ -29,7 +28,7 @@ PROBE_BYTES = 128 << 20
 """Memory that is touched to measure how fast that goes."""
 MAX_PROBE_SHARE = 8
 """At most one in so many bytes of what is free."""
-PROBE_THREADS = 4
+PROBE_PIECES = 4
 SCAN_S_PER_ENTRY = 1.7 / 4_000_000
 """After a crash every index entry is read once: measured at 4 million entries (ARCHITECTURE.md)."""
 OPEN_S = 0.016
@@ -153,29 +152,19 @@ def prefault_rate(folder: Path) -> float | None:
     """Bytes per second at which threads touch new memory of a folder; None if it has no room."""
     figures = os.statvfs(folder)
     size = min(PROBE_BYTES, figures.f_bavail * figures.f_frsize // MAX_PROBE_SHARE)
-    size = size // PROBE_THREADS // PAGE_BYTES * PAGE_BYTES * PROBE_THREADS
+    size = size // PROBE_PIECES // PAGE_BYTES * PAGE_BYTES * PROBE_PIECES
     if size <= 0:
         return None
     with tempfile.TemporaryFile(dir=folder) as file:
         os.ftruncate(file.fileno(), size)
-        with mmap.mmap(file.fileno(), size) as memory:
-            began = time.perf_counter()
-            if probe_machine(str(folder)).may_gather:
-                gather(file.fileno(), size, time.monotonic)
-            with ThreadPoolExecutor(PROBE_THREADS) as pool:
-                step = size // PROBE_THREADS
-                list(pool.map(lambda i: _touch(memory, i * step, step), range(PROBE_THREADS)))
-            return size / max(1e-9, time.perf_counter() - began)
-
-
-def _touch(memory: mmap.mmap, offset: int, length: int) -> None:
-    """Let the kernel make the pages, as the arena does."""
-    populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)
-    try:
-        memory.madvise(populate, offset, length)
-    except OSError:  # a kernel before 5.14
-        for place in range(offset, offset + length, PAGE_BYTES):
-            memory[place] = 0
+        may_gather = probe_machine(str(folder)).may_gather
+        began = time.perf_counter()
+        if may_gather:
+            gather(file.fileno(), size, time.monotonic)
+        memory, step = map_file(file.fileno(), size), size // PROBE_PIECES
+        start = address_of(memory)
+        prefault([(start + i * step, step)] for i in range(PROBE_PIECES))
+        return size / max(1e-9, time.perf_counter() - began)
 
 
 def _fill(
