@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 
@@ -35,3 +36,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` where there is none; torch is loaded for such tests only."""
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is false here")
+
+
+@pytest.fixture
+def caplog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """pytest's, with every warning of ours: other tests may have used up what our loggers let pass,
+    or made an adapter, which gives them vLLM's level.
+    """
+    caplog.set_level(logging.WARNING, "kvcascade")
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("kvcascade.") and isinstance(logger, logging.Logger):
+            monkeypatch.setattr(logger, "filters", [])
+    return caplog
