@@ -16,7 +16,7 @@ from support.cache_rig import (
     fill_two,
     segment,
 )
-from support.nvme_rig import key
+from support.nvme_rig import config_for, key
 
 from kvcascade.tools.cache.gc import Wish, collect
 from kvcascade.tools.cache.opened import locations
@@ -101,6 +101,9 @@ def test_the_command(tmp_path: Path) -> None:
         ["--older-than", "soon"],
         ["--max-size", "50%"],
         ["--hash", "xyz"],
+        ["--prefix", "zz"],
+        ["--prefix", "5f3c9"],
+        ["--prefix", "deadbeef"],
         ["--remove-namespace"],
         ["--remove-namespace", "-n", "one", "--max-size", "1GiB"],
     ],
@@ -117,6 +120,40 @@ def test_a_whole_namespace(tmp_path: Path) -> None:
     answer = call("gc", tmp_path, "-n", "one", "--remove-namespace", "--json")
     assert answer.code == ExitCode.OK and answer.one["was_removed"]
     assert not one.exists() and two.exists()
+
+
+def test_a_namespace_in_two_paths_leaves_as_a_whole(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    rig = UsageRig(config_for(paths))
+    rig.store([key(i) for i in range(BLOCKS)])
+    rig.close()
+    folders, name = rig.tier.namespace.folders, rig.tier.namespace.folders[0].name
+    for path in paths:
+        answer = call("gc", path, "-n", name, "--remove-namespace", "--json")
+        assert answer.code == ExitCode.USAGE and "lies in 2 paths" in answer.document["message"]
+        assert all(folder.exists() for folder in folders)
+    both = call("gc", paths[0], "--also", paths[1], "-n", name, "--remove-namespace", "--json")
+    assert both.code == ExitCode.OK and both.one["was_removed"]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_prompt_that_nobody_noted_is_said_so(tmp_path: Path) -> None:
+    """Who clears out a document must not take one block of it for all."""
+    fill(tmp_path, BLOCKS)
+    answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.one["is_incomplete"]
+    assert answer.one["blocks_removed"] == 1 and "no engine has noted" in answer.one["skipped"]
+    assert call("gc", tmp_path, "--prefix", key(3).hex()).code == ExitCode.USAGE, "it is gone"
+
+
+def test_a_prompt_is_looked_for_in_every_namespace(tmp_path: Path) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    call("gc", tmp_path, "-n", "one", "--hash", key(3).hex())
+    answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--json")
+    removed = {each["name"]: each["blocks_removed"] for each in answer.document["namespaces"]}
+    assert removed == {one.name: 0, two.name: 1}
 
 
 def test_files_of_a_running_engine_are_left_alone(tmp_path: Path) -> None:
@@ -156,4 +193,7 @@ def test_by_age_beside_the_engine(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:
     folder = fill(tmp_path)
     (folder / "index" / "data.mdb").unlink()
-    assert "--rebuild-index" in call("gc", tmp_path, "--hash", "00", "--json").one["skipped"]
+    answer = call("gc", tmp_path, "--hash", "00", "--json")
+    assert "--rebuild-index" in answer.one["skipped"] and answer.one["is_incomplete"]
+    assert answer.code == ExitCode.PROBLEMS
+    assert call("gc", tmp_path, "--prefix", "00", "--json").code == ExitCode.PROBLEMS

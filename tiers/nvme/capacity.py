@@ -24,6 +24,7 @@ from .namespace import (
     described_layout,
     lock_namespace,
     namespaces_under,
+    remove_locked_namespace,
 )
 
 SEGMENT_BYTES = 1 << 30
@@ -216,8 +217,7 @@ class SpaceBudget:
                 "free some"
             )
         for one in chosen:
-            with os_errors(f"removing {one.path}"):
-                self._fs.remove_tree(one.path)
+            remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s, the namespace used longest ago, for room", one.path)
             self.removed_namespaces += 1
 

@@ -17,8 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import ConfigError, CorruptionError, InUseError, os_errors
+from ...logs import get_logger
 from .filesystem import FileLock, FileSystem
 from .format import FORMAT_VERSION, MAX_DESCRIPTION_BYTES, parse_description
+from .index_file import DATA_NAME
 from .owners import Owners
 
 SHORT_FINGERPRINT_DIGITS = 12
@@ -31,6 +33,8 @@ REMOVAL_WAIT_S = 30.0
 MAX_OPEN_TRIES = 8
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{12}")
 _FOLDERS = ("index", "state", "segments")
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,8 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
     """Create or open the directories of `key` under the roots, and pass the gate.
 
     The caller leaves the gate (`Namespace.owners`) once everything is open. What is new is
-    described by `describe_namespace` before that.
+    described by `describe_namespace` before that. Where the first part left (each root is cleared
+    by itself), the others go too: nothing knows what is in them.
 
     Raises `InUseError` if it is being removed, or opened by somebody who hangs, `ConfigError` if a
     root is not usable, `CorruptionError` or `FormatError` if what is there is not ours to use.
@@ -137,7 +142,6 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
     folders = tuple(root / key.directory_name for root in roots)
     locks: list[FileLock] = []
     owners: Owners | None = None
-    description: Mapping[str, object] | None = None
     try:
         for root, folder in zip(roots, folders, strict=True):
             if not fs.exists(root):
@@ -147,14 +151,7 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
         with os_errors(f"opening the namespace {folders[0]}"):
             owners = Owners(fs.byte_locks(folders[0] / OWNERS), str(folders[0]))
             owners.enter()
-        for part, folder in enumerate(folders):
-            with os_errors(f"opening the namespace {folder}"):
-                for name in _FOLDERS if part == 0 else ("segments",):
-                    fs.make_dir(folder / name)
-                document = _read_description(fs, folder)
-            if document is not None:
-                _check_description(document, key, folder, part, len(roots))
-                description = document
+        description = _open_parts(fs, folders, key)
     except BaseException:
         if owners is not None:
             owners.close()
@@ -162,6 +159,42 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
             lock.release()
         raise
     return Namespace(folders, locks, owners, description)
+
+
+def _open_parts(
+    fs: FileSystem, folders: Sequence[Path], key: NamespaceKey
+) -> Mapping[str, object] | None:
+    """Inside the gate: what the parts say of themselves; None if the namespace is new."""
+    documents: list[Mapping[str, object] | None] = []
+    for part, folder in enumerate(folders):
+        with os_errors(f"opening the namespace {folder}"):
+            for name in _FOLDERS if part == 0 else ("segments",):
+                fs.make_dir(folder / name)
+            document = _read_description(fs, folder)
+        if document is not None:
+            _check_description(document, key, folder, part, len(folders))
+        documents.append(document)
+    if documents[0] is None and not fs.exists(folders[0] / "index" / DATA_NAME):
+        for folder in folders:
+            with os_errors(f"removing what is left in {folder}"):
+                _remove_leftovers(fs, folder)
+        return None
+    return next((document for document in documents if document is not None), None)
+
+
+def _remove_leftovers(fs: FileSystem, folder: Path) -> None:
+    """Blocks that no index names: a later rebuild could bring back what was reset meanwhile."""
+    left = fs.list_dir(folder / "segments")
+    if fs.exists(folder / DESCRIPTION):
+        fs.unlink(folder / DESCRIPTION)
+    for name in left:
+        fs.unlink(folder / "segments" / name)
+    if left:
+        _log.warning(
+            "removed %d segments in %s: the first part of the namespace, with its index, is gone",
+            len(left),
+            folder,
+        )
 
 
 def _hold(fs: FileSystem, folder: Path) -> FileLock:
@@ -202,6 +235,8 @@ class DescribedLayout:
     """What a directory says about its share of a namespace."""
 
     part: int
+    parts: int
+    """Paths that it lies in."""
     index_bytes: int
     """What the index, which lies in part 0, may come to."""
 
@@ -215,7 +250,7 @@ def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
     part, parts = document.get("part"), document.get("parts")
     if type(part) is not int or type(parts) is not int or not 0 <= part < parts:
         raise CorruptionError(f"{folder} does not say which of how many paths it is; remove it")
-    return DescribedLayout(part, _number(document, "index_bytes"))
+    return DescribedLayout(part, parts, _number(document, "index_bytes"))
 
 
 def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
@@ -233,11 +268,22 @@ def remove_namespace(fs: FileSystem, path: Path) -> bool:
     if lock is None:
         return False
     try:
-        with os_errors(f"removing {path}"):
-            fs.remove_tree(path)
+        remove_locked_namespace(fs, path)
     finally:
         lock.release()
     return True
+
+
+def remove_locked_namespace(fs: FileSystem, path: Path) -> None:
+    """Delete a namespace directory that `lock_namespace` took.
+
+    Its description leaves first: with it, and without the index, the rest would be a damaged
+    namespace, which is what a process that dies halfway would leave.
+    """
+    with os_errors(f"removing {path}"):
+        if fs.exists(path / DESCRIPTION):
+            fs.unlink(path / DESCRIPTION)
+        fs.remove_tree(path)
 
 
 def _read_description(fs: FileSystem, folder: Path) -> Mapping[str, object] | None:

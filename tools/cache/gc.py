@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InUseError, KVCascadeError, os_errors
+from ...errors import ConfigError, InUseError, KVCascadeError, os_errors
 from ...tiers.nvme.chains import head_of
 from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.maintenance import (
@@ -28,14 +28,15 @@ from ...tiers.nvme.maintenance import (
     remove_segments,
     take_entries,
 )
-from ...tiers.nvme.namespace import remove_namespace
+from ...tiers.nvme.namespace import described_layout, remove_namespace
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from .block import only_match
-from .opened import OpenedCache, opened
+from .opened import OpenedCache, opened, parse_hash
 
 IN_USE = "in use by process {}: stop it first"
 SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
+NOT_NOTED = "no engine has noted what comes after {}: it leaves alone; choose the rest by --hash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class GcReport:
     """The whole namespace."""
     skipped: str = ""
     """What was not done, and why: an engine has it open, or it cannot be read."""
+    is_incomplete: bool = False
+    """Blocks that were asked for may be left: `skipped` says why."""
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -89,6 +92,8 @@ class _Plan:
     segments: list[int] = field(default_factory=list)
     is_live: bool = False
     """An engine has it open: no file may go."""
+    has_prompt: bool = False
+    """The block of `Wish.prompt` is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,9 @@ def collect(
 ) -> list[GcReport]:
     """Clear out; with `is_dry_run` only say what would go. One report per namespace.
 
-    Files and whole namespaces that an engine has open are skipped and said so.
+    Files and whole namespaces that an engine has open are skipped and said so. Raises `ConfigError`,
+    and nothing is removed, if the prompt is no block of any, or a namespace is to leave of which
+    not all paths were given.
     """
     now_s = time.time() if now_s is None else now_s
     plans: list[_Plan] = []
@@ -137,10 +144,13 @@ def collect(
         if held and not wish.is_by_block:
             continue
         if wish.whole:
+            _check_parts(location)
             plan.report.bytes_freed = sum(map(RealFileSystem().used_bytes, location.folders))
             plan.report.was_removed = True
         else:
             candidates += _look(plan, wish, now_s)
+    if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
+        raise ConfigError(f"--prefix: there is no block {wish.prompt}")
     if wish.max_bytes is not None:
         total = sum(_held_bytes(each) for each in locations)
         _choose_segments(candidates, total - wish.max_bytes)
@@ -156,14 +166,17 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
         with opened(plan.location) as cache:
             snapshot = cache.index.snapshot()
             plan.report.blocks_before = len(snapshot)
-            leaving = _leaving(cache, snapshot, wish, now_s)
+            leaving = _leaving(plan, cache, snapshot, wish, now_s)
             plan.drops = [Drop(snapshot.keys[i], snapshot.raw(i)) for i in np.flatnonzero(leaving)]
             plan.report.blocks_removed = len(plan.drops)
             if plan.is_live:
                 return []
             uses = _segment_uses(plan, cache, snapshot, leaving)
+    except ConfigError:  # a wrong call, not a namespace that cannot be read
+        raise
     except KVCascadeError as error:
         plan.report.skipped = str(error)
+        plan.report.is_incomplete = wish.is_by_block
         return []
     for use in uses if wish.is_by_block else ():
         if not len(use.positions):
@@ -171,8 +184,20 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
     return uses
 
 
+def _check_parts(location: Location) -> None:
+    """All of it or nothing: one part without the others is of no use to anybody."""
+    layouts = [described_layout(RealFileSystem(), folder) for folder in location.folders]
+    described = [layout for layout in layouts if layout is not None]
+    parts = max((layout.parts for layout in described), default=1)
+    if len({layout.part for layout in described}) < parts and len(layouts) < parts:
+        raise ConfigError(
+            f"--remove-namespace: {location.name} lies in {parts} paths; give the others with "
+            f"--also, or remove {location.folders[0]} yourself if they are gone"
+        )
+
+
 def _leaving(
-    cache: OpenedCache, snapshot: Snapshot, wish: Wish, now_s: float
+    plan: _Plan, cache: OpenedCache, snapshot: Snapshot, wish: Wish, now_s: float
 ) -> npt.NDArray[np.bool_]:
     """Which entries leave by themselves."""
     leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
@@ -180,8 +205,7 @@ def _leaving(
         start = wish.hash_start
         leaving &= np.array([key.startswith(start) for key in snapshot.keys], dtype=np.bool_)
     if wish.prompt:
-        first = head_of(only_match(cache, wish.prompt, "--prefix"))
-        heads = cache.state.chains().from_on(first)
+        heads = _heads_from(plan, cache, wish.prompt)
         leaving &= np.array([head_of(key) in heads for key in snapshot.keys], dtype=np.bool_)
     if wish.older_than_s is not None:
         last = cache.state.usage(cache.slots).last_use
@@ -189,6 +213,19 @@ def _leaving(
         last_use = np.where(known, last[np.where(known, snapshot.slots, 0)], 0)
         leaving &= (last_use > 0) & (last_use < now_s - wish.older_than_s)
     return leaving
+
+
+def _heads_from(plan: _Plan, cache: OpenedCache, prompt: str) -> set[int]:
+    """A block and what comes after it; none if it is not in this namespace."""
+    if not cache.index.keys_from(parse_hash(prompt), 1):
+        return set()
+    plan.has_prompt = True
+    first = head_of(only_match(cache, prompt, "--prefix"))
+    chains = cache.state.chains()
+    heads = chains.from_on(first)
+    if len(heads) == 1 and chains.end_of(first) is None:
+        plan.report.skipped, plan.report.is_incomplete = NOT_NOTED.format(prompt), True
+    return heads
 
 
 def _segment_uses(
@@ -237,8 +274,8 @@ def _carry_out(plan: _Plan) -> None:
                 drop_entries(description, plan.drops)
                 remove_segments(description, plan.segments)
                 _remove_kept_index(description.home)
-    except InUseError as error:
-        report.skipped = str(error)
+    except KVCascadeError as error:  # the other namespaces have their turn all the same
+        report.skipped, report.is_incomplete = str(error), not report.was_removed
         report.blocks_removed = report.segments_removed = report.bytes_freed = 0
         report.was_removed = False
 

@@ -104,6 +104,8 @@ def _wish(
     from ..cache.gc import Wish
     from ..cache.opened import parse_hash
 
+    if prefix is not None:
+        parse_hash(prefix)  # a wrong call before anything is looked at
     return Wish(
         older_than_s=None if older_than is None else _seconds(older_than),
         hash_start=b"" if hash_ is None else parse_hash(hash_),
@@ -133,8 +135,9 @@ def _run(
         emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
     else:
         print_collected(reports, dry_run)
-    is_refused = wish.whole and any(report.skipped for report in reports)
-    return ExitCode.IN_USE if is_refused else ExitCode.OK
+    if wish.whole and any(report.skipped for report in reports):
+        return ExitCode.IN_USE
+    return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK
 
 
 def _seconds(text: str) -> float:
