@@ -41,19 +41,27 @@ def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
     then never share with another process. Raises `ConfigError` if local files cannot be read.
     """
     if not is_real:
-        return f"process:{uuid.uuid4().hex}"
+        return private_identity()
     path = Path(model)
     if path.is_dir():
         commit = _snapshot_commit(path)
-        return f"hub:{commit}" if commit else f"files:{_digest_folder(path)}"
+        if commit:
+            return f"hub:{commit}"
+        files = _files_of(path)
+        return f"files:{_digest_files(files, path)}" if files else private_identity()
     if path.is_file():
         return f"files:{_digest_files([path], path.parent)}"
     commit = _cached_commit(model, revision)
-    return f"hub:{model}@{commit}" if commit else f"process:{uuid.uuid4().hex}"
+    return f"hub:{model}@{commit}" if commit else private_identity()
+
+
+def private_identity() -> str:
+    """A word that no other process has."""
+    return f"process:{uuid.uuid4().hex}"
 
 
 def is_shareable(identity: str) -> bool:
-    """False if these weights are known to this process only."""
+    """False if this names what one process only knows."""
     return not identity.startswith("process:")
 
 
@@ -81,10 +89,11 @@ def _cached_commit(model: str, revision: str | None) -> str | None:
     return name if _COMMIT.fullmatch(name) else None
 
 
-def _digest_folder(folder: Path) -> str:
-    patterns = _CONFIG_FILES + _WEIGHT_FILES
-    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    return _digest_files(files, folder)
+def _files_of(folder: Path) -> list[Path]:
+    """Configuration and weights; none if the weights are in files that we do not know."""
+    weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+    configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
+    return sorted(weights | configuration) if weights else []
 
 
 def _digest_files(files: list[Path], folder: Path) -> str:

@@ -10,7 +10,7 @@ from . import vllm_facts
 from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
 from .config import CascadeConfig
 from .errors import ConfigError
-from .identity import is_shareable, weights_identity
+from .identity import is_shareable, private_identity, weights_identity
 from .logs import get_logger
 
 logger = get_logger(__name__)
@@ -46,20 +46,48 @@ def namespace_facts(
 ) -> dict[str, str]:
     """Every fact of the fingerprint that is known before the workers' tensors are.
 
-    `engine_config`: vLLM's `VllmConfig`, None if it was not found; `model`: name or path to go by
-    without it; `shape`: what the generation's own configuration says about blocks and parallelism.
+    `engine_config`: vLLM's `VllmConfig`, None if it was not found, and then nothing is shared;
+    `model`: name or path to go by without it; `shape`: what the generation's own configuration says
+    about blocks and parallelism.
     """
     version = ".".join(map(str, vllm_facts.vllm_version()))
     facts = {"vllm": version, "label": settings.label, **shape}
-    revision, is_real = None, True
-    if engine_config is not None:
-        facts.update(vllm_facts.model_facts(engine_config))
-        model, revision, is_real = vllm_facts.weights_facts(engine_config)
+    if engine_config is None:
+        return facts | {"weights": settings.weights_id or private_identity()}
+    facts.update(vllm_facts.model_facts(engine_config))
+    model, revision, is_real = vllm_facts.weights_facts(engine_config)
     facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
-    draft = None if engine_config is None else vllm_facts.draft_facts(engine_config)
+    draft = vllm_facts.draft_facts(engine_config)
     if draft is not None and not settings.weights_id:
         facts["draft_weights"] = weights_identity(*draft, is_real)
-    return facts
+    return facts | {name: private_identity() for name in _private(settings, engine_config)}
+
+
+def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
+    """Why blocks are this process's alone; who names the weights answers for adapters, too."""
+    found = vllm_facts.reasons_not_to_share(engine_config)
+    if settings.weights_id:
+        found.pop("adapters", None)
+    return found
+
+
+def warn_of_privacy(
+    settings: CascadeConfig, engine_config: Any | None, facts: Mapping[str, str], model: str
+) -> None:
+    """One line for each reason why nothing is found by other processes or at the next start."""
+    reasons = [] if engine_config is None else list(_private(settings, engine_config).values())
+    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
+        reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
+    if vllm_facts.hashes_change_at_restart(engine_config):
+        reasons.append(
+            "this vLLM draws a new block hash seed at every start; set the environment variable "
+            "PYTHONHASHSEED=0"
+        )
+    for reason in reasons:
+        logger.warning(
+            "kvcascade: nothing is shared with other processes or kept for the next start: %s",
+            reason,
+        )
 
 
 def refuse_useless(engine_config: Any | None) -> None:
@@ -92,17 +120,7 @@ def open_scheduler_side(
     Raises one of our errors.
     """
     refuse_useless(engine_config)
-    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
-        logger.warning(
-            "kvcascade: the weights of %r cannot be identified, so nothing is shared with other "
-            "processes or kept for the next start; set weights_id to change that",
-            model,
-        )
-    if vllm_facts.hashes_change_at_restart(engine_config):
-        logger.warning(
-            "kvcascade: this vLLM draws a new block hash seed at every start, so nothing on disk "
-            "will be found again; set the environment variable PYTHONHASHSEED=0"
-        )
+    warn_of_privacy(settings, engine_config, facts, model)
     return open_cascade(
         settings,
         geometry,

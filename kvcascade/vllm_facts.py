@@ -17,10 +17,23 @@ MAX_FRAMES = 16
 """How far up the stack the engine's configuration is looked for."""
 FIRST_STABLE_HASH_VERSION = (0, 29)
 """From here on vLLM seeds sha256 block hashes with a constant."""
+FIRST_ADAPTER_PATH_VERSION = (0, 31)
+"""From here on the path of a LoRA adapter is part of the block hash, not its name alone."""
 
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
 _STATE_TYPES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
+_INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+_MEDIA_OPTIONS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_attn_backend",
+)
+"""What a server does to all media; vLLM's hash of an image knows what its request asks for only."""
 
 
 def engine_config() -> Any | None:
@@ -58,7 +71,12 @@ def model_facts(config: Any) -> dict[str, str]:
     hf_config = getattr(model, "hf_config", None)
     loader = getattr(getattr(config, "load_config", None), "model_loader_extra_config", None)
     state = [str(getattr(cache, name, None)) for name in _STATE_TYPES]
+    parallel = getattr(config, "parallel_config", None)
+    media = getattr(model, "multimodal_config", None)
     return {
+        "max_model_len": _positions(model),
+        "interleaving": " ".join(str(getattr(parallel, name, None)) for name in _INTERLEAVING),
+        "media": _digest([str(getattr(media, name, None)) for name in _MEDIA_OPTIONS]),
         "quantization": str(getattr(model, "quantization", None)),
         "quantization_config": _digest(str(getattr(model, "quantization_config", None))),
         "loader": _digest(str(loader or {})),
@@ -72,6 +90,47 @@ def model_facts(config: Any) -> dict[str, str]:
             getattr(getattr(config, "attention_config", None), "backend", None)
         ),
     }
+
+
+def _positions(model: Any) -> str:
+    """Longest prompt: some models (LongRoPE, Llama 4) choose by it how they turn every position.
+
+    Where vLLM makes it fit the memory, they were made for what `hf_config` says.
+    """
+    if getattr(model, "original_max_model_len", None) == -1:
+        return "auto"
+    return str(getattr(model, "max_model_len", None))
+
+
+def reasons_not_to_share(config: Any) -> dict[str, str]:
+    """What block hash and fingerprint cannot tell apart: name to a sentence with the remedy.
+
+    Within one process equal hashes still mean equal blocks.
+    """
+    cache = config.cache_config
+    media = getattr(config.model_config, "multimodal_config", None)
+    has_media_hashes = (
+        media is None
+        or getattr(media, "mm_processor_cache_gb", None) != 0
+        or getattr(cache, "enable_prefix_caching", True)
+    )
+    found: dict[str, str] = {}
+    if not has_media_hashes:  # vllm/renderers/base.py counts them instead
+        found["media_hashes"] = (
+            "vLLM does not hash images and other media with neither prefix caching nor a processor "
+            "cache; enable one of the two"
+        )
+    if getattr(config, "lora_config", None) and vllm_version() < FIRST_ADAPTER_PATH_VERSION:
+        found["adapters"] = (
+            "this vLLM knows a LoRA adapter by its name alone, whatever files that names; set "
+            "weights_id to a word that you change with any adapter"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        found["scales"] = (
+            "the scales of the KV cache are calculated anew by every process; leave "
+            "calculate_kv_scales out"
+        )
+    return found
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool]:

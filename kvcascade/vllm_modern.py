@@ -48,7 +48,7 @@ from .vllm_later import (
     state_of,
 )
 from .vllm_layers import about_blocks
-from .vllm_pages import from_canonical
+from .vllm_pages import from_canonical, page_order
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -62,6 +62,8 @@ STATS_INTERVAL_S = 1.0
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 """Later versions say more about an event."""
+_ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
+"""Of vLLM's tiering: the same bytes of a block in another order."""
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
@@ -333,6 +335,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 rank=self.config.parallel.rank,
                 tensors=pages.tensors,
                 groups=pages.groups,
+                page_order=unsaid_page_order(self.config),
             )
             self._worker = CascadeWorker(side)
         return self._worker
@@ -362,6 +365,7 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         "blocks_per_chunk": str(config.cache.blocks_per_chunk),
         "rank_bytes": str(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk),
         "layout": str(getattr(config, "kv_cache_layout", None)),
+        "row_layout": " ".join(name for name in _ROW_LAYOUTS if getattr(config, name, False)),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
         f"dcp{parallel.dcp_size} world{parallel.world_size}",
     }
@@ -370,6 +374,11 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
     return facts
+
+
+def unsaid_page_order(config: OffloadingConfig) -> str:
+    """The order inside a page where the configuration does not say it (up to 0.28); in a worker."""
+    return "" if getattr(config, "kv_cache_layout", None) else page_order()
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:

@@ -43,7 +43,7 @@ from .tiers.nvme.filesystem import RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.tier import NvmeTier as OpenTier
 from .tiers.policies import known_names
-from .vllm_common import log_beside_vllm, namespace_facts, refuse_useless
+from .vllm_common import log_beside_vllm, namespace_facts, refuse_useless, warn_of_privacy
 from .vllm_later import set_state, state_of
 from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
 
@@ -207,6 +207,7 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
     refuse_useless(engine_config)
     shape = {**shape_facts(config), "rows": f"vLLM's tiering, {row_bytes} bytes"}
     facts = namespace_facts(settings, engine_config, config.model.name, shape)
+    warn_of_privacy(settings, engine_config, facts, config.model.name)
     return NamespaceKey(settings.label or config.model.name, facts)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.kv_bytes import Shape, offloading_config
 
 from kvcascade import vllm_facts
+from kvcascade.config import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 
 
@@ -53,6 +55,10 @@ CHANGED: dict[str, Any] = {
     "dtype": engine(dtype="torch.bfloat16"),
     "overrides": engine(hf_overrides={"rope_theta": 1e6}),
     "configuration": engine(hf={"rope_theta": 1e6}),
+    "longest prompt": engine(max_model_len=8192),
+    "size of images": engine(multimodal_config=Stub(mm_processor_kwargs={"max_pixels": 4096})),
+    "frames of videos": engine(multimodal_config=Stub(media_io_kwargs={"video": {"fps": 1}})),
+    "tokens of videos": engine(multimodal_config=Stub(video_pruning_rate=0.5)),
 }
 
 
@@ -87,6 +93,29 @@ def test_another_order_of_a_state_is_another_namespace(monkeypatch: pytest.Monke
     before = fingerprint(engine())
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
     assert fingerprint(engine()) != before
+
+
+@pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
+def test_tokens_that_lie_on_other_ranks_are_another_namespace(name: str) -> None:
+    config = engine()
+    config.parallel_config = Stub(**{name: 8})
+    assert fingerprint(config) != fingerprint(BASE)
+
+
+def test_a_length_that_vllm_made_fit_the_memory_is_no_part_of_it() -> None:
+    fitted = [engine(max_model_len=n, original_max_model_len=-1) for n in (8192, 8176)]
+    assert fingerprint(fitted[0]) == fingerprint(fitted[1]) != fingerprint(BASE)
+
+
+@pytest.mark.parametrize("name", ["canonical_layout", "replicated_layout"])
+def test_rows_in_another_order_are_another_namespace(name: str) -> None:
+    modern = pytest.importorskip("kvcascade.vllm_modern")
+    config = offloading_config(Shape(pages=(1024,)), {}, "engine", 0)
+    if not hasattr(config, name):
+        pytest.skip("this vLLM arranges rows in one way")
+    changed: dict[str, Any] = {name: not getattr(config, name)}
+    other = replace(config, **changed)
+    assert modern.shape_facts(other) != modern.shape_facts(config)
 
 
 def test_another_layout_is_another_namespace() -> None:
@@ -125,3 +154,85 @@ def test_a_model_that_drafts_has_an_identity_of_its_own() -> None:
 
 def test_where_the_model_lies_is_no_part_of_it() -> None:
     assert fingerprint(engine(hf={"_name_or_path": "elsewhere"})) == fingerprint(BASE)
+
+
+def with_media(cache_gb: float, **cache: Any) -> Any:
+    """An engine for images."""
+    config = engine(multimodal_config=Stub(mm_processor_cache_gb=cache_gb))
+    config.cache_config.__dict__.update(cache)
+    return config
+
+
+def test_media_that_are_counted_and_not_hashed_are_never_shared() -> None:
+    """Then vLLM's identifier of the first image is that of the first image after a restart."""
+    counted = with_media(0, enable_prefix_caching=False)
+    assert list(vllm_facts.reasons_not_to_share(counted)) == ["media_hashes"]
+    assert not vllm_facts.reasons_not_to_share(with_media(0, enable_prefix_caching=True))
+    assert not vllm_facts.reasons_not_to_share(with_media(4, enable_prefix_caching=False))
+    assert not vllm_facts.reasons_not_to_share(engine())
+
+
+@pytest.mark.parametrize(("version", "is_shared"), [((0, 30), False), ((0, 31), True)])
+def test_adapters_that_only_have_a_name_are_never_shared(
+    version: tuple[int, int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_facts, "vllm_version", lambda: version)
+    config = engine()
+    assert not vllm_facts.reasons_not_to_share(config)
+    config.lora_config = Stub(max_loras=1)
+    assert list(vllm_facts.reasons_not_to_share(config)) == ([] if is_shared else ["adapters"])
+
+
+def test_scales_that_each_process_finds_are_never_shared() -> None:
+    config = engine()
+    config.cache_config.calculate_kv_scales = True
+    assert list(vllm_facts.reasons_not_to_share(config)) == ["scales"]
+
+
+class TestNamespaceFacts:
+    """What the reasons, and the absence of a configuration, do to a namespace."""
+
+    @pytest.fixture(autouse=True)
+    def local_model(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+        self.model = str(tmp_path)
+
+    def facts(self, config: Any, **settings: Any) -> dict[str, str]:
+        common = pytest.importorskip("kvcascade.vllm_common")
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}], **settings})
+        if config is not None:
+            config.model_config.__dict__.update(model=self.model, revision=None)
+            config.load_config = Stub(load_format="auto")
+        found: dict[str, str] = common.namespace_facts(given, config, self.model, {})
+        return found
+
+    def is_shared(self, config: Any, **settings: Any) -> bool:
+        return self.facts(config, **settings) == self.facts(config, **settings)
+
+    def test_what_cannot_be_told_apart_is_this_process_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.is_shared(engine())
+        assert not self.is_shared(with_media(0, enable_prefix_caching=False))
+        assert not self.is_shared(with_media(0, enable_prefix_caching=False), weights_id="mine")
+        monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, 28))
+        config = engine()
+        config.lora_config = Stub(max_loras=1)
+        assert not self.is_shared(config)
+        assert self.is_shared(config, weights_id="base and adapters of May"), "the user answers"
+
+    def test_without_the_engines_configuration_nothing_is_shared(self) -> None:
+        assert not self.is_shared(None)
+        assert self.is_shared(None, weights_id="mine")
+
+    def test_one_line_for_each_reason(self, caplog: pytest.LogCaptureFixture) -> None:
+        common = pytest.importorskip("kvcascade.vllm_common")
+        config = with_media(0, enable_prefix_caching=False)
+        config.cache_config.calculate_kv_scales = True
+        given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})
+        facts = self.facts(config)
+        caplog.clear()
+        common.warn_of_privacy(given, config, facts, self.model)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+        assert "processor cache" in caplog.text and "calculate_kv_scales" in caplog.text

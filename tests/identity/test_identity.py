@@ -111,3 +111,10 @@ def test_unreadable_weights_are_one_clear_sentence(model: Path) -> None:
     (model / "gone.safetensors").symlink_to(model / "nowhere")
     with pytest.raises(ConfigError, match="cannot be read to identify its weights.*weights_id"):
         identity(model)
+
+
+def test_weights_in_files_that_are_not_known_are_never_shared(tmp_path: Path) -> None:
+    """Their configuration vouches for nothing: other weights have the same."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.tensors").write_bytes(bytes(1000))
+    assert not is_shareable(identity(tmp_path))

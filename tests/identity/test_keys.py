@@ -11,6 +11,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvcascade import vllm_facts
+
 BLOCK_TOKENS = 16
 
 
@@ -39,6 +41,14 @@ def test_every_block_of_another_tenant_has_another_key(request_of: dict[str, Any
     assert len(plain) == len(other) == 4
     assert not set(plain) & set(other), "the first block's key is part of all that follow"
     assert hashes(**request_of) == other
+
+
+def test_an_adapter_of_the_same_name_elsewhere_has_other_keys() -> None:
+    """Up to 0.30 it has not, so nothing is shared there: see test_fingerprint.py."""
+    if vllm_facts.vllm_version() < vllm_facts.FIRST_ADAPTER_PATH_VERSION:
+        pytest.skip("this vLLM hashes the name alone")
+    old, new = (hashes(lora_request=LoRARequest("sql", 1, f"/adapters/{v}")) for v in (1, 2))
+    assert not set(old) & set(new)
 
 
 def test_two_tenants_share_nothing() -> None:

@@ -56,7 +56,9 @@ def test_another_model_takes_the_room_of_one_part(config: NvmeTierConfig) -> Non
     rig = Rig(other)
     rig.store([key(900)])
     rig.close()
-    assert [folder.exists() for folder in folders] == [False, True], "each path is cleared by itself"
+    assert [folder.exists() for folder in folders] == [False, True], (
+        "each path is cleared by itself"
+    )
     assert served(config) == set()
 
 
@@ -92,7 +94,9 @@ def test_paths_in_another_order_are_refused(config: NvmeTierConfig) -> None:
     assert len(served(config)) == len(KEYS), "nothing was touched"
 
 
-@pytest.mark.parametrize("gone", ["", "index", "state", "segments", "index state", "segments index"])
+@pytest.mark.parametrize(
+    "gone", ["", "index", "state", "segments", "index state", "segments index"]
+)
 def test_a_removal_that_ended_halfway(tmp_path: Path, gone: str) -> None:
     """Whatever had left when the process died: the next engine starts, and serves what is there."""
     config = config_for([tmp_path], slots=32)

@@ -59,6 +59,7 @@ def test_the_facts_are_those_of_later_versions() -> None:
         "blocks_per_chunk": "4",
         "rank_bytes": "600",
         "layout": "None",
+        "row_layout": "",
         "parallel": "tp2 pp1 pcp1 dcp1 world2",
         "group0": "32 tokens: a,b",
     }

@@ -126,9 +126,9 @@ def collect(
 ) -> list[GcReport]:
     """Clear out; with `is_dry_run` only say what would go. One report per namespace.
 
-    Files and whole namespaces that an engine has open are skipped and said so. Raises `ConfigError`,
-    and nothing is removed, if the prompt is no block of any, or a namespace is to leave of which
-    not all paths were given.
+    Files and whole namespaces that an engine has open are skipped and said so. Raises
+    `ConfigError`, and nothing is removed, if the prompt is no block of any, or a namespace is to
+    leave of which not all paths were given.
     """
     now_s = time.time() if now_s is None else now_s
     plans: list[_Plan] = []
