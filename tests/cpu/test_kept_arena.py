@@ -130,19 +130,26 @@ def test_a_reset_since_then_leaves_nothing_of_it(tmp_path: Path) -> None:
     scheduler.close()
 
 
-def test_what_comes_after_a_reset_is_of_the_new_epoch() -> None:
+@pytest.mark.parametrize("resets_below", [0, 1], ids=["alone", "over NVMe"])
+def test_what_comes_after_a_reset_is_not_for_the_next_engine(resets_below: int) -> None:
+    """It may be of weights that were updated in place."""
     epoch = 3
     table, _ = table_of(8)
     table.begin(OURS, epoch)
     backend = CpuBackend(64, 8)
     policy = create("lru", 8, KeptDirectory(8, table, lambda: epoch))
-    for number in range(2):
-        policy.clear()
-        epoch += number
-        (status,) = backend.allocate_blocks([key(1)])
-        policy.insert(key(1), status)
-        policy.mark_ready([key(1)], [status.block_id])
-        assert table.begin(OURS, 3 + number) and table.complete()[0] == [key(1)]
+
+    def store(number: int) -> None:
+        (status,) = backend.allocate_blocks([key(number)])
+        policy.insert(key(number), status)
+        policy.mark_ready([key(number)], [status.block_id])
+
+    store(1)
+    assert table.begin(OURS, epoch) and table.complete()[0] == [key(1)]
+    policy.clear()
+    epoch += resets_below
+    store(2)
+    assert not table.begin(OURS, epoch) and table.complete()[0] == []
 
 
 def test_another_shape_is_left_alone(tmp_path: Path) -> None:

@@ -101,9 +101,43 @@ def test_reset_forgets_for_ever(tmp_path: Path) -> None:
     rig.store(keys(4, start=2))
     rig.backend.free(busy[0])
     rig.check_sums()
-    for clean in (False, True):
-        rig = rig.reopened(clean=clean)
-        assert [rig.check(h) for h in keys(8)] == [False] * 2 + [True] * 4 + [False] * 2
+    assert [rig.check(h) for h in keys(8)] == [False] * 2 + [True] * 4 + [False] * 2
+    rig.close()
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_what_is_stored_after_a_reset_is_not_for_the_next_engine(
+    tmp_path: Path, clean: bool
+) -> None:
+    """It may be of weights that were updated in place: the next one loads those of the disk."""
+    rig = Rig(config_for([tmp_path], slots=16))
+    rig.store(keys(16))
+    for _ in range(2):
+        rig.reset()
+        rig.store(keys(4), version=1)
+    rig = rig.reopened(clean=clean)
+    assert len(rig.policy) == 0 and not any(rig.check(h) for h in keys(16))
+    assert rig.backend.get_num_free_blocks() == 16
+    rig.store(keys(4))
+    for clean_again in (clean, not clean):
+        rig = rig.reopened(clean=clean_again)
+        assert all(rig.check(h) for h in keys(4)), "an engine that was not reset leaves its blocks"
+    rig.close()
+
+
+def test_a_reset_that_the_disk_forgot_counts(tmp_path: Path) -> None:
+    """Power is lost: what was committed after a reset is there, the reset's own number is not."""
+    rig = Rig(config_for([tmp_path], slots=16))
+    rig.store(keys(2))
+    epochs = tmp_path.glob("*/state/epoch.arr")
+    (path,) = epochs
+    before = path.read_bytes()
+    rig.reset()
+    rig.store(keys(4), version=1)
+    rig.close(clean=False)
+    path.write_bytes(before)
+    rig = Rig(config_for([tmp_path], slots=16))
+    assert len(rig.policy) == 0
     rig.close()
 
 

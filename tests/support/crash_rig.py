@@ -1,9 +1,9 @@
 """A scheduler process and two worker processes over the real assembly, to be killed at any moment.
 
 No model and no engine: the scheduler obeys the manager as vLLM's does, workers fill device blocks
-with a pattern made from the key (and from how often the cache was reset: the "weights" changed),
-and compare every block they load. Processes are forked from a server that has imported everything,
-so a cycle costs a fraction of a second.
+with a pattern made from the key (and from how often the engine was reset: its "weights" changed,
+and a new engine begins with those of the disk again), and compare every block they load. Processes
+are forked from a server that has imported everything, so a cycle costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ ROUNDS_MAX = 20_000
 ROUND_S = 0.0005
 GONE_LIMIT_S = 60.0
 READ_AT_ONCE = 64
+DISK_VERSION = 0
+"""Of the weights that every engine begins with."""
 
 
 def key_of(text: int, chunk: int) -> BlockHash:
@@ -161,13 +163,11 @@ def _wrong(views: Sequence[Any], keys: Sequence[bytes], version: int, rank: int)
 class Scheduler:
     """Serves random requests for ever, and reports what it did."""
 
-    def __init__(
-        self, cascade: Cascade, workers: Sequence[Connection], report: Connection, version: int
-    ) -> None:
+    def __init__(self, cascade: Cascade, workers: Sequence[Connection], report: Connection) -> None:
         self._manager = cascade.manager
         self._workers = workers
         self._report = report
-        self._version = version
+        self._version = DISK_VERSION
         self._jobs = 0
         self._pause = threading.Event()
 
@@ -195,7 +195,6 @@ class Scheduler:
         self._manager.reset_cache()
         self._manager.on_reset_flushed()
         self._version += 1
-        self._report.send(("reset",))
 
     def _await_hits(self, keys: Sequence[BlockHash], request: Request) -> int:
         for _ in range(ROUNDS_MAX):
@@ -227,8 +226,6 @@ def scheduler_main(
     workers: Sequence[Connection],
     report: Connection,
     seed: int,
-    version: int,
-    must_reset: bool,
 ) -> None:
     """Serve until a worker is gone, then shut down cleanly."""
     for worker in workers:
@@ -244,11 +241,9 @@ def scheduler_main(
         with_events=True,
     )
     report.send(("open", cascade.nvme_tiers[0].report.blocks))
-    scheduler = Scheduler(cascade, workers, report, version)
+    scheduler = Scheduler(cascade, workers, report)
     rng = random.Random(seed)
     try:
-        if must_reset:
-            scheduler.reset()
         while True:
             scheduler.serve(rng)
             if rng.random() < 0.01:
@@ -264,11 +259,10 @@ def scheduler_main(
 class Known:
     """What the test knows of a tier from the reports of the engines before."""
 
-    version: int = 0
-    must_reset: bool = False
-    """A reset began and was not reported as done: it has to be asked for again."""
+    was_reset: bool = False
+    """The engine that runs, or the last one, was reset: what it stored later is for it alone."""
     stored: set[bytes] = field(default_factory=set)
-    """Acknowledged on NVMe, and not reported as evicted."""
+    """Acknowledged on NVMe, not reported as evicted, and right for the next engine."""
     loaded_blocks: int = 0
     wrong: list[bytes] = field(default_factory=list)
     is_open: bool = False
@@ -281,15 +275,15 @@ class Known:
         elif kind == "wrong":
             self.wrong += message[1]
         elif kind == "resetting":
-            self.must_reset = True
+            self.was_reset = True
             self.stored.clear()
-        elif kind == "reset":
-            self.must_reset = False
-            self.version += 1
         elif kind == "served":
             self.loaded_blocks += message[1]
             for keys, is_removed in message[2]:
-                (self.stored.difference_update if is_removed else self.stored.update)(keys)
+                if is_removed:
+                    self.stored.difference_update(keys)
+                elif not self.was_reset:
+                    self.stored.update(keys)
 
 
 @cache
@@ -313,7 +307,7 @@ class Engine:
     """The processes of one engine; nothing of it is left after `finish`."""
 
     def __init__(self, setup: Setup, known: Known, seed: int) -> None:
-        known.is_open = False
+        known.is_open = known.was_reset = False
         self._known = known
         context = _server()
         pairs = [context.Pipe() for _ in range(WORLD)]
@@ -323,7 +317,7 @@ class Engine:
             for rank, (_, theirs) in enumerate(pairs)
         ]
         ours = [mine for mine, _ in pairs]
-        arguments = (setup, ours, told, seed, known.version, known.must_reset)
+        arguments = (setup, ours, told, seed)
         self.scheduler: BaseProcess = context.Process(target=scheduler_main, args=arguments)
         for process in self.processes:
             process.start()
@@ -372,10 +366,10 @@ class Engine:
         assert not psutil.wait_procs(self._helpers, timeout=GONE_LIMIT_S)[1], "a process is left"
 
 
-def read_all(setup: Setup, version: int, *, close_clean: bool) -> set[bytes]:
+def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
     """Open the tier alone and read every block of it; the keys that it holds.
 
-    Asserts that each one is right and that free and used slots add up exactly.
+    Asserts that each one is right for the weights on disk, and that free and used slots add up.
     """
     tier = _open_alone(setup)
     assert tier is not None
@@ -393,7 +387,7 @@ def read_all(setup: Setup, version: int, *, close_clean: bool) -> set[bytes]:
             outcomes = tier.store.read(keys, [entry.slot for _, entry in part], views)
             assert set(outcomes) == {BlockOutcome.OK}, "what is listed is there"
             for key, buffer in zip(keys, buffers, strict=True):
-                assert bytes(buffer) == row(key, version), "wrong bytes"
+                assert bytes(buffer) == row(key, DISK_VERSION), "wrong bytes"
         used = sorted(entry.slot for _, entry in entries)
         assert tier.live_slots().tolist() == used, "one slot per block, one block per slot"
         assert tier.backend.get_num_free_blocks() + len(used) == tier.backend.available

@@ -10,7 +10,9 @@ removes it before the slot is given to anybody; a record that was torn by the wr
 not match its checksum. What the machine itself loses, it loses altogether: it is memory.
 
 The epoch counts the resets of the tiers below, other engines' among them, that the writer knew of:
-what a dead engine left is worth nothing if there was another one since.
+what a dead engine left is worth nothing if there was another one since. Nor is what an engine
+stored after its own reset: its weights may have been updated in place, and the next process loads
+those of the disk.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ MAX_KEY_BYTES = 48
 CHECK_OFFSET = KEY_OFFSET + MAX_KEY_BYTES
 FINGERPRINT_BYTES = 32
 _BATCH_RECORDS = 1 << 16
+_NO_EPOCH = (1 << 64) - 1
+"""Of what was stored after a reset: the next process has none of that number."""
 
 _Bytes = npt.NDArray[np.uint8]
 _digest = xxhash.xxh3_64_intdigest
@@ -133,10 +137,12 @@ class KeptDirectory(DictDirectory):
         super().__init__(capacity)
         self._table = table
         self._epoch_of = epoch_of
+        self._was_reset = False
 
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         super().mark_ready(block_hashes, slots)
-        self._table.mark(block_hashes, slots, self._epoch_of())
+        epoch = _NO_EPOCH if self._was_reset else self._epoch_of()
+        self._table.mark(block_hashes, slots, epoch)
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
         status = super().pop(block_hash)
@@ -151,6 +157,7 @@ class KeptDirectory(DictDirectory):
     def clear(self) -> None:
         super().clear()
         self._table.clear()
+        self._was_reset = True
 
 
 def _checks(keys: Sequence[bytes], slots: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:

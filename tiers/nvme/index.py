@@ -418,12 +418,14 @@ class BlockIndex:
         may_create: bool,
         state: int = 0,
         is_alone: bool = True,
+        started_epoch: int | None = None,
     ) -> Session:
         """Check what this index is for, and mark it in use by this state number.
 
         An index that was never filled in is refused unless `may_create`.
 
         `wanted_epoch` larger than the stored one: a reset had not been committed; it is now.
+        `started_epoch`, if it is not the stored one: there were resets since then; so is another.
         """
         self._state_key = b"state%d" % state
         use_key = b"uses%d" % state
@@ -433,7 +435,7 @@ class BlockIndex:
                 txn.put(b"identity", identity.pack())
             self._check(txn, identity)
             self.epoch = _number(txn.get(b"epoch"))
-            if wanted_epoch > self.epoch:
+            if wanted_epoch > self.epoch or started_epoch not in (None, self.epoch):
                 # Nobody vouches for the number that a process which is alone has found.
                 self.epoch = self.epoch + 1 if is_alone else wanted_epoch
                 self.reset_at_open = int(txn.stat(self._blocks)["entries"])

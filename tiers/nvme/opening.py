@@ -76,11 +76,11 @@ class Opening:
 
     def run(self) -> NvmeTier:
         """All steps in order."""
-        resets = self._open_resets()
-        index, session = self._open_index(int(resets.sum()))
+        resets, started = self._open_resets()
+        index, session = self._open_index(int(resets.sum()), int(started[0]))
         if self._owners.is_alone:
             resets[:] = 0
-            resets[self._owners.state] = index.epoch
+            resets[self._owners.state] = started[0] = index.epoch
         was_clean = self._open_segments(index, session)
         table = StatusTable(self._plan.slots)
         was_clean = self._find_used(index, session, table, was_clean)
@@ -158,17 +158,23 @@ class Opening:
     def _claim_state(self, growth: int) -> AbstractContextManager[None]:
         return self._budget.claim(0, growth)
 
-    def _open_resets(self) -> npt.NDArray[np.uint64]:
-        resets = self._epoch_arrays("epoch", MAX_PROCESSES, np.uint64)
+    def _open_resets(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Resets per process, and in one cell the epoch when a process last began alone."""
+        epochs = self._epoch_arrays("epoch", MAX_PROCESSES + 1, np.uint64)
         if self._epoch_arrays.was_made and not self._owners.is_alone:
             folder = self._namespace.folders[0]
             raise CorruptionError(
                 f"{folder}/state/epoch.arr was lost while other processes use it; stop them all, "
                 "then start again"
             )
-        return resets
+        return epochs[:MAX_PROCESSES], epochs[MAX_PROCESSES:]
 
-    def _open_index(self, wanted_epoch: int) -> tuple[BlockIndex, Session]:
+    def _open_index(self, epoch: int, started_epoch: int) -> tuple[BlockIndex, Session]:
+        """`started_epoch`: as of the last time that a process began alone.
+
+        What was stored after a later reset is for those engines only that were reset: their weights
+        may have been updated in place, and are not those that the namespace's name speaks of.
+        """
         folder = self._namespace.index_folder
         if not self._is_new and not (folder / DATA_NAME).exists():
             raise CorruptionError(damaged(folder, "it is missing"))
@@ -189,13 +195,23 @@ class Opening:
         )
         session = index.load(
             identity,
-            wanted_epoch,
+            epoch,
             may_create=self._is_new,
             state=self._owners.state,
             is_alone=self._owners.is_alone,
+            started_epoch=started_epoch if self._owners.is_alone else None,
         )
         if index.reset_at_open:
-            _log.warning("a reset came to its end: %d blocks are forgotten", index.reset_at_open)
+            _log.warning(
+                "%d blocks are forgotten: the engines were reset, and what they stored after it "
+                "may be of weights that were updated in place",
+                index.reset_at_open,
+            )
+        if epoch != started_epoch and not self._owners.is_alone:
+            _log.warning(
+                "other engines of this namespace were reset since they started; if their weights "
+                "were updated in place, update and reset this one before it serves"
+            )
         return index, session
 
     @property

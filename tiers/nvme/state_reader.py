@@ -18,6 +18,7 @@ from ..policies import ORDERS
 from ..policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
 from .arrays import HEADER_BYTES, parse_header
 from .chains import CHAINS, Chains
+from .owners import MAX_PROCESSES
 from .reader import open_read_only
 
 
@@ -54,7 +55,7 @@ class StateReader:
 
     def epoch(self) -> int | None:
         """The epoch that is wanted; None if no array says."""
-        found = [int(array.sum()) for array in self._arrays("epoch") if len(array)]
+        found = [int(array[:MAX_PROCESSES].sum()) for array in self._arrays("epoch") if len(array)]
         return max(found) if found else None
 
     def capacity(self) -> int | None:
