@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 MAX_FRAMES = 16
@@ -21,7 +22,21 @@ FIRST_ADAPTER_PATH_VERSION = (0, 31)
 """From here on the path of a LoRA adapter is part of the block hash, not its name alone."""
 
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
-_STATE_TYPES = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+_STATE_OPTIONS = (
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "mamba_cache_mode",
+    "mamba_block_size",
+    "use_replayssm",
+)
+_MODEL_OPTIONS = (
+    "disable_sliding_window",
+    "override_attention_dtype",
+    "model_impl",
+    "model_class_overrides",
+    "code_revision",
+)
+"""What computes the blocks, beside the weights and the model's own configuration."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -70,19 +85,20 @@ def model_facts(config: Any) -> dict[str, str]:
     model, cache = config.model_config, config.cache_config
     hf_config = getattr(model, "hf_config", None)
     loader = getattr(getattr(config, "load_config", None), "model_loader_extra_config", None)
-    state = [str(getattr(cache, name, None)) for name in _STATE_TYPES]
     parallel = getattr(config, "parallel_config", None)
     media = getattr(model, "multimodal_config", None)
     return {
         "max_model_len": _positions(model),
-        "interleaving": " ".join(str(getattr(parallel, name, None)) for name in _INTERLEAVING),
-        "media": _digest([str(getattr(media, name, None)) for name in _MEDIA_OPTIONS]),
+        "model_options": _digest(_options(model, _MODEL_OPTIONS)),
+        "interleaving": " ".join(_options(parallel, _INTERLEAVING)),
+        "media": _digest(_options(media, _MEDIA_OPTIONS)),
         "quantization": str(getattr(model, "quantization", None)),
         "quantization_config": _digest(str(getattr(model, "quantization_config", None))),
         "loader": _digest(str(loader or {})),
-        "state": " ".join([*state, os.environ.get(_STATE_ORDER) or "SD"]),
+        "state": " ".join([*_options(cache, _STATE_OPTIONS), os.environ.get(_STATE_ORDER) or "SD"]),
         "model_dtype": str(getattr(model, "dtype", None)),
         "cache_dtype": str(getattr(cache, "cache_dtype", None)),
+        "other_dtype_layers": str(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "hf_config": _digest(_stable(hf_config.to_dict())) if hf_config is not None else "unknown",
         "hf_overrides": _digest(str(getattr(model, "hf_overrides", None))),
         "hash_algorithm": str(getattr(cache, "prefix_caching_hash_algo", "unknown")),
@@ -90,6 +106,11 @@ def model_facts(config: Any) -> dict[str, str]:
             getattr(getattr(config, "attention_config", None), "backend", None)
         ),
     }
+
+
+def _options(config: Any, names: Sequence[str]) -> list[str]:
+    """The values of options; versions that do not know one all say None."""
+    return [str(getattr(config, name, None)) for name in names]
 
 
 def _positions(model: Any) -> str:

@@ -55,6 +55,9 @@ CHANGED: dict[str, Any] = {
     "dtype": engine(dtype="torch.bfloat16"),
     "overrides": engine(hf_overrides={"rope_theta": 1e6}),
     "configuration": engine(hf={"rope_theta": 1e6}),
+    "no sliding window": engine(disable_sliding_window=True),
+    "another implementation": engine(model_impl="transformers"),
+    "other code": engine(code_revision="v2"),
     "longest prompt": engine(max_model_len=8192),
     "size of images": engine(multimodal_config=Stub(mm_processor_kwargs={"max_pixels": 4096})),
     "frames of videos": engine(multimodal_config=Stub(media_io_kwargs={"video": {"fps": 1}})),
@@ -75,6 +78,9 @@ def test_a_changed_model_is_another_namespace(name: str) -> None:
         ("prefix_caching_hash_algo", "xxhash"),
         ("mamba_cache_dtype", "float32"),
         ("mamba_ssm_cache_dtype", "bfloat16"),
+        ("mamba_cache_mode", "all"),
+        ("mamba_block_size", 512),
+        ("kv_cache_dtype_skip_layers", ["0"]),
     ],
 )
 def test_a_changed_cache_is_another_namespace(field: str, value: str) -> None:
