@@ -13,6 +13,7 @@ from support.cache_rig import (
     PER_SEGMENT,
     UsageRig,
     call,
+    call_outside,
     config_of,
     fill,
     flip,
@@ -231,6 +232,23 @@ def test_export_works_beside_an_engine(tmp_path: Path) -> None:
         answer = call("export", tmp_path / "from", tmp_path / "live.safetensors", "--json")
         assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS + 1
         assert engine.hits([*range(BLOCKS), 50]) == BLOCKS + 1
+
+
+def test_after_a_reset_nothing_is_exported(tmp_path: Path) -> None:
+    """The blocks may be of weights that were updated in place; elsewhere nobody would know."""
+    rig = UsageRig(config_of(tmp_path))
+    rig.store([key(0)])
+    rig.reset()
+    rig.store([key(1)])
+    for _ in range(2):  # beside the engine, and after it
+        answer = call_outside("export", tmp_path, tmp_path / "warm.safetensors", "--json")
+        assert answer.code == ExitCode.USAGE and "were reset" in answer.document["message"]
+        rig.close()
+    rig = UsageRig(config_of(tmp_path))
+    rig.store([key(2)])
+    rig.close()
+    answer = call("export", tmp_path, tmp_path / "warm.safetensors", "--json")
+    assert answer.code == ExitCode.OK and answer.document["blocks"] == 1
 
 
 def test_the_hot_ones_only(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ class StateReader:
         found = [int(array[:MAX_PROCESSES].sum()) for array in self._arrays("epoch") if len(array)]
         return max(found) if found else None
 
+    def was_reset(self) -> bool:
+        """True if engines were reset since the first of them started: see FORMAT.md, "Epochs"."""
+        arrays = [array for array in self._arrays("epoch") if len(array) > MAX_PROCESSES]
+        return any(array[:MAX_PROCESSES].sum() != array[MAX_PROCESSES] for array in arrays)
+
     def capacity(self) -> int | None:
         """Slots that the last owner planned with; None if no array says."""
         paths = [*self._files("*_stamp"), *self._files(LAST_USE)]

@@ -111,6 +111,12 @@ def export(
     """Write the chosen blocks to `path`. Raises one of our errors; the file is then not there."""
     if path.exists() and not may_replace:
         raise ConfigError(f"{path} is there already; give another name, or --force")
+    if cache.state.was_reset():
+        raise ConfigError(
+            f"the engines of {cache.description.name} were reset: what they stored since then may "
+            "be of weights that were updated in place, not of those that its fingerprint names; "
+            "start an engine anew and export from that"
+        )
     snapshot = cache.index.snapshot()
     cache.segments.refresh()
     heads = prompt_heads(cache, choice.prompts)
