@@ -145,6 +145,12 @@ class MoverBackground(Background):
         self._mover.submit(lambda ticket: RepairJob(ticket, wanted), partial(self._end, [], 0))
 
     def take_strays(self) -> list[int]:
+        """As in the contract. Asked at every step and tick, so here the mover is listened to.
+
+        The handlers do that only while they have jobs: the answers to commits would pile up until
+        no job is taken, and a mover that died idle would be missed when there is work again.
+        """
+        self._mover.poll()
         return self._store.take_strays()
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:

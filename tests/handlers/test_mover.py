@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor
+from support.nvme_rig import Rig, config_for
 
 from kvcascade.handlers import mover as limits
 from kvcascade.handlers.mover import Mover, MoverOptions
 from kvcascade.handlers.mover_child import Connection
+from kvcascade.handlers.mover_process import MoverBackground
 from kvcascade.handlers.mover_wire import (
     Answer,
     FrameReader,
     Ready,
+    RemoveJob,
     RepairJob,
     frame,
     to_mover,
@@ -209,13 +213,40 @@ def test_starts_are_bounded(stage: Stage) -> None:
 
 
 def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> None:
-    """Nobody polls for a mover that has nothing to do: asking it to work must be enough."""
+    """Whoever asks it to work before the next tick: that must be enough."""
     stage.children[0].die()
     taken = [stage.submit(str(i)) for i in range(4)]
     assert taken[0], "the socket has not said anything yet"
     stage.mover.poll()
     assert stage.ended == [("0", False)]
     assert taken[1:] == [False, True, True] and len(stage.children) == 2
+
+
+def test_upkeep_listens_to_a_mover_without_transfers(stage: Stage, tmp_path: Path) -> None:
+    """As many resets as jobs are taken, and nothing is moved meanwhile: the next job is taken."""
+    rig, child = Rig(config_for([tmp_path])), stage.children[0]
+    rig.backend.use_background(MoverBackground(rig.tier.store, stage.mover))
+    for _ in range(limits.JOBS_AT_MOST):
+        rig.backend.flush_removals()
+    assert not stage.submit("too many")
+    for order in child.hear(limits.JOBS_AT_MOST):
+        assert isinstance(order, RemoveJob)
+        child.say(Answer(order.ticket))
+    for _ in range(limits.JOBS_AT_MOST):
+        rig.backend.maintain(rig.policy)
+    assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))
+    rig.close()
+
+
+def test_upkeep_finds_a_mover_that_died_idle(stage: Stage, tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path]))
+    rig.backend.use_background(MoverBackground(rig.tier.store, stage.mover))
+    stage.children[0].die()
+    rig.backend.maintain(rig.policy)
+    assert len(stage.children) == 2
+    rig.backend.maintain(rig.policy)
+    assert stage.mover.is_up
+    rig.close()
 
 
 def test_waits_are_bounded(stage: Stage) -> None:
