@@ -52,6 +52,16 @@ class Breaker:
         """True while the tier is not even probed: nobody need wait for it."""
         return self._failures >= self._limit and self._clock() < self._rest_until_s
 
+    @property
+    def rest_left_s(self) -> float:
+        """Seconds until it may be probed; 0 if it is closed."""
+        return max(0.0, self._rest_until_s - self._clock()) if self.is_resting else 0.0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if transfers are under way and none has ended for `stall_s`."""
+        return self._under_way > 0 and self._clock() - self._progress_s >= self._stall_s
+
     def started(self) -> None:
         """A transfer was started."""
         if self._under_way == 0:
@@ -77,7 +87,7 @@ class Breaker:
 
     def look_at_clock(self) -> None:
         """Open if transfers are under way and none has ended for `stall_s`."""
-        if self._under_way and self._clock() - self._progress_s >= self._stall_s:
+        if self.is_stalled:
             self.trip()
 
     def _open(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
 from .flow import Clock, Flow, Link
+from .flush import FlushMeans, flush
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
@@ -84,7 +85,9 @@ class CascadingOffloadingManager(OffloadingManager):
         links: Sequence[Link],
         options: ManagerOptions | None = None,
         clock: Clock = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
+        """`pause` waits for seconds of the clock, in a shutdown only."""
         assert tiers and len(links) == len(tiers) - 1, "one link between two tiers"
         self.options = options or ManagerOptions()
         self.lock = threading.RLock()
@@ -93,6 +96,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self._flow = Flow(levels, list(links), clock, self.counters)
         self._flow.with_events = self.options.with_events
         self._clock = clock
+        self._pause = pause
+        self._is_shut_down = False
         self._levels = levels
         self._top = levels[0]
         self._below = list(enumerate(levels))[1:]
@@ -602,20 +607,11 @@ class CascadingOffloadingManager(OffloadingManager):
     def flush_dirty(self, deadline_s: float) -> bool:
         """Write every dirty block down, top tier first, until `deadline_s` on the clock.
 
-        May block; for shutdown. True if nothing dirty was left behind.
+        May block, also while a tier rests that failed; for shutdown. True if nothing dirty is left.
         """
-        for index, demoter in enumerate(self._demoters):
-            # As many as there are and no more: what a smaller tier below evicts is dirty again.
-            left = len(self._levels[index].policy)
-            while self._clock() < deadline_s and not demoter.is_blocked:
-                with self.lock:
-                    self._collect()
-                    left -= demoter.demote_coldest(left)
-                    waiting = demoter.job_ids
-                if not waiting:
-                    break
-                left_s = max(0.0, deadline_s - self._clock())
-                self._flow.links[index].down.wait(waiting, left_s)
+        means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
+        for demoter in self._demoters:
+            flush(demoter, means, deadline_s)
         with self.lock:
             self._collect()
             return not any(level.dirty_mask.any() for level in self._levels)
@@ -626,7 +622,9 @@ class CascadingOffloadingManager(OffloadingManager):
         False if a device is so slow that transfers are still under way.
         """
         deadline_s = self._clock() + self.options.shutdown_flush_s
-        self.flush_dirty(deadline_s)
+        if not self._is_shut_down:  # else no handler takes anything: it would be waited for in vain
+            self.flush_dirty(deadline_s)
+        self._is_shut_down = True
         with self.lock:
             self._refresh_recency_below()
         has_ended = True

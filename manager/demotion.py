@@ -39,7 +39,7 @@ class Demoter:
         self._upper: Level = flow.levels[index]
         self._lower: Level = flow.levels[index + 1]
         self._handler = flow.links[index].down
-        self._counters: LinkCounters = flow.counters.links[index]
+        self.counters: LinkCounters = flow.counters.links[index]
         self._batch = batch_blocks(self._upper.block_size)
         capacity = self._upper.capacity
         self._window = max(1, round(high_watermark * capacity))
@@ -52,6 +52,8 @@ class Demoter:
         """Told which blocks a device failed to take; there was room for them."""
         self._jobs: dict[int, Job] = {}
         self._breaker = flow.writes[index + 1]
+        self._may_recover = True
+        """What failed last was the device or its process, and not for want of room."""
 
     @property
     def jobs_in_flight(self) -> int:
@@ -60,8 +62,13 @@ class Demoter:
 
     @property
     def job_ids(self) -> set[int]:
-        """Their ids, for `OffloadingHandler.wait`."""
+        """Their ids, for `wait`."""
         return set(self._jobs)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in the upper tier."""
+        return len(self._upper.policy)
 
     @property
     def room_blocks(self) -> int:
@@ -72,6 +79,24 @@ class Demoter:
     def is_blocked(self) -> bool:
         """True while the tier below takes no writes: dirty blocks above may then be dropped."""
         return self._breaker.is_resting
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if copies are under way and none has ended for long."""
+        return self._breaker.is_stalled
+
+    @property
+    def rest_left_s(self) -> float:
+        """Seconds until the tier below may be tried again after a failure."""
+        return self._breaker.rest_left_s
+
+    def may_recover_within(self, limit_s: float) -> bool:
+        """True if the tier below rests, and a try after that, so soon, may succeed."""
+        return self._may_recover and 0 < self._breaker.rest_left_s < limit_s
+
+    def wait(self, job_ids: set[int], limit_s: float) -> None:
+        """Wait until these copies have ended, so long at most. Not under the lock."""
+        self._handler.wait(job_ids, limit_s)
 
     def keep_ahead(self) -> None:
         """Make the cold end of the upper level clean if the low watermark may have been crossed.
@@ -150,8 +175,8 @@ class Demoter:
             job = self._jobs.pop(result.job_id, None)
             if job is None:
                 continue
-            self._counters.demote_s += result.time_s
-            self._counters.demote_latencies_s.append(self._flow.clock() - job.created_s)
+            self.counters.demote_s += result.time_s
+            self.counters.demote_latencies_s.append(self._flow.clock() - job.created_s)
             if self._lower.write_budget is not None:
                 self._lower.write_budget.ended(len(job.hashes) * self._lower.block_size)
             outcomes = outcomes_of(result, len(job.hashes))
@@ -160,8 +185,9 @@ class Demoter:
             else:
                 self._land(job, outcomes)
             self._breaker.ended(not WRITTEN.issuperset(outcomes))
+            self._may_recover = BlockOutcome.NO_SPACE not in outcomes
         self._breaker.look_at_clock()
-        self._counters.demote_openings = self._breaker.openings
+        self.counters.demote_openings = self._breaker.openings
         return len(finished)
 
     def orphan(self, levels: int) -> list[Job]:
@@ -183,7 +209,7 @@ class Demoter:
             room = min(room, budget.left_bytes() // self._lower.block_size)
             if room == 0:
                 self._settle(wanted)
-                self._counters.demote_over_budget_blocks += len(wanted)
+                self.counters.demote_over_budget_blocks += len(wanted)
                 return None
         if room == 0:
             self._flow.clean_ahead(self._index + 1, len(wanted))
@@ -195,7 +221,8 @@ class Demoter:
         targets = self._lower.take(hashes)
         if not self._start(hashes, sources, targets):
             self._breaker.trip()
-            self._counters.demote_openings = self._breaker.openings
+            self._may_recover = True
+            self.counters.demote_openings = self._breaker.openings
             for block_hash, target in zip(hashes, targets, strict=True):
                 self._lower.drop(block_hash, target)
             return None
@@ -232,7 +259,7 @@ class Demoter:
                 settled.append(slot)
             elif not self._lower.admission.admits(block_hash, self._upper.uses(slot)):
                 settled.append(slot)
-                self._counters.demote_refused_blocks += 1
+                self.counters.demote_refused_blocks += 1
             else:
                 wanted.append((block_hash, status))
         self._upper.set_settled(settled)
@@ -259,7 +286,7 @@ class Demoter:
                 continue
             self._lower.drop(block_hash, target)
             if outcome in NOT_WANTED:
-                self._counters.demote_held_blocks += outcome is BlockOutcome.HELD
+                self.counters.demote_held_blocks += outcome is BlockOutcome.HELD
                 settled.append(source.block_id)
             else:
                 failed.append(source.block_id)
@@ -271,8 +298,8 @@ class Demoter:
         if again and self.on_failed is not None:
             self.on_failed(again)
         self._flow.emit(stored, self._lower, removed=False)
-        self._counters.demoted_blocks += len(stored)
-        self._counters.demoted_bytes += len(stored) * self._lower.block_size
+        self.counters.demoted_blocks += len(stored)
+        self.counters.demoted_bytes += len(stored) * self._lower.block_size
         full = sum(outcome is BlockOutcome.NO_SPACE for outcome in outcomes)
-        self._counters.demote_no_space_blocks += full
-        self._counters.demote_failed_blocks += len(failed) - full
+        self.counters.demote_no_space_blocks += full
+        self.counters.demote_failed_blocks += len(failed) - full

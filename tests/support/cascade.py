@@ -64,9 +64,14 @@ class Cascade:
             [Link(down, up) for down, up in zip(self.down, self.up, strict=True)],
             options,
             clock=lambda: self.now_s,
+            pause=self.pass_time,
         )
         self.seen: dict[str, set[BlockHash]] = {b.medium: set() for b in self.backends}
         """What the events so far say lies where."""
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time go by: what a manager that waits sees."""
+        self.now_s += seconds
 
     @property
     def handlers(self) -> list[MemoryHandler]:

@@ -74,7 +74,9 @@ class FaultRig:
             Tier("nvme", self.rig.backend, self.rig.policy),
         ]
         options = ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=FLUSH_S)
-        self.manager = CascadingOffloadingManager(tiers, [link], options, self.clock)
+        self.manager = CascadingOffloadingManager(
+            tiers, [link], options, self.clock, self.clock.advance
+        )
 
     @property
     def counters(self) -> LinkCounters:

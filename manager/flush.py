@@ -1,0 +1,56 @@
+"""Writing down all that is dirty while there is time: what a shutdown does.
+
+A write that fails makes the tier below rest for some seconds, which is right while requests are
+served and would lose everything here: so a flush waits until the tier may be tried again, where
+that can help. It does not help where there is no room, or where a transfer never ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from .demotion import Demoter
+from .flow import Clock
+
+RESTS_AT_MOST = 2
+"""In a row, without a block written meanwhile. The process that moves blocks is up again after one;
+a device that fails three times is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushMeans:
+    """What the manager lends to a flush."""
+
+    lock: AbstractContextManager[Any]
+    """Held while anything is looked at, never while waiting."""
+    collect: Callable[[], None]
+    """Takes in what ended, on every link."""
+    clock: Clock
+    pause: Callable[[float], None]
+    """Waits for so many seconds of the clock."""
+
+
+def flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
+    """Write what is dirty on one link until `deadline_s` on the clock. May block."""
+    counters = demoter.counters
+    # As many as there are and no more, for what a smaller tier below evicts is dirty again; those
+    # that fail are sent anew.
+    limit = demoter.held_blocks - counters.demote_failed_blocks
+    sent = rests = written = 0
+    while (left_s := deadline_s - means.clock()) > 0:
+        with means.lock:
+            means.collect()
+            sent += demoter.demote_coldest(limit + counters.demote_failed_blocks - sent)
+            if counters.demoted_blocks > written:
+                written, rests = counters.demoted_blocks, 0
+            waiting = demoter.job_ids
+        if waiting and not demoter.is_stalled:
+            demoter.wait(waiting, left_s)
+        elif not waiting and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
+            rests += 1
+            means.pause(demoter.rest_left_s)
+        else:
+            return

@@ -1,0 +1,120 @@
+"""A shutdown uses the time it has: a tier that rests after a failure is tried again."""
+
+from __future__ import annotations
+
+from support.cascade import Cascade, key
+
+from kvcascade.manager.breaker import REST_S
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.flow import STALLED_S
+from kvcascade.manager.flush import RESTS_AT_MOST
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+
+LONG_S = 100 * REST_S
+
+
+def keys(start: int, stop: int) -> list[BlockHash]:
+    return [key(i) for i in range(start, stop)]
+
+
+def failing(cascade: Cascade, times: int, outcome: BlockOutcome = BlockOutcome.IO_ERROR) -> None:
+    """The next so many blocks that are written down fail."""
+    left = iter(range(times))
+    fate = lambda _a, _b: BlockOutcome.OK if next(left, None) is None else outcome  # noqa: E731
+    cascade.down[0].fate = fate
+
+
+def written(cascade: Cascade) -> int:
+    return sum(cascade.holds(1, key(i)) for i in range(64))
+
+
+def test_one_failed_write_costs_a_rest_and_no_block() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 8)
+    start_s = cascade.now_s
+    assert cascade.manager.flush_dirty(start_s + LONG_S)
+    assert written(cascade) == 8 and cascade.now_s == start_s + REST_S
+
+
+def test_a_handler_that_takes_nothing_is_asked_again() -> None:
+    """As one whose process is just being started."""
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    cascade.down[0].accepts = False
+    pass_time = cascade.manager._pause
+
+    def pause(seconds: float) -> None:
+        pass_time(seconds)
+        cascade.down[0].accepts = True
+
+    cascade.manager._pause = pause
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
+
+
+def test_a_tier_that_rested_already_is_waited_for() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 1)
+    cascade.manager._demoters[0].demote_coldest(1)
+    cascade.run_transfers()
+    assert cascade.manager._demoters[0].is_blocked
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
+
+
+def test_a_device_that_always_fails_is_given_up() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 1000)
+    start_s = cascade.now_s
+    assert not cascade.manager.flush_dirty(start_s + LONG_S)
+    assert cascade.now_s == start_s + RESTS_AT_MOST * REST_S
+
+
+def test_what_goes_on_slowly_is_not_given_up() -> None:
+    """Each try writes some and fails at the rest: there are as many rests as it takes."""
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 16))
+    tries = iter(range(1000))
+    cascade.down[0].fate = lambda _a, _b: (
+        BlockOutcome.IO_ERROR if next(tries) % 2 else BlockOutcome.OK
+    )
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 16
+
+
+def test_nobody_waits_for_a_full_disk() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 1000, BlockOutcome.NO_SPACE)
+    start_s = cascade.now_s
+    for _ in range(2):
+        assert not cascade.manager.flush_dirty(start_s + LONG_S) and cascade.now_s == start_s
+
+
+def test_a_rest_beyond_the_deadline_is_not_waited_for() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    failing(cascade, 8)
+    start_s = cascade.now_s
+    assert not cascade.manager.flush_dirty(start_s + REST_S / 2) and cascade.now_s == start_s
+
+
+def test_a_copy_that_never_ends_is_given_up() -> None:
+    cascade = Cascade((16, 64))
+    cascade.store(keys(0, 8))
+    cascade.manager._demoters[0].demote_coldest(8)
+    cascade.down[0].wait = lambda job_ids, timeout_s=None: None  # type: ignore[method-assign]
+    cascade.now_s += STALLED_S
+    start_s = cascade.now_s
+    cascade.manager.flush_dirty(start_s + LONG_S)
+    assert cascade.now_s == start_s and written(cascade) == 0
+
+
+def test_a_second_shutdown_waits_for_nothing() -> None:
+    cascade = Cascade((16, 64), ManagerOptions(shutdown_flush_s=LONG_S))
+    cascade.store(keys(0, 8))
+    failing(cascade, 1000)
+    cascade.manager.shutdown()
+    start_s = cascade.now_s
+    cascade.manager.shutdown()
+    assert cascade.now_s == start_s
