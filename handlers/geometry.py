@@ -211,12 +211,17 @@ class WorkerLayout:
 
 
 def merge_adjacent(
-    device: IntArray, arena: IntArray, size: IntArray
+    device: IntArray, arena: IntArray, size: IntArray, piece_bytes: int | None = None
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Join copies that follow each other on both sides; `device` must be absolute addresses."""
+    """Join copies that follow each other on both sides; `device` must be absolute addresses.
+
+    With `piece_bytes` nothing is joined across multiples of it in the arena.
+    """
     if len(size) < 2:
         return device, arena, size
     follows = (device[1:] == device[:-1] + size[:-1]) & (arena[1:] == arena[:-1] + size[:-1])
+    if piece_bytes is not None:
+        follows &= arena[1:] % piece_bytes != 0
     heads = np.flatnonzero(np.concatenate(([True], ~follows)))
     return device[heads], arena[heads], np.add.reduceat(size, heads)
 

@@ -1,7 +1,8 @@
 """Pin the arena for the GPU in bounded pieces; all of it or nothing.
 
 One registration of hundreds of GiB fails on large hosts. A piece ends on a slot boundary, so that
-no copy of a slot straddles two registrations. If a piece fails, the pieces before it are undone,
+no copy of a slot straddles two registrations, which the driver may refuse; copies of several slots
+are cut there (`slots_per_piece`). If a piece fails, the pieces before it are undone,
 one warning says what that costs, and transfers go on with unregistered memory: right, but slower,
 and the submitting thread then waits for each copy.
 """
@@ -25,6 +26,11 @@ REGISTER_PIECE_BYTES = 8 << 30
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
+def slots_per_piece(slot_bytes: int) -> int:
+    """How many slots are registered at once: pieces end after multiples of it."""
+    return max(1, REGISTER_PIECE_BYTES // slot_bytes)
+
+
 class HostRegistration:
     """The pinned state of one range of host memory."""
 
@@ -43,7 +49,7 @@ class HostRegistration:
 
     def pin(self, address: int, slots: int, slot_bytes: int) -> bool:
         """Register `slots` slots from `address` on; False, and nothing is, if a piece fails."""
-        step = max(1, REGISTER_PIECE_BYTES // slot_bytes) * slot_bytes
+        step = slots_per_piece(slot_bytes) * slot_bytes
         total = slots * slot_bytes
         for offset in range(0, total, step):
             length = min(step, total - offset)

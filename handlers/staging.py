@@ -25,6 +25,7 @@ import numpy as np
 
 from ..tiers.cpu.header import round_up
 from .geometry import GroupRows, IntArray, PageRef, TensorLayout, WorkerLayout, merge_adjacent
+from .host_register import slots_per_piece
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,8 @@ class StagedCopier:
         self._layout = layout
         self._arena = arena
         self._flat_arena = arena.view(-1)
+        self._piece_slots = slots_per_piece(layout.slot_bytes)
+        """No copy goes beyond a multiple of it: the memory there is registered by itself."""
         self._direct_run_bytes = direct_run_bytes
         self._device = tensors[0].device
         self._dtypes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -160,7 +163,8 @@ class StagedCopier:
         slots = piece.slots[:: self._layout.blocks_per_chunk]
         slot_bytes, row_bytes = self._layout.slot_bytes, plan.row_bytes
         if plan.extents == ((0, 0, slot_bytes),):
-            heads = np.flatnonzero(np.concatenate(([True], np.diff(slots) != 1)))
+            is_head = (np.diff(slots) != 1) | (slots[1:] % self._piece_slots == 0)
+            heads = np.flatnonzero(np.concatenate(([True], is_head)))
             ends = np.append(heads[1:], count)
             for head, end in zip(heads.tolist(), ends.tolist(), strict=True):
                 start = int(slots[head]) * slot_bytes
@@ -177,7 +181,10 @@ class StagedCopier:
         """Copy page by page, neighbours joined; exact to the byte."""
         copies = self._layout.copy_list([rows])
         device, arena, size = merge_adjacent(
-            (copies.tensor << _TENSOR_SHIFT) + copies.device, copies.arena, copies.size
+            (copies.tensor << _TENSOR_SHIFT) + copies.device,
+            copies.arena,
+            copies.size,
+            self._piece_slots * self._layout.slot_bytes,
         )
         for at, to, length in zip(device.tolist(), arena.tolist(), size.tolist(), strict=True):
             offset = at & ((1 << _TENSOR_SHIFT) - 1)
