@@ -14,6 +14,7 @@ import pytest
 
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, huge_pages
 from kvcascade.tiers.cpu import arena_file as files
+from kvcascade.tiers.cpu.header import round_up
 from kvcascade.tiers.cpu.huge_pages import (
     GATHER_TIMEOUT_S,
     HUGE_PAGE_BYTES,
@@ -87,6 +88,34 @@ def test_a_mapped_file_is_the_file(fd: int, length: int) -> None:
     assert os.pread(fd, 3, length - 3) == b"end"
     os.pwrite(fd, b"start", 0)
     assert bytes(memory[:5]) == b"start"
+
+
+@pytest.mark.parametrize("page_bytes", [HUGE_PAGE_BYTES, 1 << 30], ids=["2 MiB", "1 GiB"])
+def test_nothing_beside_its_room_is_replaced_on_hugetlbfs(
+    fd: int, page_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the kernel maps whole pages, as this one here does: `ksys_mmap_pgoff` rounds up."""
+    rooms: list[tuple[int, int]] = []
+    mapped: list[tuple[int, int]] = []
+    make_room = huge_pages.aligned_room
+
+    def noted_room(*what: int) -> tuple[mmap.mmap, memoryview]:
+        room, view = make_room(*what)
+        rooms.append((address_of(room), address_of(room) + len(room)))
+        return room, view
+
+    def map_pages(where: int, length: int, *_: int) -> int:
+        mapped.append((where, where + round_up(length, page_bytes)))
+        return where
+
+    statvfs = os.statvfs_result((page_bytes, *[0] * 9))
+    monkeypatch.setattr(os, "fstatvfs", lambda _: statvfs)
+    monkeypatch.setattr(huge_pages, "aligned_room", noted_room)
+    monkeypatch.setattr(huge_pages, "_mmap", map_pages)
+    for slots in range(1, 40):
+        map_file(fd, 3 * HUGE_PAGE_BYTES + slots * (128 << 10))
+        (first, last), (start, end) = rooms[-1], mapped[-1]
+        assert start % page_bytes == 0 and first <= start and end <= last
 
 
 def test_it_is_unmapped_with_its_last_view(fd: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .header import round_up
 from .prefault import madvise, memory_threads
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -60,7 +61,7 @@ def map_file(fd: int, length: int) -> memoryview:
 
     Unmapped with the last view; the open file and its locks live as long. Raises `OSError`.
     """
-    with suppress(OSError):  # no address space to spare, or larger huge pages on hugetlbfs
+    with suppress(OSError):  # no address space to spare
         if length >= HUGE_PAGE_BYTES:
             return _map_aligned(fd, length)
     return memoryview(mmap.mmap(fd, length))
@@ -87,14 +88,16 @@ def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
         return first + sum(threads.map(gather_piece, pieces[1:])) > length * MOSTLY
 
 
-def aligned_room(length: int, more_flags: int = 0) -> tuple[mmap.mmap, memoryview]:
+def aligned_room(
+    length: int, more_flags: int = 0, page_bytes: int = HUGE_PAGE_BYTES
+) -> tuple[mmap.mmap, memoryview]:
     """Private memory, not touched yet, and `length` bytes of it from a huge page's border on.
 
-    Unmapped with the last view. Raises `OSError`.
+    The room goes on to the end of the last page. Unmapped with the last view. Raises `OSError`.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
-    room = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=flags)
-    start = -address_of(room) % HUGE_PAGE_BYTES
+    room = mmap.mmap(-1, round_up(length, page_bytes) + page_bytes, flags=flags)
+    start = -address_of(room) % page_bytes
     return room, memoryview(room)[start : start + length]
 
 
@@ -112,7 +115,10 @@ def _is_other_than(word: str, setting: Path) -> bool:
 
 
 def _map_aligned(fd: int, length: int) -> memoryview:
-    _, view = aligned_room(length, _MAP_NORESERVE)
+    # On hugetlbfs the kernel maps whole pages of that file system, whatever length it is given, and
+    # replaces what lies there: all of it must be our room.
+    page_bytes = max(HUGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
+    _, view = aligned_room(length, _MAP_NORESERVE, page_bytes)
     where, protection = address_of(view), mmap.PROT_READ | mmap.PROT_WRITE
     if _mmap(where, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != where:
         raise OSError("not at this address")
