@@ -6,6 +6,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from support.cascade import key
 
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend, sweep
-from kvcascade.tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
+from kvcascade.tiers.cpu.arena_file import TURN_TIMEOUT_S, drop_kept, kept_arenas, kept_header
+from kvcascade.tiers.cpu.locks import turn_in
 from kvcascade.tiers.cpu.slot_table import (
     MAX_KEY_BYTES,
     RECORD_BYTES,
@@ -100,6 +103,65 @@ def test_after_kill_9_too_and_never_from_the_living(tmp_path: Path) -> None:
     assert (worker.slots[3] == 7).all()
     for arena in (worker, scheduler, other, others_scheduler):
         arena.close()
+
+
+def test_ranks_that_come_together_take_the_same_arena_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes while the first has the kept arena locked, and has no name for it yet."""
+    pair = ArenaGeometry(slots=8, rank_bytes=4096, world_size=2, kept=True)
+    second = ArenaRole.worker(1)
+
+    def opened(role: ArenaRole, engine: str, wait: Callable[[float], object]) -> Arena:
+        return Arena.open(pair, engine, role, arena_dir=str(tmp_path), wait=wait)  # type: ignore[arg-type]
+
+    pause, is_late, link, late = threading.Event(), threading.Event(), os.link, list[Arena]()
+
+    def wait(seconds: float) -> None:
+        is_late.set()
+        pause.wait(seconds)
+
+    def come() -> None:
+        late.append(opened(second, "next", wait))
+        is_late.set()
+
+    def link_late(*what: object, **more: object) -> None:
+        monkeypatch.setattr(os, "link", link)
+        peer.start()
+        assert is_late.wait(60)
+        link(*what, **more)  # type: ignore[arg-type]
+
+    before = [opened(role, "first", pause.wait) for role in (WORKER, second, SCHEDULER)]
+    for arena in before:
+        arena.close()
+    (inode,) = (os.stat(path).st_ino for path in kept_arenas(str(tmp_path)))
+    peer = threading.Thread(target=come)
+    monkeypatch.setattr(os, "link", link_late)
+    first = opened(WORKER, "next", pause.wait)
+    peer.join(60)
+    assert late[0].token == first.token
+    scheduler = opened(SCHEDULER, "next", pause.wait)
+    assert [os.stat(path).st_ino for path in tmp_path.iterdir()] == [inode], "no second arena"
+    for arena in (first, *late, scheduler):
+        arena.close()
+
+
+def test_a_stopped_process_in_its_turn_holds_nobody_up(tmp_path: Path) -> None:
+    waited = list[float]()
+    with turn_in(str(tmp_path), lambda: False):
+        worker = Arena.open(
+            GEOMETRY,
+            "first",
+            WORKER,
+            arena_dir=str(tmp_path),
+            wait=waited.append,
+            clock=lambda: 0.0,
+        )
+    assert sum(waited) == pytest.approx(TURN_TIMEOUT_S)
+    worker.close()
+    with turn_in(str(tmp_path), lambda: False):
+        pass
+    assert len(os.listdir(tmp_path)) <= 1, "a turn leaves nothing behind"
 
 
 def test_another_namespace_gets_the_memory_but_not_the_blocks(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ flock before it looks at the maker byte, so a maker it sees as dead is dead.
 An arena that is kept gets a lasting name once everybody has mapped it. A later maker takes it over
 only if it can have the exclusive flock, so never from anybody alive (a process that may write into
 slots holds the shared one), keeps that until the header is a new arena's, and shares it then.
+The ranks of an engine come at the same time: they take turns at taking one over or else making the
+name, or one would make a new file beside the arena that another is just taking over. A turn takes
+milliseconds, as the memory is reserved after it; who does not get it in time goes on without.
 
 Assumes one host, a local file system that supports both kinds of locks (tmpfs, hugetlbfs, ext4,
 xfs), and one user. Not thread-safe; each call opens its own file.
@@ -39,7 +42,7 @@ from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_err
 from . import header as layout
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
-from .locks import byte_locked_by_other, try_flock, try_lock_byte
+from .locks import byte_locked_by_other, try_flock, try_lock_byte, turn_in
 from .machine import MachineMemory, check_capacity, process_start_ticks, show_bytes
 
 Clock = Callable[[], float]
@@ -54,6 +57,8 @@ MAKE_TIMEOUT_S = 600.0
 """How long a maker that is alive may take to reserve the memory."""
 JOIN_TIMEOUT_S = 60.0
 """How long the scheduler waits for the workers' file and for their ranks."""
+TURN_TIMEOUT_S = 5.0
+"""How long one waits for who is taking a kept arena over; it may be stopped."""
 SWEEP_ENTRIES_MAX = 1024
 """Leftover files that one sweep looks at."""
 
@@ -160,10 +165,10 @@ def open_file(request: ArenaRequest) -> ArenaFile:
     `InUseError` (foreign owner, maker too slow or never there), `TierIOError`.
     """
     deadline = request.clock() + JOIN_TIMEOUT_S
+    patience = _Patience(request)
     for _ in range(OPEN_ATTEMPTS_MAX):
         if request.may_make:
-            taken = _take_over(request) if request.geometry.kept else None
-            file = taken or _make(request) or _join(request)
+            file = _make(request, patience) or _join(request)
         else:
             file = _join(request)
         if file is not None:
@@ -232,6 +237,23 @@ def _remove_stale(path: str) -> bool:
         os.close(fd)
 
 
+class _Patience:
+    """Waits for a turn, over all attempts of one opener."""
+
+    def __init__(self, request: ArenaRequest) -> None:
+        self._request = request
+        self._until_s = request.clock() + TURN_TIMEOUT_S
+        self._waits_left = int(TURN_TIMEOUT_S / POLL_S)
+
+    def wait(self) -> bool:
+        """Wait a little; False if it was enough."""
+        if self._waits_left == 0 or self._request.clock() >= self._until_s:
+            return False
+        self._waits_left -= 1
+        self._request.wait(POLL_S)
+        return True
+
+
 def _take_over(request: ArenaRequest) -> ArenaFile | None:
     """A kept arena of the same shape that nobody holds, under this engine's name."""
     for path in kept_arenas(os.path.dirname(request.path)):
@@ -258,11 +280,32 @@ def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
     os.link(path, request.path, follow_symlinks=False)
     unlink_if_same(path, fd)
     made = _write_header(request, fd, size, old.is_huge)
-    is_ours = try_lock_byte(fd, _MAKER_BYTE) and try_flock(fd, exclusive=False)
+    is_ours = _is_ours_alone(request.path, fd)
     return ArenaFile(fd, request.path, size, made, is_made=True) if is_ours else None
 
 
-def _make(request: ArenaRequest) -> ArenaFile | None:
+def _make(request: ArenaRequest, patience: _Patience) -> ArenaFile | None:
+    """Take a kept arena over, or make a new one; None if the name is there already."""
+    taken, fd = None, None
+    if request.geometry.kept:
+        folder = os.path.dirname(request.path)
+        with os_errors(f"opening {folder}"), turn_in(folder, patience.wait):
+            if not os.path.lexists(request.path):
+                taken = _take_over(request)
+            fd = None if taken else _create(request)
+    else:
+        fd = _create(request)
+    if taken is not None or fd is None:
+        return taken
+    try:
+        return _fill(request, fd)
+    except BaseException:
+        unlink_if_same(request.path, fd)
+        os.close(fd)
+        raise
+
+
+def _create(request: ArenaRequest) -> int | None:
     """Create the file; None if it is there already or a racing opener took it for stale."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -275,7 +318,7 @@ def _make(request: ArenaRequest) -> ArenaFile | None:
         ) from error
     try:
         if _is_ours_alone(request.path, fd):
-            return _fill(request, fd)
+            return fd
     except BaseException:
         unlink_if_same(request.path, fd)
         os.close(fd)
