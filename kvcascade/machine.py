@@ -16,19 +16,22 @@ from typing import final
 
 import psutil
 
+from .cgroup import group_memory
 from .config import CascadeConfig, CpuTier, NvmeTier
 from .options import At
 from .sizes import Share, Size, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
 """Arenas that outlived their engines, in the folder of arenas."""
+HUGETLBFS = "hugetlbfs"
+"""The file system of huge pages that were reserved: no part of the memory that is available."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The machine's memory, in bytes."""
+    """The machine's memory, or its container's where that may have less, in bytes."""
 
     total: int
     """All there is."""
@@ -68,6 +71,10 @@ class Machine(ABC):
         """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
 
     @abstractmethod
+    def has_memory_of_its_own(self, folder: Path) -> bool:
+        """Whether files in a folder take memory that was set aside for it, and no other."""
+
+    @abstractmethod
     def kept_by_arenas(self, folder: Path) -> int:
         """Bytes of the arenas in a folder that outlived their engines, or may do so."""
 
@@ -89,13 +96,17 @@ class ThisMachine(Machine):
     """The machine that this process runs on."""
 
     def memory(self) -> Memory:
-        found = psutil.virtual_memory()
-        return Memory(total=found.total, available=found.available)
+        found, group = psutil.virtual_memory(), group_memory()
+        total = min(found.total, group.limit)
+        return Memory(total=total, available=min(found.available, group.available, total))
 
     def kind(self, path: Path) -> PathKind:
         if path.is_dir():
             return PathKind.FOLDER
         return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
+
+    def has_memory_of_its_own(self, folder: Path) -> bool:
+        return file_system_of(str(folder)) == HUGETLBFS
 
     def kept_by_arenas(self, folder: Path) -> int:
         return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
@@ -147,6 +158,18 @@ def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
     return tier.capacity.of(nvme_disk_bytes(tier, machine))
 
 
+def file_system_of(directory: str) -> str:
+    """Type of the file system that a directory is on, as /proc names it."""
+    real = os.path.realpath(directory)
+    best, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, mount.fstype
+    return kind
+
+
 def _check_cpu(tier: CpuTier, machine: Machine) -> None:
     at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
     folder = tier.arena_dir
@@ -159,7 +182,7 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
     available += kept
     if not capacity:
         raise at.wrong(str(tier.capacity), "is nothing on this machine; raise it")
-    if capacity > available:
+    if capacity > available and not machine.has_memory_of_its_own(folder):
         problem = f"is more memory than there is ({human(available)} available); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
     free = machine.disk(folder).free + kept

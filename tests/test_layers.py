@@ -20,7 +20,7 @@ FOLDERS = ("tiers", "handlers", "manager", "tools")
 ORDER = ("base", "tiers", "handlers", "manager", "spec", "tools")
 """Layers from the bottom up; a module may import its own layer and those below."""
 
-BASE = ("logs", "errors", "sizes", "options", "config", "machine")
+BASE = ("logs", "errors", "sizes", "options", "config", "cgroup", "machine")
 """Modules that every layer may import, from the bottom up; each imports only those before it."""
 
 ENGINE_FREE = ("tiers", "manager")

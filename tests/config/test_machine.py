@@ -41,6 +41,7 @@ class Twin(Machine):
     disk_free: int = 500 * GIB
     used: dict[Path, int] = field(default_factory=dict)
     kept: int = 0
+    set_aside: bool = False
 
     def memory(self) -> Memory:
         return Memory(total=64 * GIB, available=self.available)
@@ -58,6 +59,9 @@ class Twin(Machine):
             return Disk(device=1, total=64 * GIB, free=self.shm_free)
         device = 2 + int(folder.name) if folder.name.isdigit() else 0
         return Disk(device=device, total=1024 * GIB, free=self.disk_free)
+
+    def has_memory_of_its_own(self, folder: Path) -> bool:
+        return self.set_aside
 
     def kept_by_arenas(self, folder: Path) -> int:
         return self.kept
@@ -102,6 +106,13 @@ def test_a_record_that_cannot_be_written(machine: dict[str, Any], problem: str) 
     check_machine(config, Twin())
     text = message(config, Twin(**machine))
     assert text.startswith('record: "/mnt/0/log"') and problem in text
+
+
+def test_reserved_huge_pages_are_not_of_the_memory_that_is_available() -> None:
+    small = Twin(available=GIB)
+    assert "more memory than there is" in message(configured(), small)
+    check_machine(configured(), Twin(available=GIB, set_aside=True))
+    assert "has free" in message(configured(), Twin(shm_free=GIB, set_aside=True))
 
 
 def test_shares_are_of_the_machine() -> None:

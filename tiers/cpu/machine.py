@@ -8,11 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from ...cgroup import group_memory
 from ...errors import ConfigError, os_errors
+from ...machine import HUGETLBFS, file_system_of
 from .huge_pages import may_share_huge_pages
 
 _PAGE_BYTES = 4096
-_CGROUP = Path("/sys/fs/cgroup")
 _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted after the command name
 
 
@@ -21,7 +22,7 @@ class MachineMemory:
     """Room for an arena in one directory."""
 
     available_bytes: int
-    """Memory that can be had without swapping, within the limit of the container."""
+    """Memory that can be had without swapping, within the limits of the container."""
     dir_free_bytes: int
     """Free space of the directory's file system."""
     block_bytes: int
@@ -37,10 +38,10 @@ def probe_machine(arena_dir: str) -> MachineMemory:
     with os_errors(f"asking for the free space of arena_dir {arena_dir}"):
         free = psutil.disk_usage(arena_dir).free
         block_bytes = os.statvfs(arena_dir).f_bsize
-    file_system = _file_system_of(arena_dir)
-    huge = file_system == "hugetlbfs"
+    file_system = file_system_of(arena_dir)
+    huge = file_system == HUGETLBFS
     may_gather = file_system == "tmpfs" and may_share_huge_pages()
-    available = min(int(psutil.virtual_memory().available), _cgroup_available())
+    available = min(int(psutil.virtual_memory().available), group_memory().available)
     page_bytes = block_bytes if huge else _PAGE_BYTES
     return MachineMemory(available, int(free), page_bytes, huge, may_gather)
 
@@ -77,26 +78,3 @@ def show_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _file_system_of(directory: str) -> str:
-    """Type of the file system that a directory is on, as /proc names it."""
-    real = os.path.realpath(directory)
-    best, kind = "", ""
-    for mount in psutil.disk_partitions(all=True):
-        point = mount.mountpoint
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, mount.fstype
-    return kind
-
-
-def _cgroup_available() -> int:
-    """Memory left under the container's limit (cgroup v2); without one, no bound."""
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return max(limit - used + int(stat.get("inactive_file", 0)), 0)
-    except (OSError, ValueError):
-        return 1 << 62  # no limit ("max"), or no cgroup v2 here

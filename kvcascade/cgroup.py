@@ -1,0 +1,101 @@
+"""How much memory this process may have: the limits of its container, found in its control groups.
+
+A limit may be set for the group of the process and for every group above it; the least counts. A
+container sees its own group as the root, or the whole path where it shares the host's view. Both
+generations of control groups are asked; where none is found there is no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""One line per hierarchy: number, controllers (none in version 2), path of this process's group."""
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What the groups of a process leave it, in bytes; `NO_LIMIT` where they set none."""
+
+    limit: int = NO_LIMIT
+    """The least limit."""
+    available: int = NO_LIMIT
+    """What can still be had under all limits without swapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How a generation calls things."""
+
+    mounts: tuple[str, ...]
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+    """Lines of `memory.stat`: page cache and what else the kernel gives up when it needs memory, on
+    whatever list it is. Shared memory, such as an arena, is on neither."""
+
+
+_V2 = _Names(
+    ("", "unified"),
+    "memory.max",
+    "memory.current",
+    ("inactive_file", "active_file", "slab_reclaimable"),
+)
+_V1 = _Names(
+    ("memory",),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+def group_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> GroupMemory:
+    """The limits that hold for this process; `root` is where control groups are mounted."""
+    found = [memory for names, path in _groups(membership) for memory in _walk(root, names, path)]
+    return GroupMemory(
+        min((memory.limit for memory in found), default=NO_LIMIT),
+        min((memory.available for memory in found), default=NO_LIMIT),
+    )
+
+
+def _groups(membership: Path) -> Iterator[tuple[_Names, PurePosixPath]]:
+    """The groups of this process that may limit memory; without a list, the roots."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = ["0::/", "1:memory:/"]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            yield _V2, PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            yield _V1, PurePosixPath(path)
+
+
+def _walk(root: Path, names: _Names, path: PurePosixPath) -> Iterator[GroupMemory]:
+    """What a group and those above it say, as far as they can be seen from here."""
+    inner = path.relative_to(path.anchor)
+    if ".." in inner.parts:  # it lies outside of what this process may see
+        inner = PurePosixPath()
+    for mount in names.mounts:
+        for group in (inner, *inner.parents):
+            memory = _read(root / mount / group, names)
+            if memory is not None:
+                yield memory
+
+
+def _read(folder: Path, names: _Names) -> GroupMemory | None:
+    try:
+        limit = int((folder / names.limit).read_text())
+        used = int((folder / names.used).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        stat = {name: int(count) for name, _, count in (line.partition(" ") for line in lines)}
+    except (OSError, ValueError):  # "max": no limit here
+        return None
+    reclaimable = sum(stat.get(name, 0) for name in names.reclaimable)
+    return GroupMemory(limit, max(limit - used + reclaimable, 0))
