@@ -84,6 +84,7 @@ class Mover:
         self._is_starting = False
         self._is_closed = False
         self._has_hung_up = False
+        self._has_said_given_up = False
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._unsent: deque[memoryview] = deque()
@@ -177,12 +178,13 @@ class Mover:
         """Let the process end, by force if need be; True if it is gone. Idempotent."""
         with self._lock:
             self._is_closed = True
-            connection = self._connection
+            connection, is_ready = self._connection, self._is_ready
             if connection is not None:
                 connection.socket.close()
                 self._has_hung_up = True
         if connection is not None:
-            if not connection.has_ended_within(CLOSE_LIMIT_S):
+            # One that is not ready holds nothing yet, and would go on importing for seconds.
+            if not is_ready or not connection.has_ended_within(CLOSE_LIMIT_S):
                 connection.kill()
                 connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
@@ -287,7 +289,10 @@ class Mover:
                 return
             now_s = self._clock()
             is_often = len(self._starts_s) == self._starts_s.maxlen
-            if self.starts >= STARTS_AT_MOST or (is_often and now_s - self._starts_s[0] < 60.0):
+            if self.starts >= STARTS_AT_MOST:
+                self._say_given_up()
+                return
+            if is_often and now_s - self._starts_s[0] < 60.0:
                 return
             self._starts_s.append(now_s)
             self.starts += 1
@@ -296,6 +301,15 @@ class Mover:
                 self._keeper.submit(self._start)
             except RuntimeError:  # shutting down
                 self._is_starting = False
+
+    def _say_given_up(self) -> None:
+        if not self._has_said_given_up:
+            self._has_said_given_up = True
+            _log.error(
+                "the process that moves blocks ended %d times and is not started again: the NVMe "
+                "tier does nothing until the engine is started anew",
+                self.starts,
+            )
 
     def _start(self) -> None:
         """On the keeper's thread."""

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,9 +74,12 @@ def launch(setup: Setup, arena_fd: int) -> Connection:
 
     The process is killed when the thread that calls this ends.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with os_errors("starting the process that moves blocks"):
+    with ExitStack() as stack, os_errors("starting the process that moves blocks"):
+        stack.callback(os.close, arena_fd)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        stack.callback(theirs.close)
+        with ExitStack() as if_failed:
+            if_failed.callback(ours.close)
             ours.settimeout(SEND_LIMIT_S)
             ours.sendall(frame(setup))
             ours.setblocking(False)
@@ -87,12 +90,7 @@ def launch(setup: Setup, arena_fd: int) -> Connection:
                 env=environment(),
                 pass_fds=(theirs.fileno(), arena_fd),
             )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-        os.close(arena_fd)
+            if_failed.pop_all()
     return Connection(child, ours)
 
 

@@ -192,7 +192,7 @@ def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
-def test_starts_are_bounded(stage: Stage) -> None:
+def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(10):
         stage.children[-1].die()
         stage.mover.poll()
@@ -210,6 +210,8 @@ def test_starts_are_bounded(stage: Stage) -> None:
         stage.mover.poll()
         stage.mover.poll()
     assert len(stage.children) == limits.STARTS_AT_MOST
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
+    assert "not started again" in caplog.text
 
 
 def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> None:
@@ -265,6 +267,19 @@ def test_after_closing_nothing_is_taken_or_started(stage: Stage) -> None:
     assert not stage.submit("b")
     stage.mover.poll()
     assert len(stage.children) == 1 and stage.mover.close()
+
+
+def test_one_that_is_not_ready_is_not_waited_for_at_the_end() -> None:
+    stage = Stage()
+    stage.is_mute = True
+    stage.mover._start_if_allowed()
+    (child,) = stage.children
+    assert stage.mover.close() and child.was_killed
+    child.ours.close()
+
+
+def test_one_that_is_ready_ends_by_itself(stage: Stage) -> None:
+    assert stage.mover.close() and not stage.children[0].was_killed
 
 
 def test_a_mover_that_never_gets_ready_is_killed_and_another_started() -> None:
