@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.bench_file import write_bench
 from support.cache_rig import call, fill
 from support.nvme_rig import key
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CACHE = "/mnt/nvme/kv"
 RECORDING = "/var/log/kv"
-BLOCK = "5f3c"
+BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
 ELSEWHERE = ("pip install", "export ", "git clone", "cd ", "#")
 """Lines that change the machine they run on."""
@@ -102,12 +103,7 @@ def sandbox(tmp_path: Path) -> Path:
     lines = "\n".join(json.dumps(request) for request in requests)
     (folder / "trace.jsonl").write_text(lines + "\n")
     (folder / "out").mkdir()
-    rows = [
-        {"quantity": quantity, "case": "512 KiB", "median": {"ours": 1.0}}
-        for quantity in ("down", "up")
-    ]
-    measured = {"measurements": [{"name": "transfers", "rows": rows}]}
-    (folder / "out" / "bench.json").write_text(json.dumps(measured))
+    write_bench(folder / "out" / "bench.json")
     return folder
 
 
@@ -173,9 +169,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def _here(word: str, sandbox: Path, metrics_url: str) -> str:
     """A word of a command, with the places of the docs replaced by those of the sandbox."""
-    if word == BLOCK:
-        return key(1).hex()[:8]
     word = word.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
+    word = key(0).hex() if word == BLOCK_HASH else word
     return word.replace(RECORDING, str(sandbox / "trace.jsonl"))
 
 

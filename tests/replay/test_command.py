@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.bench_file import write_bench
 
+from kvcascade.errors import FormatError
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.replay.command import progress_bar
@@ -111,19 +113,24 @@ def test_wrong_calls(
 
 
 def test_speeds_from_a_benchmark(tmp_path: Path) -> None:
-    rows = [
-        {"case": f"{size} KiB", "quantity": kind, "median": {"ours": rate}}
-        for size, rate in ((64, 1.0), (512, 2.5))
-        for kind in ("down", "up")
-    ]
-    rows.append({"case": "2 paths", "quantity": "up", "median": {"ours": 9.0}})
+    """Those of the nearest block size; two disks at once are faster than the one of a tier."""
+    rates = {"64 KiB blocks": 1.0, "512 KiB blocks": 2.5, "512 KiB blocks, two paths": 9.0}
     path = tmp_path / "bench.json"
-    path.write_text(json.dumps({"measurements": [{"name": "transfers", "rows": rows}]}))
+    write_bench(path, lambda case: rates.get(case, 4.0))
     tiers = [TierOptions("cpu", 1), TierOptions("nvme", 1), parse_tier("far=1KiB,read=1GB")]
     top, nvme, far = with_bench(tiers, path, 400_000)
     assert top.read == Speed()
     assert nvme.read == nvme.write == Speed(2.5e9)
     assert (far.read, far.write) == (Speed(1e9), Speed(2.5e9))
+    assert with_bench(tiers, path, 100 << 20)[1].read == Speed(4e9)
+
+
+def test_a_file_without_transfers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    for text in ("{", "[]", '{"measurements": []}'):
+        path.write_text(text)
+        with pytest.raises(FormatError, match="--only transfers"):
+            with_bench([TierOptions("cpu", 1)], path, 400_000)
 
 
 def test_models() -> None:

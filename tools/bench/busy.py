@@ -9,10 +9,11 @@ from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from .labels import DOWN, UP, transfer_case
 from .measurement import Case, Figures, Measurement, Setup
 from .raw import drop_page_cache
 from .results import OURS, VLLM, Goal, Quantity, quantile
-from .transfers import DOWN, SEED, UP, Bench, size_label
+from .transfers import SEED, Bench
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
     scale = setup.scale
     bench = Bench(setup, scale.busy_block_size, scale.busy_bytes, pinned=RESIDENT_BLOCKS)
     yield Case(
-        f"{size_label(scale.busy_block_size)} blocks",
+        transfer_case(scale.busy_block_size),
         {
             OURS: partial(run, bench, bench.ours, setup),
             VLLM: partial(run, bench, bench.vllm, setup),

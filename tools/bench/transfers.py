@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
+from .labels import DOWN, TRANSFERS, UP, transfer_case
 from .measurement import Case, Figures, Measurement, Setup
 from .raw import THREADS, RawDisk, drop_page_cache
 from .results import LIMIT, OURS, VLLM, Goal, Quantity
@@ -26,7 +27,6 @@ NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
 ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
 ABOVE_VLLM_AT = 512 * KIB
 """The block size that the second goal is about."""
-DOWN, UP = "down", "up"
 SHARE = "larger share"
 REQUEST_BYTES = 16 * MIB
 WINDOW = 6
@@ -42,11 +42,6 @@ def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
     goals = (NEAR_LIMIT, ABOVE_VLLM) if block_bytes == ABOVE_VLLM_AT else (NEAR_LIMIT,)
     rates = (Quantity(DOWN, "GB/s", goals), Quantity(UP, "GB/s", goals))
     return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
-
-
-def size_label(size: int) -> str:
-    """Bytes of a block, for people."""
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
 class Bench:
@@ -169,7 +164,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
     for block_bytes in scale.block_sizes:
         bench = Bench(setup, block_bytes, scale.transfer_bytes)
         yield Case(
-            f"{size_label(block_bytes)} blocks",
+            transfer_case(block_bytes),
             {
                 OURS: partial(bench.round_trip, bench.ours),
                 VLLM: partial(bench.round_trip, bench.vllm),
@@ -179,14 +174,14 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         )
     two = Bench(setup, scale.busy_block_size, scale.transfer_bytes, paths=2)
     yield Case(
-        f"{size_label(scale.busy_block_size)} blocks, two paths",
+        transfer_case(scale.busy_block_size, paths=2),
         {OURS: partial(two.round_trip, two.ours), LIMIT: two.limit},
         quantities(two.block_bytes, 2),
     )
 
 
 MEASUREMENT = Measurement(
-    "transfers",
+    TRANSFERS,
     "Transfers: CPU to NVMe, and after a restart NVMe to CPU to device",
     "Both specs driven step by step (an idle engine: 1 ms between steps), checksums on, every byte "
     "compared. Down: from complete_store until the disk has all (ours in write mode through). Up: "

@@ -13,10 +13,11 @@ from ... import sizes
 from ...errors import ConfigError, FormatError, os_errors
 from ...manager.cascading import WriteMode
 from ...tiers.policies import known_names
+from ..bench.labels import DOWN, TRANSFERS, UP, transfer_block_bytes
+from ..bench.results import OURS
 from .virtual import Speed
 
 _TIER_FORM = 'write it as NAME=SIZE,POLICY, such as "cpu=64GiB,lru" or "nvme=1TiB,lru,read=3GB"'
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,10 @@ def with_bench(tiers: Sequence[TierOptions], path: Path, block_bytes: int) -> li
         rows = [
             row
             for measurement in json.loads(text)["measurements"]
-            if measurement["name"] == "transfers"
+            if measurement["name"] == TRANSFERS
             for row in measurement["rows"]
-            if row["quantity"] in ("down", "up") and _case_bytes(row["case"])
         ]
-        speeds = {kind: _nearest(rows, kind, block_bytes) for kind in ("down", "up")}
+        read, write = (_nearest(rows, kind, block_bytes) for kind in (UP, DOWN))
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(
             f"{path} holds no measured transfers ({error!r}); give what "
@@ -107,25 +107,23 @@ def with_bench(tiers: Sequence[TierOptions], path: Path, block_bytes: int) -> li
         if number == 0
         else replace(
             tier,
-            read=speeds["up"] if tier.read == Speed() else tier.read,
-            write=speeds["down"] if tier.write == Speed() else tier.write,
+            read=read if tier.read == Speed() else tier.read,
+            write=write if tier.write == Speed() else tier.write,
         )
         for number, tier in enumerate(tiers)
     ]
 
 
 def _nearest(rows: Sequence[dict[str, Any]], kind: str, block_bytes: int) -> Speed:
-    of_kind = [row for row in rows if row["quantity"] == kind]
-    if not of_kind:
+    """Of our rates of one kind, that of the block size nearest to the one asked for."""
+    rates = {
+        size: float(row["median"][OURS])
+        for row in rows
+        if row["quantity"] == kind and (size := transfer_block_bytes(row["case"]))
+    }
+    if not rates:
         raise ValueError(f"nothing about {kind}")
-    row = min(of_kind, key=lambda r: abs(math.log(_case_bytes(r["case"]) / block_bytes)))
-    return Speed(float(row["median"]["ours"]) * 1e9)
-
-
-def _case_bytes(case: str) -> int:
-    """Size of a block in the name of a case such as "512 KiB", 0 if it is of another kind."""
-    count, _, unit = case.partition(" ")
-    return int(count) * _UNITS[unit] if count.isdigit() and unit in _UNITS else 0
+    return Speed(rates[min(rates, key=lambda size: abs(math.log(size / block_bytes)))] * 1e9)
 
 
 def _policy(name: str) -> str:
