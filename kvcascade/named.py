@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from .config import Admission, CascadeConfig, NvmeTier
+from collections.abc import Mapping
+
+from .config import Admission, CascadeConfig, NvmeTier, parse
+from .machine import Machine, check_machine
 from .manager.admission import Admission as AdmissionRule
 from .manager.admission import AdmitAll, AdmitSecondTouch, admission_by_path
-from .tiers.policies import order_class
+from .tiers.policies import known_names, order_class
 
 
 def admission_rule(tier: NvmeTier) -> AdmissionRule:
@@ -23,3 +26,12 @@ def check_names(config: CascadeConfig) -> None:
     for tier in config.nvme:
         order_class(tier.policy)
         admission_rule(tier)
+
+
+def checked(extra_config: Mapping[str, object], machine: Machine) -> CascadeConfig:
+    """The configuration, if an engine would start with it: what it says, what it names, what it
+    needs of the machine. Raises `ConfigError` for the first thing that is wrong."""
+    config = parse(extra_config, known_names())
+    check_names(config)
+    check_machine(config, machine)
+    return config

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from .config import parse
-from .machine import ThisMachine, check_machine
-from .named import check_names
-from .tiers.policies import known_names
+from .machine import ThisMachine
+from .named import checked
 
 SPEC_NAME = "CascadeOffloadingSpec"
 MAX_FRAMES = 12
@@ -28,9 +26,7 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Raises `ConfigError` for a bad one."""
     extra_config = _find_extra_config(inspect.currentframe())
     if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
-        settings = parse(extra_config, known_names())
-        check_names(settings)
-        check_machine(settings, ThisMachine())
+        checked(extra_config, ThisMachine())
     _register_spec()
 
 

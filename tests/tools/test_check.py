@@ -10,9 +10,11 @@ import pytest
 from support.cache_rig import call
 
 from kvcascade.errors import ConfigError
+from kvcascade.machine import ThisMachine
+from kvcascade.named import checked
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tiers.nvme.capacity import plan_capacity
-from kvcascade.tools.cache.check import BlockShape, check, prefault_rate
+from kvcascade.tools.cache.check import BlockShape, check, prefault_rate, read_config
 from kvcascade.tools.cache.models import kv_shape
 from kvcascade.tools.commands.common import ExitCode
 
@@ -88,6 +90,26 @@ def test_what_is_wrong_is_named(config: Path, options: dict[str, Any], said: str
     assert answer.code == ExitCode.PROBLEMS and said in answer.document["problem"]
     shown = call("check", config)
     assert shown.code == ExitCode.PROBLEMS and said in " ".join(shown.out.split())
+
+
+@pytest.mark.parametrize(
+    ("tier", "options"),
+    [
+        (0, {"policy": "no_such_package.module:Policy"}),
+        (1, {"policy": "no_such_package.module:Policy"}),
+        (1, {"admission": "no_such_package:rule"}),
+    ],
+)
+def test_what_an_engine_could_not_import_is_named(
+    config: Path, tier: int, options: dict[str, Any]
+) -> None:
+    tiers = json.loads(config.read_text())["kv_connector_extra_config"]["tiers"]
+    tiers[tier].update(options)
+    change(config, tiers=tiers)
+    answer = call("check", config, "--json")
+    assert answer.code == ExitCode.PROBLEMS and "no_such_package" in answer.document["problem"]
+    with pytest.raises(ConfigError, match="no_such_package"):
+        checked(read_config(config), ThisMachine())
 
 
 def test_strange_files(tmp_path: Path) -> None:

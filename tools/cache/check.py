@@ -11,19 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config import CascadeConfig, CpuTier, NvmeTier, parse
+from ...config import CascadeConfig, CpuTier, NvmeTier
 from ...errors import ConfigError
-from ...machine import Machine, ThisMachine, check_machine, cpu_capacity, nvme_capacity
+from ...machine import Machine, ThisMachine, cpu_capacity, nvme_capacity
+from ...named import checked
 from ...tiers.cpu import ArenaGeometry
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.machine import probe_machine
 from ...tiers.cpu.prefault import prefault
 from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
-from ...tiers.policies import known_names
 
-DEFAULT_TOKENS_PER_BLOCK = 16
-"""vLLM's default `--block-size`."""
 PROBE_BYTES = 128 << 20
 """Memory that is touched to measure how fast that goes."""
 MAX_PROBE_SHARE = 8
@@ -126,8 +124,7 @@ def check(
     machine = ThisMachine() if machine is None else machine
     report = CheckReport(str(path), model=model)
     try:
-        settings = parse(read_config(path), known_names())
-        check_machine(settings, machine)
+        settings = checked(read_config(path), machine)
         _fill(report, settings, machine, shape)
     except ConfigError as error:
         report.problem = str(error)
