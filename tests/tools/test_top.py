@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from support.cache_rig import call, fill
+from support.cache_rig import call, fill, fill_two
 from support.nvme_rig import BLOCK
 
 from kvcascade.tools.cache.top import Reading, frame, parse_metrics, read_url
@@ -111,3 +111,16 @@ def test_from_a_path(tmp_path: Path) -> None:
 def test_one_of_the_two(tmp_path: Path) -> None:
     assert call("top").code == ExitCode.USAGE
     assert call("top", tmp_path, "--url", "x").code == ExitCode.USAGE
+
+
+def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) -> None:
+    folders = sorted(fill_two(tmp_path, {"a": "1"}, {"a": "2"}))
+    (folders[0] / "index" / "data.mdb").write_bytes(bytes(8192))
+    answer = call("top", tmp_path, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    broken, whole = answer.document["tiers"]
+    assert broken["blocks"] is None and "--rebuild-index" in broken["problem"]
+    assert (whole["blocks"], whole["problem"]) == (20, None)
+    shown = call("top", tmp_path, "--once")
+    assert shown.code == ExitCode.PROBLEMS and "--rebuild-index" in " ".join(shown.out.split())
+    assert call("top", folders[0], "--once").code == ExitCode.CANNOT_OPEN

@@ -15,6 +15,7 @@ from support.cache_rig import (
     call_outside,
     config_of,
     fill,
+    fill_two,
     flip,
     payload_offset,
     record_offset,
@@ -262,3 +263,20 @@ def test_a_throttle_bounds_the_rate() -> None:
     clock.advance(100)
     throttle.take(500)
     assert sum(waited) == pytest.approx(4.5), "time that was not used is not saved up"
+
+
+def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) -> None:
+    """What `--repair` changed before and after it is told, and the status is that of problems."""
+    folders = sorted(fill_two(tmp_path, {"a": "1"}, {"a": "2"}))
+    flip(segment(folders[1]), payload_offset(3))
+    (folders[0] / "index" / "data.mdb").write_bytes(bytes(8192))
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    broken, mended = answer.document["namespaces"]
+    assert broken["name"] == folders[0].name and not broken["is_clean"]
+    assert "--rebuild-index" in broken["problem"] and not broken["problem"].startswith("[")
+    assert (mended["problem"], mended["dropped"]) == (None, 1)
+    shown = call("verify", tmp_path)
+    assert shown.code == ExitCode.PROBLEMS
+    assert "--rebuild-index" in " ".join(shown.out.split()) and "nothing is wrong" in shown.out
+    assert call("verify", tmp_path, "-n", folders[0].name).code == ExitCode.CANNOT_OPEN

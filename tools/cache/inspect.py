@@ -19,7 +19,7 @@ from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
-from ..commands.common import ARENA_DIR
+from ..commands.common import ARENA_DIR, sentence
 from .arenas import kept_blocks
 from .opened import OpenedCache, opened
 
@@ -117,7 +117,7 @@ def report(
             return _report(cache, paths, now_s, arena_dir)
     except KVCascadeError as error:
         held = owners(location.folders)
-        return _unreadable(location, paths, held, str(error))
+        return _unreadable(location, paths, held, sentence(error))
 
 
 def differing(first: Location, second: Location) -> dict[str, tuple[Any, Any]]:

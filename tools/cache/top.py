@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...errors import TierIOError
+from ...errors import KVCascadeError, TierIOError
 from ...metrics import PREFIX
 from ...tiers.nvme.reader import Location
+from ..commands.common import sentence
 from .opened import opened
 
 FETCH_TIMEOUT_S = 5.0
@@ -33,6 +34,8 @@ class Reading:
 
     at_s: float
     figures: Figures
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Tier to why nothing is known of it, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class TierFrame:
     pending_blocks: float | None = None
     budget_left_bytes: float | None = None
     is_blocked: bool | None = None
+    problem: str | None = None
+    """Why nothing is known, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,29 +126,41 @@ def read_path(
 ) -> Reading:
     """What the disk shows; one "tier" per namespace. Raises one of our errors.
 
-    `is_trusted`: the index has been read before.
+    Of several, one that cannot be read has a problem and no figures. `is_trusted`: the index has
+    been read before.
     """
     figures: dict[tuple[str, str], float] = {}
+    problems: dict[str, str] = {}
     for location in locations:
-        with opened(location, is_trusted=is_trusted) as cache:
-            meta, name = cache.index.meta(), location.name
-            slots = len(cache.segments.found) * cache.description.slots_per_segment
-            figures |= {
-                ("tier_blocks", name): meta.entries,
-                ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
-                ("demoted_bytes", name): meta.written_bytes,
-                ("promoted_bytes", name): meta.read_bytes,
-            }
-    return Reading(clock(), figures)
+        try:
+            figures |= _figures_of(location, is_trusted)
+        except KVCascadeError as error:
+            if len(locations) == 1:
+                raise
+            problems[location.name] = sentence(error)
+    return Reading(clock(), figures, problems)
+
+
+def _figures_of(location: Location, is_trusted: bool) -> Figures:
+    with opened(location, is_trusted=is_trusted) as cache:
+        meta, name = cache.index.meta(), location.name
+        slots = len(cache.segments.found) * cache.description.slots_per_segment
+        return {
+            ("tier_blocks", name): meta.entries,
+            ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
+            ("demoted_bytes", name): meta.written_bytes,
+            ("promoted_bytes", name): meta.read_bytes,
+        }
 
 
 def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
     """What there is to show."""
-    names = sorted({tier for _, tier in now.figures if tier != ALL}, key=_tier_order)
+    known = {tier for _, tier in now.figures if tier != ALL}
+    names = sorted(known | now.problems.keys(), key=_tier_order)
     change = _Change(now, before)
     return Frame(
         source=source,
-        tiers=[_tier_frame(name, change) for name in names],
+        tiers=[_tier_frame(name, change, now.problems.get(name)) for name in names],
         misses=change.value("lookup_misses"),
         misses_per_s=change.rate("lookup_misses"),
         deadline_misses=change.value("deadline_misses"),
@@ -188,7 +205,7 @@ class _Change:
         return total / count if total is not None and count else None
 
 
-def _tier_frame(tier: str, change: _Change) -> TierFrame:
+def _tier_frame(tier: str, change: _Change, problem: str | None) -> TierFrame:
     blocked = change.value("tier_blocked", tier)
     return TierFrame(
         tier=tier,
@@ -207,6 +224,7 @@ def _tier_frame(tier: str, change: _Change) -> TierFrame:
         pending_blocks=change.value("pending_blocks", tier),
         budget_left_bytes=change.value("write_budget_left_bytes", tier),
         is_blocked=None if blocked is None else blocked > 0,
+        problem=problem,
     )
 
 

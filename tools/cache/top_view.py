@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from rich.console import Group
 from rich.live import Live
@@ -16,7 +17,7 @@ from .top import Frame, Reading, TierFrame, frame
 NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up time", "down time", "queue", "budget")
 
 
-def run(source: str, read: Callable[[], Reading], interval_s: float) -> None:
+def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn:
     """Show a new picture every `interval_s`, until Ctrl-C. Raises what `read` raises."""
     wait = threading.Event().wait
     before: Reading | None = None
@@ -33,7 +34,12 @@ def render(picture: Frame) -> Group:
     table = show.columns(f"kvcascade top: {picture.source}", "tier", *NUMBERS, "", right=NUMBERS)
     for tier in picture.tiers:
         table.add_row(*_cells(tier))
-    return Group(table, _line(picture))
+    problems = [
+        Text(f"  {tier.tier}: {tier.problem}", style="red")
+        for tier in picture.tiers
+        if tier.problem
+    ]
+    return Group(table, *problems, _line(picture))
 
 
 def _cells(tier: TierFrame) -> list[str | Text]:

@@ -62,6 +62,8 @@ class VerifyReport:
 
     name: str
     is_live: bool
+    problem: str | None = None
+    """Why it cannot be read or repaired, and what to do."""
     blocks: int = 0
     ok: int = 0
     changed: int = 0
@@ -88,7 +90,8 @@ class VerifyReport:
     def is_clean(self) -> bool:
         """True if nothing is wrong."""
         is_space_wrong = self.space_adds_up is False
-        return not (self.problems or self.segments_damaged or is_space_wrong or self.parts_missing)
+        is_damaged = bool(self.problems or self.segments_damaged or is_space_wrong)
+        return self.problem is None and not (is_damaged or self.parts_missing)
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""

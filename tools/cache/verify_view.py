@@ -51,6 +51,9 @@ def print_verified(report: VerifyReport) -> None:
     console = show.console()
     rate = report.bytes_read / report.seconds if report.seconds else 0.0
     console.print(Text(report.name, style="bold"))
+    if report.problem is not None:
+        console.print(Text(f"  {report.problem}", style="red"))
+        return
     rows = [
         ("blocks", f"{report.blocks:,}, of which {report.ok:,} are right"),
         ("read", f"{show.size(report.bytes_read)} in {show.duration(report.seconds)}"),

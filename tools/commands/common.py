@@ -88,6 +88,17 @@ class CommandError(Exception):
         self.code = code
 
 
+def code_of(error: KVCascadeError) -> ExitCode:
+    """The status that an error of ours ends a command with."""
+    return _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN)
+
+
+def sentence(error: KVCascadeError) -> str:
+    """What an error of ours says, without the number that an OS error puts before it."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error)
+
+
 @contextmanager
 def answering(as_json: bool) -> Iterator[None]:
     """Every error inside ends the command: one sentence, or a JSON document, and the status."""
@@ -96,8 +107,7 @@ def answering(as_json: bool) -> Iterator[None]:
     except CommandError as error:
         _fail(str(error), error.code, as_json)
     except KVCascadeError as error:
-        said = error.strerror if isinstance(error, OSError) else None
-        _fail(said or str(error), _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN), as_json)
+        _fail(sentence(error), code_of(error), as_json)
     except KeyboardInterrupt:
         _fail("interrupted", ExitCode.INTERRUPTED, as_json)
 

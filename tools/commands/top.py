@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import AlsoOption, CommandError, ExitCode, JsonOption, UrlOption, answering, emit
+from .common import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    UrlOption,
+    answering,
+    emit,
+    finish,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +57,8 @@ def top(
         if (path is None) == (url is None):
             raise CommandError("give a PATH or --url, one of the two", ExitCode.USAGE)
         source, read = _source(path, also, url)
-        _show(source, read, interval, once, as_json)
+        code = _show(source, read, interval, once, as_json)
+    finish(code)
 
 
 def _source(
@@ -65,14 +75,16 @@ def _source(
 
 def _show(
     source: str, read: Callable[[], Reading], interval: float, once: bool, as_json: bool
-) -> None:
+) -> ExitCode:
     from ..cache import show
     from ..cache.top import frame
     from ..cache.top_view import render, run
 
-    if as_json:
-        emit("top", frame(source, read()).as_json())
-    elif once:
-        show.console().print(render(frame(source, read())))
-    else:
+    if not (as_json or once):
         run(source, read, interval)
+    picture = frame(source, read())
+    if as_json:
+        emit("top", picture.as_json())
+    else:
+        show.console().print(render(picture))
+    return ExitCode.PROBLEMS if any(tier.problem for tier in picture.tiers) else ExitCode.OK

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...errors import KVCascadeError
 from .common import (
     AlsoOption,
     CommandError,
@@ -17,11 +18,13 @@ from .common import (
     answering,
     emit,
     finish,
+    sentence,
 )
 
 if TYPE_CHECKING:
     from ...tiers.nvme.reader import Location
     from ...tiers.nvme.scan import Throttle
+    from ..cache.verify import VerifyReport
 
 RepairOption = Annotated[
     bool,
@@ -87,20 +90,41 @@ def _run(
     if rebuild_index:
         return _rebuild(choose(found, namespace), throttle, as_json)
     chosen = found if namespace is None else [choose(found, namespace)]
-    reports = [_verify_one(each, repair, throttle, as_json) for each in chosen]
+    reports = [
+        _verify_one(each, repair, throttle, as_json, is_alone=len(chosen) == 1) for each in chosen
+    ]
     if as_json:
-        emit("verify", {"namespaces": reports})
-    return ExitCode.OK if all(each["is_clean"] for each in reports) else ExitCode.PROBLEMS
+        emit("verify", {"namespaces": [each.as_json() for each in reports]})
+    return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
 
 
 def _verify_one(
-    location: Location, repair: bool, throttle: Throttle, as_json: bool
-) -> dict[str, Any]:
+    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
+) -> VerifyReport:
+    """One that cannot be read is reported as such, unless it `is_alone`: what was found in the
+    others, and changed there, is not lost."""
+    from ...tiers.nvme.presence import owners
+    from ..cache.verify import VerifyReport
+    from ..cache.verify_view import print_verified
+
+    try:
+        report = _looked_at(location, repair, throttle, as_json)
+    except KVCascadeError as error:
+        if is_alone:
+            raise
+        is_live = bool(owners(location.folders))
+        report = VerifyReport(location.name, is_live, problem=sentence(error))
+    if not as_json:
+        print_verified(report)
+    return report
+
+
+def _looked_at(location: Location, repair: bool, throttle: Throttle, as_json: bool) -> VerifyReport:
     from time import perf_counter
 
     from ..cache import verify as core
     from ..cache.opened import opened
-    from ..cache.verify_view import print_verified, progress_of
+    from ..cache.verify_view import progress_of
 
     with opened(location) as cache:
         began = perf_counter()
@@ -111,9 +135,7 @@ def _verify_one(
         description = cache.description
     if repair:
         core.repair(description, report, drops, records)
-    if not as_json:
-        print_verified(report)
-    return report.as_json()
+    return report
 
 
 def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
