@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import typer
 
 from .commands import carry, check, gc, inspect, shm, top, verify
+from .commands.common import ExitCode
+from .commands.output import watched
 from .commands.passed_on import pass_on
 
 EPILOG = (
     "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
     "4 in use by an engine, 5 no space, 6 optional package missing, 7 another namespace's, "
-    "130 interrupted."
+    "130 interrupted, 141 nobody reads standard output any more."
 )
 
 app = typer.Typer(
@@ -42,6 +44,19 @@ pass_on(app)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (see `commands.common.ExitCode`)."""
+    if sys.stdout is None:  # started without one
+        return _run(argv)
+    with watched() as output:
+        try:
+            code = _run(argv)
+        except OSError:
+            if output.error is None:
+                raise
+            code = ExitCode.CANNOT_OPEN
+        return output.settle(code)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         app(args=None if argv is None else list(argv), prog_name="kvcascade")
     except SystemExit as ended:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cache_rig import ROOT, call
+from support.cache_rig import ROOT, call, fill
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
@@ -114,6 +114,49 @@ def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "kvcascade.version" and document["kvcascade"] == __version__
+
+
+COMMANDS = (
+    ("verify", "CACHE"),
+    ("verify", "CACHE", "--json"),
+    ("inspect", "CACHE"),
+    ("shm", "ls", "--arena-dir", "CACHE"),
+    ("version",),
+    ("--help",),
+)
+
+
+def _into(stdout: int, folder: Path, words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """A command whose standard output is this descriptor."""
+    command = [sys.executable, "-m", "kvcascade.tools"]
+    command += [str(folder) if word == "CACHE" else word for word in words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_reader_that_has_gone_is_no_problem_of_the_cache(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    fill(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = _into(writing, tmp_path, words)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (ExitCode.CLOSED_PIPE, "")
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_full_standard_output_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    fill(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        done = _into(full.fileno(), tmp_path, words)
+    assert done.returncode == ExitCode.NO_SPACE, done.stderr
+    assert done.stderr.count("\n") == 1 and "standard output cannot be written" in done.stderr
 
 
 def test_json_stands_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

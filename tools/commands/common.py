@@ -44,6 +44,8 @@ class ExitCode(IntEnum):
     """What was given belongs to another namespace."""
     INTERRUPTED = 130
     """Ctrl-C, or a polite kill."""
+    CLOSED_PIPE = 141
+    """Who read standard output has gone (`| head`): as if SIGPIPE had ended the command."""
 
 
 _OF_KIND = {
