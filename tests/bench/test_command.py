@@ -12,7 +12,8 @@ import pytest
 
 from kvcascade.tools import bench
 from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
-from kvcascade.tools.bench.results import OURS, VLLM
+from kvcascade.tools.bench.measurement import Setup
+from kvcascade.tools.bench.results import OURS, VLLM, Table
 from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 
@@ -84,6 +85,21 @@ def test_every_measurement_at_the_smallest_size(
         assert any(VLLM in row["samples"] for row in rows[name]), name
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert "saved" in capsys.readouterr().out
+
+
+def test_a_picture_without_a_place_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(name: str, setup: Setup) -> Table:
+        raise AssertionError(f"{name} was measured")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    out = tmp_path / "out"
+    picture = str(tmp_path / "no" / "bench.png")
+    assert bench.run(parse("--out", str(out), "--plot", picture)) == ExitCode.USAGE
+    assert "--plot" in capsys.readouterr().err and not list(out.iterdir())
+    (tmp_path / "file").write_text("")
+    assert bench.run(parse("--out", str(tmp_path / "file"))) == ExitCode.CANNOT_OPEN
 
 
 def test_json(

@@ -72,8 +72,28 @@ def test_a_sweep_as_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None
         ("lru", 30),
         ("arc", 30),
     ]
-    assert main(["replay", trace, *CALL, "--sweep", "dram=1MiB", "--json"]) == ExitCode.CANNOT_OPEN
-    assert json.loads(capsys.readouterr().out)["error"] == "cannot_open"
+    assert main(["replay", trace, *CALL, "--sweep", "dram=1MiB", "--json"]) == ExitCode.USAGE
+    assert json.loads(capsys.readouterr().out)["error"] == "usage"
+
+
+def test_what_cannot_be_read_is_no_wrong_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(tmp_path / "nowhere.jsonl"), *CALL]) == ExitCode.CANNOT_OPEN
+    said = capsys.readouterr().err
+    assert "nowhere.jsonl" in said and "Errno" not in said
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_a_file_that_cannot_be_written_is_all_that_is_said(
+    trace: str, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it turns out at the end only: what is on standard output is one document."""
+    sweep = [*CALL, "--policies", "lru", "--json", option]
+    assert main(["replay", trace, *sweep, str(tmp_path / "no" / "file")]) == ExitCode.USAGE
+    assert option in json.loads(capsys.readouterr().out)["message"]
+    assert main(["replay", trace, *sweep, "/dev/full"]) == ExitCode.NO_SPACE
+    assert json.loads(capsys.readouterr().out)["error"] == "no_space"
 
 
 def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,12 +122,14 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1000"], "hold no block"),
         ([*CALL, "--sweep", "dram=1MiB"], "there is no tier 'dram'"),
         ([*CALL, "--sweep", "cpu"], "is no list"),
+        ([*CALL, "--csv", "sweep.csv"], "add --sweep or --policies"),
+        ([*CALL, "--plot", "sweep.png"], "add --sweep or --policies"),
     ],
 )
 def test_wrong_calls(
     trace: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", trace, *arguments]) != 0
+    assert main(["replay", trace, *arguments]) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert problem in said and said.count("\n") == 1
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.cache_rig import call, fill
 
+from kvcascade.errors import NoSpaceError
 from kvcascade.tools.bench.plot import plot
 from kvcascade.tools.bench.results import Quantity, Row, Table, document
 from kvcascade.tools.cache import plot as namespace_plot
@@ -33,6 +34,16 @@ def test_a_namespace(tmp_path: Path, blocks: int) -> None:
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")
     assert answer.code == ExitCode.OK and "Saved" in answer.out
     assert colours(tmp_path / "cache.png") > 50
+
+
+def test_a_picture_that_cannot_be_written_is_all_that_is_said(tmp_path: Path) -> None:
+    fill(tmp_path)
+    answer = call("inspect", tmp_path, "--json", "--plot", tmp_path / "no" / "cache.png")
+    assert answer.code == ExitCode.USAGE and "--plot" in answer.document["message"]
+    answer = call("inspect", tmp_path, "--json", "--plot", "/dev/full")
+    assert answer.code == ExitCode.NO_SPACE and answer.document["error"] == "no_space"
+    with pytest.raises(NoSpaceError, match="/dev/full"):
+        plot(document([], {}), Path("/dev/full"))
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

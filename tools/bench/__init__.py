@@ -20,7 +20,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..commands.common import ExitCode, answering_apart, complain, emit, lacks
+from ..commands.common import (
+    ExitCode,
+    answering_apart,
+    check_place,
+    code_of,
+    complain,
+    emit,
+    lacks,
+    sentence,
+)
 
 if TYPE_CHECKING:
     from .measurement import Measurement, Setup
@@ -100,8 +109,10 @@ def run(arguments: argparse.Namespace) -> int:
         with _only_errors_of_vllm(), _polite_kill_as_ctrl_c():
             with answering_apart(arguments.json):
                 found = _run(arguments)
-    except (BenchError, KVCascadeError) as error:
+    except BenchError as error:
         return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\nbench")
+    except KVCascadeError as error:
+        return complain(sentence(error), code_of(error), arguments.json, "\nbench")
     except KeyboardInterrupt:
         return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\nbench")
     if arguments.json:
@@ -142,11 +153,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     from .report import Reporter
     from .results import document
 
-    out: Path = arguments.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    folder = (arguments.path or out).absolute() / "kvcascade-bench"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    out, folder = _folders(arguments)
     scale = scale_of(arguments)
     names = names_of(arguments.only, scale)
     reporter, began = Reporter(), time.monotonic()
@@ -177,6 +184,22 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         plot(found, arguments.plot)
         reporter.print(f"saved {arguments.plot}")
     return found
+
+
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Where results go, and an empty one to measure in. Raises the mapped form of an `OSError`,
+    and `ConfigError` if the picture has no place, which is often in the former."""
+    from ...errors import os_errors
+
+    out: Path = arguments.out.absolute()
+    folder = (arguments.path or out).absolute() / "kvcascade-bench"
+    with os_errors(f"making {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    check_place("--plot", arguments.plot)
+    with os_errors(f"making {folder}"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return out, folder
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import os_errors
+
 INK, FAINT = "#222222", "#dddddd"
 COLOURS = {"ours": "#1b4965", "vllm": "#e07a5f", "limit": "#c9c9c9"}
 NAMES = {"ours": "kvcascade", "vllm": "vLLM's own", "limit": "limit of the machine"}
@@ -21,7 +23,10 @@ MAX_RATIO = 4.0
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as a PNG file. Raises `ImportError` without matplotlib."""
+    """Write the picture as a PNG file.
+
+    Raises `ImportError` without matplotlib, and the mapped form of an `OSError`.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,7 +55,8 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             handles=handles, loc="upper right", bbox_to_anchor=(0.985, 1 - 0.62 / total), ncols=3,
             frameon=False, fontsize=9,
         )  # fmt: skip
-    figure.savefig(path, format="png")
+    with os_errors(f"writing {path}"):
+        figure.savefig(path, format="png")
 
 
 def _rows(table: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import os_errors
 from ...tiers.nvme.reader import Location
 from ..commands.common import CommandError, ExitCode
 from . import show
@@ -62,7 +63,8 @@ def plot_namespace(location: Location, path: Path) -> None:
         color=INK,
     )  # fmt: skip
     figure.text(0.015, 0.91, _subtitle(found), ha="left", va="center", fontsize=9.5, color="#666")
-    figure.savefig(path, format="png")
+    with os_errors(f"writing {path}"):
+        figure.savefig(path, format="png")
 
 
 def tidy(axes: Any, title: str) -> None:

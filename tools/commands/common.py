@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...errors import ErrorKind, KVCascadeError
+from ...errors import ConfigError, ErrorKind, KVCascadeError
 
 SCHEMA_VERSION = 1
 """Of every JSON document that a command prints; grows when a field changes its meaning or goes."""
@@ -150,6 +150,17 @@ def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcasc
     else:
         print(f"{command}: {message}", file=sys.stderr)
     return code
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if a file cannot be made there: asked before work that takes long."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: {folder} is no folder that can be written; give another")
+    if path.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
 
 
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:

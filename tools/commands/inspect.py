@@ -20,6 +20,7 @@ from .common import (
     PlotOption,
     UrlOption,
     answering,
+    check_place,
     emit,
     finish,
 )
@@ -92,6 +93,11 @@ def _all(
 
     found = locations(path, also)
     chosen = found if namespace is None else [choose(found, namespace)]
+    check_place("--plot", plot)
+    if plot is not None:
+        from ..cache.plot import plot_namespace
+
+        plot_namespace(choose(chosen, None), plot)
     reports = [report(each, arena_dir=arena_dir) for each in chosen]
     if url is not None:
         reports = _with_dirty_share(reports, url)
@@ -99,11 +105,7 @@ def _all(
         emit("inspect", {"namespaces": [each.as_json() for each in reports]})
     else:
         print_reports(show.console(), reports)
-    if plot is not None:
-        from ..cache.plot import plot_namespace
-
-        plot_namespace(choose(chosen, None), plot)
-        if not as_json:
+        if plot is not None:
             print(f"Saved {plot}")
     is_bad = any(each.problem or each.segments_damaged for each in reports)
     return ExitCode.PROBLEMS if is_bad else ExitCode.OK

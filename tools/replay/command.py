@@ -13,11 +13,12 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import KVCascadeError
-from ..commands.common import ExitCode, complain, emit
+from ...errors import ConfigError, KVCascadeError
+from ..commands.common import ExitCode, check_place, code_of, complain, emit, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except KVCascadeError as error:
-        return complain(str(error), ExitCode.CANNOT_OPEN, arguments.json, "replay")
+        return complain(sentence(error), code_of(error), arguments.json, "replay")
     except ModuleNotFoundError as error:
         said = f"{error.name} is not installed; use pip install 'kvcascade[plot]'"
         return complain(said, ExitCode.MISSING, arguments.json, "replay")
@@ -68,9 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from .traces import read_trace
 
+    is_sweep = bool(arguments.sweep or arguments.policies)
+    if (arguments.csv or arguments.plot) and not is_sweep:
+        raise ConfigError("--csv and --plot save a sweep; add --sweep or --policies")
+    check_place("--csv", arguments.csv)
+    check_place("--plot", arguments.plot)
+    if arguments.plot:
+        import_module("matplotlib")  # said now rather than after every run
     trace = read_trace(arguments.trace, arguments.limit, arguments.block_tokens)
     options = _options(arguments, trace)
-    if arguments.sweep or arguments.policies:
+    if is_sweep:
         return _sweep(arguments, trace, options)
     from .simulation import replay
 
@@ -109,29 +117,31 @@ def _options(arguments: argparse.Namespace, trace: Trace) -> ReplayOptions:
 
 def _sweep(arguments: argparse.Namespace, trace: Trace, options: ReplayOptions) -> int:
     points = list(_points(arguments, trace, options))
+    _save(points, arguments.csv, arguments.plot)
     if arguments.json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
-    else:
-        from rich.console import Console
+        return 0
+    from rich.console import Console
 
-        from .rendering import print_sweep
+    from .rendering import print_sweep
 
-        print_sweep(points, Console())
-    if arguments.csv:
-        from .rendering import write_csv
-
-        write_csv(points, arguments.csv)
-    if arguments.plot:
-        from .rendering import write_png
-
-        write_png(points, arguments.plot)
+    print_sweep(points, Console())
     return 0
+
+
+def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
+    """Files come before anything is printed: what fails here is then all that is said."""
+    from .rendering import write_csv, write_png
+
+    if csv:
+        write_csv(points, csv)
+    if png:
+        write_png(points, png)
 
 
 def _points(
     arguments: argparse.Namespace, trace: Trace, options: ReplayOptions
 ) -> Iterator[SweepPoint]:
-    from ...errors import ConfigError
     from .options import check_policies, parse_sizes
     from .rendering import SweepPoint
     from .simulation import replay

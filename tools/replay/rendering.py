@@ -168,7 +168,7 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     with os_errors(f"writing {path}"):
-        figure.savefig(path)
+        figure.savefig(path, format="png")
 
 
 def _quantiles(found: Quantiles | None) -> str:
