@@ -15,8 +15,8 @@ from kvcascade.tools.bench.results import (
     Row,
     Table,
     document,
-    quantile,
 )
+from kvcascade.tools.quantiles import quantile
 
 
 def row(goals: tuple[Goal, ...] = (), **samples: list[float]) -> Row:
@@ -80,6 +80,7 @@ def test_the_document_holds_every_sample() -> None:
             "case": "a case",
             "quantity": "speed",
             "unit": "GB/s",
+            "is_more_better": False,
             "median": {OURS: 1.5, VLLM: 4.0},
             "spread": {OURS: pytest.approx(1 / 3), VLLM: 0.0},
             "ratio": {VLLM: 0.375},

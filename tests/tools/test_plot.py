@@ -7,19 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 from support.cache_rig import call, fill
 
 from kvcascade.errors import NoSpaceError
-from kvcascade.tools.bench.plot import plot
-from kvcascade.tools.bench.results import Quantity, Row, Table, document
+from kvcascade.tools.bench.plot import COLOURS, NAMES, _unit, plot
+from kvcascade.tools.bench.results import (
+    CONTENDERS,
+    NONE,
+    OURS,
+    Quantity,
+    Row,
+    Table,
+    document,
+)
 from kvcascade.tools.cache import plot as namespace_plot
 from kvcascade.tools.commands.common import ExitCode
 
 
 def colours(path: Path) -> int:
     """How many colours a PNG file has."""
-    from matplotlib.image import imread
-
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
@@ -54,6 +61,30 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, name, None)
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")
     assert answer.code == ExitCode.MISSING and namespace_plot.MISSING in answer.err
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"unit": "tokens", "is_more_better": True}, "tokens ↑"),
+        ({"unit": "B/s", "is_more_better": False}, "B/s ↓"),
+        ({"unit": "GB/s"}, "GB/s ↑"),
+        ({"unit": "ms"}, "ms ↓"),
+    ],
+)
+def test_which_way_is_better(row: dict[str, object], shown: str) -> None:
+    """As the row says; files of older versions do not say, and show rates upwards."""
+    assert _unit(row) == shown
+
+
+def test_every_contender_is_drawn(tmp_path: Path) -> None:
+    row = Row("c", Quantity("q", "ms"), {OURS: [1.0], NONE: [2.0]})
+    plot(document([Table("a", "First", "", [row])], {}), tmp_path / "b.png")
+    pixels = (imread(tmp_path / "b.png")[:, :, :3] * 255).round().astype(int)
+    colour = [int(COLOURS[NONE][at : at + 2], 16) for at in (1, 3, 5)]
+    legend_only = 0.01 * pixels.shape[0] * pixels.shape[1]
+    assert (pixels == colour).all(axis=2).sum() > legend_only
+    assert set(CONTENDERS) == set(NAMES) == set(COLOURS)
 
 
 @pytest.mark.parametrize("count", [0, 1, 40])

@@ -9,10 +9,11 @@ from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ..quantiles import quantile
 from .labels import DOWN, UP, transfer_case
 from .measurement import Case, Figures, Measurement, Setup
 from .raw import drop_page_cache
-from .results import OURS, VLLM, Goal, Quantity, quantile
+from .results import OURS, VLLM, Goal, Quantity
 from .transfers import SEED, Bench
 
 if TYPE_CHECKING:
@@ -145,12 +146,12 @@ MEASUREMENT = Measurement(
     "As transfers, but between two steps the scheduler's thread makes 1,000 lookups of 250 "
     "blocks of the CPU tier (one burst) and runs plain Python, without a pause.",
     (
-        Quantity(DOWN, "GB/s"),
-        Quantity(BUSY_DOWN, "GB/s"),
-        Quantity("  of the idle rate, down", "×", (KEPT,)),
-        Quantity(UP, "GB/s"),
-        Quantity(BUSY_UP, "GB/s"),
-        Quantity("  of the idle rate, up", "×", (KEPT,)),
+        Quantity(DOWN, "GB/s", is_more_better=True),
+        Quantity(BUSY_DOWN, "GB/s", is_more_better=True),
+        Quantity("  of the idle rate, down", "×", (KEPT,), is_more_better=True),
+        Quantity(UP, "GB/s", is_more_better=True),
+        Quantity(BUSY_UP, "GB/s", is_more_better=True),
+        Quantity("  of the idle rate, up", "×", (KEPT,), is_more_better=True),
         Quantity(QUIET, "ms"),
         Quantity(LOADED, "ms"),
         Quantity("  with / without", "×", (CALM,)),

@@ -24,8 +24,9 @@ from ..demo import disk
 from ..demo.engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
 from ..demo.results import DemoError
 from ..demo.workload import Turn
+from ..quantiles import quantile
 from .measurement import Say
-from .results import NONE, OURS, VLLM, BenchError, quantile
+from .results import NONE, OURS, VLLM, BenchError
 from .scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
 ANSWER_TOKENS = 4

@@ -256,9 +256,9 @@ def quantities() -> Sequence[Quantity]:
     """The rows."""
     goals = (Goal(0.85, LIMIT, is_least=True),)
     return (
-        Quantity(DOWN, "GB/s", goals),
-        Quantity(UP, "GB/s", goals),
-        Quantity(BESIDE, "×", (Goal(0.9, is_least=True),)),
+        Quantity(DOWN, "GB/s", goals, is_more_better=True),
+        Quantity(UP, "GB/s", goals, is_more_better=True),
+        Quantity(BESIDE, "×", (Goal(0.9, is_least=True),), is_more_better=True),
     )
 
 

@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import os_errors
+from .results import LIMIT, NONE, OURS, VLLM
 
 INK, FAINT = "#222222", "#dddddd"
-COLOURS = {"ours": "#1b4965", "vllm": "#e07a5f", "limit": "#c9c9c9"}
-NAMES = {"ours": "kvcascade", "vllm": "vLLM's own", "limit": "limit of the machine"}
+COLOURS = {OURS: "#1b4965", VLLM: "#e07a5f", LIMIT: "#c9c9c9", NONE: "#81b29a"}
+NAMES = {
+    OURS: "kvcascade",
+    VLLM: "vLLM's own",
+    LIMIT: "limit of the machine",
+    NONE: "without offloading",
+}
 DPI = 160
 ROW_INCHES = 0.34
 PANEL_INCHES = 0.95
@@ -52,8 +58,8 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             figure.axes[0].barh(0, 0, color=COLOURS[name], label=NAMES[name]) for name in NAMES
         ]
         figure.legend(
-            handles=handles, loc="upper right", bbox_to_anchor=(0.985, 1 - 0.62 / total), ncols=3,
-            frameon=False, fontsize=9,
+            handles=handles, loc="upper right", bbox_to_anchor=(0.985, 1 - 0.62 / total),
+            ncols=len(NAMES), frameon=False, fontsize=9,
         )  # fmt: skip
     with os_errors(f"writing {path}"):
         figure.savefig(path, format="png")
@@ -61,7 +67,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 def _rows(table: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Rows in which we have something to be compared with."""
-    return [row for row in table["rows"] if row["median"].get("ours") and len(row["median"]) > 1]
+    return [row for row in table["rows"] if row["median"].get(OURS) and len(row["median"]) > 1]
 
 
 def _draw(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -72,7 +78,7 @@ def _draw(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         height = 0.84 / len(there)
         for place, name in enumerate(there):
             value = float(row["median"][name])
-            ratio = value / float(row["median"]["ours"])
+            ratio = value / float(row["median"][OURS])
             shown = min(ratio, MAX_RATIO)
             y = number + (place - (len(there) - 1) / 2) * height
             axes.barh(y, shown, height=height * 0.9, color=COLOURS[name])
@@ -95,7 +101,8 @@ def _draw(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def _unit(row: Mapping[str, Any]) -> str:
     """The unit, and whether less or more of it is better."""
     unit = str(row["unit"])
-    return f"{unit} {'↑' if unit.endswith('/s') else '↓'}"
+    is_more_better = row.get("is_more_better", unit.endswith("/s"))  # older files do not say
+    return f"{unit} {'↑' if is_more_better else '↓'}"
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ Plain data and pure functions: nothing here takes a time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Quantity:
     name: str
     unit: str
     goals: tuple[Goal, ...] = ()
+    is_more_better: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +101,6 @@ class Table:
     rows: Sequence[Row]
 
 
-def quantile(samples: Iterable[float], share: float) -> float:
-    """The smallest sample that at least `share` of all are not above."""
-    ordered = sorted(samples)
-    if not ordered:
-        raise ValueError("a quantile of nothing")
-    rank = max(1, -int(-share * len(ordered) // 1))
-    return ordered[min(rank, len(ordered)) - 1]
-
-
 def document(tables: Sequence[Table], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Everything as JSON has it: facts of the run, then every row with all its samples."""
     return {
@@ -132,6 +124,7 @@ def _row(row: Row) -> dict[str, Any]:
         "case": row.case,
         "quantity": row.quantity.name,
         "unit": row.quantity.unit,
+        "is_more_better": row.quantity.is_more_better,
         "median": {contender: row.median(contender) for contender in there},
         "spread": {contender: row.spread(contender) for contender in there},
         "ratio": {contender: row.ratio(contender) for contender in there if contender != OURS},

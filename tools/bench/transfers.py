@@ -40,7 +40,7 @@ SEED = 7
 def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
     """The rows of a case."""
     goals = (NEAR_LIMIT, ABOVE_VLLM) if block_bytes == ABOVE_VLLM_AT else (NEAR_LIMIT,)
-    rates = (Quantity(DOWN, "GB/s", goals), Quantity(UP, "GB/s", goals))
+    rates = tuple(Quantity(name, "GB/s", goals, is_more_better=True) for name in (DOWN, UP))
     return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..quantiles import quantile
+
 DAY_S = 86_400.0
 FORMAT = 1
 """Version of the JSON document."""
@@ -47,13 +49,9 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Quantiles:
-        """Of at least one sample: the smallest one that the share of all is not above."""
-        ordered = sorted(samples)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
-
-        return cls(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
+        """Of at least one sample."""
+        p50, p90, p99 = (quantile(samples, share) for share in (0.5, 0.9, 0.99))
+        return cls(sum(samples) / len(samples), p50, p90, p99)
 
 
 @dataclass(frozen=True, slots=True)
