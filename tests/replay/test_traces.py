@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvcascade.errors import ConfigError, FormatError, KVCascadeError
 from kvcascade.tools.replay.simulation import hashes_of
 from kvcascade.tools.replay.traces import read_trace
 
+FORMAT = (Path(__file__).resolve().parents[2] / "FORMAT.md").read_text()
 TAU = "tau_airline_toolagent"
 
 
@@ -107,3 +109,27 @@ def test_hashes_differ_in_all_their_bits() -> None:
     hashes = hashes_of(np.arange(1000, dtype=np.uint64))
     assert len(set(hashes)) == 1000 and {len(h) for h in hashes} == {16}
     assert hashes == hashes_of(np.arange(1000, dtype=np.uint64))
+
+
+def test_an_archive_made_as_the_format_says(tmp_path: Path) -> None:
+    section = FORMAT.split("## Traces")[1].partition("\n## ")[0]
+    arrays = {
+        "meta": np.array(json.dumps({"block_size_tokens": 32})),
+        "timestamp_ms": np.array([0.0, 1500.0]),
+        "input_length": np.array([160, 70]),
+        "run_offset": np.array([0, 2, 3]),
+        "run_start": np.array([7, 100, 7]),
+        "run_len": np.array([2, 3, 2]),
+    }
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`([a-z_]+)`", "".join(rows))) == arrays.keys()
+    path = tmp_path / "trace.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.duration_s) == (32, 1.5)
+    assert [request.input_tokens for request in trace.requests] == [160, 70]
+    assert [request.ids.tolist() for request in trace.requests] == [[7, 8, 100, 101, 102], [7, 8]]
+
+
+def test_the_format_names_what_is_read_of_a_line() -> None:
+    assert all(f"`{name}`" in FORMAT for name in ("timestamp", "input_length", "hash_ids"))

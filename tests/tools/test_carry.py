@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +30,11 @@ from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tools.cache import export as export_module
 from kvcascade.tools.cache.carried import CarriedReader
+from kvcascade.tools.cache.export import Choice, export
 from kvcascade.tools.cache.import_ import import_file
-from kvcascade.tools.cache.opened import locations
+from kvcascade.tools.cache.opened import locations, opened
 from kvcascade.tools.cache.visit import Visitor, Wanted
 from kvcascade.tools.commands.common import ExitCode
 
@@ -326,3 +330,24 @@ def test_strange_files_are_refused(file: Path, tmp_path: Path) -> None:
     strange.write_bytes(other)
     assert "format version 9" in call("import", tmp_path / "to", strange).err
     assert call("import", tmp_path / "to", segment(fill(tmp_path / "x"))).code == 3
+
+
+def test_memory_grows_as_slowly_as_export_says(tmp_path: Path) -> None:
+    """Blocks of 4 KiB here: what a block takes is a fraction of its payload."""
+    peaks: list[int] = []
+    counts = (1024, 4096)
+    for count in counts:
+        root = tmp_path / str(count)
+        root.mkdir()
+        rig = UsageRig(config_for([root], slots=count, per_segment=256))
+        rig.store([key(i) for i in range(count)])
+        rig.close()
+        with opened(locations(root)[0]) as cache:
+            tracemalloc.start()
+            export(cache, Choice(), root / "warm.safetensors")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    said = re.search(r"by about ([0-9]+) bytes\s+each", export_module.__doc__ or "")
+    assert said is not None
+    per_block = (peaks[1] - peaks[0]) / (counts[1] - counts[0])
+    assert per_block < 1.2 * int(said[1])

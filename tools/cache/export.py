@@ -1,7 +1,8 @@
 """`kvcascade export`: blocks of a cache as one portable file.
 
 Only blocks whose bytes match their checksums get in. The file is written beside its final name and
-renamed when it is complete and durable. Memory is bounded by 128 bytes a block, not by payload.
+renamed when it is complete and durable. Memory grows with the number of blocks, by about 870 bytes
+each, and not with their payload.
 """
 
 from __future__ import annotations
