@@ -111,13 +111,6 @@ class Flow:
             self.emit(left, level, removed=True)
             self.emit(came, level, removed=False)
 
-    def held_below(self, index: int, block_hash: BlockHash) -> bool:
-        """True if some level below `index` holds the block, ready."""
-        return any(
-            status is not None and status.ref_cnt >= 0
-            for status in (level.policy.get(block_hash) for level in self.levels[index + 1 :])
-        )
-
     def on_evicted(self, index: int, evicted: Pairs) -> None:
         """Books of an eviction at `index`: events, recency below, dirt above."""
         level = self.levels[index]

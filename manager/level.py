@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from ..tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
 from ..tiers.endurance import DayTotals
 from .admission import Admission, AdmitAll, WriteBudget
 
@@ -210,8 +210,3 @@ class Level:
             self.dirty_mask[:] = False
             self.settled_mask[:] = False
         return self.backend.reset()
-
-
-def is_arriving(status: BlockStatus) -> bool:
-    """True if the bytes of a block are not there yet."""
-    return status.ref_cnt == NOT_READY

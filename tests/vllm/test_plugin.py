@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,9 +59,24 @@ def test_an_object_that_asks_itself_for_ever_does_no_harm() -> None:
     load_with(self=Wrapper())
 
 
+def look_below(calls: int) -> Mapping[str, Any] | None:
+    """Look for a configuration that the frame above holds, from so many calls below it."""
+    if calls > 1:
+        return look_below(calls - 1)
+    return vllm_plugin._find_extra_config(inspect.currentframe())
+
+
+def held_above(calls: int) -> Mapping[str, Any] | None:
+    """What is found of a configuration so many calls up."""
+    vllm_config = holder(GOOD)
+    assert vllm_config is not None
+    return look_below(calls)
+
+
 def test_it_looks_no_further_than_its_limit() -> None:
-    found = vllm_plugin._find_extra_config(inspect.currentframe())
-    assert found is None
+    assert held_above(vllm_plugin.MAX_FRAMES - 1) == GOOD
+    assert held_above(vllm_plugin.MAX_FRAMES) is None
+    assert held_above(vllm_plugin.MAX_FRAMES + 1) is None
 
 
 def test_vllm_finds_the_plugin_of_the_installed_package() -> None:

@@ -48,7 +48,6 @@ def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Open
     opened_s = perf_counter() - began
     state = opened.manager.lookup_block(asked[0], Request())
     first_s = perf_counter() - began - opened_s
-    at_open = resident_bytes()
     executor.submit(int).result()  # whatever the opening left to the background has ended
     held = opened.holds(asked)
     coldest = [block_hash for block_hash, _ in opened.policy.coldest(len(expected))]
@@ -60,7 +59,6 @@ def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Open
         "was_clean": opened.tier.report.was_clean,
         "hit_rate": held / len(asked),
         "recency_kept": same(coldest, expected),
-        "at_open_bytes": sum(at_open.values()) - sum(before.values()),
         "resident_bytes": sum(after.values()) - sum(before.values()),
         "anonymous_bytes": after["anonymous"] - before["anonymous"],
     }
