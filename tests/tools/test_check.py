@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.cache_rig import call
 
-from kvcascade.errors import ConfigError
+from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.machine import ThisMachine
 from kvcascade.named import checked
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tiers.nvme.capacity import plan_capacity
-from kvcascade.tools.cache.check import BlockShape, check, prefault_rate, read_config
+from kvcascade.tools.cache.check import BlockShape, check, memory_rate, read_config
 from kvcascade.tools.cache.models import kv_shape
 from kvcascade.tools.commands.common import ExitCode
 
@@ -121,20 +121,35 @@ def test_strange_files(tmp_path: Path) -> None:
 
 
 def test_a_tier_too_small_for_the_blocks(config: Path) -> None:
-    report = check(config, BlockShape(16, 100 * MIB), measure=lambda folder: 1e9)
+    report = check(config, BlockShape(16, 100 * MIB), measure=lambda folder, is_touched: 1e9)
     assert report.problem is not None and report.start_s is None
 
 
 def test_start_is_memory_by_rate(config: Path) -> None:
-    report = check(config, BlockShape(16, 1024), measure=lambda folder: 32.0 * MIB)
+    report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: 32.0 * MIB)
     assert report.start_s == pytest.approx(2.016)
-    report = check(config, BlockShape(16, 1024), measure=lambda folder: None)
+    report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: None)
     assert report.start_s is None
 
 
-def test_the_rate_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    rate = prefault_rate(tmp_path)
+@pytest.mark.parametrize(("has_prefault", "start_s"), [(True, 2.016), (False, 0.516)])
+def test_memory_that_is_not_touched_is_made_all_the_same(
+    config: Path, has_prefault: bool, start_s: float
+) -> None:
+    tiers = json.loads(config.read_text())["kv_connector_extra_config"]["tiers"]
+    tiers[0]["prefault"] = has_prefault
+    change(config, tiers=tiers)
+    rates = {True: 32.0 * MIB, False: 128.0 * MIB}
+    report = check(config, None, measure=lambda folder, is_touched: rates[is_touched])
+    assert report.start_s == pytest.approx(start_s)
+
+
+@pytest.mark.parametrize("is_touched", [True, False])
+def test_the_rate_is_measured_and_leaves_nothing(tmp_path: Path, is_touched: bool) -> None:
+    rate = memory_rate(tmp_path, is_touched)
     assert rate is not None and rate > 0 and not list(tmp_path.iterdir())
+    with pytest.raises(TierIOError, match="nowhere"):
+        memory_rate(tmp_path / "nowhere", is_touched)
 
 
 def test_models(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import CascadeConfig, CpuTier, NvmeTier
-from ...errors import ConfigError
+from ...errors import ConfigError, os_errors
 from ...machine import Machine, ThisMachine, cpu_capacity, nvme_capacity
 from ...named import checked
 from ...tiers.cpu import ArenaGeometry
@@ -23,7 +23,7 @@ from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
 
 PROBE_BYTES = 128 << 20
-"""Memory that is touched to measure how fast that goes."""
+"""Memory that is made and touched to measure how fast that goes."""
 MAX_PROBE_SHARE = 8
 """At most one in so many bytes of what is free."""
 PROBE_PIECES = 4
@@ -33,6 +33,8 @@ OPEN_S = 0.016
 """Opening an NVMe tier after a clean close: measured, 3 to 16 ms (ARCHITECTURE.md)."""
 MAX_CONFIG_BYTES = 1 << 20
 EXTRA = "kv_connector_extra_config"
+Measure = Callable[[Path, bool], float | None]
+"""Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,10 @@ class CheckReport:
     pinned_bytes: int = 0
     """Memory of the CPU tier, locked for the device."""
     prefault_bytes_per_s: float | None = None
-    """Measured now, with a part of the memory."""
+    """At which the CPU tier's memory is made, and touched unless `prefault` is off: measured now,
+    with a part of it."""
     start_s: float | None = None
-    """Expected: touching the CPU tier's memory, and opening the NVMe tiers."""
+    """Expected: making (and touching) the CPU tier's memory, and opening the NVMe tiers."""
     start_after_crash_s: float | None = None
     """The same, with one pass over a full index."""
 
@@ -115,12 +118,9 @@ def check(
     shape: BlockShape | None,
     model: str | None = None,
     machine: Machine | None = None,
-    measure: Callable[[Path], float | None] | None = None,
+    measure: Measure | None = None,
 ) -> CheckReport:
-    """Validate and work out; a configuration that does not fit is a report with a `problem`.
-
-    `measure` gives bytes per second at which memory of a folder can be touched.
-    """
+    """Validate and work out; a configuration that does not fit is a report with a `problem`."""
     machine = ThisMachine() if machine is None else machine
     report = CheckReport(str(path), model=model)
     try:
@@ -129,7 +129,7 @@ def check(
     except ConfigError as error:
         report.problem = str(error)
         return report
-    _expect_start(report, settings, measure or prefault_rate)
+    _expect_start(report, settings, measure or memory_rate)
     return report
 
 
@@ -145,23 +145,32 @@ def tokens_in_config(path: Path, block_size: int) -> int:
     return block_size * chunk if isinstance(chunk, int) and chunk > 0 else block_size
 
 
-def prefault_rate(folder: Path) -> float | None:
-    """Bytes per second at which threads touch new memory of a folder; None if it has no room."""
-    figures = os.statvfs(folder)
-    size = min(PROBE_BYTES, figures.f_bavail * figures.f_frsize // MAX_PROBE_SHARE)
-    size = size // PROBE_PIECES // PAGE_BYTES * PAGE_BYTES * PROBE_PIECES
-    if size <= 0:
-        return None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.ftruncate(file.fileno(), size)
-        may_gather = probe_machine(str(folder)).may_gather
-        began = time.perf_counter()
-        if may_gather:
-            gather(file.fileno(), size, time.monotonic)
-        memory, step = map_file(file.fileno(), size), size // PROBE_PIECES
-        start = address_of(memory)
+def memory_rate(folder: Path, is_touched: bool) -> float | None:
+    """Bytes per second at which memory of a folder is had as a CPU tier has it; None if the folder
+    has no room. `is_touched`: by threads that touch it, too (`prefault`). Raises one of our errors.
+    """
+    with os_errors(f"measuring memory in {folder}"):
+        figures = os.statvfs(folder)
+        size = min(PROBE_BYTES, figures.f_bavail * figures.f_frsize // MAX_PROBE_SHARE)
+        size = size // PROBE_PIECES // PAGE_BYTES * PAGE_BYTES * PROBE_PIECES
+        if size <= 0:
+            return None
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return size / max(1e-9, _seconds_of_memory(file.fileno(), folder, size, is_touched))
+
+
+def _seconds_of_memory(fd: int, folder: Path, size: int, is_touched: bool) -> float:
+    memory = probe_machine(str(folder))
+    began = time.perf_counter()
+    os.ftruncate(fd, size)
+    if memory.may_gather and not memory.huge:
+        gather(fd, size, time.monotonic)
+    os.posix_fallocate(fd, 0, size)
+    if is_touched:
+        mapped, step = map_file(fd, size), size // PROBE_PIECES
+        start = address_of(mapped)
         prefault([(start + i * step, step)] for i in range(PROBE_PIECES))
-        return size / max(1e-9, time.perf_counter() - began)
+    return time.perf_counter() - began
 
 
 def _fill(
@@ -198,14 +207,12 @@ def _tier(
     return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments)
 
 
-def _expect_start(
-    report: CheckReport, settings: CascadeConfig, measure: Callable[[Path], float | None]
-) -> None:
-    rate = report.prefault_bytes_per_s = measure(settings.cpu.arena_dir)
+def _expect_start(report: CheckReport, settings: CascadeConfig, measure: Measure) -> None:
+    rate = measure(settings.cpu.arena_dir, settings.cpu.prefault)
+    report.prefault_bytes_per_s = rate
     if rate is None:
         return
-    touched = report.pinned_bytes / rate if settings.cpu.prefault else 0.0
-    report.start_s = touched + OPEN_S * len(settings.nvme)
+    report.start_s = report.pinned_bytes / rate + OPEN_S * len(settings.nvme)
     entries = [tier.blocks for tier in report.tiers[1:] if tier.blocks is not None]
     if len(entries) == len(settings.nvme):
         report.start_after_crash_s = report.start_s + sum(entries) * SCAN_S_PER_ENTRY

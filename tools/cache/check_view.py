@@ -31,7 +31,7 @@ def print_checked(report: CheckReport) -> None:
         rows.insert(0, ("model", report.model))
     if report.prefault_bytes_per_s is not None:
         rate = f"{show.size(report.prefault_bytes_per_s)}/s"
-        rows.append(("touching memory", f"{rate} (measured now)"))
+        rows.append(("getting memory", f"{rate} (measured now)"))
     rows.append(("start, about", show.duration(report.start_s)))
     if report.start_after_crash_s is not None:
         rows.append(("after a crash, at most", show.duration(report.start_after_crash_s)))

@@ -50,7 +50,7 @@ def check(
 ) -> None:
     """Validate a configuration against this machine, and say what each tier will hold.
 
-    Nothing is created. Touches some memory for a moment to see how long a start will take.
+    Nothing is created. Takes some memory for a moment to see how long a start will take.
 
     Examples:
 
