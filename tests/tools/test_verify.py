@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -24,8 +25,11 @@ from support.cache_rig import (
 from support.clock import ManualClock
 from support.nvme_rig import BLOCK, key
 
+from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.nvme.format import IndexEntry
+from kvcascade.tiers.nvme.reader import Description
 from kvcascade.tiers.nvme.scan import Throttle
+from kvcascade.tools.cache import verify as core
 from kvcascade.tools.commands.common import ExitCode
 
 BLOCKS = 20
@@ -263,6 +267,31 @@ def test_a_throttle_bounds_the_rate() -> None:
     clock.advance(100)
     throttle.take(500)
     assert sum(waited) == pytest.approx(4.5), "time that was not used is not saved up"
+
+
+def test_a_repair_that_fails_hides_nothing_that_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = sorted(fill_two(tmp_path, {"a": "1"}, {"a": "2"}))
+    for folder in folders:
+        flip(segment(folder), payload_offset(3))
+    repair = core.repair
+
+    def fails_for_one(description: Description, *more: Any) -> None:
+        if description.name == folders[0].name:
+            raise NoSpaceError("no space for the index")
+        repair(description, *more)
+
+    monkeypatch.setattr(core, "repair", fails_for_one)
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    failed, mended = answer.document["namespaces"]
+    assert (failed["problem"], failed["dropped"]) == ("no space for the index", 0)
+    assert [each["problem"] for each in failed["problems"]] == ["corrupt"]
+    assert (mended["problem"], mended["dropped"]) == (None, 1)
+    shown = call("verify", tmp_path, "--repair").out
+    assert "no space for the index" in shown and "problems found" in shown
+    assert call("verify", folders[0], "--repair").code == ExitCode.NO_SPACE
 
 
 def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) -> None:

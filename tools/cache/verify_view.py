@@ -53,6 +53,7 @@ def print_verified(report: VerifyReport) -> None:
     console.print(Text(report.name, style="bold"))
     if report.problem is not None:
         console.print(Text(f"  {report.problem}", style="red"))
+    if not report.space:  # nothing was looked at
         return
     rows = [
         ("blocks", f"{report.blocks:,}, of which {report.ok:,} are right"),

@@ -108,7 +108,7 @@ def _verify_one(
     from ..cache.verify_view import print_verified
 
     try:
-        report = _looked_at(location, repair, throttle, as_json)
+        report = _looked_at(location, repair, throttle, as_json, is_alone)
     except KVCascadeError as error:
         if is_alone:
             raise
@@ -119,7 +119,9 @@ def _verify_one(
     return report
 
 
-def _looked_at(location: Location, repair: bool, throttle: Throttle, as_json: bool) -> VerifyReport:
+def _looked_at(
+    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
+) -> VerifyReport:
     from time import perf_counter
 
     from ..cache import verify as core
@@ -134,7 +136,12 @@ def _looked_at(location: Location, repair: bool, throttle: Throttle, as_json: bo
         report.seconds = perf_counter() - began
         description = cache.description
     if repair:
-        core.repair(description, report, drops, records)
+        try:
+            core.repair(description, report, drops, records)
+        except KVCascadeError as error:
+            if is_alone:
+                raise
+            report.problem = sentence(error)
     return report
 
 
