@@ -15,6 +15,7 @@ from functools import partial
 from ..tiers.base import BlockOutcome, SlotSpec
 from ..tiers.nvme.backend import Background, NvmeSpec
 from ..tiers.nvme.index import Removal
+from ..tiers.nvme.repairs import OnEnd
 from ..tiers.nvme.store import BlockStore
 from .base import OffloadingHandler, TransferResult, TransferSpec
 from .mover import Mover
@@ -140,9 +141,13 @@ class MoverBackground(Background):
         if not is_sent:
             self._store.owe(due, epoch)
 
-    def repair_records(self, slots: Set[int]) -> None:
+    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         wanted = tuple(slots)
-        self._mover.submit(lambda ticket: RepairJob(ticket, wanted), partial(self._end, [], 0))
+        is_sent = self._mover.submit(
+            lambda ticket: RepairJob(ticket, wanted), partial(self._end_repair, on_end)
+        )
+        if not is_sent:
+            on_end(False)
 
     def take_strays(self) -> list[int]:
         """As in the contract. Asked at every step and tick, so here the mover is listened to.
@@ -152,6 +157,10 @@ class MoverBackground(Background):
         """
         self._mover.poll()
         return self._store.take_strays()
+
+    def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
+        self._end([], 0, answer)
+        on_end(answer is not None)
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:

@@ -20,7 +20,8 @@ import xxhash
 
 from ...errors import NoSpaceError, os_errors
 from ...logs import get_logger
-from .filesystem import PAGE_BYTES, File, FileSystem
+from .filesystem import File, FileSystem
+from .mapped_copy import PAGE_BYTES
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40

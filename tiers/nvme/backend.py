@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import NoSpaceError
+from ...logs import get_logger
 from ..base import (
     NOT_READY,
     Backend,
@@ -32,6 +33,7 @@ from .directory import IndexDirectory
 from .extents import Extent, ExtentPool, complement
 from .growth import Arrival, SegmentGrowth
 from .index import Removal
+from .repairs import OnEnd, RecordRepairs
 
 MEDIUM = "NVME"
 MIN_SPREAD_BLOCKS = 16
@@ -44,6 +46,8 @@ COLD_SAMPLE_SHARE = 8
 worth least."""
 _STATUS_BYTES = 8
 
+_log = get_logger(__name__)
+
 
 class Background(ABC):
     """Work for an I/O thread that the backend asks for; no method waits."""
@@ -53,7 +57,7 @@ class Background(ABC):
         """Queue an index commit."""
 
     @abstractmethod
-    def repair_records(self, slots: Set[int]) -> None:
+    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         """Queue writing the records of these slots anew."""
 
     @abstractmethod
@@ -129,6 +133,8 @@ class NvmeBackend(Backend):
         background: Background,
     ) -> None:
         """One pool per path, holding the free slots of the segments that exist."""
+        self.set_aside_blocks = 0
+        """That can never be evicted, since their slots say nothing."""
         super().__init__(block_size, MEDIUM, len(table.is_used))
         self._table = table
         self._directory = directory
@@ -136,13 +142,12 @@ class NvmeBackend(Backend):
         self._growth = growth
         self._slots_per_segment = slots_per_segment
         self._background = background
+        self._repairs = RecordRepairs(directory)
         self._next_path = 0
 
     def get_num_free_blocks(self) -> int:
         self.take_arrived()
-        unknown = self._directory.take_unknown()
-        if unknown:
-            self._background.repair_records(unknown)
+        self._repairs.begin(self._background.repair_records)
         free = sum(map(len, self._pools))
         if free < self._slots_per_segment:
             self._growth.want_more()
@@ -248,8 +253,25 @@ class NvmeBackend(Backend):
         for slot in self._background.take_strays():
             if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
                 directory.put_stray(slot)
+        for slot in self._repairs.take_hopeless():
+            self._set_aside(slot, policy)
         growth.balance()
         return False
+
+    def _set_aside(self, slot: int, policy: CachePolicy) -> None:
+        """Have nobody ask for a slot again whose block cannot be told, unless it is told now."""
+        table, directory = self._table, self._directory
+        is_idle = table.is_owned[slot] and table.is_used[slot] and table.at(slot).ref_cnt == 0
+        if is_idle and directory.at_slot(slot) is None and not directory.is_leaving(slot, slot + 1):
+            if self.set_aside_blocks == 0:
+                _log.warning(
+                    "records of slots can be neither read nor written; their blocks stay, and the "
+                    "slots are not used again before the next start; check the device"
+                )
+            self.set_aside_blocks += 1
+            policy.disown([slot])
+            directory.set_aside(slot)
+            table.is_used[slot] = table.is_owned[slot] = False
 
     @property
     def _paths(self) -> int:
@@ -306,7 +328,7 @@ class NvmeBackend(Backend):
             [status.block_id // per_segment for _, status in sample],
             minlength=len(self._table.owned) // per_segment,
         )
-        own = np.flatnonzero(self._table.is_owned[::per_segment])
+        own = np.flatnonzero(self._table.is_owned.reshape(-1, per_segment).any(axis=1))
         for number in own[np.argsort(-cold[own], kind="stable")].tolist():
             first, end = self._span(number)
             if self._table.has_transfers(first, end) or self._directory.is_leaving(first, end):
@@ -345,9 +367,8 @@ def free_pools(
     for number in range(len(is_used) // slots_per_segment):
         first = number * slots_per_segment
         end = first + slots_per_segment
-        if not exists[first]:
-            continue
-        used = np.flatnonzero(is_used[first:end]).astype(np.int64) + first
+        taken = is_used[first:end] | ~exists[first:end]
+        used = np.flatnonzero(taken).astype(np.int64) + first
         for start, length in complement(used, first, end):
             pools[number % paths].free(start, length)
     return pools

@@ -8,6 +8,9 @@ Other processes store blocks too: what the index shows in a slot that is not thi
 *foreign*. It can be found and read like any other; it has no place in the policy's order, and
 dropping it here changes nothing but what this process says about it.
 
+A slot of its own whose record can be neither read nor written is *set aside*: its block is like a
+foreign one from then on, so that no eviction asks for it again.
+
 They also take entries away: a damaged block, or one that an operator wants gone. A slot that lost
 its block so is a *stray*. It stays in use until its turn to leave comes; then its own record tells
 that no entry names it, and it is evicted like any other.
@@ -31,6 +34,7 @@ from ..policies.directory import BlockDirectory
 from ..policies.order import scalars
 from .format import parse_entry
 from .index import BlockIndex, Removal
+from .record_pages import RecordPages
 from .segments import SegmentSet
 
 REFRESH_EVERY_CHANGES = 64
@@ -70,6 +74,7 @@ class IndexDirectory(BlockDirectory):
         """
         self._index = index
         self._segments = segments
+        self._records = RecordPages(segments)
         self._status_at = status_at
         self.owned = self._owned = owned
         self._used = used
@@ -86,6 +91,8 @@ class IndexDirectory(BlockDirectory):
         self._popped: dict[int, BlockHash] = {}
         """Slots that lost their block and are not freed yet."""
         self._unknown: set[int] = set()
+        self._set_aside: set[int] = set()
+        """Slots in its own segments that are treated as another process's."""
         self._met: dict[BlockHash, tuple[BlockStatus, bytes]] = {}
         """What the index that is held says of blocks: who found one asks for it again at once."""
         self._to_sweep: deque[BlockHash] = deque()
@@ -125,6 +132,8 @@ class IndexDirectory(BlockDirectory):
             return None
         slot = status.block_id
         if not self._owned[slot]:
+            if slot in self._set_aside:
+                self._remove_entry(block_hash, slot)
             self._met.pop(block_hash, None)
             self._is_index_stale = True  # whoever drops it knows more than what is held says
             return status
@@ -148,7 +157,7 @@ class IndexDirectory(BlockDirectory):
             return None
         if not self._used[slot]:
             return None
-        record = self._segments.record(slot)
+        record = self._records.at(slot)
         if record is not None and slot not in self._popped:
             key = BlockHash(record.key)
             damaged = self._index.damaged_lookups
@@ -167,6 +176,11 @@ class IndexDirectory(BlockDirectory):
         """Slots that were asked for and whose records prove nothing, each given once."""
         taken, self._unknown = self._unknown, set()
         return taken
+
+    def look_again(self) -> None:
+        """Read anew what could not be read, or said nothing. Any thread."""
+        self._segments.look_again()
+        self._records.forget()
 
     def clear(self) -> None:
         """Forget every block, for ever: a new epoch begins, even if the process dies now.
@@ -203,12 +217,24 @@ class IndexDirectory(BlockDirectory):
     def abandon(self, first: int, end: int, used: int) -> None:
         """Slots `first .. end - 1`, `used` of them with idle blocks, are somebody else's now."""
         self._met.clear()
+        self._records.forget()
         for slot in [slot for slot in self._key_at if first <= slot < end]:
             del self._overlay[self._key_at.pop(slot)]
         for key in [key for key, slot in self._gone.items() if first <= slot < end]:
             del self._gone[key]
         self._unknown = {slot for slot in self._unknown if not first <= slot < end}
+        self._set_aside = {slot for slot in self._set_aside if not first <= slot < end}
         self._count -= used
+
+    def set_aside(self, slot: int) -> None:
+        """A slot in use that cannot be named leaves its owner's hands, and can never be evicted.
+
+        Its block is found and read like another process's. It leaves the index if it is damaged.
+        """
+        self._met.clear()
+        self._set_aside.add(slot)
+        self._unknown.discard(slot)
+        self._count -= 1
 
     def trust_records(self) -> None:
         """All records of its slots are now known to be as new as the entries. Any thread."""
@@ -244,13 +270,7 @@ class IndexDirectory(BlockDirectory):
     def released(self, slot: int) -> None:
         """A slot is free again and no transfer uses it: its block, if any, leaves the index."""
         key = self._popped.pop(slot, None)
-        if key is None:
-            return
-        (value,) = self.values_of([key])
-        entry = None if value is None else parse_entry(key, value)
-        if entry is not None and entry.slot == slot:
-            self._removals.append(Removal(key, slot, entry.generation))
-        elif self._gone.get(key) == slot:
+        if key is not None and not self._remove_entry(key, slot) and self._gone.get(key) == slot:
             del self._gone[key]
 
     def take_removals(self) -> list[Removal]:
@@ -326,12 +346,26 @@ class IndexDirectory(BlockDirectory):
         return not self._is_index_stale or self._renew()
 
     def _renew(self) -> bool:
-        """See the index as it is now; True if it belongs to the epoch that is wanted."""
+        """See the index as it is now; True if it belongs to the epoch that is wanted.
+
+        A slot that is written leaves the overlay after this only, so until then no record that was
+        read before is one that matters.
+        """
         self._met.clear()
+        self._records.forget()
         self._index.refresh()
         self._is_released = False
         self._is_index_stale = self._index.seen_epoch() != self._epoch
         return not self._is_index_stale
+
+    def _remove_entry(self, key: BlockHash, slot: int) -> bool:
+        """Have a block leave the index; False if its entry does not name this slot."""
+        (value,) = self.values_of([key])
+        entry = None if value is None else parse_entry(key, value)
+        if entry is None or entry.slot != slot:
+            return False
+        self._removals.append(Removal(key, slot, entry.generation))
+        return True
 
     def _leave(self, key: BlockHash, slot: int) -> None:
         """A slot of one's own has lost its block, and will be freed."""
@@ -374,7 +408,7 @@ class IndexDirectory(BlockDirectory):
             return status.ref_cnt >= 0
         if status.ref_cnt != 0:
             return False
-        record = self._segments.record(status.block_id)
+        record = self._records.at(status.block_id)
         return record is not None and record.key == key
 
 

@@ -14,19 +14,18 @@ import fcntl
 import mmap
 import os
 import stat
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...errors import InUseError
 from .byte_locks import ByteLocks, RealByteLocks
+from .mapped_copy import PAGE_BYTES, copy_in, copy_out, prepare
 
 FILE_MODE = 0o600
 DIR_MODE = 0o700
 OTHERS_WRITE = 0o022
-PAGE_BYTES = 4096
 MAX_PID_DIGITS = 20
 MAX_LOCK_TRIES = 8
 LOCK_PAUSE_S = 0.01
@@ -34,6 +33,10 @@ LOCK_PAUSE_S = 0.01
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+View = Callable[[int, int], bytes]
+"""Gives so many bytes, a page at most, from so far into a part of a file. Raises `OSError`."""
 
 
 class File(ABC):
@@ -74,6 +77,14 @@ class File(ABC):
     @abstractmethod
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         """A shared mapping; `offset` is a multiple of the page. Outlives `close`."""
+
+    @abstractmethod
+    def view(self, offset: int, length: int) -> View:
+        """A way to read a part of the file as it is then, for a thread that waits for no lock.
+
+        Through a mapping, but what the device cannot deliver, and what was cut off the file, is an
+        error and not a signal. As `map` in all else.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -227,10 +238,7 @@ class RealFile(File):
             if self._window is None:
                 self._window = self.map(*window, writable=True)
             start = offset - window[0]
-            target = self._window[start : start + len(data)]
-            scratch = _scratch_file()
-            scratch.pwritev([memoryview(data)], 0)
-            return scratch.preadv([target], 0) == len(data)
+            return copy_in(data, self._window[start : start + len(data)])
         except (OSError, ValueError):  # ValueError: the file is shorter than the window
             return False
 
@@ -250,6 +258,11 @@ class RealFile(File):
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return memoryview(mmap.mmap(self._fd, length, access=access, offset=offset))
 
+    def view(self, offset: int, length: int) -> View:
+        prepare()
+        mapped = self.map(offset, length, writable=False)
+        return lambda start, count: copy_out(mapped[start : start + count])
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -268,17 +281,6 @@ class RealFile(File):
         if error.errno != errno.EINVAL or not flags & _DIRECT_FLAG:
             raise error
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT_FLAG)
-
-
-_scratch = threading.local()
-
-
-def _scratch_file() -> RealFile:
-    """A file in memory, this thread's own."""
-    file: RealFile | None = getattr(_scratch, "file", None)
-    if file is None:
-        file = _scratch.file = RealFile(os.memfd_create("kvcascade-scratch"))
-    return file
 
 
 class RealFileLock(FileLock):

@@ -238,13 +238,9 @@ def learn(
 ) -> tuple[int, list[tuple[BlockHash, int]]]:
     """The committed epoch, and what an open segment holds: slot records that the index confirms.
 
-    A slot whose record is damaged counts as free. If an entry names it nevertheless, the entry's
-    block will not match its checksum once the slot is written again: a miss.
+    A slot whose record is damaged, or cannot be read, counts as free. If an entry names it
+    nevertheless, the entry's block will not match its checksum once the slot is written again: a
+    miss.
     """
-    size = segments.layout.slots
-    pairs = (
-        (BlockHash(record.key), slot)
-        for slot in range(number * size, (number + 1) * size)
-        if (record := segments.record(slot)) is not None
-    )
-    return index.still_in(pairs)
+    records = segments.records(number)
+    return index.still_in((BlockHash(record.key), slot) for slot, record in records)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...errors import InUseError
 from .byte_locks import ByteLocks
-from .filesystem import File, FileLock, FileSystem, lock_message
+from .filesystem import File, FileLock, FileSystem, View, lock_message
 
 SECTOR_BYTES = 512
 STALL_LIMIT_S = 30.0
@@ -31,6 +31,13 @@ class _Node:
     durable: bytes = b""
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
     maps: int = 0
+    spoiled: list[range] = field(default_factory=list)
+
+    def pass_over(self, offset: int, length: int) -> None:
+        """Fail if the device can no longer read or write any of these bytes."""
+        for bad in self.spoiled:
+            if offset < bad.stop and offset + length > bad.start:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @dataclass(slots=True)
@@ -92,6 +99,10 @@ class MemoryFileSystem(FileSystem):
         node = self._nodes[path]
         node.data[offset : offset + len(data)] = data
         node.durable = bytes(node.data)
+
+    def spoil(self, path: Path, offset: int, length: int) -> None:
+        """From now on the device can neither read nor write these bytes."""
+        self._nodes[path].spoiled.append(range(offset, offset + length))
 
     # -- the file system -----------------------------------------------------------------------
 
@@ -256,6 +267,7 @@ class MemoryFile(File):
         self._fs.enter("preadv")
         self._fs.pass_gate()
         wanted = sum(len(buffer) for buffer in buffers)
+        self._node.pass_over(offset, wanted)
         data = bytes(self._node.data[offset : offset + self._fs.limit(wanted)])
         done = 0
         for buffer in buffers:
@@ -270,6 +282,7 @@ class MemoryFile(File):
         joined = b"".join(buffers)
         data = joined[: self._fs.limit(len(joined))]
         node = self._node
+        node.pass_over(offset, len(data))
         if offset + len(data) > len(node.data):
             self._resize(offset + len(data))
         node.data[offset : offset + len(data)] = data
@@ -301,8 +314,21 @@ class MemoryFile(File):
         view = memoryview(self._node.data)[offset : offset + length]
         return view if writable else view.toreadonly()
 
+    def view(self, offset: int, length: int) -> View:
+        self._fs.enter("map")
+        if offset + length > len(self._node.data):
+            raise OSError(errno.EINVAL, "a mapping beyond the end")
+        return lambda start, count: self._look(offset + start, count)
+
     def close(self) -> None:
         return
+
+    def _look(self, offset: int, count: int) -> bytes:
+        self._fs.enter("view")
+        self._node.pass_over(offset, count)
+        if offset + count > len(self._node.data):
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return bytes(self._node.data[offset : offset + count])
 
     def _resize(self, size: int) -> None:
         data = self._node.data

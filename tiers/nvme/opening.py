@@ -37,6 +37,7 @@ from .index_file import DATA_NAME, damaged
 from .namespace import Namespace, describe_namespace
 from .opened import NvmeTier, NvmeTierConfig, StartReport
 from .owners import MAX_PROCESSES
+from .repairs import OnEnd
 from .segments import SegmentSet
 from .store import BlockStore, Durability
 
@@ -413,9 +414,13 @@ class _ExecutorBackground(Background):
         except RuntimeError:  # shutting down: the commit at close takes them along
             self._store.owe(removals, epoch)
 
-    def repair_records(self, slots: Set[int]) -> None:
+    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         with contextlib.suppress(RuntimeError):  # shutting down
-            self._executor.submit(self._store.repair_records, slots)
+            self._executor.submit(self._repair_records, slots, on_end)
+
+    def _repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
+        self._store.repair_records(slots)
+        on_end(True)
 
     def take_strays(self) -> list[int]:
         return self._store.take_strays()

@@ -23,14 +23,16 @@ import numpy.typing as npt
 
 from ...errors import os_errors
 from ...logs import get_logger
-from .filesystem import File, FileSystem
+from .filesystem import File, FileSystem, View
 from .format import RECORD_GENERATION, SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
+from .mapped_copy import PAGE_BYTES
 
 MAX_BUFFERS_PER_CALL = 1024
 """`IOV_MAX` of Linux."""
 MAX_BYTES_PER_CALL = 64 << 20
 MAX_SHORT_TRANSFERS = 1000
 """Per call; a device that keeps moving less than it was asked to is broken."""
+RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
 _SUFFIX = ".safetensors"
 
 _log = get_logger(__name__)
@@ -48,10 +50,11 @@ class Segment:
     path: Path
     payload: File
     records: File
-    mapped_records: memoryview
+    view: View
+    """Of the records."""
 
     def close(self) -> None:
-        """Close the files. The mapping lives as long as somebody reads through it."""
+        """Close the files. The view lives as long as somebody reads through it."""
         self.payload.close()
         self.records.close()
 
@@ -75,6 +78,8 @@ class SegmentSet:
         self._open: dict[int, Segment] = {}
         self._foreign: dict[int, File] = {}
         self._foreign_lock = threading.Lock()
+        self._unreadable: set[tuple[int, int]] = set()
+        self._has_told = False
 
     @property
     def numbers(self) -> list[int]:
@@ -179,22 +184,49 @@ class SegmentSet:
         self._segment(number).payload.sync()
 
     def record(self, slot: int) -> SlotRecord | None:
-        """What a slot says it holds, read through the mapping; None if unwritten or damaged."""
+        """What a slot says it holds, read through the mapping; None if unwritten or damaged, or if
+        its page cannot be read."""
         number, index = divmod(slot, self.layout.slots)
-        segment = self._open.get(number)
-        if segment is None:
-            return None
-        start = index * SLOT_RECORD_BYTES
-        return parse_record(bytes(segment.mapped_records[start : start + SLOT_RECORD_BYTES]))
+        data = self._look(number, index, 1)
+        return None if data is None else parse_record(data)
+
+    def record_page(self, slot: int) -> bytes | None:
+        """The records of this and the following slots that lie in one page, as `record` reads."""
+        number, index = divmod(slot, self.layout.slots)
+        in_page = RECORDS_PER_PAGE - index % RECORDS_PER_PAGE
+        return self._look(number, index, min(in_page, self.layout.slots - index))
+
+    def records(self, number: int) -> Iterator[tuple[int, SlotRecord]]:
+        """(slot, record) of all slots of an open segment that say what they hold."""
+        first = number * self.layout.slots
+        for index, page in self._record_pages(number):
+            for place in range(0, len(page), SLOT_RECORD_BYTES):
+                record = parse_record(page[place : place + SLOT_RECORD_BYTES])
+                if record is not None:
+                    yield first + index + place // SLOT_RECORD_BYTES, record
 
     def generations(self, number: int) -> npt.NDArray[np.uint64] | None:
-        """What the slot records of an open segment say, damaged or not; None if it is not open."""
-        segment = self._open.get(number)
-        if segment is None:
+        """What the slot records of an open segment say, damaged or not; None if it is not open.
+
+        0 where a page cannot be read.
+        """
+        if number not in self._open:
             return None
-        records = np.frombuffer(segment.mapped_records, dtype=np.uint8)
-        fields = records.reshape(-1, SLOT_RECORD_BYTES)[:, RECORD_GENERATION]
-        return np.ascontiguousarray(fields).view("<u8").ravel()
+        found = np.zeros(self.layout.slots, dtype=np.uint64)
+        for index, page in self._record_pages(number):
+            records = np.frombuffer(page, dtype=np.uint8).reshape(-1, SLOT_RECORD_BYTES)
+            fields = np.ascontiguousarray(records[:, RECORD_GENERATION])
+            found[index : index + len(records)] = fields.view("<u8").ravel()
+        return found
+
+    def page_of(self, slot: int) -> tuple[int, int]:
+        """Which page the record of a slot lies in: those of one page fail together."""
+        number, index = divmod(slot, self.layout.slots)
+        return number, index // RECORDS_PER_PAGE
+
+    def look_again(self) -> None:
+        """Pages of records that could not be read are tried again; until then they are not."""
+        self._unreadable.clear()
 
     def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Group positions of an ascending slot list into runs: (begin, end) positions."""
@@ -215,6 +247,31 @@ class SegmentSet:
         for file in self._foreign.values():
             file.close()
         self._foreign.clear()
+
+    def _record_pages(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """(index in the segment, records from there on) by the page, those that can be read."""
+        for index in range(0, self.layout.slots, RECORDS_PER_PAGE):
+            page = self.record_page(number * self.layout.slots + index)
+            if page is not None:
+                yield index, page
+
+    def _look(self, number: int, index: int, count: int) -> bytes | None:
+        """Records of one page; None if it cannot be read, or could not be read before.
+
+        A device that fails takes its time for that, and it is the manager's thread that waits.
+        """
+        segment = self._open.get(number)
+        page = number, index // RECORDS_PER_PAGE
+        if segment is None or (self._unreadable and page in self._unreadable):
+            return None
+        try:
+            return segment.view(index * SLOT_RECORD_BYTES, count * SLOT_RECORD_BYTES)
+        except OSError as error:
+            if not self._has_told:
+                self._has_told = True
+                _log.warning("%s: records of slots cannot be read (%s)", segment.path, error)
+            self._unreadable.add(page)
+            return None
 
     def _foreign_file(self, number: int) -> File:
         with self._foreign_lock:
@@ -249,8 +306,7 @@ class SegmentSet:
     def _open_files(self, number: int, path: Path) -> Segment:
         payload = self._fs.open(path, direct=True)
         records = self._fs.open(path)
-        mapped = records.map(*self._records_window, writable=False)
-        return Segment(number, path, payload, records, mapped)
+        return Segment(number, path, payload, records, records.view(*self._records_window))
 
     def _make_whole(self, file: File, number: int) -> None:
         expected = self.layout.header(number)

@@ -217,15 +217,10 @@ class BlockStore:
         index knows nothing of.
         """
         repaired: set[int] = set()
+        failed: set[int] = set()
         try:
-            for key, entry in self._index.keys():
-                if entry.slot in slots:
-                    record = SlotRecord(
-                        key, entry.generation, entry.checksum, entry.length, self._index.epoch
-                    )
-                    self._segments.write_records(entry.slot, [record.pack()])
-                    repaired.add(entry.slot)
-            self.note_strays(slots - repaired)
+            self._repair_records(slots, repaired, failed)
+            self.note_strays(slots - repaired - failed)
         except (OSError, KVCascadeError) as error:
             _log.warning("slot records could not be repaired: %s", error)
         self._count(records_repaired=len(repaired))
@@ -315,6 +310,28 @@ class BlockStore:
     def _entry_for(self, write: _Write, generation: int) -> IndexEntry:
         checksum = block_checksum(write.key, write.payload)
         return IndexEntry(write.slot, len(write.payload), checksum, generation)
+
+    def _repair_records(self, slots: Set[int], repaired: set[int], failed: set[int]) -> None:
+        bad_pages: set[tuple[int, int]] = set()
+        for key, entry in self._index.keys():
+            slot = entry.slot
+            if slot not in slots:
+                continue
+            page = self._segments.page_of(slot)
+            if page in bad_pages:
+                failed.add(slot)
+                continue
+            record = SlotRecord(
+                key, entry.generation, entry.checksum, entry.length, self._index.epoch
+            )
+            try:
+                self._segments.write_records(slot, [record.pack()])
+                repaired.add(slot)
+            except (OSError, KVCascadeError) as error:
+                if not bad_pages:
+                    _log.warning("some slot records could not be repaired: %s", error)
+                bad_pages.add(page)
+                failed.add(slot)
 
     def _write_payload(self, run: Sequence[_Write]) -> BlockOutcome:
         assert all(len(write.payload) == self.block_bytes for write in run)
