@@ -40,12 +40,12 @@ from ...errors import (
 from .. import endurance
 from ..base import BlockHash
 from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, slot_in_entry
+from .index_environment import forget_former_self, open_environment
 from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_pages import check_pages
 from .owners import MAX_PROCESSES
 
-MAX_READERS = 126
 GENERATIONS_PER_SESSION = 1 << 40
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_BOOT_ID_BYTES = 64
@@ -587,8 +587,8 @@ def open_index(
 
     `capacity` in slots. `map_bytes` of address space bound the size of the file; all processes that
     have it open name the same. Raises `CorruptionError` for damage, `TierIOError` for the device,
-    `InUseError` if this process has it open. Does not look at any entry: `BlockIndex.load` comes
-    next.
+    `InUseError` if this process has it open, or one of its number in another PID namespace. Does
+    not look at any entry: `BlockIndex.load` comes next.
 
     A file that is shorter than its own meta page says is extended with a hole, so that a read of
     the missing pages is an error that LMDB reports and not a bus error, and `needs_scan` is set. If
@@ -605,7 +605,8 @@ def _open(
     try:
         if is_alone:
             check_pages(path)
-        env = _environment(path, map_bytes, is_durable)
+        forget_former_self(path, map_bytes)
+        env = open_environment(path, map_bytes, is_durable)
         try:
             index = BlockIndex(env, path, capacity)
         except BaseException:
@@ -651,29 +652,16 @@ def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool)
     """Open an environment that another process has open and loaded; changes nothing in it.
 
     Only `commit` and `entry` may be used: no transaction is held, so no page is pinned. Raises
-    `CorruptionError` or `TierIOError`.
+    `CorruptionError`, `TierIOError` or `InUseError` (see `open_index`).
     """
     with os_errors(f"attaching to the index in {path}"):
         try:
-            index = BlockIndex(_environment(path, map_bytes, is_durable), path, capacity)
+            env = open_environment(path, map_bytes, is_durable)
+            index = BlockIndex(env, path, capacity)
             index.let_go()
         except lmdb.Error as error:
             raise from_lmdb(error, path) from error
     return index
-
-
-def _environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Environment:
-    return lmdb.open(
-        str(path),
-        map_size=map_bytes,
-        mode=0o600,
-        max_dbs=4,
-        max_readers=MAX_READERS,
-        max_spare_txns=4,
-        sync=is_durable,
-        metasync=is_durable,
-        readahead=False,
-    )
 
 
 def _boot_id() -> bytes:

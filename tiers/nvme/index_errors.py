@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from enum import Enum
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
     if isinstance(error, lmdb.ReadersFullError):
         return InUseError(
             f"too many processes read the index in {path}; stop one of them, or wait until it ends"
+        )
+    if _code(error) == errno.EAGAIN:  # the byte that a process locks in the table of readers
+        return InUseError(
+            f"another process with the same number as this one ({os.getpid()}) has the index in "
+            f"{path} open, in another PID namespace (a container of its own), which LMDB cannot "
+            "tell apart; run the containers in the host's PID namespace (hostPID: true, docker "
+            "--pid=host), or give each a path of its own"
         )
     if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
         return TierIOError(_code(error), f"{error} at the index in {path}; check the device")
