@@ -147,7 +147,7 @@ class MoverBackground(Background):
             lambda ticket: RepairJob(ticket, wanted), partial(self._end_repair, on_end)
         )
         if not is_sent:
-            on_end(False)
+            on_end(None)
 
     def take_strays(self) -> list[int]:
         """As in the contract. Asked at every step and tick, so here the mover is listened to.
@@ -160,7 +160,7 @@ class MoverBackground(Background):
 
     def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
         self._end([], 0, answer)
-        on_end(answer is not None)
+        on_end(None if answer is None else answer.counts.get("records_repaired", 0))
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:

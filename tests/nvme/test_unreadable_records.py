@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.filesystem import File, RealFileSystem
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.repairs import RETRY_AFTER_S
 
 PAGE = 4096
 SLOTS = 32
@@ -134,6 +136,37 @@ def test_slots_that_cannot_be_repaired_are_set_aside(tmp_path: Path, policy: str
     rig.reset()
     rig.check_sums()
     assert rig.backend.get_num_free_blocks() == SLOTS - PER_SEGMENT
+    rig.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_they_come_back_with_the_device(tmp_path: Path, policy: str) -> None:
+    rig, fs = in_memory(tmp_path, policy)
+    clock = rig.clock
+    assert isinstance(clock, ManualClock)
+    for segment in range(SLOTS // PER_SEGMENT - 1):
+        spoil(rig, fs, segment)
+    for first in range(100, 100 + SLOTS, 4):
+        rig.store(keys(range(first, first + 4)))
+        rig.maintain()
+    aside = rig.backend.set_aside_blocks
+    assert aside == SLOTS - PER_SEGMENT
+    clock.advance(RETRY_AFTER_S)
+    rig.backend.get_num_free_blocks()
+    rig.maintain()
+    assert rig.backend.set_aside_blocks == aside, "not yet"
+    fs.heal()
+    clock.advance(RETRY_AFTER_S)
+    rig.backend.get_num_free_blocks()
+    rig.maintain()
+    assert rig.backend.set_aside_blocks == 0
+    rig.check_sums()
+    assert rig.backend.available == SLOTS
+    evicted = rig.policy.evict(SLOTS, ())
+    assert evicted is not None
+    for _, status in evicted:
+        rig.backend.free(status)
+    rig.check_sums()
     rig.close()
 
 

@@ -134,7 +134,7 @@ class NvmeBackend(Backend):
     ) -> None:
         """One pool per path, holding the free slots of the segments that exist."""
         self.set_aside_blocks = 0
-        """That can never be evicted, since their slots say nothing."""
+        """That cannot be evicted now, since their slots say nothing."""
         super().__init__(block_size, MEDIUM, len(table.is_used))
         self._table = table
         self._directory = directory
@@ -142,7 +142,7 @@ class NvmeBackend(Backend):
         self._growth = growth
         self._slots_per_segment = slots_per_segment
         self._background = background
-        self._repairs = RecordRepairs(directory)
+        self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
 
     def get_num_free_blocks(self) -> int:
@@ -255,6 +255,8 @@ class NvmeBackend(Backend):
                 directory.put_stray(slot)
         for slot in self._repairs.take_hopeless():
             self._set_aside(slot, policy)
+        for slot in self._repairs.take_mended():
+            self._take_back(slot, policy)
         growth.balance()
         return False
 
@@ -266,12 +268,28 @@ class NvmeBackend(Backend):
             if self.set_aside_blocks == 0:
                 _log.warning(
                     "records of slots can be neither read nor written; their blocks stay, and the "
-                    "slots are not used again before the next start; check the device"
+                    "slots are not used again as long as that is so; check the device"
                 )
             self.set_aside_blocks += 1
             policy.disown([slot])
             directory.set_aside(slot)
             table.is_used[slot] = table.is_owned[slot] = False
+            self._repairs.retry_later(slot)
+
+    def _take_back(self, slot: int, policy: CachePolicy) -> None:
+        """A slot that was set aside is one like any other, if it can be told what is in it."""
+        table, directory = self._table, self._directory
+        if not directory.is_set_aside(slot):  # it went with its segment
+            return
+        table.is_used[slot] = table.is_owned[slot] = True
+        found = directory.at_slot(slot)
+        if found is None:
+            table.is_used[slot] = table.is_owned[slot] = False
+            self._repairs.retry_later(slot)
+            return
+        self.set_aside_blocks -= 1
+        directory.take_back(slot)
+        policy.adopt([found[0]], [slot])
 
     @property
     def _paths(self) -> int:

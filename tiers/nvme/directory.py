@@ -175,7 +175,7 @@ class IndexDirectory(BlockDirectory):
     def take_unknown(self) -> set[int]:
         """Slots that were asked for and whose records prove nothing, each given once."""
         taken, self._unknown = self._unknown, set()
-        return taken
+        return taken - self._set_aside
 
     def look_again(self) -> None:
         """Read anew what could not be read, or said nothing. Any thread."""
@@ -227,7 +227,7 @@ class IndexDirectory(BlockDirectory):
         self._count -= used
 
     def set_aside(self, slot: int) -> None:
-        """A slot in use that cannot be named leaves its owner's hands, and can never be evicted.
+        """A slot in use that cannot be named leaves its owner's hands, and cannot be evicted.
 
         Its block is found and read like another process's. It leaves the index if it is damaged.
         """
@@ -235,6 +235,16 @@ class IndexDirectory(BlockDirectory):
         self._set_aside.add(slot)
         self._unknown.discard(slot)
         self._count -= 1
+
+    def is_set_aside(self, slot: int) -> bool:
+        """True after `set_aside`, unless it was taken back or went with its segment."""
+        return slot in self._set_aside
+
+    def take_back(self, slot: int) -> None:
+        """A slot that was set aside is its owner's again, with what is in it."""
+        self._met.clear()
+        self._set_aside.discard(slot)
+        self._count += 1
 
     def trust_records(self) -> None:
         """All records of its slots are now known to be as new as the entries. Any thread."""

@@ -76,7 +76,7 @@ class SegmentGrowth:
         self._total = total
         self._paths = paths
         self._executor = executor
-        self._clock = clock
+        self.clock = self._clock = clock
         self._arrived: deque[int] = deque()
         self._is_running = False
         self._is_balancing = False

@@ -74,8 +74,10 @@ class MemoryFileSystem(FileSystem):
         self._faults.setdefault(operation, []).append(_Fault(number, skip, times))
 
     def heal(self) -> None:
-        """Forget every failure that has not happened."""
+        """Forget every failure that has not happened, and what was spoiled."""
         self._faults.clear()
+        for node in self._nodes.values():
+            node.spoiled.clear()
 
     def lose_power(self, rng: random.Random) -> None:
         """Keep what was synced; of each later write keep all, a part, or nothing."""

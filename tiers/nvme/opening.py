@@ -419,8 +419,7 @@ class _ExecutorBackground(Background):
             self._executor.submit(self._repair_records, slots, on_end)
 
     def _repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
-        self._store.repair_records(slots)
-        on_end(True)
+        on_end(self._store.repair_records(slots))
 
     def take_strays(self) -> list[int]:
         return self._store.take_strays()
