@@ -16,6 +16,7 @@ from support.mover_rig import LIMIT_S, MoverRig
 from support.nvme_rig import BLOCK, key
 
 from kvcascade.handlers.mover import MoverOptions
+from kvcascade.handlers.mover_process import MoverBackground
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 PATIENT = MoverOptions(starts_per_minute=100)
@@ -55,6 +56,23 @@ def test_every_thread_gives_way(rig: MoverRig) -> None:
     rig.load(2, keys(8))
     threads = [int(path.name) for path in Path(f"/proc/{pid_of(rig)}/task").iterdir()]
     assert len(threads) > 2 and {os.sched_getscheduler(tid) for tid in threads} == {os.SCHED_BATCH}
+
+
+def test_it_says_how_many_records_it_wrote_anew(rig: MoverRig) -> None:
+    rig.land(keys(8), rig.store(1, keys(8)))
+    segments = rig.rig.tier.segments
+    slots = sorted(rig.rig.tier.directory.slots_of(keys(8)))
+    os.truncate(segments.path_of(0), BLOCK)
+    assert not any(map(segments.record, slots))
+    background = MoverBackground(rig.rig.tier.store, rig.process)
+    ended: list[int | None] = []
+    background.repair_records(set(slots), ended.append)
+    assert rig.process.wait(lambda: bool(ended), LIMIT_S) and ended == [8]
+    segments.look_again()
+    assert all(map(segments.record, slots))
+    rig.process.kill()
+    background.repair_records(set(slots), ended.append)
+    assert ended == [8, None]
 
 
 def test_killed_in_the_middle_of_jobs(rig: MoverRig) -> None:

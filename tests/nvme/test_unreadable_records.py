@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,23 @@ def test_a_damaged_block_in_such_a_slot_leaves_the_index(tmp_path: Path) -> None
     assert rig.store([victim]) == [BlockOutcome.OK], "it finds another place"
     assert rig.check(victim)
     rig.check_sums()
+    rig.close()
+
+
+def test_records_are_remembered_until_the_index_is_seen_anew(tmp_path: Path) -> None:
+    """And no longer, or until they are said to be right."""
+    rig, _ = in_memory(tmp_path)
+    segments, directory = rig.tier.segments, rig.tier.directory
+    forget = [directory.trust_records, directory.refresh, directory.look_again]
+    for number, act in enumerate(forget, 1):
+        before, record = directory.at_slot(0), segments.record(0)
+        assert before is not None and record is not None
+        segments.write_records(0, [replace(record, key=key(500 + number)).pack()])
+        now = directory.at_slot(0)
+        assert now is not None and now[0] == before[0]
+        act()
+        now = directory.at_slot(0)
+        assert now is not None and now[0] == key(500 + number), "a stray, by that name"
     rig.close()
 
 

@@ -157,6 +157,7 @@ class IndexDirectory(BlockDirectory):
             return None
         if not self._used[slot]:
             return None
+        proven_from = self._proven_from  # before the record is read: see `trust_records`
         record = self._records.at(slot)
         if record is not None and slot not in self._popped:
             key = BlockHash(record.key)
@@ -165,7 +166,7 @@ class IndexDirectory(BlockDirectory):
             if found_in == slot:
                 has_left = key in self._overlay or self._gone.get(key) == slot
                 return None if has_left else (key, self._status_at(slot))
-            is_proven = record.generation >= self._proven_from
+            is_proven = record.generation >= proven_from
             if is_proven and self._index.damaged_lookups == damaged:
                 return self._stray(slot, key, found_in), self._status_at(slot)
         if len(self._unknown) < MAX_UNKNOWN_SLOTS and slot not in self._popped:
@@ -248,6 +249,7 @@ class IndexDirectory(BlockDirectory):
 
     def trust_records(self) -> None:
         """All records of its slots are now known to be as new as the entries. Any thread."""
+        self._records.forget()
         self._proven_from = 0
 
     def put_stray(self, slot: int) -> None:

@@ -1,6 +1,6 @@
 """Slot records for the manager's thread: by the page, since who leaves lies mostly side by side.
 
-A page is remembered until `forget`, and may be old by then. Used by one thread.
+A page is remembered until `forget`, and may be old by then. Used by one thread, but for `forget`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ class RecordPages:
     def at(self, slot: int) -> SlotRecord | None:
         """What a slot says it holds; None if unwritten or damaged, or if it cannot be read."""
         place = slot % self._slots_per_segment % RECORDS_PER_PAGE
-        page = self._pages.get(slot - place)
+        pages = self._pages
+        page = pages.get(slot - place)
         if page is None:
-            page = self._read(slot - place)
+            page = self._read(pages, slot - place)
         start = place * SLOT_RECORD_BYTES
         return parse_record(page[start : start + SLOT_RECORD_BYTES])
 
     def forget(self) -> None:
-        """From now on records are as they are from now on."""
-        self._pages.clear()
+        """What is asked for from now on is read from now on."""
+        self._pages = {}  # not cleared: what is just being read belongs to the old ones
 
-    def _read(self, first: int) -> bytes:
-        if len(self._pages) >= MAX_PAGES:
-            self._pages.clear()
-        page = self._pages[first] = self._segments.record_page(first) or b""
+    def _read(self, pages: dict[int, bytes], first: int) -> bytes:
+        if len(pages) >= MAX_PAGES:
+            pages.clear()
+        page = pages[first] = self._segments.record_page(first) or b""
         return page
