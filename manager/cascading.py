@@ -313,7 +313,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._top.policy.expect(new)
             room = self._room_for_store(new, block_hashes, request)
             if self._worth is not None and request is not None:
-                self._note_computed(block_hashes, request, room is not None)
+                self._worth.note_offer(block_hashes, request, room is not None, self._clock())
             if room is None:
                 self.counters.store_refused_busy += 1
                 if request is not None:
@@ -333,23 +333,6 @@ class CascadingOffloadingManager(OffloadingManager):
             evicted, self._evicted = self._evicted, []
             spec = self._top.backend.get_load_store_spec(new, statuses)
             return PrepareStoreOutput(new, spec, evicted)
-
-    def _note_computed(
-        self, offered: Sequence[BlockHash], request: Request, is_taken: bool
-    ) -> None:
-        """An offer begins with what the device held already: what was computed is after the miss.
-
-        An offer that is not taken comes again.
-        """
-        assert self._worth is not None
-        computed = len(offered)
-        if not request.is_computing:
-            if request.missed_at is None or request.missed_at not in offered:
-                return
-            computed -= offered.index(request.missed_at)
-        request.is_computing = is_taken or request.is_computing
-        tokens = computed * self._worth.tokens_per_block if is_taken else 0.0
-        self._worth.prefill.offered(tokens, self._clock())
 
     def _room_for_store(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None

@@ -42,7 +42,9 @@ class Request:
     missed_at: BlockHash | None = None
     """The block at which its last lookup ended: from here on it computes."""
     is_computing: bool = False
-    """True once blocks that it computed were offered."""
+    """True once blocks that it computed were taken."""
+    counted_blocks: int = 0
+    """Computed blocks of an offer that was put off: it comes again, and they were counted."""
     put_offs: int = 0
     """Times that an offer of its blocks was put off, since one was last taken."""
     put_off_blocks: int = 0

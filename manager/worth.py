@@ -17,6 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
+
+from ..tiers.base import BlockHash
+
+if TYPE_CHECKING:
+    from .request import Request
 
 CONSERVATIVE = 2.0
 """Loading must be expected to take this many times as long as recomputing before it is refused."""
@@ -118,14 +124,17 @@ class PrefillSpeed:
         self._since_s: float | None = None
         self._tokens = 0.0
         self._steps_left = 0
+        self._has_put_off = False
+        """Some of what was offered was not taken: that all is stored says nothing of it."""
 
-    def offered(self, tokens: float, now_s: float) -> None:
-        """Blocks of so many computed tokens were offered (0: they will be offered again)."""
+    def offered(self, tokens: float, now_s: float, is_taken: bool = True) -> None:
+        """Blocks of so many tokens, being computed now, were offered for the first time."""
         if self._is_given:
             return
         if self._since_s is None:
-            self._since_s, self._tokens = now_s, 0.0
+            self._since_s, self._tokens, self._has_put_off = now_s, 0.0, False
         self._tokens += tokens
+        self._has_put_off |= not is_taken
         self._steps_left = STEPS_UNTIL_COMPUTED
 
     def end_step(self, now_s: float) -> None:
@@ -133,10 +142,14 @@ class PrefillSpeed:
         self._steps_left -= 1
         if self._since_s is not None:
             if self._steps_left <= 0 or now_s - self._since_s >= PREFILL_WINDOW_S:
-                self.all_stored(now_s)
+                self._end_sample(now_s)
 
     def all_stored(self, now_s: float) -> None:
-        """Everything that was offered is computed: it is stored already, or long under way."""
+        """Everything that was taken is stored, and so it was computed."""
+        if not self._has_put_off:
+            self._end_sample(now_s)
+
+    def _end_sample(self, now_s: float) -> None:
         if self._since_s is None:
             return
         elapsed_s = now_s - self._since_s
@@ -159,6 +172,26 @@ class Worth:
         self.tokens_per_block = tokens_per_block
         self._block_bytes = block_bytes
         self._probe_due_s = -math.inf
+
+    def note_offer(
+        self, offered: Sequence[BlockHash], request: Request, is_taken: bool, now_s: float
+    ) -> None:
+        """Blocks of a request were offered to be stored.
+
+        What the device held already comes first: what was computed is after the miss. An offer
+        that is put off comes again, and longer. Each block counts when it is first offered, which
+        is when it is computed: when the offer is taken at last says how fast the tier below is.
+        """
+        computed = len(offered)
+        if not request.is_computing:
+            if request.missed_at is None or request.missed_at not in offered:
+                return
+            computed -= offered.index(request.missed_at)
+        new = computed - request.counted_blocks
+        request.is_computing |= is_taken
+        request.counted_blocks = 0 if is_taken else computed
+        if new > 0:
+            self.prefill.offered(new * self.tokens_per_block, now_s, is_taken)
 
     def is_hopeless(self, level: int, now_s: float) -> bool:
         """True if blocks of this level come up slower, each, than they are recomputed.

@@ -275,6 +275,38 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     assert manager._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
 
 
+def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
+    """Ten blocks are computed every 0.1 s, and none is taken while the tier below is silent."""
+    cascade = Cascade((300, 1000), ManagerOptions(tokens_per_block=TOKENS))
+    manager = cascade.manager
+    assert manager._worth is not None
+    request, prompt = Request("r"), [key(i) for i in range(260)]
+    cascade.store([key(i) for i in range(1000, 1300)])
+    assert manager.lookup_block(prompt[0], request) is MISS
+    for step in range(25):
+        assert manager.prepare_store(prompt[: 10 * (step + 1)], request) is None
+        cascade.now_s += 0.1
+        manager.end_step()
+    while manager.prepare_store(prompt, request) is None:
+        cascade.run_transfers()
+    for _ in range(12):
+        cascade.now_s += 0.1
+        manager.end_step()
+    assert manager._worth.prefill.tokens_per_s is not None
+    assert 7000 < manager._worth.prefill.tokens_per_s <= 11000
+
+
+def test_that_all_is_stored_says_nothing_of_what_was_put_off() -> None:
+    prefill = PrefillSpeed()
+    prefill.offered(1000, 10.0)
+    prefill.offered(1000, 11.0, is_taken=False)
+    prefill.all_stored(11.0)  # the second thousand is being computed now
+    assert prefill.tokens_per_s is None
+    for now in (12.0, 12.1, 12.2):
+        prefill.end_step(now)
+    assert prefill.tokens_per_s == 1000
+
+
 def test_a_block_that_somebody_else_waits_for_still_comes() -> None:
     slow = Slow(read_s=0.1)
     first, second = Request("first"), Request("second")
