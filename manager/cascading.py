@@ -118,6 +118,8 @@ class CascadingOffloadingManager(OffloadingManager):
         """The status of a block in the first tier; for adapters that inline the plain hit."""
         self.answers = Answers(self._top.policy.ready_at)
         self._asking: Request | None = None
+        self._retry_at: BlockHash | None = None
+        """At this block the request that is asking was told to ask again in another step."""
         self._aging: deque[tuple[float, BlockHash]] = deque(
             maxlen=AGING_PER_SLOT * self._top.capacity
         )
@@ -192,6 +194,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """The lookups that follow are for this request, until the end of the step."""
         with self.lock:  # after it, the background leaves the first tier's blocks where they are
             self._asking = request
+        self._retry_at = None
         self.answers.begin()
         if request.pending and self._clock() >= request.pending_until_s:
             request.forget_pending()
@@ -202,6 +205,10 @@ class CascadingOffloadingManager(OffloadingManager):
         """`lookup_block` for what is no plain hit; `status` is what `top_get` returned."""
         if status is None and not self._demoters:
             return self._miss()
+        if status is None and self._retry_at is not None:
+            if block_hash != self._retry_at:  # whatever it is, the request is not served now
+                return LookupState.RETRY
+            self._retry_at = None
         with self.lock:
             was_waiting = request.is_waiting
             state = self._state_below(block_hash, status, request)
@@ -210,6 +217,8 @@ class CascadingOffloadingManager(OffloadingManager):
                 return self._miss()
             if state is not LookupState.HIT and not was_waiting:
                 self._hold_answered(request)
+            if state is LookupState.RETRY:
+                self._retry_at = block_hash
             return state
 
     def _state_below(

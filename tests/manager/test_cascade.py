@@ -397,6 +397,26 @@ class TestPromotion:
         cascade.now_s += 1.1
         assert states(cascade, second, keys(4, 5)) == [MISS]
 
+    def test_who_must_ask_again_is_told_so_without_a_look(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
+        below_only(cascade, keys(0, 8))
+        cascade.store(keys(20, 21))
+        first, second = Request("first"), Request("second")
+        for _ in range(2):  # in every step the first of its blocks is looked for
+            states(cascade, first, keys(0, 3))
+            assert states(cascade, second, keys(4, 5)) == [RETRY]
+            with monkeypatch.context() as patch:
+                patch.setattr(cascade.policies[1], "get", None)
+                assert states(cascade, second, keys(20, 21)) == [HIT], "what is here still counts"
+                assert states(cascade, second, keys(5, 8)) == [RETRY] * 3
+            cascade.manager.end_step()
+        cascade.run_transfers()
+        states(cascade, first, keys(0, 3))
+        cascade.manager.prepare_load(keys(0, 3), first)
+        assert states(cascade, second, keys(4, 8)) == [PENDING] * 2 + [MISS] * 2, "one is held"
+
     def test_requests_that_share_a_prefix_share_its_promotion(self) -> None:
         cascade = Cascade((16, 64))
         below_only(cascade, keys(0, 4))
