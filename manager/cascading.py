@@ -450,7 +450,10 @@ class CascadingOffloadingManager(OffloadingManager):
         found = [(h, s) for h in reused if (s := self.top_get(h)) is not None and s.ref_cnt >= 0]
         self._top.note_reuse([status for _, status in found])
         below = self._levels[1]
-        self._top.set_dirty([s.block_id for h, s in found if not below.holds(h)])
+        gone = [(h, s.block_id) for h, s in found if not below.holds(h)]
+        if self.options.write_mode is not WriteMode.DEMOTE:  # what was refused is dirty anew
+            self._note_aging([h for h, slot in gone if not self._top.is_dirty(slot)])
+        self._top.set_dirty([slot for _, slot in gone])
 
     def end_step(self) -> None:
         """The scheduler made its decisions: start what was queued, take in what finished.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
+from .admission import PastUses
 from .counters import LinkCounters
 from .flow import (
     MAX_JOBS_IN_FLIGHT,
@@ -54,6 +55,8 @@ class Demoter:
         self._breaker = flow.writes[index + 1]
         self._may_recover = True
         """What failed last was the device or its process, and not for want of room."""
+        if self._lower.admission.counts_uses:
+            self._upper.past_uses = PastUses(self._lower.capacity)
 
     @property
     def jobs_in_flight(self) -> int:
@@ -259,6 +262,7 @@ class Demoter:
                 settled.append(slot)
             elif not self._lower.admission.admits(block_hash, self._upper.uses(slot)):
                 settled.append(slot)
+                self._upper.note_refused(block_hash, slot)
                 self.counters.demote_refused_blocks += 1
             else:
                 wanted.append((block_hash, status))

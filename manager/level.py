@@ -13,7 +13,7 @@ import numpy as np
 
 from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
 from ..tiers.endurance import DayTotals
-from .admission import Admission, AdmitAll, WriteBudget
+from .admission import USES_MAX, Admission, AdmitAll, PastUses, WriteBudget
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 
@@ -61,6 +61,8 @@ class Level:
         self._was_short = False
         """The last search for blocks that may leave found too few. It will be tried again soon:
         counting them first costs a fraction of searching in vain."""
+        self.past_uses: PastUses | None = None
+        """Of what the tier below refused; None if it does not go by uses."""
         self._uses = bytearray(self.capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._dirty = bytearray(self.capacity)
@@ -96,14 +98,19 @@ class Level:
             self.settled_mask[batch] = False
 
     def uses(self, slot: int) -> int:
-        """How often the block in this slot was used since it came; saturates at 255."""
+        """How often the block in this slot was used; saturates at 255."""
         return self._uses[slot]
 
     def note_reuse(self, statuses: Sequence[BlockStatus]) -> None:
         """These blocks were used again; what admission refused before may be offered now."""
         for status in statuses:
             slot = status.block_id
-            self._uses[slot] = min(255, self._uses[slot] + 1)
+            self._uses[slot] = min(USES_MAX, self._uses[slot] + 1)
+
+    def note_refused(self, block_hash: BlockHash, slot: int) -> None:
+        """The tier below does not take the block: its uses count on when it comes back."""
+        if self.past_uses is not None:
+            self.past_uses.note(block_hash, self._uses[slot])
 
     def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
         """Evict so that `n` slots are free; False, and nothing is evicted, if that cannot be."""
@@ -140,6 +147,10 @@ class Level:
         self.taken_blocks += len(statuses)
         slots = np.fromiter(map(_block_id, statuses), np.int32, len(statuses))
         self._uses_of[slots] = 1
+        if self.past_uses is not None:
+            for block_hash, slot in zip(block_hashes, slots.tolist(), strict=True):
+                if past := self.past_uses.of(block_hash):
+                    self._uses[slot] = min(USES_MAX, past + 1)
         if not self.is_last:
             self.dirty_mask[slots] = False
             self.settled_mask[slots] = False

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
+from .admission import PastUses
 from .base import BlockEvent
 from .breaker import Breaker
 from .flow import MAX_MOVED_BLOCKS, NOT_WANTED, SILENCE, STALLED_S, WRITTEN, Link, outcomes_of
@@ -73,7 +74,7 @@ class SoloTier:
         self._failed: dict[BlockHash, float] = {}
         self._writes = Breaker(clock, STALLED_S, failures_to_open=1)
         self._reads = Breaker(clock, STALLED_S)
-        self._seen: dict[BlockHash, None] = {}
+        self._past = PastUses(self.level.capacity) if self.level.admission.counts_uses else None
         self.maintain()  # an engine that nobody asks takes no step, which would do it
 
     @property
@@ -207,14 +208,11 @@ class SoloTier:
 
     def _admits(self, block_hash: BlockHash) -> bool:
         """The other manager offers a block once per request: offers are its uses."""
-        admission = self.level.admission
-        if not admission.counts_uses:
-            return admission.admits(block_hash, 1)
-        uses = 2 if block_hash in self._seen else 1
-        self._seen[block_hash] = None
-        if len(self._seen) > max(MAX_FAILED, 2 * self.level.capacity):
-            del self._seen[next(iter(self._seen))]
-        return admission.admits(block_hash, uses)
+        uses = 1
+        if self._past is not None:
+            uses += self._past.of(block_hash)
+            self._past.note(block_hash, uses)
+        return self.level.admission.admits(block_hash, uses)
 
     def _start(self, job: _Job, slots: list[int]) -> bool:
         number = next(self._ids)

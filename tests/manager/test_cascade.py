@@ -254,6 +254,46 @@ class TestDemotion:
         cascade.manager.flush_dirty(cascade.now_s + 1)
         assert cascade.holds(1, key(0))
 
+    def test_a_refused_block_is_known_when_it_comes_back(self) -> None:
+        cascade = Cascade((8, 64), is_immediate=True, admission=AdmitSecondTouch())
+        for start in (0, 8, 16):
+            assert cascade.store(keys(start, start + 8))
+        assert not any(cascade.holds(0, key(i)) for i in range(8))
+        assert cascade.store(keys(0, 4)) == keys(0, 4), "it had left, and is used again"
+        cascade.manager.flush_dirty(cascade.now_s + 1)
+        assert [h for h in keys(0, 24) if cascade.holds(1, h)] == keys(0, 4)
+
+    def test_second_touch_spares_half_where_half_is_never_used_again(self) -> None:
+        written = []
+        for admission in (None, AdmitSecondTouch()):
+            cascade = Cascade((8, 400), is_immediate=True, admission=admission)
+            for start in range(0, 160, 4):
+                cascade.store(keys(1000 + start, 1004 + start))  # never again
+                cascade.store(keys(start, start + 4))
+                if start >= 16:  # these left the first tier long ago
+                    cascade.store(keys(start - 16, start - 12))
+                cascade.manager.end_step()
+            cascade.manager.flush_dirty(cascade.now_s + 1)
+            written.append(cascade.manager.counters.links[0].demoted_blocks)
+        assert written == [320, 144], "each once; with second_touch each that was used again"
+
+    @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+    def test_what_was_refused_and_is_used_again_is_written_in_time(self, mode: WriteMode) -> None:
+        options = ManagerOptions(write_mode=mode, dirty_age_s=2.0)
+        cascade = Cascade((32, 64), options, is_immediate=True, admission=AdmitSecondTouch())
+        cascade.store(keys(0, 4))
+        cascade.now_s += 3.0
+        cascade.manager.maintain()
+        assert cascade.manager.counters.links[0].demote_refused_blocks == 4
+        request = Request()
+        cascade.manager.prepare_load(keys(0, 4), request)
+        cascade.manager.complete_load(set(keys(0, 4)))
+        cascade.manager.finish_request(request)
+        cascade.now_s += 3.0
+        cascade.manager.maintain()
+        cascade.manager.maintain()
+        assert all(cascade.holds(1, key(i)) for i in range(4))
+
     def test_the_write_budget_holds_over_a_sliding_day(self) -> None:
         cascade = Cascade((16, 64), is_immediate=True, bytes_per_day=3 * BLOCK_SIZE)
         cascade.store(keys(0, 5))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import OrderedDict
 
 import pytest
 from support.cascade import key
 
 from kvcascade.errors import ConfigError
+from kvcascade.manager import admission
 from kvcascade.manager.admission import (
     AdmitAll,
     AdmitBy,
     AdmitSecondTouch,
     EnduranceWatch,
+    PastUses,
     WriteBudget,
     admission_by_path,
 )
@@ -81,6 +85,27 @@ class TestAdmission:
     def test_a_path_that_leads_nowhere_is_named(self, path: str) -> None:
         with pytest.raises(ConfigError, match="admission"):
             admission_by_path(path)
+
+
+class TestPastUses:
+    def test_it_equals_an_ordered_dict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(admission, "PAST_MIN", 1)
+        past, expected = PastUses(50), OrderedDict[int, int]()
+        rng = random.Random(1)
+        for _ in range(5000):
+            number, uses = rng.randrange(120), rng.randrange(1, 300)
+            past.note(key(number), uses)
+            expected[number] = min(255, uses)
+            if len(expected) > 50:
+                expected.popitem(last=False)
+            number = rng.randrange(120)
+            assert past.of(key(number)) == expected.get(number, 0)
+
+    def test_a_small_tier_remembers_more_than_it_holds(self) -> None:
+        past = PastUses(1)
+        for number in range(1000):
+            past.note(key(number), 1)
+        assert all(past.of(key(number)) == 1 for number in range(1000))
 
 
 def only_even(block_hash: BlockHash, uses: int) -> bool:
