@@ -149,7 +149,7 @@ class CascadingOffloadingManager(OffloadingManager):
             return False
         demoter = self._demoters[index]
         demoter.demote_coldest(n)
-        if demoter.jobs_in_flight:
+        if demoter.jobs_in_flight or demoter.was_cut_short:
             return True
         level = self._levels[index]  # what was found to lie below already can leave at once
         return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))
@@ -368,6 +368,8 @@ class CascadingOffloadingManager(OffloadingManager):
             self._collect()
             if self._demoters[0].jobs_in_flight:
                 return None
+            if self._demoters[0].was_cut_short:  # what it looked at need not be written
+                return wanted if self._top.make_all_room(wanted, protected, False) else None
             # Nothing below takes anything: better lose the coldest than the newest.
         if self._top.make_all_room(wanted, protected, may_drop_dirty=True):
             return wanted

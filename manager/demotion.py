@@ -29,6 +29,10 @@ from .flow import (
 )
 from .level import Level, Pairs
 
+MAX_SETTLED = 512
+"""Blocks that one step may find not to need writing, at a few microseconds each: after a restart,
+or where little is admitted, that is most of the tier."""
+
 
 class Demoter:
     """Moves dirty blocks from one level to the next one below. Under the manager's lock."""
@@ -42,6 +46,8 @@ class Demoter:
         self._handler = flow.links[index].down
         self.counters: LinkCounters = flow.counters.links[index]
         self._batch = batch_blocks(self._upper.block_size)
+        self.was_cut_short = False
+        """True if the last look ended before it came to the last dirty block."""
         capacity = self._upper.capacity
         self._window = max(1, round(high_watermark * capacity))
         self._slack = max(1, round((high_watermark - low_watermark) * capacity))
@@ -106,31 +112,42 @@ class Demoter:
 
         Looks once per `high - low` slots taken, so a store pays for a constant number of looks, and
         writes no more than the window each time: where the tier below is smaller than that, what it
-        evicts is dirty again here, and an idle engine would go on for ever.
+        evicts is dirty again here, and an idle engine would go on for ever. A look that settles
+        many blocks goes on at the next step.
         """
         if self._upper.taken_blocks - self._taken_at_scan < self._slack:
             return
         window = self._window - self._upper.backend.get_num_free_blocks()
         left = window - self._started_by_scan
-        started = self.demote_coldest(left, window) if left > 0 else 0
+        started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
         self._started_by_scan += started
-        if left <= started or (not started and len(self._jobs) < MAX_JOBS_IN_FLIGHT):
+        is_idle = len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self.was_cut_short
+        if left <= started or (not started and is_idle):
             self._taken_at_scan = self._upper.taken_blocks
             self._started_by_scan = 0
 
-    def demote_coldest(self, n: int, window: int | None = None) -> int:
+    def demote_coldest(self, n: int) -> int:
         """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
 
-        `window`: look only at that many of the coldest blocks.
+        What is below already, or not admitted, is settled instead: that may be nearly all of the
+        tier, so a look ends when it settled `n` blocks, or `MAX_SETTLED` (`was_cut_short`).
         """
-        started = 0
+        return self._demote_coldest(n, None, max(n, MAX_SETTLED))
+
+    def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
+        """`window`: look only among that many of the coldest blocks."""
+        started = settled = 0
+        self.was_cut_short = False
         while started < n and self._may_start():
-            limit = min(n - started, self._batch)
-            cold = self._next_cold(limit, window)
+            self.was_cut_short = settled >= max_settled
+            if self.was_cut_short:
+                break
+            cold = self._next_cold(min(n - started, self._batch), window)
             sent = self._send(cold)
             if sent is None or not cold:
                 break
             started += sent
+            settled += len(cold) - sent
         return started
 
     def _next_cold(self, limit: int, window: int | None) -> Pairs:

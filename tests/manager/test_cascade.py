@@ -294,6 +294,25 @@ class TestDemotion:
         cascade.manager.maintain()
         assert all(cascade.holds(1, key(i)) for i in range(4))
 
+    def test_a_step_looks_at_a_bounded_number_of_blocks(self) -> None:
+        cascade = Cascade((4000, 8000), is_immediate=True, admission=AdmitSecondTouch())
+        cascade.store(keys(0, 3500))
+        refused = []
+        for _ in range(5):
+            cascade.manager.end_step()
+            refused.append(cascade.manager.counters.links[0].demote_refused_blocks)
+        window = 4000 // 2 - 500
+        assert refused == [512, 1024, window, window, window]
+        assert cascade.manager.flush_dirty(cascade.now_s + 1), "a shutdown looks at all of them"
+        assert cascade.manager.counters.links[0].demote_refused_blocks == 3500
+
+    def test_a_store_need_not_wait_for_what_need_not_be_written(self) -> None:
+        cascade = Cascade((2000, 8000), is_immediate=True, admission=AdmitSecondTouch())
+        cascade.store(keys(0, 2000))
+        assert cascade.store(keys(2000, 2008)) == keys(2000, 2008)
+        assert cascade.manager.counters.links[0].demote_refused_blocks == 512
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
     def test_the_write_budget_holds_over_a_sliding_day(self) -> None:
         cascade = Cascade((16, 64), is_immediate=True, bytes_per_day=3 * BLOCK_SIZE)
         cascade.store(keys(0, 5))
