@@ -8,6 +8,7 @@ from itertools import islice
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from support.arrays import KeptArrays
 from support.cascade import Cascade
@@ -17,9 +18,10 @@ from support.traces import LLM, block_chains, reference
 
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus, CachePolicy
-from kvcascade.tiers.policies import DictDirectory, OrderedPolicy, create
+from kvcascade.tiers.policies import DictDirectory, OrderedPolicy, create, runs
 from kvcascade.tiers.policies.lru import LruOrder
 from kvcascade.tiers.policies.prefix import PrefixOrder
+from kvcascade.tiers.policies.reuse import Ints
 from kvcascade.tiers.policies.runs import ANCIENT, RUNS_MIN
 
 OTHERS = ("lru", "arc", "s3fifo", "lirs")
@@ -278,3 +280,41 @@ def test_after_a_crash_the_order_by_last_use_is_left() -> None:
     by_last_use = order._runs.log.to_array().tolist()
     order.reconcile(np.array(sorted(by_last_use)))
     assert [status.block_id for _, status in tier.policy.coldest(60)] == by_last_use
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_looked_at_in_pieces_is_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[list[int]]] = []
+    for piece in (3, 4096):
+        monkeypatch.setattr(runs, "PIECE", piece)
+        rng, order = random.Random(seed), PrefixOrder(60)
+        tier, cold = Tier(OrderedPolicy(DictDirectory(60), order), 60), []
+        for number, chain in enumerate(conversations(rng, 300)):
+            tier.use(chain)
+            if number == 150:
+                order.reconcile(np.array(sorted(order._runs.log.to_array().tolist())))
+            for window in (None, 20):
+                pairs = tier.policy.coldest(60, window=window)
+                cold.append([status.block_id for _, status in pairs])
+        found.append(cold)
+    assert found[0] == found[1]
+
+
+def test_a_search_does_not_pay_for_the_whole_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash all slots are one run: the few that leave cost the same in any tier."""
+    order = PrefixOrder(100_000)
+    order.reconcile(np.arange(100_000))
+    looked_at: list[int] = []
+    log_at = order._runs.log.at
+
+    def counted(positions: Ints) -> tuple[runs.Slots, npt.NDArray[np.bool_]]:
+        looked_at.append(len(positions))
+        return log_at(positions)
+
+    monkeypatch.setattr(order._runs.log, "at", counted)
+    for number in range(500):
+        victims = order.victims(64, lambda slot: True)
+        assert victims == list(range(64 * number, 64 * number + 64))
+        order.evicted(victims, victims)
+    assert max(looked_at) <= runs.PIECE
+    assert sum(looked_at) <= 2 * runs.PIECE * 500

@@ -179,15 +179,15 @@ class PrefixOrder(EvictionOrder):
         return list(islice(self._candidates(Search(wanted, mask, window)), max(limit, 0)))
 
     def _candidates(self, search: Search) -> Iterator[int]:
-        runs = self._runs
         for places in self._ranked():
-            if search.left <= 0:
-                return
-            slots = runs.slots(places)[: search.left]
-            search.left -= len(slots)
-            if search.mask is not None:
-                slots = slots[search.mask[slots]]
-            yield from filter(search.wanted, slots.tolist())
+            for piece in self._runs.pieces(places):
+                if search.left <= 0:
+                    return
+                slots = piece[: search.left]
+                search.left -= len(slots)
+                if search.mask is not None:
+                    slots = slots[search.mask[slots]]
+                yield from filter(search.wanted, slots.tolist())
 
     def _ranked(self) -> Iterator[Ints]:
         """Places of all runs that hold slots, the first to leave first, some at a time."""

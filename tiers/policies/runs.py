@@ -6,6 +6,8 @@ grows. A run without slots stays as a ghost until its record is needed again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,8 @@ RUNS_MIN = 1 << 14
 """Records at least, so that a small tier also remembers what left it."""
 RUNS_PER_SLOT = 0.5
 GAP_SCALE = 1000
+PIECE = 4096
+"""Log positions of a run that are looked at in one go: one run may be nearly all of the tier."""
 ANCIENT = 0
 """The run of slots whose own record was needed again; never a number of any other."""
 
@@ -138,6 +142,29 @@ class Runs:
         slots, is_live = self.log.at(positions)
         owners = np.repeat(places, length)
         return np.asarray(slots[is_live & (self.run_of[slots] == owners)])
+
+    def pieces(self, places: Ints) -> Iterator[Slots]:
+        """What `slots` returns, in parts: who needs only the first few does not pay for the rest.
+
+        Nothing may change while this runs.
+        """
+        at = 0
+        for long in np.flatnonzero(self.stop[places] - self.start[places] > PIECE).tolist():
+            yield self.slots(places[at:long])
+            yield from self._pieces_of(int(places[long]))
+            at = long + 1
+        yield self.slots(places[at:])
+
+    def _pieces_of(self, place: int) -> Iterator[Slots]:
+        at, stop, has_begun = int(self.start[place]), int(self.stop[place]), False
+        while at < stop:
+            slots, is_live = self.log.at(np.arange(at, min(at + PIECE, stop)))
+            is_live &= self.run_of[slots] == place
+            if not has_begun:  # what is dead stays so: it need not be passed again
+                has_begun = bool(is_live.any())
+                self.start[place] = at + (int(is_live.argmax()) if has_begun else len(slots))
+            yield np.asarray(slots[is_live])
+            at += PIECE
 
     def clear(self) -> None:
         """Forget every slot, run and ghost."""
