@@ -30,6 +30,31 @@ def test_unknown_policy_names_what_there_is() -> None:
     assert order_class("kvcascade.tiers.policies.lru:LruOrder") is ORDERS["lru"]
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(ORDERS))
+def test_tiers_of_a_few_slots(name: str, capacity: int) -> None:
+    rng, policy = random.Random(capacity), create(name, capacity)
+    free, held = list(range(capacity)), dict[int, BlockStatus]()
+    for _ in range(2000):
+        number = rng.randrange(2 * capacity + 1)
+        if number in held:
+            if rng.random() < 0.8:
+                policy.touch([key(number)])
+            else:
+                policy.remove(key(number))
+                free.append(held.pop(number).block_id)
+            continue
+        if not free:
+            evicted = policy.evict(1, ())
+            assert evicted is not None
+            ((left, status),) = evicted
+            assert held.pop(int.from_bytes(left[28:32], "big")) is status
+            free.append(status.block_id)
+        held[number] = BlockStatus(0, free.pop())
+        policy.insert(key(number), held[number])
+        assert {block_hash for block_hash, _ in policy.coldest(capacity)} == set(map(key, held))
+
+
 def test_lru_equals_an_ordered_dict_over_many_compactions() -> None:
     rng = random.Random(7)
     policy = create("lru", CAPACITY)

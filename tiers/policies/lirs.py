@@ -152,6 +152,7 @@ class LirsOrder(EvictionOrder):
     def _limit_hot(self) -> None:
         """The stalest hot block joins the end of Q if there is one too many."""
         if self._kinds.size(_HOT) > self._hot_limit:
+            self._prune()  # where hardly any may be hot, S need not end with a hot one yet
             stalest = self._stack.coldest(_S)
             self._stack.remove(_S, stalest)
             self._kinds.remove(_HOT, stalest)
