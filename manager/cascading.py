@@ -224,7 +224,7 @@ class CascadingOffloadingManager(OffloadingManager):
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        if status is not None and status.ref_cnt >= 0 and self._may_read(request, self._top):
+        if status is not None and status.ref_cnt >= 0 and request.may_read(self._top.medium):
             self.answers.hit(block_hash)
             if request.is_waiting:
                 self._promoter.hold(request, block_hash, status)
@@ -234,20 +234,16 @@ class CascadingOffloadingManager(OffloadingManager):
         state = self._promoter.ask(block_hash, request)
         if state is not None:
             return state
-        if status is not None and self._may_read(request, self._top):
+        if status is not None and request.may_read(self._top.medium):
             if not self.options.waits_for_stores:
                 return LookupState.MISS
             return self._promoter.wait_for_store(block_hash, request)
         for index, level in self._below:
-            if self._may_read(request, level):
+            if request.may_read(level.medium):
                 below = level.policy.get(block_hash)
                 if below is not None and below.ref_cnt >= 0:
                     return self._promoter.start(block_hash, index, request)
         return LookupState.MISS
-
-    @staticmethod
-    def _may_read(request: Request, level: Level) -> bool:
-        return request.allowed_media is None or level.medium in request.allowed_media
 
     def _miss(self) -> LookupState:
         self.answers.misses += 1

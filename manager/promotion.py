@@ -100,6 +100,8 @@ class Promoter:
         pending = self._pending.get(block_hash)
         if pending is None:
             return None
+        if not request.may_read(self._flow.levels[pending.found_in].medium):
+            return LookupState.MISS  # nor does it wait while others read there
         if self._flow.clock() < pending.deadline_s:
             if not request.is_waiting or request not in pending.waiters:
                 pending.waiters[request] = None

@@ -56,6 +56,10 @@ class Request:
     def __post_init__(self) -> None:
         self.is_plain = self.allowed_media is None
 
+    def may_read(self, medium: str) -> bool:
+        """True if it may read from this medium."""
+        return self.allowed_media is None or medium in self.allowed_media
+
     def begin_wait(self, now_s: float) -> None:
         """Parts of its prefix are on their way from now on."""
         self.waiting_since_s = now_s

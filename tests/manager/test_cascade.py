@@ -525,6 +525,21 @@ class TestPromotion:
         only_below = Request(allowed_media=frozenset({"M1"}))
         assert states(cascade, only_below, keys(0, 2)) == [PENDING, MISS]
 
+    def test_a_request_does_not_wait_for_what_it_may_not_read(self) -> None:
+        cascade = Cascade((8, 16))
+        below_only(cascade, keys(0, 1))
+        nowhere = Request(allowed_media=frozenset())
+        only_top = Request(allowed_media=frozenset({"M0"}))
+        assert states(cascade, Request("reads"), keys(0, 1)) == [PENDING]
+        for _ in range(2):  # queued, then on its way
+            assert states(cascade, nowhere, keys(0, 1)) == [MISS]
+            assert states(cascade, only_top, keys(0, 1)) == [MISS]
+            assert not nowhere.is_waiting and not only_top.is_waiting
+            cascade.manager.end_step()
+        cascade.run_transfers()
+        assert states(cascade, nowhere, keys(0, 1)) == [MISS]
+        assert states(cascade, only_top, keys(0, 1)) == [HIT]
+
 
 class TestReset:
     def test_everything_before_is_unreachable(self) -> None:
