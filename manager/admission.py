@@ -90,7 +90,7 @@ def admission_by_path(path: str) -> AdmitBy:
 
 
 class PastUses:
-    """How often blocks that a tier refused were used, those noted longest ago forgotten first.
+    """How often blocks were used that may not be here any more; the first that came are forgotten.
 
     As many as the tier has slots: so far back it would have reached had it taken everything. 17 to
     21 bytes each, and 1.4 MB in small tiers; pages of it that were never needed take no memory.
@@ -108,7 +108,7 @@ class PastUses:
         return 0 if entry == NONE else self._uses[entry]
 
     def note(self, block_hash: BlockHash, uses: int) -> None:
-        """The block was used so often, and is refused."""
+        """The block was used so often up to now."""
         tag = tag_of(block_hash)
         entry = self._tags.find(tag)
         if entry == NONE:
