@@ -52,5 +52,5 @@ def flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
         elif not waiting and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
             rests += 1
             means.pause(demoter.rest_left_s)
-        else:
+        elif waiting or not demoter.was_cut_short:
             return
