@@ -15,6 +15,7 @@ from support.cache_rig import (
     UsageRig,
     call,
     config_of,
+    fill,
     flip,
     payload_offset,
     record_offset,
@@ -23,6 +24,8 @@ from support.cache_rig import (
 from support.nvme_peer import ENVIRONMENT, Peer
 from support.nvme_rig import config_for, key
 
+from kvcascade.errors import NoSpaceError
+from kvcascade.tiers.nvme.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
 from kvcascade.tiers.nvme.reader import read_description
 from kvcascade.tools.cache import verify as core
@@ -175,10 +178,48 @@ def test_after_a_reset_there_is_nothing_to_take(tmp_path: Path, engine: Peer) ->
     assert engine.hits([5]) == 1
 
 
+HELD_UP = """
+import sys
+from pathlib import Path
+import lmdb
+with lmdb.open(sys.argv[1], readonly=True, map_size=1 << 30) as env, env.begin():
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_index_outgrows_no_engines_map(tmp_path: Path) -> None:
+    """Not even where a command that had it alone mapped more, and nothing old can be used again."""
+    index = fill(tmp_path, SLOTS) / "index"
+    engines_map = stored_map_bytes(index)
+    assert gc(tmp_path, 3) + gc(tmp_path, 4) == 2, "a commit for each of the head pages"
+    assert stored_map_bytes(index) > engines_map, "or this shows nothing"
+    with Peer(config_of(tmp_path)) as engine:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HELD_UP, str(index)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
+        numbers = range(100, 2000)
+        stored = next(n for n in numbers if engine.store([n]) == ["no_space"])
+        newest = range(stored - SLOTS // 2, stored)
+        assert engine.hits(newest) > 0
+        with pytest.raises(NoSpaceError, match="stopped"):
+            take_entries(read_description(locations(tmp_path)[0]), drops_of(tmp_path, newest))
+        holder.communicate()
+        assert engine.hits(newest) > 0
+        assert gc(tmp_path, *newest) > 0
+        assert engine.hits(newest) == 0
+        assert set(engine.store(newest)) == {OK}
+
+
 HALF_WAY = f"""
 import sys
 from pathlib import Path
 from support.nvme_rig import config_for, key
+from kvcascade.errors import NoSpaceError
+from kvcascade.tiers.nvme.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.maintenance import Drop, take_entries
 from kvcascade.tiers.nvme.reader import read_description
 from kvcascade.tools.cache.opened import locations, opened

@@ -54,7 +54,10 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
 def from_outcome(outcome: CommitOutcome, path: Path) -> KVCascadeError:
     """The error of a commit that was refused, where that cannot be tried again later."""
     if outcome is CommitOutcome.NO_SPACE:
-        return NoSpaceError(f"no space for the index in {path}; free some, then go on")
+        return NoSpaceError(
+            f"no space for the index in {path}; free some, or end the process that is stopped in "
+            "the middle of a look at it, then go on"
+        )
     return TierIOError(errno.EIO, f"the index in {path} takes no changes; check the device")
 
 

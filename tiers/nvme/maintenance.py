@@ -30,8 +30,8 @@ from .index import (
     attach_index,
 )
 from .index_errors import CommitOutcome, from_lmdb, from_outcome
-from .index_file import DATA_NAME, stored_map_bytes
-from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S
+from .index_file import DATA_NAME
+from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S, described_layout
 from .owners import MAX_PROCESSES, Owners
 from .reader import Description
 from .segments import SegmentSet
@@ -203,8 +203,12 @@ def _beside_engines(description: Description) -> Iterator[BlockIndex]:
             owners = Owners(fs.byte_locks(home / OWNERS), str(home))
             held.callback(owners.close)
             owners.enter(as_guest=True)
-            path = home / "index"
-            index = attach_index(path, 0, stored_map_bytes(path), is_durable=False)
+            layout = described_layout(fs, home)  # inside the gate: it changes with who is alone
+            if layout is None:
+                raise CorruptionError(f"{home} has lost its namespace.json; start its engine first")
+            # As the engines map it, whatever the file says of itself: a command that had it alone
+            # may have mapped more, and what grows beyond their maps is lost to all of them.
+            index = attach_index(home / "index", 0, layout.index_bytes, is_durable=False)
             held.callback(index.abandon)
         owners.leave_gate()
         yield index
