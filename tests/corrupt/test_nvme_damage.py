@@ -19,8 +19,9 @@ import pytest
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
+from kvcascade.tiers.nvme.clean_mark import write_mark
 from kvcascade.tiers.nvme.format import FORMAT_VERSION, SLOT_RECORD_BYTES
-from kvcascade.tiers.nvme.index import SavedSlots, pack_saved_slots
+from kvcascade.tiers.nvme.saved_slots import SavedSlots, pack_saved_slots
 
 SLOTS, PER_SEGMENT = 32, 8
 HEADER = 4096
@@ -303,6 +304,8 @@ def change_index(folder: Path, meta: dict[bytes, bytes], gone: Sequence[bytes] =
                 txn.put(name, value, db=tables[b"meta"])
             for name in gone:
                 assert txn.delete(name, db=tables[b"blocks"])
+            transaction = txn.id()
+    write_mark(folder / "index", transaction)
 
 
 def test_a_changed_epoch_in_the_index_loses_blocks_at_most(folder: Path) -> None:

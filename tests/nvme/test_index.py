@@ -17,11 +17,11 @@ from kvcascade.tiers.nvme.index import (
     BlockIndex,
     IndexIdentity,
     Removal,
-    SavedSlots,
     Session,
     open_index,
 )
 from kvcascade.tiers.nvme.index_errors import CommitOutcome
+from kvcascade.tiers.nvme.saved_slots import SavedSlots
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)
 CAPACITY = 64

@@ -28,7 +28,6 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ...errors import (
     CorruptionError,
@@ -39,12 +38,14 @@ from ...errors import (
 )
 from .. import endurance
 from ..base import BlockHash
+from .clean_mark import write_mark
 from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, slot_in_entry
 from .index_environment import forget_former_self, open_environment
 from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_pages import check_pages
 from .owners import MAX_PROCESSES
+from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
 
 GENERATIONS_PER_SESSION = 1 << 40
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -56,8 +57,6 @@ SCAN_ENTRIES = 4096
 _U64 = struct.Struct("<Q")
 _IDENTITY = struct.Struct("<32sII")
 _TOTALS = struct.Struct("<QQ")
-_SAVED = struct.Struct("<QQ")
-_CHECK_BYTES = 8
 
 _ENTRY_TYPE = np.dtype(
     [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
@@ -72,18 +71,6 @@ class Removal:
     key: BlockHash
     slot: int
     generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSlots:
-    """What a process knew about its segments when it closed cleanly."""
-
-    epoch: int
-    """All blocks are gone if the namespace's is another one now."""
-    used: int
-    """Slots that held a block."""
-    free: npt.NDArray[np.int32]
-    """Free runs, ascending: shape `(n, 2)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +123,10 @@ class BlockIndex:
         self.entries_at_open = 0
         """Over the whole namespace."""
         self.needs_scan = False
-        """Set if pages were missing: saved free extents say nothing then."""
+        """Set if pages were missing, or a close did not get to its end: saved free extents say
+        nothing then."""
+        self.is_marked = True
+        """False if nobody vouches for all of the file (`clean_mark`)."""
         self.dropped_by_scan = 0
         """Entries that could not be right."""
         self.reset_at_open = 0
@@ -448,6 +438,7 @@ class BlockIndex:
             saved = parse_saved_slots(txn.pop(self._state_key))
             proven_from = self._note_boot(txn, number)
             self.taken_at_open = _number(txn.get(b"taken"))
+            was_live = self._any_live(txn)
             if is_alone:
                 for other in range(MAX_PROCESSES):
                     txn.delete(b"live%d" % other)
@@ -455,15 +446,20 @@ class BlockIndex:
             totals = txn.get(b"totals", b"")
             self.totals = _TOTALS.unpack(totals) if len(totals) == _TOTALS.size else (0, 0)
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
+            if is_alone and not self.is_marked and not was_live and self.entries_at_open:
+                self.needs_scan = True  # it says closed, but may not all be of that moment
         with self._damage_named():
-            self._env.sync(True)
+            self._env.sync(True)  # whatever comes next, the mark of the last close counts no more
         self.original_bytes = None
         self.forget_dead_readers()
         self.refresh()
         return Session(number, use, saved, proven_from)
 
     def close(self, saved: SavedSlots | None, read_bytes: int = 0) -> None:
-        """Close. With `saved`, the next open need not scan. Raises one of our errors."""
+        """Close. With `saved`, the next open need not scan. Raises one of our errors.
+
+        The last to close leaves the mark by which the next one need not look at every page.
+        """
         try:
             with self._damage_named():
                 with self._env.begin(write=True, db=self._meta) as txn:
@@ -471,7 +467,10 @@ class BlockIndex:
                     if saved is not None:
                         txn.delete(self._state_key.replace(b"state", b"live"))
                         txn.put(self._state_key, pack_saved_slots(saved))
+                    is_last, transaction = not self._any_live(txn), int(txn.id())
                 self._env.sync(True)
+            if is_last:
+                write_mark(self.path, transaction)
         finally:
             self.abandon()
 
@@ -506,6 +505,11 @@ class BlockIndex:
             )
         if txn.get(b"identity") != identity.pack():
             raise CorruptionError(damaged(self.path, "it belongs to another namespace"))
+
+    def _any_live(self, txn: lmdb.Transaction[bytes]) -> bool:
+        """True if a process has it open, or died and nobody has been alone since."""
+        states = range(MAX_PROCESSES)
+        return any(txn.get(b"live%d" % state, db=self._meta) is not None for state in states)
 
     def _note_boot(self, txn: lmdb.Transaction[bytes], session: int) -> int:
         """From which generation on slot records are as new as the entries that name them.
@@ -603,8 +607,7 @@ def _open(
 ) -> BlockIndex:
     original = check_file(path) if is_alone else None
     try:
-        if is_alone:
-            check_pages(path)
+        is_marked = check_pages(path) if is_alone else True
         forget_former_self(path, map_bytes)
         env = open_environment(path, map_bytes, is_durable)
         try:
@@ -623,29 +626,12 @@ def _open(
                 ) from None
             raise from_lmdb(error, path) from error
         raise
+    index.is_marked = is_marked
     if original is not None:
         index.original_bytes = original
         index.needs_scan = True
         index.check_pages()
     return index
-
-
-def pack_saved_slots(saved: SavedSlots) -> bytes:
-    """As it lies in the index."""
-    body = _SAVED.pack(saved.epoch, saved.used) + saved.free.astype("<i4").tobytes()
-    return body + xxhash.xxh3_64_digest(body)
-
-
-def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
-    """What `BlockIndex.close` wrote; None if it is not there or damaged."""
-    if blob is None or len(blob) < _SAVED.size + _CHECK_BYTES or len(blob) % 8:
-        return None
-    body, check = blob[:-_CHECK_BYTES], blob[-_CHECK_BYTES:]
-    if xxhash.xxh3_64_digest(body) != check:
-        return None
-    epoch, used = _SAVED.unpack_from(body)
-    runs = np.frombuffer(body, dtype="<i4", offset=_SAVED.size)
-    return SavedSlots(epoch, used, runs.reshape(-1, 2))
 
 
 def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:

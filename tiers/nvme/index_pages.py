@@ -6,8 +6,9 @@ raising. So every page that LMDB would follow is looked at first: its number, it
 of its nodes, each page in use once, and none of them on the list of free pages.
 
 A large index that was closed cleanly is checked at its heads only, because opening must not cost
-time in proportion to the tier: that close synced everything. What remains is trust in the owner of
-the files, which `check_file` and the modes of the directory establish.
+time in proportion to the tier: a mark beside it says that all of it was synced (`clean_mark`). What
+remains is trust in the owner of the files, which `check_file` and the modes of the directory
+establish.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CorruptionError
+from .clean_mark import read_mark
 from .index_file import DATA_NAME, damaged
 
 ALWAYS_CHECKED_BYTES = 16 << 20
@@ -79,22 +81,27 @@ class _Node:
     data: bytes
 
 
-def check_pages(path: Path) -> None:
+def check_pages(path: Path) -> bool:
     """Raise `CorruptionError` if LMDB could not walk the file in `path`, or `OSError`.
 
-    Nobody may be writing to it. `check_file` must have passed.
+    True if the last close vouches for all of it, or there is none. Nobody may be writing to it.
+    `check_file` must have passed.
     """
     if not os.path.lexists(path / DATA_NAME):
-        return
+        return True
     descriptor = os.open(path / DATA_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        if size:
-            _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size).run()
+        if not size:
+            return True
+        walk = _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size)
+        is_marked = walk.transaction == read_mark(path)
+        walk.run(is_marked)
     except _Damage as damage:
         raise CorruptionError(damaged(path, str(damage))) from None
     finally:
         os.close(descriptor)
+    return is_marked
 
 
 class _Walk:
@@ -106,7 +113,9 @@ class _Walk:
         self._page_bytes = int.from_bytes(data[_META_DBS_OFFSET : _META_DBS_OFFSET + 4], "little")
         metas = [page * self._page_bytes for page in range(_META_PAGES)]
         start = max(metas, key=lambda at: _META_TAIL.unpack_from(data, at + _META_TAIL_OFFSET)[1])
-        self._last_page = _META_TAIL.unpack_from(data, start + _META_TAIL_OFFSET)[0]
+        tail = _META_TAIL.unpack_from(data, start + _META_TAIL_OFFSET)
+        self._last_page, self.transaction = tail[0], int(tail[1])
+        """The last page in use, and the newest transaction."""
         at = start + _META_DBS_OFFSET
         self._free = _Tree.parse(data[at : at + _DB.size])
         self._main = _Tree.parse(data[at + _DB.size : at + 2 * _DB.size])
@@ -115,7 +124,7 @@ class _Walk:
         self._pages = shorts.reshape(pages, self._page_bytes // 2)
         self._in_use = np.zeros(min(self._last_page + 1, pages), dtype=np.bool_)
 
-    def run(self) -> None:
+    def run(self, is_marked: bool) -> None:
         """Every tree; of a large file that was closed cleanly the small ones only."""
         trees: dict[bytes, _Tree] = {}
         for node in self._nodes(self._main):
@@ -123,10 +132,9 @@ class _Walk:
                 raise _Damage("its list of tables is damaged")
             trees[node.key] = _Tree.parse(node.data)
         meta = trees.pop(b"meta", None)
-        is_clean = meta is not None
-        for node in self._nodes(meta) if meta is not None else ():
-            is_clean &= not node.key.startswith(b"live")
-        if is_clean and self._size > ALWAYS_CHECKED_BYTES:
+        for _ in self._nodes(meta) if meta is not None else ():
+            pass
+        if is_marked and self._size > ALWAYS_CHECKED_BYTES:
             return
         self._data.madvise(mmap.MADV_WILLNEED)
         for tree in trees.values():

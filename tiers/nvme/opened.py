@@ -20,8 +20,9 @@ from .backend import NvmeBackend, StatusTable
 from .capacity import SEGMENT_BYTES
 from .directory import IndexDirectory
 from .growth import SegmentGrowth
-from .index import BlockIndex, SavedSlots
+from .index import BlockIndex
 from .namespace import Namespace, NamespaceKey
+from .saved_slots import SavedSlots
 from .segments import SegmentSet
 from .store import BlockStore, Durability
 

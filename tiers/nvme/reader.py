@@ -36,11 +36,11 @@ from .format import (
     parse_description,
     parse_entry,
 )
-from .index import parse_saved_slots
 from .index_errors import from_lmdb
 from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
 from .namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
 from .owners import MAX_PROCESSES, noted_segments
+from .saved_slots import parse_saved_slots
 from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20

@@ -1,0 +1,43 @@
+"""What a process knew about its slots when it closed cleanly, as it lies in the index."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+_HEAD = struct.Struct("<QQ")
+_CHECK_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlots:
+    """What a process knew about its segments when it closed cleanly."""
+
+    epoch: int
+    """All blocks are gone if the namespace's is another one now."""
+    used: int
+    """Slots that held a block."""
+    free: npt.NDArray[np.int32]
+    """Free runs, ascending: shape `(n, 2)`."""
+
+
+def pack_saved_slots(saved: SavedSlots) -> bytes:
+    """As it lies in the index."""
+    body = _HEAD.pack(saved.epoch, saved.used) + saved.free.astype("<i4").tobytes()
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
+    """What `BlockIndex.close` wrote; None if it is not there or damaged."""
+    if blob is None or len(blob) < _HEAD.size + _CHECK_BYTES or len(blob) % 8:
+        return None
+    body, check = blob[:-_CHECK_BYTES], blob[-_CHECK_BYTES:]
+    if xxhash.xxh3_64_digest(body) != check:
+        return None
+    epoch, used = _HEAD.unpack_from(body)
+    runs = np.frombuffer(body, dtype="<i4", offset=_HEAD.size)
+    return SavedSlots(epoch, used, runs.reshape(-1, 2))
