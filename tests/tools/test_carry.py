@@ -30,6 +30,7 @@ from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tools.cache import export as export_module
 from kvcascade.tools.cache.carried import CarriedReader
 from kvcascade.tools.cache.export import Choice, export
@@ -72,6 +73,16 @@ def test_the_file_is_plain_safetensors(file: Path) -> None:
         assert record is not None
         assert record.checksum == block_checksum(record.key, memoryview(payload.tobytes()))
         assert payload.tobytes() == content(key(int.from_bytes(record.key[:4], "big")))
+
+
+def test_what_was_imported_survives_a_loss_of_power(tmp_path: Path) -> None:
+    folder = fill(tmp_path, 0)
+    description = read_description(locations(folder)[0])
+    key_of_it = NamespaceKey(description.label, description.fields)
+    visitor = Visitor([tmp_path], description, Wanted(key_of_it, description.layout, 1))
+    assert visitor._tier.store.durability is Durability.POWER
+    assert visitor._tier.index._env.flags()["sync"]
+    visitor.close()
 
 
 def test_round_trip_is_exact(file: Path, tmp_path: Path) -> None:

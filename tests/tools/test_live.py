@@ -25,6 +25,8 @@ from support.nvme_peer import ENVIRONMENT, Peer
 from support.nvme_rig import config_for, key
 
 from kvcascade.errors import NoSpaceError
+from kvcascade.tiers.nvme import maintenance
+from kvcascade.tiers.nvme.index import BlockIndex, attach_index
 from kvcascade.tiers.nvme.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
 from kvcascade.tiers.nvme.reader import read_description
@@ -178,6 +180,22 @@ def test_after_a_reset_there_is_nothing_to_take(tmp_path: Path, engine: Peer) ->
     assert engine.hits([5]) == 1
 
 
+def test_each_commit_beside_engines_survives_a_loss_of_power(
+    tmp_path: Path, engine: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: list[tuple[bool, bool]] = []
+
+    def attached(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:
+        index = attach_index(path, capacity, map_bytes, is_durable=is_durable)
+        found = index._env.flags()
+        flags.append((found["sync"], found["metasync"]))
+        return index
+
+    monkeypatch.setattr(maintenance, "attach_index", attached)
+    assert take_entries(read_description(locations(tmp_path)[0]), drops_of(tmp_path, [1])) == 1
+    assert flags == [(True, True)]
+
+
 HELD_UP = """
 import sys
 from pathlib import Path
@@ -218,8 +236,6 @@ HALF_WAY = f"""
 import sys
 from pathlib import Path
 from support.nvme_rig import config_for, key
-from kvcascade.errors import NoSpaceError
-from kvcascade.tiers.nvme.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.maintenance import Drop, take_entries
 from kvcascade.tiers.nvme.reader import read_description
 from kvcascade.tools.cache.opened import locations, opened

@@ -204,6 +204,11 @@ class BlockIndex:
         self.epoch = self.seen_epoch()
         self._txn.abort()
 
+    def sync(self) -> None:
+        """Make durable what was committed, by whichever process. Raises one of our errors."""
+        with self._damage_named():
+            self._env.sync(True)
+
     def forget_dead_readers(self) -> None:
         """Clear what processes that died left in the lock table, which pins old pages."""
         with suppress(lmdb.Error):
@@ -448,8 +453,7 @@ class BlockIndex:
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
             if is_alone and not self.is_marked and not was_live and self.entries_at_open:
                 self.needs_scan = True  # it says closed, but may not all be of that moment
-        with self._damage_named():
-            self._env.sync(True)  # whatever comes next, the mark of the last close counts no more
+        self.sync()  # from here on the mark of the last close counts no more
         self.original_bytes = None
         self.forget_dead_readers()
         self.refresh()
@@ -468,7 +472,7 @@ class BlockIndex:
                         txn.delete(self._state_key.replace(b"state", b"live"))
                         txn.put(self._state_key, pack_saved_slots(saved))
                     is_last, transaction = not self._any_live(txn), int(txn.id())
-                self._env.sync(True)
+            self.sync()
             if is_last:
                 write_mark(self.path, transaction)
         finally:

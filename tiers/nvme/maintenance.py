@@ -86,8 +86,9 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
 def take_entries(description: Description, drops: Sequence[Drop]) -> int:
     """Remove entries of a namespace that engines may have open; returns how many were still there.
 
-    The engines reuse the slots when their turn to leave comes. What a killed process has not
-    removed is there as before. Raises one of our errors; a reset meanwhile has removed everything.
+    The engines reuse the slots when their turn to leave comes. Each commit survives a loss of
+    power, as theirs may have to, and so that no clean mark outlives it. What a killed process has
+    not removed is there as before. Raises one of our errors; a reset meanwhile has removed all.
     """
     removed = 0
     with _beside_engines(description) as index:
@@ -208,9 +209,10 @@ def _beside_engines(description: Description) -> Iterator[BlockIndex]:
                 raise CorruptionError(f"{home} has lost its namespace.json; start its engine first")
             # As the engines map it, whatever the file says of itself: a command that had it alone
             # may have mapped more, and what grows beyond their maps is lost to all of them.
-            index = attach_index(home / "index", 0, layout.index_bytes, is_durable=False)
+            index = attach_index(home / "index", 0, layout.index_bytes, is_durable=True)
             held.callback(index.abandon)
         owners.leave_gate()
+        index.sync()  # what engines left unsynced, while none of them waits for a commit
         yield index
 
 

@@ -28,6 +28,7 @@ from ...tiers.nvme.namespace import OWNERS, NamespaceKey, namespaces_under
 from ...tiers.nvme.owners import open_states
 from ...tiers.nvme.reader import Description, SegmentReader
 from ...tiers.nvme.state_reader import StateReader
+from ...tiers.nvme.store import Durability
 from ...tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from ...tiers.policies import OrderedPolicy, create, heap_arrays
 
@@ -218,6 +219,7 @@ def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted
         capacity_bytes=own + PAGE_BYTES * len(roots),
         block_bytes=layout.block_bytes,
         key=wanted.key,
+        durability=Durability.POWER,  # as engines that run may promise
         min_free_bytes=fs.total_bytes(roots[0]) // MIN_FREE_SHARE,
         slots_per_segment=layout.slots,
         others_bytes=others * len(roots),
