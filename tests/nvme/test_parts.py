@@ -1,4 +1,4 @@
-"""A namespace over several paths that lost a part, or was half removed: it starts, and is right."""
+"""A namespace that lost a part, or was half removed by hand: it starts, and is right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from support.nvme_rig import Rig, config_for, content, key
 
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.namespace import DESCRIPTION, NamespaceKey, remove_namespace
+from kvcascade.tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
 KEYS = [key(i) for i in range(32)]
@@ -97,8 +96,8 @@ def test_paths_in_another_order_are_refused(config: NvmeTierConfig) -> None:
 @pytest.mark.parametrize(
     "gone", ["", "index", "state", "segments", "index state", "segments index"]
 )
-def test_a_removal_that_ended_halfway(tmp_path: Path, gone: str) -> None:
-    """Whatever had left when the process died: the next engine starts, and serves what is there."""
+def test_a_removal_by_hand_that_ended_halfway(tmp_path: Path, gone: str) -> None:
+    """Whatever had left by then: the next engine starts, and serves what is there."""
     config = config_for([tmp_path], slots=32)
     (folder,) = filled(config)
     (folder / DESCRIPTION).unlink()
@@ -106,16 +105,3 @@ def test_a_removal_that_ended_halfway(tmp_path: Path, gone: str) -> None:
         shutil.rmtree(folder / name)
     found = served(config)
     assert found == (set() if "index" in gone or "segments" in gone else set(KEYS))
-
-
-def test_the_description_leaves_first(tmp_path: Path) -> None:
-    (folder,) = filled(config_for([tmp_path], slots=32))
-
-    class Dying(RealFileSystem):
-        def remove_tree(self, path: Path) -> None:
-            assert not (path / DESCRIPTION).exists() and (path / "index").exists()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        remove_namespace(Dying(), folder)
-    assert folder.exists()

@@ -24,6 +24,7 @@ from .namespace import (
     described_layout,
     lock_namespace,
     namespaces_under,
+    remove_leftovers,
     remove_locked_namespace,
 )
 
@@ -176,10 +177,11 @@ class SpaceBudget:
             lock.release()
 
     def _make_room(self, root: Path, growth: int) -> None:
+        taken = remove_leftovers(self._fs, root)
         found = namespaces_under(self._fs, root)
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
-            taken = ahead = 0
+            ahead = 0
             for one in found:
                 is_own = one.path in self._folders
                 lock = None if is_own else lock_namespace(self._fs, one.path)

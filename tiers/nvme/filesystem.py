@@ -17,6 +17,7 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...errors import InUseError
@@ -145,11 +146,14 @@ class FileSystem(ABC):
 
     @abstractmethod
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and what is in it, without following links."""
+        """Remove a directory and what is in it, without following links.
+
+        Others may be removing it, too: what is not there any more is no error.
+        """
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Replace `target` atomically."""
+        """Give a file or a directory another name, atomically; a file replaces one of that name."""
 
     @abstractmethod
     def sync_dir(self, path: Path) -> None:
@@ -336,14 +340,14 @@ class RealFileSystem(FileSystem):
     def remove_tree(self, path: Path) -> None:
         for parent, folders, files in os.walk(path, topdown=False):
             for name in files:
-                os.unlink(os.path.join(parent, name))
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(parent, name))
             for name in folders:
                 inner = os.path.join(parent, name)
-                if os.path.islink(inner):
-                    os.unlink(inner)
-                else:
-                    os.rmdir(inner)
-        os.rmdir(path)
+                with suppress(FileNotFoundError):
+                    os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
+        with suppress(FileNotFoundError):
+            os.rmdir(path)
 
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)

@@ -61,9 +61,9 @@ class MemoryFileSystem(FileSystem):
         self.calls: Counter[str] = Counter()
         self._nodes: dict[Path, _Node] = {}
         self._folders: set[Path] = set()
-        self._locked: dict[Path, int] = {}
-        """Path to the number of holders, -1 for one who is alone."""
-        self._byte_owners: dict[Path, dict[int, object]] = {}
+        self._locked: dict[_Node, int] = {}
+        """File to the number of holders, -1 for one who is alone."""
+        self._byte_owners: dict[_Node, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
 
@@ -148,7 +148,11 @@ class MemoryFileSystem(FileSystem):
 
     def rename(self, source: Path, target: Path) -> None:
         self.enter("rename")
-        self._nodes[target] = self._nodes.pop(source)
+        if not self.exists(source):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+        self._folders = {_moved(name, source, target) for name in self._folders}
+        self._nodes.pop(target, None)
+        self._nodes = {_moved(name, source, target): each for name, each in self._nodes.items()}
 
     def sync_dir(self, path: Path) -> None:
         self.enter("sync_dir")
@@ -172,18 +176,18 @@ class MemoryFileSystem(FileSystem):
     ) -> FileLock:
         self.enter("lock")
         with self._lock:
-            holders = self._locked.get(path, 0)
+            node = self._nodes.setdefault(path, _Node(bytearray()))
+            holders = self._locked.get(node, 0)
             if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path, str(os.getpid())))
-            self._locked[path] = holders + 1 if shared else -1
-            self._nodes.setdefault(path, _Node(bytearray()))
-        return _MemoryLock(self._locked, path)
+            self._locked[node] = holders + 1 if shared else -1
+        return _MemoryLock(self._locked, node)
 
     def byte_locks(self, path: Path) -> ByteLocks:
         self.enter("byte_locks")
         with self._lock:
             node = self._nodes.setdefault(path, _Node(bytearray()))
-            return _MemoryByteLocks(self._byte_owners.setdefault(path, {}), node)
+            return _MemoryByteLocks(self._byte_owners.setdefault(node, {}), node)
 
     # -- for the files -------------------------------------------------------------------------
 
@@ -213,15 +217,20 @@ class MemoryFileSystem(FileSystem):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _moved(name: Path, source: Path, target: Path) -> Path:
+    """The name of a file once `source` is called `target`."""
+    return target / name.relative_to(source) if name.is_relative_to(source) else name
+
+
 class _MemoryLock(FileLock):
-    def __init__(self, locked: dict[Path, int], path: Path) -> None:
+    def __init__(self, locked: dict[_Node, int], node: _Node) -> None:
         self._locked = locked
-        self._path: Path | None = path
+        self._node: _Node | None = node
 
     def release(self) -> None:
-        path, self._path = self._path, None
-        if path is not None:
-            self._locked[path] = max(0, self._locked.get(path, 0) - 1)
+        node, self._node = self._node, None
+        if node is not None:
+            self._locked[node] = max(0, self._locked.get(node, 0) - 1)
 
 
 class _MemoryByteLocks(ByteLocks):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +33,11 @@ OWNERS = "owners"
 REMOVAL_WAIT_S = 30.0
 """For another process that is just removing a directory which is wanted again."""
 MAX_OPEN_TRIES = 8
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9a-f]{12}")
+MAX_LEFTOVERS = 16
+"""Removed at a time: others wait for it."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}-[0-9a-f]{12}")
+_REMOVING = ".removing-"
+_LEFTOVER = re.compile(re.escape(_REMOVING) + _NAME.pattern + r"\.[0-9a-f]{16}")
 _FOLDERS = ("index", "state", "segments")
 
 _log = get_logger(__name__)
@@ -258,7 +264,7 @@ def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
     with os_errors(f"locking {path}"):
         try:
             return fs.lock(path / LOCK, is_noted=False)  # the time of change is its last use
-        except InUseError:
+        except (InUseError, FileNotFoundError):  # or somebody else has just removed it
             return None
 
 
@@ -266,7 +272,7 @@ def remove_namespace(fs: FileSystem, path: Path) -> bool:
     """Delete a namespace directory unless a process has it open; True if it is gone."""
     lock = lock_namespace(fs, path)
     if lock is None:
-        return False
+        return not fs.exists(path)
     try:
         remove_locked_namespace(fs, path)
     finally:
@@ -277,13 +283,37 @@ def remove_namespace(fs: FileSystem, path: Path) -> bool:
 def remove_locked_namespace(fs: FileSystem, path: Path) -> None:
     """Delete a namespace directory that `lock_namespace` took.
 
-    Its description leaves first: with it, and without the index, the rest would be a damaged
-    namespace, which is what a process that dies halfway would leave.
+    It gets another name first. So who dies halfway leaves no damaged namespace, and who waits for
+    the lock cannot make files in a directory that is being emptied.
     """
+    doomed = path.with_name(f"{_REMOVING}{path.name}.{secrets.token_hex(8)}")
     with os_errors(f"removing {path}"):
-        if fs.exists(path / DESCRIPTION):
-            fs.unlink(path / DESCRIPTION)
-        fs.remove_tree(path)
+        fs.rename(path, doomed)
+        fs.remove_tree(doomed)
+
+
+def remove_leftovers(fs: FileSystem, root: Path) -> int:
+    """Delete namespaces in a path whose removal did not come to its end.
+
+    Returns the bytes of those that are still there, for a device that does not let go of them.
+    """
+    left_bytes = 0
+    with os_errors(f"clearing {root}"):
+        names = [name for name in fs.list_dir(root) if _LEFTOVER.fullmatch(name)]
+        for number, path in enumerate(root / name for name in names):
+            try:
+                fs.check_dir(path)
+            except OSError:  # just removed, a link, or not ours
+                continue
+            try:
+                if number < MAX_LEFTOVERS:
+                    fs.remove_tree(path)
+                    continue
+            except OSError as error:
+                _log.warning("%s, left of a removed namespace, cannot be deleted: %s", path, error)
+            with suppress(FileNotFoundError):
+                left_bytes += fs.used_bytes(path)
+    return left_bytes
 
 
 def _read_description(fs: FileSystem, folder: Path) -> Mapping[str, object] | None:

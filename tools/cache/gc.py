@@ -261,8 +261,8 @@ def _carry_out(plan: _Plan) -> None:
     report = plan.report
     try:
         if report.was_removed:
-            removed = [remove_namespace(RealFileSystem(), f) for f in plan.location.folders]
-            if not all(removed):
+            fs, folders = RealFileSystem(), [each.resolve() for each in plan.location.folders]
+            if not all([remove_namespace(fs, folder) for folder in folders]):
                 raise InUseError("an engine has it now")
         elif plan.is_live:
             if plan.drops:
