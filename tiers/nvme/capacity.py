@@ -71,12 +71,27 @@ class Plan:
         """What the index of a full tier may come to."""
         return index_bytes(self.slots)
 
+    def within(self, map_bytes: int) -> Plan:
+        """As much of it as an index of that size can name, one segment at least."""
+        most = max(1, slots_in_index(map_bytes) // self.slots_per_segment)
+        if self.segments <= most:
+            return self
+        return Plan(self.slots_per_segment, most, metadata_bytes(most * self.slots_per_segment))
+
 
 def index_bytes(slots: int) -> int:
     """What the index of so many slots may come to on disk."""
     churn = min(INDEX_CHURN_BYTES_MAX, INDEX_CHURN_BYTES_PER_SLOT * slots)
     whole = INDEX_FIXED_BYTES + INDEX_BYTES_PER_SLOT * slots + churn
     return -(-whole // PAGE_BYTES) * PAGE_BYTES
+
+
+def slots_in_index(map_bytes: int) -> int:
+    """The most slots whose index never comes to more: `index_bytes` turned round."""
+    spare = map_bytes - INDEX_FIXED_BYTES
+    small = spare // (INDEX_BYTES_PER_SLOT + INDEX_CHURN_BYTES_PER_SLOT)
+    large = (spare - INDEX_CHURN_BYTES_MAX) // INDEX_BYTES_PER_SLOT
+    return max(0, small, large)
 
 
 def metadata_bytes(slots: int) -> int:

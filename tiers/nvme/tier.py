@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from .capacity import plan_capacity
+from ...errors import CorruptionError
+from ...logs import get_logger
+from .capacity import Plan, plan_capacity
 from .filesystem import FileSystem, RealFileSystem
-from .namespace import open_namespace, stored_slots_per_segment
+from .namespace import Namespace, open_namespace, stored_slots_per_segment
 from .opened import NvmeTier, NvmeTierConfig, StartReport
 from .opening import Opening
+
+_log = get_logger(__name__)
 
 
 def open_nvme_tier(
@@ -34,6 +38,8 @@ def open_nvme_tier(
     try:  # another process may have made it in between
         slots = namespace.slots_per_segment or config.slots_per_segment
         plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
+        if not namespace.owners.is_alone:
+            plan = _beside_others(plan, namespace)
     except BaseException:
         namespace.close()
         raise
@@ -43,6 +49,29 @@ def open_nvme_tier(
     except BaseException:
         opening.undo()
         raise
+
+
+def _beside_others(plan: Plan, namespace: Namespace) -> Plan:
+    """No more than the index has room for that other processes map already.
+
+    Otherwise it would be full before the segments are: nothing would be evicted, and nothing
+    stored any more.
+    """
+    if namespace.description is None:
+        raise CorruptionError(
+            f"{namespace.folders[0]}/namespace.json was lost while other processes use it; stop "
+            "them all, then start again"
+        )
+    within = plan.within(namespace.index_bytes)
+    if within.segments < plan.segments:
+        _log.warning(
+            "%s takes %d of %d blocks: the index that running engines share has room for no more; "
+            "for the larger capacity all engines of this path must be stopped once",
+            namespace.folders[0],
+            within.slots,
+            plan.slots,
+        )
+    return within
 
 
 __all__ = ["NvmeTier", "NvmeTierConfig", "StartReport", "open_nvme_tier"]
