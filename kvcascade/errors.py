@@ -74,6 +74,7 @@ class ClosedError(KVCascadeError):
 
 
 _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def from_os_error(error: OSError, doing: str) -> KVCascadeError:
@@ -84,8 +85,17 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE_ERRNOS:
         return NoSpaceError(f"no space while {doing}: {reason}; free some or lower the capacity")
+    if error.errno in _NO_DESCRIPTOR_ERRNOS:
+        return TierIOError(error.errno, f"{reason} while {doing}; raise the limit with `ulimit -n`")
     mapped = TierIOError(error.errno, f"{reason} while {doing}; check the device and permissions")
     return mapped
+
+
+def is_for_want_of_resources(error: KVCascadeError) -> bool:
+    """True if the process ran out of descriptors or memory: nothing is wrong with the file."""
+    cause = error.__cause__
+    number = cause.errno if isinstance(cause, OSError) else 0
+    return number == errno.ENOMEM or number in _NO_DESCRIPTOR_ERRNOS
 
 
 @contextmanager

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import lmdb
 
-from ...errors import CorruptionError, InUseError, KVCascadeError, NoSpaceError, TierIOError
+from ...errors import (
+    CorruptionError,
+    InUseError,
+    KVCascadeError,
+    NoSpaceError,
+    TierIOError,
+    from_os_error,
+)
 from .index_file import damaged
 
 MAX_ERRNO = 4096
@@ -46,6 +53,8 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
             "tell apart; run the containers in the host's PID namespace (hostPID: true, docker "
             "--pid=host), or give each a path of its own"
         )
+    if _code(error) in (errno.EMFILE, errno.ENFILE):
+        return from_os_error(OSError(_code(error), str(error)), f"opening the index in {path}")
     if 0 < _code(error) < MAX_ERRNO:  # an errno of the operating system
         return TierIOError(_code(error), f"{error} at the index in {path}; check the device")
     return CorruptionError(damaged(path, str(error)))

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptionError, KVCascadeError, os_errors
+from ...errors import CorruptionError, KVCascadeError, is_for_want_of_resources, os_errors
 from ...logs import get_logger
 from .arrays import MappedArrays
 from .backend import Background, NvmeBackend, StatusTable, free_pools
@@ -237,6 +237,8 @@ class Opening:
                     self._segments.open(number)
                     continue
             except KVCascadeError as error:
+                if is_for_want_of_resources(error):  # its blocks are well, and must not be dropped
+                    raise
                 _log.warning("a segment is left out: %s", error)
             self._owners.disown(number)
             is_right = False

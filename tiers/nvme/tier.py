@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from ...errors import CorruptionError
+from ...errors import CorruptionError, os_errors
 from ...logs import get_logger
 from .capacity import Plan, plan_capacity
 from .filesystem import FileSystem, RealFileSystem
@@ -31,7 +31,13 @@ def open_nvme_tier(
     Raises `ConfigError`, `InUseError`, `CorruptionError`, `FormatError`, `NoSpaceError` or
     `TierIOError`; nothing is held afterwards.
     """
-    fs = RealFileSystem() if fs is None else fs
+    with os_errors(f"opening the tier in {', '.join(map(str, config.paths))}"):
+        return _open(config, executor, RealFileSystem() if fs is None else fs, clock)
+
+
+def _open(
+    config: NvmeTierConfig, executor: Executor, fs: FileSystem, clock: Callable[[], float]
+) -> NvmeTier:
     slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
     plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
     namespace = open_namespace(fs, config.paths, config.key)
