@@ -28,7 +28,7 @@ from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
 from .flow import Clock, Flow, Link
-from .flush import FlushMeans, flush
+from .flush import FlushMeans, flush_all
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
@@ -120,6 +120,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self._asking: Request | None = None
         self._retry_at: BlockHash | None = None
         """At this block the request that is asking was told to ask again in another step."""
+        self._knows_misses = False
+        """The request that is asking waited in an earlier step: what it misses was found out."""
         self._aging: deque[tuple[float, BlockHash]] = deque(
             maxlen=AGING_PER_SLOT * self._top.capacity
         )
@@ -195,6 +197,7 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:  # after it, the background leaves the first tier's blocks where they are
             self._asking = request
         self._retry_at = None
+        self._knows_misses = request.is_waiting
         self.answers.begin()
         if request.pending and self._clock() >= request.pending_until_s:
             request.forget_pending()
@@ -206,14 +209,19 @@ class CascadingOffloadingManager(OffloadingManager):
         if status is None and not self._demoters:
             return self._miss()
         if status is None and self._retry_at is not None:
-            if block_hash != self._retry_at:  # whatever it is, the request is not served now
-                return LookupState.RETRY
-            self._retry_at = None
+            if block_hash == self._retry_at:
+                self._retry_at = None
+            elif self._knows_misses:  # whatever it is, the request is not served now
+                # The engine asks until it misses: that must not be later than it was.
+                is_miss = block_hash in request.retry_misses
+                return LookupState.MISS if is_miss else LookupState.RETRY
         with self.lock:
             was_waiting = request.is_waiting
             state = self._state_below(block_hash, status, request)
             if state is LookupState.MISS:
                 request.missed_at = block_hash
+                if self._retry_at is not None:
+                    request.retry_misses.add(block_hash)
                 return self._miss()
             if state is not LookupState.HIT and not was_waiting:
                 self._hold_answered(request)
@@ -603,8 +611,7 @@ class CascadingOffloadingManager(OffloadingManager):
         May block, also while a tier rests that failed; for shutdown. True if nothing dirty is left.
         """
         means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
-        for demoter in self._demoters:
-            flush(demoter, means, deadline_s)
+        flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
             return not any(level.dirty_mask.any() for level in self._levels)

@@ -29,6 +29,8 @@ class Request:
     """Blocks on their way up, while it waits: asked again, nothing new can be said of them."""
     pending_until_s: float = math.inf
     """The first of their deadlines."""
+    retry_misses: set[BlockHash] = field(default_factory=set)
+    """What was nowhere when it was first told to ask again, while it waits for that."""
     waiting_since_s: float | None = None
     """When a lookup was first answered "ask again"; None while it does not wait."""
 
@@ -69,6 +71,7 @@ class Request:
         """It is served, over, or waited too long."""
         self.waiting_since_s = None
         self.has_promotions = False
+        self.retry_misses.clear()
         self.forget_pending()
         self.is_plain = self.allowed_media is None
 

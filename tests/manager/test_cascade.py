@@ -463,13 +463,16 @@ class TestPromotion:
         below_only(cascade, keys(0, 8))
         cascade.store(keys(20, 21))
         first, second = Request("first"), Request("second")
+        states(cascade, first, keys(0, 3))
+        assert states(cascade, second, keys(4, 9)) == [RETRY] * 4 + [MISS]
+        cascade.manager.end_step()
         for _ in range(2):  # in every step the first of its blocks is looked for
             states(cascade, first, keys(0, 3))
             assert states(cascade, second, keys(4, 5)) == [RETRY]
             with monkeypatch.context() as patch:
                 patch.setattr(cascade.policies[1], "get", None)
                 assert states(cascade, second, keys(20, 21)) == [HIT], "what is here still counts"
-                assert states(cascade, second, keys(5, 8)) == [RETRY] * 3
+                assert states(cascade, second, keys(5, 9)) == [RETRY] * 3 + [MISS]
             cascade.manager.end_step()
         cascade.run_transfers()
         states(cascade, first, keys(0, 3))
