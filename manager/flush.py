@@ -7,7 +7,7 @@ that can help. It does not help where there is no room, or where a transfer neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from .flow import Clock
 RESTS_AT_MOST = 2
 """In a row, without a block written meanwhile. The process that moves blocks is up again after one;
 a device that fails three times is not waited for."""
+PASSES_PER_LINK = 2
+"""A link that found no room below is tried again once the next one has made some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,21 @@ class FlushMeans:
     """Waits for so many seconds of the clock."""
 
 
-def flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
-    """Write what is dirty on one link until `deadline_s` on the clock. May block."""
+def flush_all(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) -> None:
+    """Write what is dirty on every link, top first, until `deadline_s` on the clock. May block."""
+    for _ in range(PASSES_PER_LINK * len(demoters)):
+        before = _written(demoters)
+        for demoter in demoters:
+            _flush(demoter, means, deadline_s)
+        if len(demoters) == 1 or _written(demoters) == before:
+            return
+
+
+def _written(demoters: Sequence[Demoter]) -> int:
+    return sum(demoter.counters.demoted_blocks for demoter in demoters)
+
+
+def _flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
     counters = demoter.counters
     # As many as there are and no more, for what a smaller tier below evicts is dirty again; those
     # that fail are sent anew.

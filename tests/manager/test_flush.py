@@ -118,3 +118,15 @@ def test_a_second_shutdown_waits_for_nothing() -> None:
     start_s = cascade.now_s
     cascade.manager.shutdown()
     assert cascade.now_s == start_s
+
+
+def test_what_finds_no_room_below_is_tried_again_once_there_is_some() -> None:
+    """The middle tier is full of what a slow last one has not taken yet."""
+    cascade = Cascade((32, 64, 1024))
+    stored: list[BlockHash] = []
+    for step in range(60):
+        stored += cascade.store(keys(4 * step, 4 * step + 4)) or []
+        cascade.down[0].wait(set(cascade.down[0].queued))
+        cascade.manager.end_step()
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S)
+    assert all(cascade.holds(1, h) or cascade.holds(2, h) for h in stored[-32:])
