@@ -105,3 +105,18 @@ def test_a_removal_by_hand_that_ended_halfway(tmp_path: Path, gone: str) -> None
         shutil.rmtree(folder / name)
     found = served(config)
     assert found == (set() if "index" in gone or "segments" in gone else set(KEYS))
+
+
+def test_a_part_that_engines_use_behind_another_first_path_is_left_alone(
+    config: NvmeTierConfig, tmp_path: Path
+) -> None:
+    rig = Rig(config)
+    rig.store_bit_by_bit(KEYS)
+    (tmp_path / "c").mkdir()
+    other = replace(config, paths=(tmp_path / "c", config.paths[1]))
+    with pytest.raises(ConfigError, match="whose first path is another"):
+        Rig(other)
+    assert all(rig.check(h) for h in KEYS)
+    rig = rig.reopened()
+    assert all(rig.check(h) for h in KEYS)
+    rig.close()

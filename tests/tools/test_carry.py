@@ -249,6 +249,20 @@ def test_export_works_beside_an_engine(tmp_path: Path) -> None:
         assert engine.hits([*range(BLOCKS), 50]) == BLOCKS + 1
 
 
+def test_nothing_is_imported_beside_engines_that_were_reset(tmp_path: Path) -> None:
+    """The file is of the weights on disk, and theirs may be others."""
+    root = tmp_path / "to"
+    root.mkdir()
+    config = config_of(root)
+    with Peer(replace(config, ready_bytes=0)) as engine:
+        engine.ask("reset")
+        (location,) = locations(root)
+        description = read_description(location)
+        with pytest.raises(InUseError, match="were reset"):
+            Visitor([root], description, Wanted(config.key, description.layout, 4))
+        engine.ask("check_sums")
+
+
 def test_after_a_reset_nothing_is_exported(tmp_path: Path) -> None:
     """The blocks may be of weights that were updated in place; elsewhere nobody would know."""
     rig = UsageRig(config_of(tmp_path))

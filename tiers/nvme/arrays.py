@@ -100,6 +100,13 @@ class MappedArrays:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
 
+    def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
+        """True if the array is there as it would be asked for; nothing is changed."""
+        path = self._folder / f"{name}.arr"
+        with os_errors(f"reading {path}"):
+            found = self._load(path, np.dtype(dtype), length)
+        return found is not None and len(found) == length
+
     def sync(self) -> None:
         """Seal all arrays with their checksums and make them durable. Raises one of our errors.
 

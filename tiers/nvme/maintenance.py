@@ -203,7 +203,7 @@ def _beside_engines(description: Description) -> Iterator[BlockIndex]:
                 held.callback(lock.release)
             owners = Owners(fs.byte_locks(home / OWNERS), str(home))
             held.callback(owners.close)
-            owners.enter(as_guest=True)
+            owners.enter(is_guest=True, leaves_state=False)
             layout = described_layout(fs, home)  # inside the gate: it changes with who is alone
             if layout is None:
                 raise CorruptionError(f"{home} has lost its namespace.json; start its engine first")

@@ -12,8 +12,8 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ MAX_NAME_CHARS = 64
 DESCRIPTION = "namespace.json"
 LOCK = "lock"
 OWNERS = "owners"
+IN_USE = "in_use"
+"""Lock file of a part that is not the first: held by the processes that are through the gate."""
 REMOVAL_WAIT_S = 30.0
 """For another process that is just removing a directory which is wanted again."""
 MAX_OPEN_TRIES = 8
@@ -135,7 +137,9 @@ class FoundNamespace:
     """Seconds of the wall clock."""
 
 
-def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> Namespace:
+def open_namespace(
+    fs: FileSystem, roots: Sequence[Path], key: NamespaceKey, *, is_guest: bool = False
+) -> Namespace:
     """Create or open the directories of `key` under the roots, and pass the gate.
 
     The caller leaves the gate (`Namespace.owners`) once everything is open. What is new is
@@ -156,8 +160,11 @@ def open_namespace(fs: FileSystem, roots: Sequence[Path], key: NamespaceKey) -> 
                 locks.append(_hold(fs, folder))
         with os_errors(f"opening the namespace {folders[0]}"):
             owners = Owners(fs.byte_locks(folders[0] / OWNERS), str(folders[0]))
-            owners.enter()
+            owners.enter(is_guest=is_guest)
         description = _open_parts(fs, folders, key)
+        for folder in folders[1:]:
+            with os_errors(f"opening the namespace {folder}"):
+                locks.append(fs.lock(folder / IN_USE, shared=True, wait_s=REMOVAL_WAIT_S))
     except BaseException:
         if owners is not None:
             owners.close()
@@ -181,20 +188,39 @@ def _open_parts(
             _check_description(document, key, folder, part, len(folders))
         documents.append(document)
     if documents[0] is None and not fs.exists(folders[0] / "index" / DATA_NAME):
-        for folder in folders:
-            with os_errors(f"removing what is left in {folder}"):
-                _remove_leftovers(fs, folder)
+        _remove_unknown(fs, folders[0])
+        for folder in folders[1:]:
+            with _unused(fs, folder):
+                _remove_unknown(fs, folder)
         return None
     return next((document for document in documents if document is not None), None)
 
 
-def _remove_leftovers(fs: FileSystem, folder: Path) -> None:
+@contextmanager
+def _unused(fs: FileSystem, part: Path) -> Iterator[None]:
+    """Raises `ConfigError` if engines use this part behind another first part than ours."""
+    try:
+        with os_errors(f"locking {part / IN_USE}"):
+            lock = fs.lock(part / IN_USE)
+    except InUseError:
+        raise ConfigError(
+            f"path: {part} belongs to a namespace that is open and whose first path is another; "
+            "give the paths as its engines have them, or stop those"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_unknown(fs: FileSystem, folder: Path) -> None:
     """Blocks that no index names: a later rebuild could bring back what was reset meanwhile."""
-    left = fs.list_dir(folder / "segments")
-    if fs.exists(folder / DESCRIPTION):
-        fs.unlink(folder / DESCRIPTION)
-    for name in left:
-        fs.unlink(folder / "segments" / name)
+    with os_errors(f"removing what is left in {folder}"):
+        left = fs.list_dir(folder / "segments")
+        if fs.exists(folder / DESCRIPTION):
+            fs.unlink(folder / DESCRIPTION)
+        for name in left:
+            fs.unlink(folder / "segments" / name)
     if left:
         _log.warning(
             "removed %d segments in %s: the first part of the namespace, with its index, is gone",

@@ -49,6 +49,8 @@ class NvmeTierConfig:
     """What other namespaces may take beside the capacity, for a visitor that removes none."""
     may_remove_namespaces: bool = True
     """Whether namespaces that nobody has open leave if there is no room beside them."""
+    is_guest: bool = False
+    """A command, not an engine: what it stores was computed elsewhere."""
     ready_bytes: int = SEGMENT_BYTES
     """Room that is there once the tier is open, per path, if there is that much."""
 

@@ -78,6 +78,8 @@ class Opening:
     def run(self) -> NvmeTier:
         """All steps in order."""
         resets, started = self._open_resets()
+        if not self._owners.is_alone and not self._owners.has_engines:
+            self._begin_beside_guests(resets, started)
         index, session = self._open_index(int(resets.sum()), int(started[0]))
         if self._owners.is_alone:
             resets[:] = 0
@@ -161,14 +163,23 @@ class Opening:
 
     def _open_resets(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Resets per process, and in one cell the epoch when a process last began alone."""
-        epochs = self._epoch_arrays("epoch", MAX_PROCESSES + 1, np.uint64)
-        if self._epoch_arrays.was_made and not self._owners.is_alone:
+        shape = ("epoch", MAX_PROCESSES + 1, np.uint64)
+        if not self._owners.is_alone and not self._epoch_arrays.has(*shape):
             folder = self._namespace.folders[0]
             raise CorruptionError(
                 f"{folder}/state/epoch.arr was lost while other processes use it; stop them all, "
                 "then start again"
             )
+        epochs = self._epoch_arrays(*shape)
         return epochs[:MAX_PROCESSES], epochs[MAX_PROCESSES:]
+
+    def _begin_beside_guests(
+        self, resets: npt.NDArray[np.uint64], started: npt.NDArray[np.uint64]
+    ) -> None:
+        """What a start alone does, by a reset of one's own: they have the index open."""
+        if started[0] != resets.sum():
+            resets[self._owners.state] += np.uint64(1)
+            started[0] = resets.sum()
 
     def _open_index(self, epoch: int, started_epoch: int) -> tuple[BlockIndex, Session]:
         """`started_epoch`: as of the last time that a process began alone.

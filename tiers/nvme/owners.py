@@ -6,6 +6,9 @@ all of them at once, and nobody else is concerned. A segment that nobody holds i
 blocks can be read by all, and any process may take it. The byte of a segment says which state
 number had it last, so that a process that starts again finds its own.
 
+Commands that come beside engines hold a byte more, which says that they are *guests*: they compute
+nothing, so they say nothing about the weights of engines.
+
 The gate is held while a process opens the namespace: openings happen one after the other.
 
 Threads: the methods belong to one thread at a time (first the opening one, then an I/O thread).
@@ -28,6 +31,7 @@ GATE_PAUSE_S = 0.01
 _GATE = 0
 _FIRST_STATE = 64
 _FIRST_HUNGRY = 128
+_FIRST_GUEST = 192
 _FIRST_SEGMENT = 256
 
 
@@ -57,16 +61,18 @@ class Owners:
         """The state number, once it was taken."""
         self.is_alone = False
         """True if no other process had the namespace open when this one came in."""
+        self.has_engines = False
+        """True if one of those others was an engine."""
         self.segments: set[int] = set()
         """Numbers of the segments that this process owns."""
         self._locks = locks
         self._where = where
         self._pause = pause
 
-    def enter(self, as_guest: bool = False) -> None:
+    def enter(self, *, is_guest: bool = False, leaves_state: bool = True) -> None:
         """Pass the gate and take the lowest free state number. Raises `InUseError`.
 
-        A guest, which leaves no state, takes the highest: an engine finds its own free.
+        Who leaves no state takes the highest: an engine finds its own free.
         """
         for _ in range(round(GATE_WAIT_S / GATE_PAUSE_S)):
             if self._locks.try_lock(_GATE):
@@ -77,14 +83,18 @@ class Owners:
                 f"another process has been opening {self._where} for {GATE_WAIT_S:g} s; if it "
                 "hangs, stop it"
             )
-        self.is_alone = not self._locks.others_hold(_FIRST_STATE, MAX_PROCESSES)
-        numbers = reversed(range(MAX_PROCESSES)) if as_guest else range(MAX_PROCESSES)
+        others = open_states(self._locks)
+        self.is_alone = not others
+        self.has_engines = not all(self._locks.others_hold(_FIRST_GUEST + k) for k in others)
+        numbers = range(MAX_PROCESSES) if leaves_state else reversed(range(MAX_PROCESSES))
         self.state = next((k for k in numbers if self._locks.try_lock(_FIRST_STATE + k)), -1)
         if self.state < 0:
             raise InUseError(
                 f"{MAX_PROCESSES} processes have {self._where} open, which is all that may; stop "
                 "one or choose another path or label"
             )
+        if is_guest:
+            self._locks.try_lock(_FIRST_GUEST + self.state)
 
     def leave_gate(self) -> None:
         """Let others open the namespace."""

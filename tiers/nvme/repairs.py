@@ -76,7 +76,7 @@ class RecordRepairs:
     def _end_retry(self, lot: list[int], repaired: int | None) -> None:
         if repaired:
             self._directory.look_again()
-            self._mended = lot
+            self._mended += lot
         else:
             self._retry_at_s = self._clock() + RETRY_AFTER_S
             self._aside.extend(lot)

@@ -40,7 +40,7 @@ def _open(
 ) -> NvmeTier:
     slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
     plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
-    namespace = open_namespace(fs, config.paths, config.key)
+    namespace = open_namespace(fs, config.paths, config.key, is_guest=config.is_guest)
     try:  # another process may have made it in between
         slots = namespace.slots_per_segment or config.slots_per_segment
         plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)

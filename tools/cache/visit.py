@@ -75,6 +75,12 @@ class Visitor:
         self.name = self._tier.namespace.folders[0].name
         self.is_live = not self._tier.report.is_alone
         """True if another process has it open."""
+        if self.is_live and StateReader(self._tier.namespace.folders[0]).was_reset():
+            self._tier.close()
+            raise InUseError(
+                f"the engines of {self.name} were reset: their weights may be others than those "
+                "that its fingerprint names, and that the blocks are of; stop them first"
+            )
         self._may_evict = may_evict
         self._pause = pause
         self._wanted: set[BlockHash] = set()
@@ -224,6 +230,7 @@ def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted
         slots_per_segment=layout.slots,
         others_bytes=others * len(roots),
         may_remove_namespaces=False,
+        is_guest=True,
         ready_bytes=0,
     )
     return _Plan(config, planned is not None)
