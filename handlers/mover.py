@@ -32,6 +32,8 @@ START_LIMIT_S = 30.0
 STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
 """In the life of one tier: each takes its own range of generations."""
+MAX_PAUSE_S = 600.0
+"""Between two starts; the pause doubles with each start after which no mover became ready."""
 SILENCE_LIMIT_S = 60.0
 """With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
 JOBS_AT_MOST = 64
@@ -85,6 +87,7 @@ class Mover:
         self._is_closed = False
         self._has_hung_up = False
         self._has_said_given_up = False
+        self._pause_s = 0.0
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._unsent: deque[memoryview] = deque()
@@ -245,6 +248,7 @@ class Mover:
     def _take(self, message: Ready | Answer) -> None:
         if isinstance(message, Ready):
             self._is_ready = True
+            self._pause_s = 0.0
             return
         on_end = self._jobs.get(message.ticket)
         if on_end is None:
@@ -294,7 +298,10 @@ class Mover:
                 return
             if is_often and now_s - self._starts_s[0] < 60.0:
                 return
+            if self._starts_s and now_s - self._starts_s[-1] < self._pause_s:
+                return
             self._starts_s.append(now_s)
+            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s or 1.0)
             self.starts += 1
             self._is_starting = True
             try:

@@ -214,6 +214,28 @@ def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> N
     assert "not started again" in caplog.text
 
 
+def test_a_mover_that_never_gets_ready_is_tried_more_and_more_rarely(stage: Stage) -> None:
+    """An idle engine asks at every tick: it must not use up its starts in an hour."""
+    stage.is_mute = True
+    for _ in range(24 * 60):
+        stage.children[-1].die()
+        stage.mover.poll()
+        stage.mover.poll()
+        stage.clock.advance(60.0)
+    a_day = len(stage.children)
+    assert a_day <= 24 * 3600 / limits.MAX_PAUSE_S + 10 < limits.STARTS_AT_MOST
+    stage.is_mute = False
+    stage.clock.advance(limits.MAX_PAUSE_S)
+    stage.children[-1].die()
+    for _ in range(2):  # it is started, it says that it is ready
+        stage.mover.poll()
+    stage.mover.poll()
+    assert stage.submit("a") and len(stage.children) == a_day + 1
+    stage.children[-1].die()
+    stage.mover.poll()
+    assert len(stage.children) == a_day + 2, "one that was ready is replaced at once"
+
+
 def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> None:
     """Whoever asks it to work before the next tick: that must be enough."""
     stage.children[0].die()
