@@ -46,7 +46,8 @@ def namespace_facts(
 ) -> dict[str, str]:
     """Every fact of the fingerprint that is known before the workers' tensors are.
 
-    `engine_config`: vLLM's `VllmConfig`, None if it was not found, and then nothing is shared;
+    `engine_config`: vLLM's `VllmConfig`, None if it was not found; then nothing is shared but under
+    the user's own `weights_id`, which stands for all that is not known;
     `model`: name or path to go by without it; `shape`: what the generation's own configuration says
     about blocks and parallelism.
     """

@@ -2,7 +2,8 @@
 
 The scheduler process holds the engine's full configuration as a local variable of the connector
 that makes our spec; the worker process offers it by a call. Both are tried, and their absence is
-no error: the facts are then fewer and the namespace is never shared across processes.
+no error: the facts are then fewer, and the namespace is shared across processes only under the
+user's own `weights_id`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _MEDIA_OPTIONS = (
     "mm_device_do_normalize",
     "mm_encoder_attn_dtype",
     "mm_encoder_attn_backend",
+    "mm_encoder_fp8_scale_path",
 )
 """What a server does to all media; vLLM's hash of an image knows what its request asks for only."""
 

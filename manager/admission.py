@@ -80,9 +80,10 @@ def admission_by_path(path: str) -> AdmitBy:
     """The function at `"package.module:function"`. Raises `ConfigError`."""
     try:
         function: Any = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's module does when it is imported
+        said = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"admission {path!r} cannot be imported ({error}); check the path"
+            f"admission {path!r} cannot be imported ({said}); check the path, or mend the module"
         ) from None
     if not callable(function):
         raise ConfigError(f"admission {path!r} is no function; make it (block_hash, uses) -> bool")

@@ -9,6 +9,7 @@ import pytest
 from contract.policy_contract import CAPACITY, Make, PolicyContract, fill, key
 
 from kvcascade.errors import ConfigError
+from kvcascade.manager.admission import admission_by_path
 from kvcascade.tiers.base import BlockStatus
 from kvcascade.tiers.policies import ORDERS, create, order_class
 
@@ -27,6 +28,10 @@ def test_unknown_policy_names_what_there_is() -> None:
         order_class("json:JSONDecoder")
     with pytest.raises(ConfigError, match="cannot be imported"):
         order_class("json:Nothing")
+    with pytest.raises(ConfigError, match="broken_rules:Order.*ZeroDivisionError.*mend the module"):
+        order_class("support.broken_rules:Order")
+    with pytest.raises(ConfigError, match="broken_rules:admit.*ZeroDivisionError.*mend the module"):
+        admission_by_path("support.broken_rules:admit")
     assert order_class("kvcascade.tiers.policies.lru:LruOrder") is ORDERS["lru"]
 
 

@@ -113,7 +113,8 @@ def test_ranks_that_come_together_take_the_same_arena_over(
     second = ArenaRole.worker(1)
 
     def opened(role: ArenaRole, engine: str, wait: Callable[[float], object]) -> Arena:
-        return Arena.open(pair, engine, role, arena_dir=str(tmp_path), wait=wait)  # type: ignore[arg-type]
+        folder = str(tmp_path)
+        return Arena.open(pair, engine, role, arena_dir=folder, wait=wait)  # type: ignore[arg-type]
 
     pause, is_late, link, late = threading.Event(), threading.Event(), os.link, list[Arena]()
 

@@ -47,6 +47,9 @@ def test_a_picture_that_cannot_be_written_is_all_that_is_said(tmp_path: Path) ->
     fill(tmp_path)
     answer = call("inspect", tmp_path, "--json", "--plot", tmp_path / "no" / "cache.png")
     assert answer.code == ExitCode.USAGE and "--plot" in answer.document["message"]
+    (tmp_path / "folder").mkdir()
+    answer = call("inspect", tmp_path, "--json", "--plot", tmp_path / "folder")
+    assert answer.code == ExitCode.USAGE and "is a folder" in answer.document["message"]
     answer = call("inspect", tmp_path, "--json", "--plot", "/dev/full")
     assert answer.code == ExitCode.NO_SPACE and answer.document["error"] == "no_space"
     with pytest.raises(NoSpaceError, match="/dev/full"):

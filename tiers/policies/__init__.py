@@ -78,8 +78,11 @@ def _loaded(name: str, path: str) -> type[EvictionOrder]:
     module_name, _, class_name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r} cannot be imported ({error}); check the path") from None
+    except Exception as error:  # whatever the user's module does when it is imported
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"policy {name!r} cannot be imported ({said}); check the path, or mend the module"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")
     return found

@@ -156,11 +156,15 @@ def check_place(option: str, path: Path | None) -> None:
     """Raise `ConfigError` if a file cannot be made there: asked before work that takes long."""
     if path is None:
         return
+    if path.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{option}: {path} cannot be written by this user; give another")
+        return
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{option}: {folder} is no folder that can be written; give another")
-    if path.is_dir():
-        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
 
 
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
