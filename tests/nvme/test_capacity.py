@@ -12,7 +12,7 @@ from support.nvme_peer import Peer
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
-from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.capacity import Plan, index_bytes, slots_in_index
 from kvcascade.tiers.nvme.format import MAX_SLOTS, PAGE_BYTES
 
@@ -54,9 +54,11 @@ def test_a_larger_capacity_waits_until_all_have_stopped(
         assert rig.backend.capacity == SLOTS
         (line,) = [each for each in caplog.messages if "larger capacity" in each]
         assert f"{SLOTS} of {16 * SLOTS} blocks" in line and "must be stopped once" in line
+        batch: list[BlockHash] = []
         for start in range(1000, 1000 + 32 * SLOTS, 8):
-            assert set(rig.store([key(i) for i in range(start, start + 8)])) == {BlockOutcome.OK}
-        assert all(rig.check(key(i)) for i in range(start, start + 8))
+            batch = [key(i) for i in range(start, start + 8)]
+            assert set(rig.store(batch)) == {BlockOutcome.OK}
+        assert all(rig.check(block_hash) for block_hash in batch)
         rig.close()
     caplog.clear()
     rig = Rig(large)
