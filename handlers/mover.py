@@ -32,8 +32,9 @@ START_LIMIT_S = 30.0
 STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
 """In the life of one tier: each takes its own range of generations."""
-MAX_PAUSE_S = 600.0
-"""Between two starts; the pause doubles with each start after which no mover became ready."""
+MAX_PAUSE_S = 1800.0
+"""Between two starts; the pause doubles with each start after which no mover became ready, once
+there were as many of them as may be in a minute."""
 SILENCE_LIMIT_S = 60.0
 """With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
 JOBS_AT_MOST = 64
@@ -87,7 +88,8 @@ class Mover:
         self._is_closed = False
         self._has_hung_up = False
         self._has_said_given_up = False
-        self._pause_s = 0.0
+        self._fruitless = 0
+        """Starts since a mover was ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._unsent: deque[memoryview] = deque()
@@ -248,7 +250,7 @@ class Mover:
     def _take(self, message: Ready | Answer) -> None:
         if isinstance(message, Ready):
             self._is_ready = True
-            self._pause_s = 0.0
+            self._fruitless = 0
             return
         on_end = self._jobs.get(message.ticket)
         if on_end is None:
@@ -301,13 +303,19 @@ class Mover:
             if self._starts_s and now_s - self._starts_s[-1] < self._pause_s:
                 return
             self._starts_s.append(now_s)
-            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s or 1.0)
+            self._fruitless += 1
             self.starts += 1
             self._is_starting = True
             try:
                 self._keeper.submit(self._start)
             except RuntimeError:  # shutting down
                 self._is_starting = False
+
+    @property
+    def _pause_s(self) -> float:
+        """Least time between the last start and the next one."""
+        too_many = self._fruitless - self._options.starts_per_minute
+        return min(MAX_PAUSE_S, 2.0 ** min(too_many, 11)) if too_many > 0 else 0.0
 
     def _say_given_up(self) -> None:
         if not self._has_said_given_up:

@@ -7,6 +7,7 @@ read with `getattr`, and hooks that some versions never call are simply there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -48,7 +49,7 @@ from .vllm_later import (
     state_of,
 )
 from .vllm_layers import about_blocks
-from .vllm_pages import from_canonical, page_order
+from .vllm_pages import from_canonical
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -64,6 +65,7 @@ _EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 """Later versions say more about an event."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
 """Of vLLM's tiering: the same bytes of a block in another order."""
+_PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
@@ -335,7 +337,6 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 rank=self.config.parallel.rank,
                 tensors=pages.tensors,
                 groups=pages.groups,
-                page_order=unsaid_page_order(self.config),
             )
             self._worker = CascadeWorker(side)
         return self._worker
@@ -364,7 +365,8 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         "tokens_per_hash": str(config.cache.tokens_per_hash),
         "blocks_per_chunk": str(config.cache.blocks_per_chunk),
         "rank_bytes": str(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk),
-        "layout": str(getattr(config, "kv_cache_layout", None)),
+        # Up to 0.28 the configuration does not say it; what the user asks for does.
+        "layout": str(getattr(config, "kv_cache_layout", None) or os.environ.get(_PAGE_ORDER)),
         "row_layout": " ".join(name for name in _ROW_LAYOUTS if getattr(config, name, False)),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
         f"dcp{parallel.dcp_size} world{parallel.world_size}",
@@ -374,11 +376,6 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
     return facts
-
-
-def unsaid_page_order(config: OffloadingConfig) -> str:
-    """The order inside a page where the configuration does not say it (up to 0.28); in a worker."""
-    return "" if getattr(config, "kv_cache_layout", None) else page_order()
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:

@@ -21,6 +21,13 @@ class Stub:
         self.__dict__.update(fields)
 
 
+class AnyField:
+    """An object whose every field is 1."""
+
+    def __getattr__(self, name: str) -> int:
+        return 1
+
+
 class HfConfig:
     """A model's own configuration."""
 
@@ -135,6 +142,20 @@ def test_another_layout_is_another_namespace() -> None:
         for layout in ("LBHNC", "LBNHC", "BLHNC", None)
     ]
     assert len({NamespaceKey("label", each).fingerprint for each in facts}) == 4
+
+
+def test_a_layout_that_only_the_user_says_is_another_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 0.28 the offloading configuration has none."""
+    modern = pytest.importorskip("kvcascade.vllm_modern")
+    config = Stub(**dict.fromkeys(("model", "cache", "parallel"), AnyField()))
+    config.worker_kv_bytes_per_block, config.groups = 1024, []
+    facts = [modern.shape_facts(config)]
+    for layout in ("NHD", "HND"):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        facts.append(modern.shape_facts(config))
+    assert [each["layout"] for each in facts] == ["None", "NHD", "HND"]
 
 
 def test_weights_elsewhere_are_not_those_of_the_local_folder() -> None:

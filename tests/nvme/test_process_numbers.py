@@ -23,12 +23,13 @@ MAX_PID = 1 << 22
 LOCK_NUMBERS = """
 import fcntl, sys
 table = open(sys.argv[1], "r+b")
-first, end = map(int, sys.argv[2:])
-fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB, end - first, first)
+bounds = list(map(int, sys.argv[2:]))
+for first, end in zip(bounds[::2], bounds[1::2]):
+    fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB, end - first, first)
 print("locked", flush=True)
 sys.stdin.read()
 """
-"""Lock what processes of these numbers (first, end) lock that have the index open."""
+"""Lock what processes of these numbers (first, end, and so on) lock that have the index open."""
 
 HOLD_TRANSACTION = """
 import sys, lmdb
@@ -113,7 +114,7 @@ def others_numbers(folder: Path, child: Start) -> subprocess.Popen[str]:
     rig = filled(folder)
     table = table_of(rig)
     rig.close()
-    return child(LOCK_NUMBERS, table, os.getpid() + 1, MAX_PID)
+    return child(LOCK_NUMBERS, table, 1, os.getpid(), os.getpid() + 1, MAX_PID)
 
 
 def test_a_mover_is_started_again_with_another_number(tmp_path: Path, child: Start) -> None:
