@@ -149,8 +149,14 @@ def test_a_layout_that_only_the_user_says_is_another_namespace(
 ) -> None:
     """Up to 0.28 the offloading configuration has none."""
     modern = pytest.importorskip("kvcascade.vllm_modern")
-    config = Stub(**dict.fromkeys(("model", "cache", "parallel"), AnyField()))
-    config.worker_kv_bytes_per_block, config.groups = 1024, []
+    any_field = AnyField()
+    config = Stub(
+        model=any_field,
+        cache=any_field,
+        parallel=any_field,
+        worker_kv_bytes_per_block=1024,
+        groups=[],
+    )
     facts = [modern.shape_facts(config)]
     for layout in ("NHD", "HND"):
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
