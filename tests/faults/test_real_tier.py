@@ -11,8 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.children import Start, children
 from support.executors import SteppingExecutor
 from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig, keys
 from support.nvme_rig import BLOCK, SLOT_BYTES
@@ -266,29 +265,9 @@ with env.begin(write=True) as txn:
 
 
 @pytest.fixture
-def child() -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
-    """Starts a process that has said that it is ready."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(code: str, *arguments: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline(), "it did not start"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-Start = Callable[[str, Path], subprocess.Popen[str]]
+def child() -> Iterator[Start]:
+    with children() as start:
+        yield start
 
 
 def index_folder(rig: FaultRig) -> Path:

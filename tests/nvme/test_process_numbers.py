@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.children import Start, children
 from support.mover_rig import MoverRig
 from support.nvme_rig import Rig, config_for, key
 
@@ -46,30 +47,11 @@ for _ in sys.stdin:
     print(env.readers().replace("\\n", ";"), flush=True)
 """
 
-Start = Callable[..., subprocess.Popen[str]]
-
 
 @pytest.fixture
 def child() -> Iterator[Start]:
-    """Starts a process that has said that it is ready."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline(), "it did not start"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    with children() as start:
+        yield start
 
 
 def table_of(rig: Rig) -> Path:
