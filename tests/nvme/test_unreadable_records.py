@@ -171,12 +171,18 @@ def test_they_come_back_with_the_device(tmp_path: Path, policy: str) -> None:
     rig.close()
 
 
-def test_they_are_there_after_the_next_start(tmp_path: Path) -> None:
+def with_slots_set_aside(tmp_path: Path) -> tuple[Rig, MemoryFileSystem]:
+    """A tier that stored so much that every slot was asked for, those of a spoilt segment too."""
     rig, fs = in_memory(tmp_path)
     spoil(rig, fs, 0)
     for first in range(100, 100 + SLOTS, 4):
         rig.store(keys(range(first, first + 4)))
         rig.maintain()
+    return rig, fs
+
+
+def test_they_are_there_after_the_next_start(tmp_path: Path) -> None:
+    rig, fs = with_slots_set_aside(tmp_path)
     aside = {i for i in range(SLOTS) if rig.check(key(i))}
     assert len(aside) == PER_SEGMENT
     rig.close()
@@ -187,11 +193,7 @@ def test_they_are_there_after_the_next_start(tmp_path: Path) -> None:
 
 
 def test_a_damaged_block_in_such_a_slot_leaves_the_index(tmp_path: Path) -> None:
-    rig, fs = in_memory(tmp_path)
-    spoil(rig, fs, 0)
-    for first in range(100, 100 + SLOTS, 4):
-        rig.store(keys(range(first, first + 4)))
-        rig.maintain()
+    rig, fs = with_slots_set_aside(tmp_path)
     victim = next(h for h in keys(range(SLOTS)) if rig.check(h))
     (slot,) = rig.tier.directory.slots_of([victim])
     segments = rig.tier.segments
