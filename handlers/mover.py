@@ -11,6 +11,7 @@ executor, since a mover dies with the thread that started it.
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 from collections import deque
@@ -37,6 +38,9 @@ MAX_PAUSE_S = 1800.0
 there were as many of them as may be in a minute."""
 SILENCE_LIMIT_S = 60.0
 """With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
+LISTEN_INTERVAL_S = 0.02
+"""Between two looks of upkeep. Each gives the interpreter lock up for a moment, and a thread that
+waits for it, to copy, begins to wait anew."""
 JOBS_AT_MOST = 64
 CLOSE_LIMIT_S = 5.0
 """For a mover to end by itself once it was told to."""
@@ -95,6 +99,7 @@ class Mover:
         self._unsent: deque[memoryview] = deque()
         self._starts_s: deque[float] = deque(maxlen=self._options.starts_per_minute)
         self._heard_s = 0.0
+        self._polled_s = -math.inf
         self.starts = 0
         """How often a process was started."""
 
@@ -144,6 +149,7 @@ class Mover:
     def poll(self) -> None:
         """Take in what there is; notice a death, start anew. Never blocks: microseconds."""
         with self._lock:
+            self._polled_s = self._clock()
             if self._connection is None:
                 self._start_if_allowed()
                 return
@@ -154,6 +160,11 @@ class Mover:
                 self._has_hung_up = True
             if self._has_hung_up:
                 self._bury()
+
+    def listen(self) -> None:
+        """`poll`, unless somebody did a moment ago: for upkeep, which need not know at once."""
+        if self._clock() - self._polled_s >= LISTEN_INTERVAL_S:
+            self.poll()
 
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Poll until something is so, or the time is over; True if it is so."""

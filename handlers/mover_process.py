@@ -155,7 +155,7 @@ class MoverBackground(Background):
         The handlers do that only while they have jobs: the answers to commits would pile up until
         no job is taken, and a mover that died idle would be missed when there is work again.
         """
-        self._mover.poll()
+        self._mover.listen()
         return self._store.take_strays()
 
     def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:

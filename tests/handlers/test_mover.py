@@ -256,8 +256,8 @@ def test_upkeep_listens_to_a_mover_without_transfers(stage: Stage, tmp_path: Pat
     for order in child.hear(limits.JOBS_AT_MOST):
         assert isinstance(order, RemoveJob)
         child.say(Answer(order.ticket))
-    for _ in range(limits.JOBS_AT_MOST):
-        rig.backend.maintain(rig.policy)
+    stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
+    rig.backend.maintain(rig.policy)
     assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))
     rig.close()
 
@@ -266,11 +266,27 @@ def test_upkeep_finds_a_mover_that_died_idle(stage: Stage, tmp_path: Path) -> No
     rig = Rig(config_for([tmp_path]))
     rig.backend.use_background(MoverBackground(rig.tier.store, stage.mover))
     stage.children[0].die()
-    rig.backend.maintain(rig.policy)
+    for _ in range(2):  # the next process is started, and heard
+        stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
+        rig.backend.maintain(rig.policy)
     assert len(stage.children) == 2
-    rig.backend.maintain(rig.policy)
     assert stage.mover.is_up
     rig.close()
+
+
+def test_upkeep_does_not_listen_where_handlers_just_did(stage: Stage) -> None:
+    """A second look at every step kept threads that copy from the interpreter."""
+    assert stage.submit("a")
+    stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
+    stage.mover.poll()
+    (order,) = stage.children[0].hear(1)
+    assert isinstance(order, RepairJob)
+    stage.children[0].say(Answer(order.ticket))
+    stage.mover.listen()
+    assert not stage.ended
+    stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
+    stage.mover.listen()
+    assert stage.ended == [("a", True)]
 
 
 def test_waits_are_bounded(stage: Stage) -> None:
