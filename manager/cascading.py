@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 from ..config import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
@@ -440,12 +440,12 @@ class CascadingOffloadingManager(OffloadingManager):
             self.counters.store_lost_blocks += request.put_off_blocks
             request.put_off_blocks = 0
             if request.keys:
-                new = [block_hash for block_hash, is_new in request.keys.items() if is_new]
-                reused = [block_hash for block_hash, is_new in request.keys.items() if not is_new]
-                keys, request.keys = list(request.keys), {}
+                used, request.keys = request.keys, {}
+                new = list(compress(used, used.values()))
+                reused = [h for h in used if not used[h]] if len(new) < len(used) else []
                 # Below, blocks come down long after: an order would take that for a return.
                 if self._top.policy.wants_chains:
-                    self._top.policy.note_chain(keys)
+                    self._top.policy.note_chain(list(used))
                 else:
                     self._top.policy.settle(new)
                     self._top.policy.touch(reused)

@@ -79,7 +79,7 @@ class Level:
     def set_dirty(self, slots: Sequence[int]) -> None:
         """These blocks are nowhere below. No effect in the last tier."""
         if not self.is_last and slots:
-            batch = np.asarray(slots, dtype=np.int32)
+            batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = True
             self.settled_mask[batch] = False
 
@@ -93,7 +93,7 @@ class Level:
     def set_arriving(self, slots: Sequence[int]) -> None:
         """The bytes of these slots are on their way."""
         if not self.is_last and slots:
-            batch = np.asarray(slots, dtype=np.int32)
+            batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = False
             self.settled_mask[batch] = False
 
@@ -145,7 +145,7 @@ class Level:
         """Allocate and insert; the blocks are not ready. There must be room."""
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
-        slots = np.fromiter(map(_block_id, statuses), np.int32, len(statuses))
+        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
         self._uses_of[slots] = 1
         if self.past_uses is not None:
             for block_hash, slot in zip(block_hashes, slots.tolist(), strict=True):

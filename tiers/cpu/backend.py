@@ -119,8 +119,12 @@ class CpuBackend(Backend):
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> LoadStoreSpec:
-        assert len(block_hashes) == len(statuses)
-        return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, len(statuses)))
+        n = len(statuses)
+        assert len(block_hashes) == n
+        first = statuses[0].block_id if n else 0
+        if self._statuses[first : first + n] == statuses:  # a prefix mostly lies in adjacent slots
+            return SlotSpec(np.arange(first, first + n, dtype=np.int32))
+        return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
 
     def reset(self) -> list[BlockStatus]:
         is_busy = (self._taken_flags != 0) & (self.ref_counts != 0)

@@ -142,25 +142,31 @@ class RecencyLog:
             return
         if len(slots) > len(self._stamp):  # then some are repeated: only the last use counts
             slots = list(dict.fromkeys(reversed(slots)))[::-1]
-        batch = np.asarray(slots, dtype=np.int32)
-        if int(self._ends[_TAIL] - self._ends[_HEAD]) + len(batch) > self._length:
+        batch = np.asarray(slots, dtype=np.intp)  # any other type is converted at every use
+        n, end = len(batch), self._end
+        if end[_TAIL] - end[_HEAD] + n > self._length:
             self._compact()
-        tail = int(self._ends[_TAIL])
-        positions = np.arange(tail, tail + len(batch), dtype=np.int64)
-        self._ends[_COUNT] += np.count_nonzero(self._stamp[batch] == 0)
-        self._log[positions % self._length] = batch
-        self._stamp[batch] = positions + 1
-        self._ends[_TAIL] = tail + len(batch)
-        distinct = int(np.count_nonzero(self._stamp[batch] == positions + 1))
-        if distinct != len(batch):  # a slot was given twice: count it once
-            self._ends[_COUNT] = np.count_nonzero(self._stamp)
+        tail = end[_TAIL]
+        stamps = np.arange(tail + 1, tail + 1 + n, dtype=np.int64)
+        absent = n - int(np.count_nonzero(self._stamp[batch]))
+        at = tail % self._length
+        if at + n <= self._length:
+            self._log[at : at + n] = batch
+        else:
+            self._log[(stamps - 1) % self._length] = batch
+        self._stamp[batch] = stamps
+        end[_TAIL] = tail + n
+        if absent:
+            end[_COUNT] += absent
+            if np.count_nonzero(self._stamp[batch] == stamps) != n:  # given twice: counts once
+                end[_COUNT] = int(np.count_nonzero(self._stamp))
 
     def prepend(self, slots: Sequence[int]) -> None:
         """Add slots that are absent, without repeats, as the least recent, the first most of all.
 
         Costs a pass over the stamps at most every `length` slots.
         """
-        batch = np.asarray(slots, dtype=np.int32)
+        batch = np.asarray(slots, dtype=np.intp)
         if int(self._ends[_TAIL] - self._ends[_HEAD]) + len(batch) > self._length:
             self._compact()
         if self._ends[_HEAD] < len(batch):  # a whole turn of the log: every entry stays in place
@@ -181,7 +187,7 @@ class RecencyLog:
                     self._stamp_of[slot] = 0
                     self._end[_COUNT] -= 1
             return
-        batch = np.unique(np.asarray(slots, dtype=np.int32))
+        batch = np.unique(np.asarray(slots, dtype=np.intp))
         self._ends[_COUNT] -= np.count_nonzero(self._stamp[batch])
         self._stamp[batch] = 0
 

@@ -56,13 +56,13 @@ class UsageOrder(EvictionOrder):
                 self._written_of[slot] = self._last_of[slot] = now
                 self._times_of[slot] = 0
             return
-        batch = np.asarray(slots, dtype=np.int32)
+        batch = np.asarray(slots, dtype=np.intp)
         self._written[batch] = self._last[batch] = now
         self._times[batch] = 0
 
     def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._order.insert_cold(slots, tags)
-        batch = np.asarray(slots, dtype=np.int32)
+        batch = np.asarray(slots, dtype=np.intp)
         self._written[batch] = self._last[batch] = self._times[batch] = 0  # nothing is known
 
     def touch(self, slots: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class UsageOrder(EvictionOrder):
                 self._last_of[slot] = now
                 self._times_of[slot] = min(MAX_TIMES, self._times_of[slot] + 1)
             return
-        batch = np.asarray(slots, dtype=np.int32)
+        batch = np.asarray(slots, dtype=np.intp)
         self._last[batch] = now
         self._times[batch] = np.minimum(self._times[batch], MAX_TIMES - 1) + 1
 
