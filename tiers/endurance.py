@@ -3,8 +3,9 @@
 The record lies in the index and changes in the transaction of each commit, so it is shared by all
 processes of a namespace and survives restarts and `kill -9` as exactly as the blocks themselves do.
 
-Time is wall-clock time, because the window outlives processes. A clock that goes back adds to the
-newest bucket, so what was written is never forgotten early; one that jumps ahead forgets.
+Time is wall-clock time, because the window outlives processes. A clock that goes back takes all of
+the day along, so what was written is never forgotten early, and all of it a day later; one that
+jumps ahead forgets.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def _at(record: bytes, now_s: float) -> tuple[int, _Table]:
         return now, np.zeros((BUCKETS, 2), dtype=np.uint64)
     (newest,) = _NEWEST.unpack_from(record)
     table: _Table = np.frombuffer(record, dtype="<u8", offset=_NEWEST.size).reshape(-1, 2).copy()
+    if newest == now + 1:  # a clock that is corrected by seconds is nothing to speak of
+        return newest, table
+    if newest > now:
+        day = table.sum(axis=0)
+        table[:] = 0
+        table[now % BUCKETS] = day
+        return now, table
     for bucket in range(newest + 1, min(now, newest + BUCKETS) + 1):
         table[bucket % BUCKETS] = 0
-    return max(now, newest), table
+    return now, table

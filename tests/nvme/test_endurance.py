@@ -53,7 +53,22 @@ def test_a_clock_that_goes_back_forgets_nothing() -> None:
     record = endurance.add(b"", NOW_S, 10, 1)
     record = endurance.add(record, NOW_S - 5 * DAY_S, 20, 2)
     assert endurance.day_totals(record, NOW_S - 9 * DAY_S) == DayTotals(30, 3)
-    assert endurance.day_totals(record, NOW_S) == DayTotals(30, 3)
+    assert endurance.day_totals(record, NOW_S - 4 * DAY_S - BUCKET_S) == DayTotals(30, 3)
+
+
+def test_a_clock_that_is_corrected_by_seconds_changes_nothing() -> None:
+    record = endurance.add(b"", NOW_S, 10, 0)
+    record = endurance.add(record, NOW_S + DAY_S / 2, 5, 0)
+    record = endurance.add(record, NOW_S + DAY_S / 2 - 1, 5, 0)
+    assert endurance.day_totals(record, NOW_S + DAY_S + BUCKET_S).written == 10
+
+
+def test_a_clock_that_was_ahead_counts_for_a_day() -> None:
+    record = endurance.add(b"", NOW_S + 3650 * DAY_S, 10, 1)
+    for day in range(3):
+        record = endurance.add(record, NOW_S + day * DAY_S, 5, 0)
+    assert endurance.day_totals(record, NOW_S + 2 * DAY_S).written == 10
+    assert endurance.day_totals(record, NOW_S + 4 * DAY_S) == DayTotals()
 
 
 @pytest.mark.parametrize("damaged", [b"", b"x", b"y" * (RECORD_BYTES + 1)])

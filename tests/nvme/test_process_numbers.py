@@ -18,6 +18,8 @@ from kvcascade.errors import InUseError, TierIOError
 from kvcascade.handlers.mover import STARTS_PER_MINUTE
 from kvcascade.handlers.mover_child import Connection
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.index_environment import open_environment
+from kvcascade.tiers.nvme.owners import MAX_PROCESSES
 
 MAX_PID = 1 << 22
 
@@ -193,3 +195,12 @@ def test_where_that_process_cannot_be_started(
     again = Rig(rig.config)
     assert again.check(key(0))
     again.close()
+
+
+def test_every_engine_that_may_share_a_tier_finds_room_in_the_table_of_readers(
+    tmp_path: Path,
+) -> None:
+    environment = open_environment(tmp_path, 1 << 20, is_durable=False)
+    lines_of_an_engine_and_its_mover = 3
+    assert environment.info()["max_readers"] >= MAX_PROCESSES * lines_of_an_engine_and_its_mover
+    environment.close()

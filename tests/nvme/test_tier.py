@@ -125,6 +125,22 @@ def test_what_is_stored_after_a_reset_is_not_for_the_next_engine(
     rig.close()
 
 
+@pytest.mark.parametrize("policy", ORDERS)
+def test_an_order_knows_nothing_of_what_a_reset_made_worthless(tmp_path: Path, policy: str) -> None:
+    """Its arrays name slots that are free again: to take one of them anew would tear it apart."""
+    rig = Rig(config_for([tmp_path], slots=64), policy=policy)
+    rig.reset()
+    rig.store(keys(40))
+    rig.policy.touch(keys(20))
+    rig.close()
+    again = Rig(rig.config, policy=policy)
+    assert again.tier.report.was_clean and not len(again.policy)
+    for start in range(100, 400, 10):
+        again.store(keys(10, start=start))
+    again.check_sums()
+    again.close()
+
+
 def test_a_reset_that_the_disk_forgot_counts(tmp_path: Path) -> None:
     """Power is lost: what was committed after a reset is there, the reset's own number is not."""
     rig = Rig(config_for([tmp_path], slots=16))

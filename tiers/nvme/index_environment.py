@@ -18,8 +18,12 @@ import lmdb
 
 from ...logs import get_logger
 from .index_file import LOCK_NAME
+from .owners import MAX_PROCESSES
 
-MAX_READERS = 126
+READERS_PER_PROCESS = 8
+"""Lines of the table. An engine and its mover have three, as LMDB keeps those of transactions that
+wait for their next use; what only looks takes some, too."""
+MAX_READERS = MAX_PROCESSES * READERS_PER_PROCESS
 CHECK_LIMIT_S = 10.0
 """For a process that opens the environment and looks who is dead."""
 _MAX_TABLE_BYTES = 1 << 20

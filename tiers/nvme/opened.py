@@ -68,6 +68,8 @@ class StartReport:
     created: datetime
     was_clean: bool
     """True if nothing had to be found out about the segments that this process had last."""
+    was_reset: bool
+    """True if what it had last is worth nothing since."""
     is_alone: bool
     """True if no other process had it open."""
     repaired_segments: int
@@ -98,7 +100,8 @@ class NvmeTier:
 
         Ask after the policy was made: an array that was not there also counts.
         """
-        return not self.report.was_clean or self.arrays.was_replaced
+        report = self.report
+        return not report.was_clean or report.was_reset or self.arrays.was_replaced
 
     def live_slots(self) -> npt.NDArray[np.int64]:
         """Slots that hold a block or are on their way to, ascending."""

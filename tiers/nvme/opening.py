@@ -133,7 +133,7 @@ class Opening:
             directory,
             store,
             arrays,
-            self._report(index, was_clean),
+            self._report(index, session, was_clean),
             index,
             self._segments,
             growth,
@@ -364,7 +364,7 @@ class Opening:
         per_path = max(1, self._config.ready_bytes // self._segments.layout.file_bytes)
         growth.make(per_path * self._paths - len(self._segments.numbers))
 
-    def _report(self, index: BlockIndex, was_clean: bool) -> StartReport:
+    def _report(self, index: BlockIndex, session: Session, was_clean: bool) -> StartReport:
         return StartReport(
             folder=self._namespace.folders[0],
             blocks=index.count(),
@@ -372,6 +372,7 @@ class Opening:
             capacity_blocks=self._plan.slots,
             created=self._namespace.created,
             was_clean=was_clean,
+            was_reset=session.saved is not None and session.saved.epoch != index.epoch,
             is_alone=self._owners.is_alone,
             repaired_segments=self._segments.repaired,
             bytes_written=index.totals[0],
