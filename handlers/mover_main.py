@@ -13,6 +13,7 @@ commit and send the answers, and `io_threads` of them are at the device at a tim
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from ..errors import KVCascadeError
+from ..errors import KVCascadeError, TierIOError
 from ..tiers.base import BlockHash, SlotSpec
 from ..tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
 from ..tiers.cpu.prefault import PIECE_BYTES, populate
@@ -103,7 +104,12 @@ class MoverServer:
             )
 
     def carry_out(self, order: Order) -> None:
-        """Begin to; the answer comes when it is done."""
+        """Begin to; the answer comes when it is done.
+
+        Raises `TierIOError` if this process cannot change the index any more: the next one can.
+        """
+        if self._store.has_lost_index:
+            raise TierIOError(errno.EIO, "the index could not be written; opening it anew")
         match order:
             case StoreJob():
                 self._begin_store(order)

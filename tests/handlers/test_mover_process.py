@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.mover_rig import LIMIT_S, MoverRig
-from support.nvme_rig import BLOCK, key
+from support.nvme_rig import BLOCK, Rig, config_for, key
 
+from kvcascade.errors import TierIOError
 from kvcascade.handlers.mover import MoverOptions
+from kvcascade.handlers.mover_main import MoverServer
 from kvcascade.handlers.mover_process import MoverBackground
+from kvcascade.handlers.mover_wire import RemoveJob
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 PATIENT = MoverOptions(starts_per_minute=100)
@@ -230,3 +234,18 @@ def test_a_mover_does_not_outlive_its_parent(tmp_path: Path, is_stopped: bool) -
 def test_it_starts_light(rig: MoverRig) -> None:
     maps = Path(f"/proc/{pid_of(rig)}/maps").read_text()
     assert "lmdb" in maps and "libtorch" not in maps and BLOCK
+
+
+def test_it_ends_once_it_cannot_change_the_index(tmp_path: Path) -> None:
+    """LMDB takes nothing more from a process that could not write its head; the next one may."""
+    rig, sent = Rig(config_for([tmp_path])), list[bytes]()
+    with ThreadPoolExecutor(1) as pool:
+        server = MoverServer(
+            rig.tier.store, memoryview(bytearray(BLOCK)), (pool, pool), sent.append
+        )
+        server.carry_out(RemoveJob(1, (), 0))
+        rig.tier.index.has_panicked = True
+        with pytest.raises(TierIOError, match="opening it anew"):
+            server.carry_out(RemoveJob(2, (), 0))
+    assert len(sent) == 1
+    rig.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
+import lmdb
 import numpy as np
 import pytest
 from support.nvme_rig import key
@@ -20,6 +22,7 @@ from kvcascade.tiers.nvme.index import (
     Session,
     open_index,
 )
+from kvcascade.tiers.nvme.index_environment import open_environment
 from kvcascade.tiers.nvme.index_errors import CommitOutcome
 from kvcascade.tiers.nvme.saved_slots import SavedSlots
 
@@ -30,6 +33,22 @@ MAP_BYTES = 1 << 24
 
 def entry(slot: int, generation: int = 1) -> IndexEntry:
     return IndexEntry(slot, 4096, 1234, generation)
+
+
+class Headless:
+    """An environment that could not write its head once: it takes no changes any more."""
+
+    def __init__(self, env: lmdb.Environment) -> None:
+        self.env = env
+        self.has_failed = False
+
+    def begin(self, *databases: object, **options: object) -> lmdb.Transaction:
+        if self.has_failed and options.get("write"):
+            raise lmdb.PanicError("the environment is in a fatal state")
+        return self.env.begin(*databases, **options)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.env, name)
 
 
 def opened(
@@ -191,4 +210,17 @@ def test_a_map_that_is_full_is_no_space(tmp_path: Path) -> None:
     assert index.commit(0, (), puts) is CommitOutcome.NO_SPACE
     assert index.count() == 0
     assert index.commit(0, (), puts[:10]) is CommitOutcome.DONE
+    index.abandon()
+
+
+def test_a_head_that_could_not_be_written_is_remembered(tmp_path: Path) -> None:
+    headless = Headless(open_environment(tmp_path, MAP_BYTES, is_durable=False))
+    index = BlockIndex(cast(lmdb.Environment, headless), tmp_path, CAPACITY)
+    index.load(IDENTITY, 0, may_create=True)
+    assert index.commit(0, (), [(key(1), entry(1))]) is CommitOutcome.DONE
+    assert not index.has_panicked
+    headless.has_failed = True
+    assert index.commit(0, (), [(key(2), entry(2))]) is CommitOutcome.IO_ERROR
+    assert index.has_panicked
+    assert index.entry(key(1)) == entry(1), "what is there is still found"
     index.abandon()

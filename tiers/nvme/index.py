@@ -138,6 +138,8 @@ class BlockIndex:
         self.taken_at_open = 0
         """Entries that were taken away (`take_away`) over the life of the namespace."""
         self.damaged_lookups = 0
+        self.has_panicked = False
+        """LMDB could not write its head, and takes no more changes from this process."""
         """Lookups that met a damaged entry or page; each was answered as a miss."""
         self.original_bytes: int | None = None
         """Size to restore if opening fails: the file was shorter than its meta page says."""
@@ -256,6 +258,7 @@ class BlockIndex:
                     self._add_totals(txn, written, read_bytes)
             self.epoch = max(self.epoch, epoch)
         except lmdb.Error as error:
+            self.has_panicked = isinstance(error, lmdb.PanicError)
             if isinstance(error, lmdb.MapFullError):
                 self.forget_dead_readers()
             return outcome_of_lmdb(error)

@@ -252,6 +252,11 @@ class BlockStore:
         """What survives."""
         return self._durability
 
+    @property
+    def has_lost_index(self) -> bool:
+        """True if this process cannot change the index until it opens it anew."""
+        return self._index.has_panicked
+
     def take_owed(self) -> list[Removal]:
         """What `owe` and failed commits left, for somebody else to commit; each is given once."""
         with self._lock:
