@@ -15,13 +15,14 @@ from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.nvme.capacity import SpaceBudget
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.filesystem import FileSystem, RealFileSystem
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import (
     LOCK,
     MAX_LEFTOVERS,
     NamespaceKey,
     namespaces_under,
+    open_namespace,
     remove_namespace,
 )
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
@@ -165,3 +166,18 @@ def test_what_the_device_does_not_let_go_of_counts(config: NvmeTierConfig, tmp_p
             pass
     with budget.claim(0, used_bytes // 2):
         assert fs.used_bytes(tmp_path) < used_bytes // 2
+
+
+@pytest.mark.parametrize("fs", [RealFileSystem(), MemoryFileSystem()], ids=["real", "memory"])
+def test_when_it_was_closed_it_was_used(tmp_path: Path, fs: FileSystem) -> None:
+    """An engine that served for a month is not the first to lose its cache when it is restarted."""
+    fs.make_dir(tmp_path)
+    namespace = open_namespace(fs, [tmp_path], NamespaceKey("served", {"model": "m"}))
+    namespace.owners.leave_gate()
+    lock = namespace.folders[0] / LOCK
+    if lock.exists():
+        os.utime(lock, (1.0, 1.0))  # long ago, as the clock goes
+    opened_at = fs.modified_at(lock)
+    namespace.close()
+    (found,) = namespaces_under(fs, tmp_path)
+    assert found.last_used == fs.modified_at(lock) > opened_at

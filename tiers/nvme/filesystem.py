@@ -182,7 +182,8 @@ class FileSystem(ABC):
         """Take the lock file `path`, alone or together with others who want it `shared`.
 
         After `wait_s` seconds in vain `InUseError` names who took it last. With `is_noted` that is
-        this process from now on; without, the file does not change, nor when it was changed last.
+        this process from now on, and the file changes when it is released, too; without, the file
+        does not change, nor when it was changed last.
         """
 
     @abstractmethod
@@ -290,11 +291,15 @@ class RealFile(File):
 class RealFileLock(FileLock):
     """An `flock`; the system drops it when the process dies, however it dies."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, is_noted: bool) -> None:
         self._fd = descriptor
+        self._is_noted = is_noted
 
     def release(self) -> None:
         if self._fd >= 0:
+            if self._is_noted:
+                with suppress(OSError):  # a device that fails, or became read-only
+                    os.utime(self._fd)
             os.close(self._fd)
             self._fd = -1
 
@@ -396,7 +401,7 @@ class RealFileSystem(FileSystem):
                 time.sleep(LOCK_PAUSE_S)
                 continue
             if descriptor is not None:
-                return RealFileLock(descriptor)
+                return RealFileLock(descriptor, is_noted)
             if tries_left <= 0:
                 raise InUseError(lock_message(path, ""))
 

@@ -11,8 +11,9 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from ...errors import InUseError
@@ -32,6 +33,8 @@ class _Node:
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
     maps: int = 0
     spoiled: list[range] = field(default_factory=list)
+    noted_at: int = 0
+    """When it was last noted who holds it as a lock."""
 
     def pass_over(self, offset: int, length: int) -> None:
         """Fail if the device can no longer read or write any of these bytes."""
@@ -62,6 +65,7 @@ class MemoryFileSystem(FileSystem):
         self._nodes: dict[Path, _Node] = {}
         self._folders: set[Path] = set()
         self._locked: dict[_Node, int] = {}
+        self._notes = count(1)
         """File to the number of holders, -1 for one who is alone."""
         self._byte_owners: dict[_Node, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
@@ -169,7 +173,7 @@ class MemoryFileSystem(FileSystem):
         return sum(len(self._nodes[name].data) for name in inside)
 
     def modified_at(self, path: Path) -> float:
-        return float(list(self._nodes).index(path)) if path in self._nodes else 0.0
+        return float(self._nodes[path].noted_at) if path in self._nodes else 0.0
 
     def lock(
         self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
@@ -181,7 +185,9 @@ class MemoryFileSystem(FileSystem):
             if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path, str(os.getpid())))
             self._locked[node] = holders + 1 if shared else -1
-        return _MemoryLock(self._locked, node)
+        lock = _MemoryLock(self._locked, node, self._notes if is_noted else None)
+        lock.note()
+        return lock
 
     def byte_locks(self, path: Path) -> ByteLocks:
         self.enter("byte_locks")
@@ -223,11 +229,18 @@ def _moved(name: Path, source: Path, target: Path) -> Path:
 
 
 class _MemoryLock(FileLock):
-    def __init__(self, locked: dict[_Node, int], node: _Node) -> None:
+    def __init__(self, locked: dict[_Node, int], node: _Node, notes: Iterator[int] | None) -> None:
         self._locked = locked
         self._node: _Node | None = node
+        self._notes = notes
+
+    def note(self) -> None:
+        """This is when it was used last."""
+        if self._node is not None and self._notes is not None:
+            self._node.noted_at = next(self._notes)
 
     def release(self) -> None:
+        self.note()
         node, self._node = self._node, None
         if node is not None:
             self._locked[node] = max(0, self._locked.get(node, 0) - 1)
