@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 from support.cache_rig import (
     Answer,
@@ -27,7 +29,8 @@ from support.nvme_rig import BLOCK, key
 
 from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.reader import Description
+from kvcascade.tiers.nvme.reader import Description, IndexReader
+from kvcascade.tiers.nvme.saved_slots import pack_saved_slots, parse_saved_slots
 from kvcascade.tiers.nvme.scan import Throttle
 from kvcascade.tools.cache import verify as core
 from kvcascade.tools.commands.common import ExitCode
@@ -49,10 +52,12 @@ def right_blocks(folder: Path) -> set[int]:
     return found
 
 
-def change_index(folder: Path, change: Callable[[lmdb.Transaction[bytes]], None]) -> None:
-    """Write to the table of blocks directly."""
+def change_index(
+    folder: Path, change: Callable[[lmdb.Transaction[bytes]], None], table: bytes = b"blocks"
+) -> None:
+    """Write to a table of the index directly."""
     env = lmdb.open(str(folder / "index"), max_dbs=4)
-    with env.begin(write=True, db=env.open_db(b"blocks")) as txn:
+    with env.begin(write=True, db=env.open_db(table)) as txn:
         change(txn)
     env.close()
 
@@ -152,6 +157,41 @@ def test_entries_that_cannot_be(tmp_path: Path) -> None:
     assert answer.one["dropped"] == 4 and answer.one["space_adds_up"] is False
     assert call("verify", tmp_path).code == ExitCode.OK
     assert right_blocks(folder) == set(range(BLOCKS)) - {0, 1}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "top"])
+def test_an_index_for_segments_of_no_slots_has_no_list_of_free_ones(
+    tmp_path: Path, command: str
+) -> None:
+    folder = fill(tmp_path, BLOCKS)
+
+    def change(txn: lmdb.Transaction[bytes]) -> None:
+        txn.put(b"identity", txn.get(b"identity", b"")[:-4] + bytes(4))
+
+    change_index(folder, change, b"meta")
+    more = ("--once",) if command == "top" else ()
+    assert call(command, tmp_path, *more).code == ExitCode.OK
+    if command == "verify":
+        assert call("verify", tmp_path, "--json").one["space_adds_up"] is None
+
+
+@pytest.mark.parametrize("runs", [[[0, 2_000_000_000]], [[0, 2_000_000_000]] * 1000])
+def test_free_runs_beyond_all_segments_cost_no_time(tmp_path: Path, runs: list[list[int]]) -> None:
+    """Looking goes over the segments that there are, however much is said to be free."""
+    folder = fill(tmp_path, BLOCKS)
+
+    def change(txn: lmdb.Transaction[bytes]) -> None:
+        saved = parse_saved_slots(txn.get(b"state0"))
+        assert saved is not None
+        lie = replace(saved, free=np.array(runs, dtype=np.int32))
+        txn.put(b"state0", pack_saved_slots(lie))
+        txn.put(b"identity", txn.get(b"identity", b"")[:-4] + (1).to_bytes(4, "little"))
+
+    change_index(folder, change, b"meta")
+    with IndexReader(folder / "index") as index:
+        pieces = len(index.meta().free)
+    assert 0 < pieces <= 2 * len(runs) + 4
+    assert call("verify", tmp_path, "--json").one["space_adds_up"] is False
 
 
 def test_a_live_cache_is_read_and_its_index_not_rebuilt(tmp_path: Path) -> None:

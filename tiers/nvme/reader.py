@@ -40,7 +40,7 @@ from .index_errors import from_lmdb
 from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
 from .namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
 from .owners import MAX_PROCESSES, noted_segments
-from .saved_slots import parse_saved_slots
+from .saved_slots import parse_saved_slots, runs_within
 from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20
@@ -263,7 +263,9 @@ class IndexReader:
         self, txn: lmdb.Transaction[bytes]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
         """The free runs that processes left in their segments, and the numbers of those."""
-        per_segment = int.from_bytes(txn.get(b"identity", b"")[-4:].ljust(4, b"\1"), "little")
+        per_segment = int.from_bytes(txn.get(b"identity", b"")[-4:], "little")
+        if per_segment == 0:
+            return None, frozenset()
         try:
             notes = _read_file(self.path.parent / OWNERS, MAX_OWNERS_BYTES)
         except OSError:
@@ -276,11 +278,7 @@ class IndexReader:
                 continue
             own = noted_segments(notes, state)
             counted |= own
-            for start, length in saved.free.tolist():
-                for first in range(start - start % per_segment, start + length, per_segment):
-                    if first // per_segment in own:
-                        begin, end = max(start, first), min(start + length, first + per_segment)
-                        found.append((begin, end - begin))
+            found += runs_within(saved.free.tolist(), sorted(own), per_segment)
         return np.array(sorted(found), dtype=np.int64).reshape(-1, 2), frozenset(counted)
 
     def raw(self, key: bytes) -> bytes | None:

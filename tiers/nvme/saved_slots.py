@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,3 +43,22 @@ def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
     epoch, used = _HEAD.unpack_from(body)
     runs = np.frombuffer(body, dtype="<i4", offset=_HEAD.size)
     return SavedSlots(epoch, used, runs.reshape(-1, 2))
+
+
+def runs_within(
+    free: Sequence[Sequence[int]], segments: Sequence[int], per_segment: int
+) -> list[tuple[int, int]]:
+    """Runs (first slot, slots) as far as they lie in these segments, cut at their borders.
+
+    Segments ascend. No more pieces than runs that do not overlap come to: the rest is no truth.
+    """
+    found: list[tuple[int, int]] = []
+    for start, length in free:
+        end = start + length
+        first = bisect_left(segments, start // per_segment)
+        for number in segments[first : bisect_right(segments, (end - 1) // per_segment)]:
+            if len(found) > len(free) + len(segments):
+                return found
+            cut, stop = max(start, number * per_segment), min(end, (number + 1) * per_segment)
+            found.append((cut, stop - cut))
+    return found
