@@ -45,6 +45,12 @@ def io_threads_of(
     return executors[-2], executors[-1]
 
 
+def slots_of_segment(options: NvmeTier, block_bytes: int) -> int | None:
+    """Slots of a segment as configured; None leaves it to the tier."""
+    size = options.segment_size
+    return None if size is None else max(1, size.of(0) // block_bytes)
+
+
 def open_nvme(
     options: NvmeTier,
     block_bytes: int,
@@ -56,7 +62,7 @@ def open_nvme(
 
     Raises one of our errors.
     """
-    machine, segment_size = ThisMachine(), options.segment_size
+    machine = ThisMachine()
     for path in options.path:
         with os_errors(f"creating {path} ({options.key}.path)"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,9 +75,7 @@ def open_nvme(
         key=key,
         durability=Durability(str(options.durability)),
         min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
-        slots_per_segment=(
-            None if segment_size is None else max(1, segment_size.of(0) // block_bytes)
-        ),
+        slots_per_segment=slots_of_segment(options, block_bytes),
     )
     return nvme.open_nvme_tier(config, executor, file_system)
 

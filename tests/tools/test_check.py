@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_rig import call
+from support.cache_rig import ROOT, call
 
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.machine import ThisMachine
 from kvcascade.named import checked
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tiers.nvme.capacity import plan_capacity
-from kvcascade.tools.cache.check import BlockShape, check, memory_rate, read_config
+from kvcascade.tools.cache.check import (
+    OPEN_S,
+    SCAN_S_PER_ENTRY,
+    BlockShape,
+    check,
+    memory_rate,
+    read_config,
+)
 from kvcascade.tools.cache.models import kv_shape
 from kvcascade.tools.commands.common import ExitCode
 
@@ -57,6 +64,30 @@ def test_what_tiers_hold(config: Path, tmp_path: Path) -> None:
     assert found["start_s"] > 0 and found["start_after_crash_s"] > found["start_s"]
     assert not (tmp_path / "kv").exists(), "nothing is created"
     assert "131,072 bytes" in call("check", config, "--model", LLAMA).out
+
+
+def test_a_kept_arena_holds_its_table_too(config: Path, tmp_path: Path) -> None:
+    """Each slot has a record in it: with small blocks that is room for hundreds of them."""
+    tiers = json.loads(config.read_text())["kv_connector_extra_config"]["tiers"]
+    change(config, tiers=[{**tiers[0], "persist": True}, {**tiers[1], "segment_size": "8MiB"}])
+    cpu, nvme = check(config, BlockShape(16, 256)).tiers
+    kept = ArenaGeometry.fit(64 * MIB, 4096, 1, kept=True)
+    assert cpu.blocks == kept.slots < ArenaGeometry.fit(64 * MIB, 4096, 1).slots
+    assert nvme.segments == plan_capacity(256 * MIB, 4096, 1, 2048).segments
+
+
+@pytest.mark.parametrize(
+    ("page", "opening", "scan"),
+    [
+        ("docs/cli.md", "{:g} s for each NVMe tier", "{:.1f} s for 4 million blocks"),
+        ("ARCHITECTURE.md", "/ {:g} s at 100k / 1M / 4M", "/ {:.1f} s at 100k / 1M / 4M"),
+    ],
+)
+def test_the_times_of_a_start_are_those_that_were_measured(
+    page: str, opening: str, scan: str
+) -> None:
+    text = (ROOT / page).read_text()
+    assert opening.format(OPEN_S) in text and scan.format(SCAN_S_PER_ENTRY * 4_000_000) in text
 
 
 def test_without_a_model_there_are_bytes_only(config: Path) -> None:
@@ -127,21 +158,21 @@ def test_a_tier_too_small_for_the_blocks(config: Path) -> None:
 
 def test_start_is_memory_by_rate(config: Path) -> None:
     report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: 32.0 * MIB)
-    assert report.start_s == pytest.approx(2.016)
+    assert report.start_s == pytest.approx(2.0 + OPEN_S)
     report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: None)
     assert report.start_s is None
 
 
-@pytest.mark.parametrize(("has_prefault", "start_s"), [(True, 2.016), (False, 0.516)])
+@pytest.mark.parametrize(("has_prefault", "memory_s"), [(True, 2.0), (False, 0.5)])
 def test_memory_that_is_not_touched_is_made_all_the_same(
-    config: Path, has_prefault: bool, start_s: float
+    config: Path, has_prefault: bool, memory_s: float
 ) -> None:
     tiers = json.loads(config.read_text())["kv_connector_extra_config"]["tiers"]
     tiers[0]["prefault"] = has_prefault
     change(config, tiers=tiers)
     rates = {True: 32.0 * MIB, False: 128.0 * MIB}
     report = check(config, None, measure=lambda folder, is_touched: rates[is_touched])
-    assert report.start_s == pytest.approx(start_s)
+    assert report.start_s == pytest.approx(memory_s + OPEN_S)
 
 
 @pytest.mark.parametrize("is_touched", [True, False])

@@ -15,6 +15,7 @@ from ...config import CascadeConfig, CpuTier, NvmeTier
 from ...errors import ConfigError, os_errors
 from ...machine import Machine, ThisMachine, cpu_capacity, nvme_capacity
 from ...named import checked
+from ...nvme_parts import slots_of_segment
 from ...tiers.cpu import ArenaGeometry
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.machine import probe_machine
@@ -27,10 +28,11 @@ PROBE_BYTES = 128 << 20
 MAX_PROBE_SHARE = 8
 """At most one in so many bytes of what is free."""
 PROBE_PIECES = 4
-SCAN_S_PER_ENTRY = 1.7 / 4_000_000
+SCAN_S_PER_ENTRY = 4.0 / 4_000_000
 """After a crash every index entry is read once: measured at 4 million entries (ARCHITECTURE.md)."""
-OPEN_S = 0.016
-"""Opening an NVMe tier after a clean close: measured, 3 to 16 ms (ARCHITECTURE.md)."""
+OPEN_S = 0.21
+"""Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
+sizes (ARCHITECTURE.md)."""
 MAX_CONFIG_BYTES = 1 << 20
 EXTRA = "kv_connector_extra_config"
 Measure = Callable[[Path, bool], float | None]
@@ -177,31 +179,34 @@ def _fill(
     report: CheckReport, settings: CascadeConfig, machine: Machine, shape: BlockShape | None
 ) -> None:
     capacity = cpu_capacity(settings.cpu, machine)
-    slot_bytes: int | None = None
+    arena: ArenaGeometry | None = None
     if shape is not None:
-        arena = ArenaGeometry.fit(capacity, shape.rank_bytes, shape.world_size)
-        slot_bytes = report.block_bytes = arena.slot_bytes
+        arena = ArenaGeometry.fit(
+            capacity, shape.rank_bytes, shape.world_size, kept=settings.cpu.persist
+        )
+        report.block_bytes = arena.slot_bytes
         report.tokens_per_block, report.bytes_per_token = shape.tokens, shape.bytes_per_token
     report.pinned_bytes = capacity
     for tier in settings.tiers:
-        report.tiers.append(_tier(tier, machine, slot_bytes, shape))
+        report.tiers.append(_tier(tier, machine, arena, shape))
 
 
 def _tier(
-    tier: CpuTier | NvmeTier, machine: Machine, slot_bytes: int | None, shape: BlockShape | None
+    tier: CpuTier | NvmeTier,
+    machine: Machine,
+    arena: ArenaGeometry | None,
+    shape: BlockShape | None,
 ) -> TierReport:
     blocks: int | None = None
     segments: int | None = None
     if isinstance(tier, CpuTier):
         where, capacity = str(tier.arena_dir), cpu_capacity(tier, machine)
-        if shape is not None:
-            blocks = ArenaGeometry.fit(capacity, shape.rank_bytes, shape.world_size).slots
+        blocks = None if arena is None else arena.slots
     else:
         where, capacity = ", ".join(map(str, tier.path)), nvme_capacity(tier, machine)
-        if slot_bytes is not None:
-            size = tier.segment_size
-            slots = None if size is None else max(1, size.of(0) // slot_bytes)
-            plan = plan_capacity(capacity, slot_bytes, len(tier.path), slots)
+        if arena is not None:
+            slots = slots_of_segment(tier, arena.slot_bytes)
+            plan = plan_capacity(capacity, arena.slot_bytes, len(tier.path), slots)
             blocks, segments = plan.slots, plan.segments
     tokens = None if blocks is None or shape is None else blocks * shape.tokens
     return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments)
