@@ -608,13 +608,15 @@ class CascadingOffloadingManager(OffloadingManager):
     def flush_dirty(self, deadline_s: float) -> bool:
         """Write every dirty block down, top tier first, until `deadline_s` on the clock.
 
-        May block, also while a tier rests that failed; for shutdown. True if nothing dirty is left.
+        May block, also while a tier rests that failed; for shutdown. True if no block is
+        dirty any more, nor on its way.
         """
         means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
-            return not any(level.dirty_mask.any() for level in self._levels)
+            is_moving = any(demoter.jobs_in_flight for demoter in self._demoters)
+            return not is_moving and not any(level.dirty_mask.any() for level in self._levels)
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.

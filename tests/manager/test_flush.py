@@ -106,7 +106,7 @@ def test_a_copy_that_never_ends_is_given_up() -> None:
     cascade.down[0].wait = lambda job_ids, timeout_s=None: None  # type: ignore[method-assign]
     cascade.now_s += STALLED_S
     start_s = cascade.now_s
-    cascade.manager.flush_dirty(start_s + LONG_S)
+    assert not cascade.manager.flush_dirty(start_s + LONG_S)
     assert cascade.now_s == start_s and written(cascade) == 0
 
 
