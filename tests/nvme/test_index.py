@@ -20,10 +20,12 @@ from kvcascade.tiers.nvme.index import (
     IndexIdentity,
     Removal,
     Session,
+    attach_index,
     open_index,
 )
 from kvcascade.tiers.nvme.index_environment import open_environment
 from kvcascade.tiers.nvme.index_errors import CommitOutcome
+from kvcascade.tiers.nvme.index_file import DATA_NAME
 from kvcascade.tiers.nvme.saved_slots import SavedSlots
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)
@@ -224,3 +226,14 @@ def test_a_head_that_could_not_be_written_is_remembered(tmp_path: Path) -> None:
     assert index.has_panicked
     assert index.entry(key(1)) == entry(1), "what is there is still found"
     index.abandon()
+
+
+def test_what_cannot_be_attached_to_is_not_left_open(tmp_path: Path) -> None:
+    opened(tmp_path).close(None)
+    data = tmp_path / DATA_NAME
+    whole = data.read_bytes()
+    data.write_bytes(whole[:8192] + bytes(len(whole) - 8192))  # the two meta pages are right
+    with pytest.raises(CorruptionError) as _:  # which holds on to all that the attempt made
+        attach_index(tmp_path, CAPACITY, MAP_BYTES, is_durable=False)
+    data.write_bytes(whole)
+    attach_index(tmp_path, CAPACITY, MAP_BYTES, is_durable=False).abandon()

@@ -3,8 +3,9 @@
 It is the only truth about what the tier holds. A commit is atomic: after `kill -9` it is there or
 not. With `is_durable` it also survives a loss of power; the payload must be synced before.
 
-Threads: `slot_of`, `value_of`, `refresh` and `release` belong to the manager's thread, which reads
-through one held transaction (memory-mapped, no system call). `commit` may come from any thread. Two
+Threads: the first methods of `BlockIndex`, `refresh` to `let_go`, belong to the manager's thread,
+which reads through one held transaction (memory-mapped, no system call); the last, `load` to
+`check_pages`, come before and after all others. What lies between may come from any thread. Two
 environments on the same directory must not be open in one process; several processes may have it
 open, and must all map the same number of bytes. A transaction that is held keeps pages from being
 used again, by all processes: `release` it where a step ends.
@@ -199,12 +200,12 @@ class BlockIndex:
         self.epoch = max(self.epoch, seen)
         return seen
 
-    # -- any thread ----------------------------------------------------------------------------
-
     def let_go(self) -> None:
         """Hold no transaction until the next `refresh`, and know the epoch of the last commit."""
         self.epoch = self.seen_epoch()
         self._txn.abort()
+
+    # -- any thread ----------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Make durable what was committed, by whichever process. Raises one of our errors."""
@@ -616,12 +617,7 @@ def _open(
     try:
         is_marked = check_pages(path) if is_alone else True
         forget_former_self(path, map_bytes)
-        env = open_environment(path, map_bytes, is_durable)
-        try:
-            index = BlockIndex(env, path, capacity)
-        except BaseException:
-            env.close()
-            raise
+        index = _opened(path, capacity, map_bytes, is_durable)
     except BaseException as error:
         if original is not None:
             os.truncate(path / DATA_NAME, original)
@@ -644,17 +640,26 @@ def _open(
 def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:
     """Open an environment that another process has open and loaded; changes nothing in it.
 
-    Only `commit` and `entry` may be used: no transaction is held, so no page is pinned. Raises
-    `CorruptionError`, `TierIOError` or `InUseError` (see `open_index`).
+    What any thread may call is of use, and `abandon` at the end: no transaction is held, so no page
+    is pinned. Raises `CorruptionError`, `TierIOError` or `InUseError` (see `open_index`).
     """
     with os_errors(f"attaching to the index in {path}"):
         try:
-            env = open_environment(path, map_bytes, is_durable)
-            index = BlockIndex(env, path, capacity)
-            index.let_go()
+            index = _opened(path, capacity, map_bytes, is_durable)
         except lmdb.Error as error:
             raise from_lmdb(error, path) from error
+    index.let_go()
     return index
+
+
+def _opened(path: Path, capacity: int, map_bytes: int, is_durable: bool) -> BlockIndex:
+    """Raises `lmdb.Error`, and has nothing open then."""
+    env = open_environment(path, map_bytes, is_durable)
+    try:
+        return BlockIndex(env, path, capacity)
+    except BaseException:
+        env.close()
+        raise
 
 
 def _boot_id() -> bytes:
