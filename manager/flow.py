@@ -22,7 +22,7 @@ MAX_BATCH_BLOCKS = 512
 MAX_JOBS_IN_FLIGHT = 4
 """Per link and direction."""
 STALLED_S = 15.0
-"""Writes that are under way, and none ends for so long: the tier counts as failed."""
+"""Transfers one way are under way, and none ends for so long: that counts as a failure."""
 NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 """Of a write: the block is below already, from before a reset of the tier there, or was found
 damaged in the tier above. Nothing failed there, and trying again is of no use."""

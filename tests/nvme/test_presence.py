@@ -39,7 +39,8 @@ def test_this_process_is_an_owner(tmp_path: Path) -> None:
     [
         ("1: FLOCK  ADVISORY  WRITE 12 fd:00:{inode} 0 EOF", [12]),
         ("1: FLOCK  ADVISORY  READ  12 fd:00:{inode} 0 EOF", [12]),
-        ("1: OFDLCK ADVISORY  WRITE -1 fd:00:{inode} 64 64", [4711]),
+        ("1: FLOCK  ADVISORY  WRITE 0 fd:00:{inode} 0 EOF", [4711]),
+        ("1: OFDLCK ADVISORY  WRITE -1 fd:00:{inode} 64 64", []),
         ("1: POSIX  ADVISORY  WRITE 12 fd:00:{inode} 0 EOF", []),
         ("1: -> FLOCK  ADVISORY  WRITE 12 fd:00:{inode} 0 EOF", []),
         ("1: FLOCK  ADVISORY  WRITE 12 fd:00:1 0 EOF", []),
@@ -55,7 +56,7 @@ def test_lines_of_the_table(tmp_path: Path, lock: Path, line: str, found: list[i
 
 def test_an_owner_without_a_name(tmp_path: Path, lock: Path) -> None:
     lock.write_text("nobody")
-    text = f"1: OFDLCK ADVISORY  WRITE -1 fd:00:{lock.stat().st_ino} 0 EOF"
+    text = f"1: FLOCK  ADVISORY  WRITE 0 fd:00:{lock.stat().st_ino} 0 EOF"
     assert owners([tmp_path], table(tmp_path, text)) == [0]
 
 

@@ -2,7 +2,7 @@
 
     "spec_name": "SlowDiskSpec", "spec_module_path": "support.slow_disk"
 
-The rate is in the environment variable `READ_RATE`, in bytes per second.
+The rate is in the environment variable that `READ_RATE` names, in bytes per second.
 """
 
 from __future__ import annotations

@@ -233,6 +233,14 @@ class NvmeBackend(Backend):
         self.take_arrived()
         return int(np.count_nonzero(self._table.is_owned))
 
+    def take_arrived(self) -> None:
+        """Take in the empty segments that were made meanwhile."""
+        for number in self._growth.poll():
+            first, end = self._span(number)
+            self._table.is_owned[first:end] = True
+            self._pool_of(first).free(first, end - first)
+            self._directory.adopt(0)
+
     def close(self) -> None:
         self._pools = [ExtentPool()]
 
@@ -297,14 +305,6 @@ class NvmeBackend(Backend):
 
     def _pool_of(self, slot: int) -> ExtentPool:
         return self._pools[slot // self._slots_per_segment % self._paths]
-
-    def take_arrived(self) -> None:
-        """Take in the empty segments that were made meanwhile."""
-        for number in self._growth.poll():
-            first, end = self._span(number)
-            self._table.is_owned[first:end] = True
-            self._pool_of(first).free(first, end - first)
-            self._directory.adopt(0)
 
     def _span(self, number: int) -> tuple[int, int]:
         """First slot of a segment, and the one behind its last."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .namespace import LOCK
 
 LOCK_TABLE = Path("/proc/locks")
 MAX_PID_CHARS = 20
-_KINDS = frozenset({"FLOCK", "OFDLCK"})
+_KIND = "FLOCK"
 
 
 def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
@@ -22,7 +23,7 @@ def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
 
     Processes of other PID namespaces are seen only if the machine's `/proc` shows them.
     """
-    files = {inode: path for folder in folders for inode, path in _lock_files(folder)}
+    files = dict(_lock_files(folders))
     found: set[int] = set()
     for inode, pid in _held(lock_table):
         if inode in files:
@@ -30,17 +31,15 @@ def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
     return sorted(found - {0}) or sorted(found)
 
 
-def _lock_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Everything that a process may lock to own the namespace or a part of it."""
-    path = folder / LOCK  # whoever has anything else of a namespace has this one, too
-    try:
-        yield os.lstat(path).st_ino, path
-    except OSError:  # just removed
-        return
+def _lock_files(folders: Iterable[Path]) -> Iterator[tuple[int, Path]]:
+    """(inode, path) of what everybody locks who has anything of a namespace."""
+    for path in (folder / LOCK for folder in folders):
+        with suppress(OSError):  # just removed
+            yield os.lstat(path).st_ino, path
 
 
 def _held(lock_table: Path) -> Iterator[tuple[int, int]]:
-    """(inode, pid) of every lock of a kind that an owner takes."""
+    """(inode, pid) of every lock of the kind that an owner takes."""
     try:
         lines = lock_table.read_text("ascii", "replace").splitlines()
     except OSError:  # a kernel without it: nobody is seen
@@ -48,7 +47,7 @@ def _held(lock_table: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         words = line.split()
         # "1: FLOCK  ADVISORY  WRITE 5512 fd:00:3015 0 EOF"
-        if len(words) < 6 or words[1] not in _KINDS:
+        if len(words) < 6 or words[1] != _KIND:
             continue
         inode = words[5].rpartition(":")[2]
         if inode.isdigit() and words[4].lstrip("-").isdigit():
