@@ -127,16 +127,10 @@ class WriteBudget:
     way is added until it has landed.
     """
 
-    def __init__(
-        self,
-        bytes_per_day: int,
-        totals: Callable[[], DayTotals],
-        note_written: Callable[[int], None] | None = None,
-    ) -> None:
-        """`note_written`: for a tier that keeps no record of its own."""
+    def __init__(self, bytes_per_day: int, totals: Callable[[], DayTotals]) -> None:
+        """`totals`: what the tier's record says now."""
         self._bytes_per_day = bytes_per_day
         self._totals = totals
-        self._note_written = note_written
         self._in_flight_bytes = 0
 
     def left_bytes(self) -> int:
@@ -150,8 +144,6 @@ class WriteBudget:
     def ended(self, size_bytes: int) -> None:
         """It has landed, and is in the tier's record, or failed."""
         self._in_flight_bytes -= size_bytes
-        if self._note_written is not None:
-            self._note_written(size_bytes)
 
 
 class EnduranceWatch:

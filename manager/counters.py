@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 MAX_LATENCIES = 1024
 """Samples that are kept until somebody takes them; the oldest go first."""
@@ -90,7 +90,3 @@ class Counters:
             evicted_blocks=[0] * len(names),
             links=[LinkCounters() for _ in names[1:]],
         )
-
-    def as_dict(self) -> dict[str, object]:
-        """A copy as plain data."""
-        return asdict(self)

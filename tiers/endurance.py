@@ -11,7 +11,6 @@ jumps ahead forgets.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,23 +35,6 @@ class DayTotals:
     read: int = 0
     is_whole_day: bool = False
     """True if the oldest bucket has writes: there is a day to judge by."""
-
-
-class DayLog:
-    """A record in memory, for tiers that keep none; any one thread."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds."""
-        self._clock = clock
-        self._record = b""
-
-    def add(self, written: int, read: int = 0) -> None:
-        """So many bytes were written and read."""
-        self._record = add(self._record, self._clock(), written, read)
-
-    def totals(self) -> DayTotals:
-        """The sums of the day that ends now."""
-        return day_totals(self._record, self._clock())
 
 
 def add(record: bytes, now_s: float, written: int, read: int) -> bytes:

@@ -81,8 +81,8 @@ def test_all_roles_see_the_same_bytes(tmp_path: Path) -> None:
         open_arena(tmp_path, SCHEDULER) as scheduler,
     ):
         assert first.token == second.token == scheduler.token
-        first.rank_view(0)[4] = 11
-        second.rank_view(1)[4] = 22
+        first.slots[4, :3000] = 11
+        second.slots[4, 3000:6000] = 22
         row = scheduler.slots[4]
         assert (row[:3000] == 11).all() and (row[3000:6000] == 22).all()
         assert (row[6000:] == 0).all() and (scheduler.slots[3] == 0).all()
@@ -98,8 +98,8 @@ def test_replicated_ranks_share_one_part(tmp_path: Path) -> None:
         open_arena(tmp_path, ArenaRole.worker(0), geometry) as first,
         open_arena(tmp_path, ArenaRole.worker(1), geometry) as second,
     ):
-        first.rank_view(0)[:] = 7
-        assert (second.rank_view(1) == 7).all()
+        first.slots[:] = 7
+        assert second.slots.shape == (2, 4096) and (second.slots == 7).all()
 
 
 def test_the_name_goes_when_all_have_mapped(tmp_path: Path) -> None:

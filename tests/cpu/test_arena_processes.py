@@ -30,7 +30,7 @@ except KVCascadeError as error:
 print(arena.token.hex(), flush=True)
 for line in sys.stdin:
     if line.startswith("write"):
-        arena.rank_view(role.rank)[:] = int(line.split()[1])
+        arena.slots[:, 4096 * role.rank : 4096 * (role.rank + 1)] = int(line.split()[1])
         print("done", flush=True)
     elif line.startswith("read"):
         print(int(arena.slots[0, 0]), int(arena.slots[0, 4096]), flush=True)

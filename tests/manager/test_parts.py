@@ -1,4 +1,4 @@
-"""The small parts of the manager: write budget, ticker, counters."""
+"""The small parts of the manager: write budget, admission, ticker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 from support.cascade import key
+from support.day_log import DayLog, NotedBudget
 
 from kvcascade.errors import ConfigError
 from kvcascade.manager import admission
@@ -20,17 +21,16 @@ from kvcascade.manager.admission import (
     WriteBudget,
     admission_by_path,
 )
-from kvcascade.manager.counters import Counters
 from kvcascade.manager.ticker import Ticker
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.endurance import BUCKET_S, DAY_S, DayLog, DayTotals
+from kvcascade.tiers.endurance import BUCKET_S, DAY_S, DayTotals
 
 
 class TestWriteBudget:
     def test_what_was_written_comes_back_after_a_day(self) -> None:
         now = [0.0]
         log = DayLog(lambda: now[0])
-        budget = WriteBudget(1000, log.totals, log.add)
+        budget = NotedBudget(1000, log)
         write(budget, 600)
         now[0] = DAY_S / 2
         write(budget, 300)
@@ -50,7 +50,7 @@ class TestWriteBudget:
     def test_never_more_than_the_limit_in_any_sliding_day(self) -> None:
         now = [0.0]
         log = DayLog(lambda: now[0])
-        budget = WriteBudget(100, log.totals, log.add)
+        budget = NotedBudget(100, log)
         spent: list[tuple[float, int]] = []
         for step in range(1000):
             now[0] = step * 731.0
@@ -159,11 +159,3 @@ class TestTicker:
         assert failed.wait(10)
         ticker.stop()
         assert "background demotion stopped" in caplog.text
-
-
-def test_counters_are_plain_data() -> None:
-    counters = Counters.for_tiers(("cpu", "nvme"))
-    counters.links[0].demoted_blocks += 3
-    data = counters.as_dict()
-    assert data["loaded_blocks"] == [0, 0]
-    assert data["links"][0]["demoted_blocks"] == 3  # type: ignore[index]

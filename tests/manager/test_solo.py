@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import BLOCK_SIZE, block_bytes, key
+from support.day_log import DayLog, NotedBudget
 
 from kvcascade.handlers.memory import MemoryHandler, all_ok
-from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch, WriteBudget
+from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.solo import FORGET_FAILED_S, SoloResult, SoloTier
 from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
-from kvcascade.tiers.endurance import DayLog
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
@@ -33,7 +33,7 @@ class Rig:
         self.down = MemoryHandler(self.theirs, ours, False)
         self.up = MemoryHandler(ours, self.theirs, False)
         log = DayLog(lambda: self.now_s)
-        budget = WriteBudget(bytes_per_day, log.totals, log.add) if bytes_per_day else None
+        budget = NotedBudget(bytes_per_day, log) if bytes_per_day else None
         tier = Tier("ours", ours, create(policy, slots), admission or AdmitAll(), budget)
         self.solo = SoloTier(tier, Link(self.down, self.up), lambda: self.now_s)
         self._jobs = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from kvcascade.tiers.nvme.format import (
     parse_description,
     parse_entry,
     parse_record,
-    parse_segment_header,
     slot_in_entry,
 )
 from kvcascade.tiers.nvme.segments import SegmentSet
@@ -53,47 +51,6 @@ def test_slot_zero_is_page_aligned() -> None:
     assert LAYOUT.header_bytes % 4096 == 0
     assert LAYOUT.records_offset % 4096 == 0
     assert len(LAYOUT.header(0)) == len(LAYOUT.header(999_999))
-
-
-def test_header_round_trip() -> None:
-    assert parse_segment_header(LAYOUT.header(12)) == (LAYOUT, 12)
-
-
-def test_unknown_segment_version_is_refused() -> None:
-    now, other = f'"format_version":"{FORMAT_VERSION}"', '"format_version":"9"'
-    header = LAYOUT.header(0).replace(now.encode(), other.encode())
-    with pytest.raises(FormatError, match="version 9"):
-        parse_segment_header(header)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff" * 8,
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 2) + b"{}",
-        struct.pack("<Q", 4) + b"null",
-        struct.pack("<Q", 8000) + b"[" * 8000,
-        LAYOUT.header(0)[:100],
-        LAYOUT.header(0).replace(b"8192", b"4096", 1),
-        LAYOUT.header(0).replace(b"[5,8192]", b"[-1,192]"),
-    ],
-)
-def test_hostile_segment_headers(data: bytes) -> None:
-    with pytest.raises(CorruptionError):
-        parse_segment_header(data)
-
-
-@given(st.binary(max_size=300), st.integers(0, 400))
-def test_a_header_is_refused_or_says_what_we_would_say(noise: bytes, at: int) -> None:
-    header = LAYOUT.header(1)
-    changed = header[:at] + noise + header[at + len(noise) :]
-    try:
-        layout, number = parse_segment_header(changed)
-    except KVCascadeError:
-        return
-    assert changed.startswith(layout.header(number))
 
 
 @given(st.integers(0, 8 * SLOT_RECORD_BYTES - 1))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvcascade.handlers.memory import MemoryHandler
-from kvcascade.manager.admission import Admission, AdmitAll, WriteBudget
+from kvcascade.manager.admission import Admission, AdmitAll
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.endurance import DayLog
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
+
+from .day_log import DayLog, NotedBudget
 
 BLOCK_SIZE = 64
 
@@ -55,9 +56,7 @@ class Cascade:
                     backend,
                     self.policies[i],
                     admission if admission and i else AdmitAll(),
-                    WriteBudget(bytes_per_day, self.writes.totals, self.writes.add)
-                    if i and bytes_per_day
-                    else None,
+                    NotedBudget(bytes_per_day, self.writes) if i and bytes_per_day else None,
                 )
                 for i, backend in enumerate(self.backends)
             ],

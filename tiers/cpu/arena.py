@@ -175,11 +175,6 @@ class Arena:
         """The whole row of one slot, all ranks and the padding: `slot_bytes` writable bytes."""
         return memoryview(self.slots[slot])
 
-    def rank_view(self, rank: int) -> ByteArray:
-        """One rank's part of every slot, shape `(slots, rank_bytes)`, strided by `slot_bytes`."""
-        start = self._part_offset(rank)
-        return self.slots[:, start : start + self.geometry.rank_bytes]
-
     def duplicate(self) -> int:
         """A descriptor of the same memory for a helper process: it has no role.
 

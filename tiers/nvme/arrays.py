@@ -73,8 +73,6 @@ class MappedArrays:
         self._open: list[_OpenArray] = []
         self.was_replaced = False
         """True once an array was not there, damaged, stale, or not as it was asked for."""
-        self.was_made = False
-        """True once an array was not there, damaged, or not as it was asked for."""
 
     def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
         """The array as it was left; zeros where it is new. Raises one of our errors.
@@ -87,7 +85,7 @@ class MappedArrays:
         with os_errors(f"mapping {path}"):
             old = self._load(path, kind, length)
             if old is None or len(old) != length:
-                self.was_replaced = self.was_made = True
+                self.was_replaced = True
                 try:
                     self._rewrite(path, kind, length, old)
                 except NoSpaceError as error:

@@ -169,7 +169,6 @@ class SpaceBudget:
         self._share = capacity_bytes // len(self._folders)
         self._min_free_bytes = min_free_bytes
         self._may_remove = may_remove
-        self.removed_namespaces = 0
 
     @contextmanager
     def claim(self, part: int, growth: int) -> Iterator[None]:
@@ -236,7 +235,6 @@ class SpaceBudget:
         for one in chosen:
             remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s, the namespace used longest ago, for room", one.path)
-            self.removed_namespaces += 1
 
     def _set_aside(self, path: Path) -> int:
         """What an open namespace's directory may still grow by without asking.

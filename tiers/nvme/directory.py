@@ -296,11 +296,6 @@ class IndexDirectory(BlockDirectory):
         return len(self._removals)
 
     @property
-    def unsettled(self) -> int:
-        """Size of the overlay and the tombstones."""
-        return len(self._overlay) + len(self._gone)
-
-    @property
     def is_committed(self) -> bool:
         """True if the index says exactly what this directory says about its own slots."""
         self.refresh()

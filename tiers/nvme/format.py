@@ -20,7 +20,6 @@ from ...errors import CorruptionError, FormatError
 FORMAT_VERSION = 2
 PAGE_BYTES = 4096
 MAX_KEY_BYTES = 64
-MAX_SEGMENT_HEADER_BYTES = 64 << 10
 MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_SLOTS = 2**31 - 1
 MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
@@ -176,33 +175,6 @@ class SegmentLayout:
     def file_bytes(self) -> int:
         """Size of a segment file."""
         return self.records_offset + self.slots * SLOT_RECORD_BYTES
-
-
-def parse_segment_header(data: bytes) -> tuple[SegmentLayout, int]:
-    """The layout and number that a segment file states, from its first bytes.
-
-    `data` holds at least the header (`MAX_SEGMENT_HEADER_BYTES` is always enough). Raises
-    `FormatError` for an unknown version and `CorruptionError` for anything that we did not write.
-    """
-    if len(data) < 8:
-        raise CorruptionError("the file is too short for a segment header")
-    (length,) = struct.unpack_from("<Q", data)
-    if length + 8 > min(len(data), MAX_SEGMENT_HEADER_BYTES):
-        raise CorruptionError(f"the segment header claims {length} bytes")
-    try:
-        document = json.loads(data[8 : 8 + length])
-        metadata = document["__metadata__"]
-        version, number = metadata["format_version"], int(metadata["segment"])
-        slots, block_bytes = document["blocks"]["shape"]
-        layout = SegmentLayout(int(block_bytes), int(slots), str(metadata["fingerprint"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptionError(f"the segment header does not parse ({error})") from None
-    if version != str(FORMAT_VERSION):
-        raise FormatError(f"the segment has format version {version}, not {FORMAT_VERSION}")
-    sane = 0 < layout.slots <= MAX_SLOTS and 0 < layout.block_bytes <= MAX_BLOCK_BYTES
-    if not sane or layout.header(number) != data[: 8 + length]:
-        raise CorruptionError("the segment header is not one that kvcascade writes")
-    return layout, number
 
 
 def parse_description(data: bytes, where: str) -> dict[str, Any]:

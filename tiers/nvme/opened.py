@@ -72,7 +72,6 @@ class StartReport:
     """True if what it had last is worth nothing since."""
     is_alone: bool
     """True if no other process had it open."""
-    repaired_segments: int
     bytes_written: int
     """Over the life of the namespace."""
 

@@ -374,7 +374,6 @@ class Opening:
             was_clean=was_clean,
             was_reset=session.saved is not None and session.saved.epoch != index.epoch,
             is_alone=self._owners.is_alone,
-            repaired_segments=self._segments.repaired,
             bytes_written=index.totals[0],
         )
 

@@ -87,7 +87,6 @@ class TimedHandler(OffloadingHandler):
         self._clock = clock
         self._free_s = 0.0
         self._jobs: deque[tuple[float, TransferResult]] = deque()
-        self.moved_blocks = 0
 
     @property
     def next_end_s(self) -> float:
@@ -100,7 +99,6 @@ class TimedHandler(OffloadingHandler):
         size_bytes = len(source.slots) * self._block_size
         time_s = self._speed.time_s(size_bytes)
         self._free_s = max(self._free_s, self._clock.now_s) + time_s
-        self.moved_blocks += len(source.slots)
         self._jobs.append((self._free_s, TransferResult(job_id, True, size_bytes, time_s)))
         return True
 
