@@ -22,6 +22,8 @@ from kvcascade.tiers.nvme.format import (
     parse_description,
     parse_entry,
     parse_record,
+    segment_name,
+    segment_number,
     slot_in_entry,
 )
 from kvcascade.tiers.nvme.segments import SegmentSet
@@ -45,6 +47,15 @@ def test_a_segment_is_a_safetensors_file(tmp_path: Path) -> None:
     assert blocks[3].tobytes() == payload
     assert parse_record(slots[3].tobytes()) == RECORD
     assert parse_record(slots[2].tobytes()) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".safetensors", "000001", "00001.safetensors", "0000001.safetensors",
+             "00000a.safetensors", "-00001.safetensors", "00000\u0661.safetensors"],
+)  # fmt: skip
+def test_a_segment_is_known_by_its_name(name: str) -> None:
+    assert segment_number(segment_name(12)) == 12
+    assert segment_number(name) is None
 
 
 def test_slot_zero_is_page_aligned() -> None:

@@ -27,6 +27,7 @@ from support.nvme_rig import BLOCK, config_for, content, key
 
 from kvcascade.errors import InUseError
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.filesystem import RealFile
 from kvcascade.tiers.nvme.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.reader import read_description
@@ -310,6 +311,17 @@ def test_a_file_that_is_there_is_kept(file: Path, tmp_path: Path) -> None:
     answer = call("export", tmp_path / "from", file)
     assert answer.code == ExitCode.USAGE and "--force" in answer.err
     assert file.read_bytes() == before
+
+
+@pytest.mark.timeout(60)
+def test_a_device_that_takes_no_byte_ends_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "a", BLOCKS)
+    monkeypatch.setattr(RealFile, "pwritev", lambda file, buffers, offset: 0)
+    answer = call("export", tmp_path / "a", tmp_path / "out.safetensors")
+    assert answer.code == ExitCode.CANNOT_OPEN and "writing less" in " ".join(answer.err.split())
+    assert not list(tmp_path.glob("out*")), "nothing half done is left"
 
 
 def test_damaged_blocks_are_left_out_of_the_file(tmp_path: Path) -> None:

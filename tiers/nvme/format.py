@@ -26,6 +26,9 @@ MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
 MAX_INDEX_BYTES = 2**42
 """Of address space."""
 
+_SEGMENT_SUFFIX = ".safetensors"
+_SEGMENT_DIGITS = 6
+
 SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")
 _RECORD_MAGIC = b"KVCS"
@@ -154,8 +157,8 @@ class SegmentLayout:
                 "fingerprint": self.fingerprint,
                 "segment": str(number),
             },
-            "blocks": _tensor((self.slots, self.block_bytes), 0, payload),
-            "slots": _tensor((self.slots, SLOT_RECORD_BYTES), payload, payload + records),
+            "blocks": tensor((self.slots, self.block_bytes), 0, payload),
+            "slots": tensor((self.slots, SLOT_RECORD_BYTES), payload, payload + records),
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
@@ -175,6 +178,18 @@ class SegmentLayout:
     def file_bytes(self) -> int:
         """Size of a segment file."""
         return self.records_offset + self.slots * SLOT_RECORD_BYTES
+
+
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"{number:0{_SEGMENT_DIGITS}d}{_SEGMENT_SUFFIX}"
+
+
+def segment_number(name: str) -> int | None:
+    """The number in the name of a segment's file; None if it is another file's name."""
+    digits = name.removesuffix(_SEGMENT_SUFFIX)
+    is_number = digits.isascii() and digits.isdigit() and len(digits) == _SEGMENT_DIGITS
+    return int(digits) if is_number and digits != name else None
 
 
 def parse_description(data: bytes, where: str) -> dict[str, Any]:
@@ -209,5 +224,6 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def _tensor(shape: tuple[int, int], begin: int, end: int) -> dict[str, object]:
+def tensor(shape: tuple[int, int], begin: int, end: int) -> dict[str, object]:
+    """What a safetensors header says of a table of bytes."""
     return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}

@@ -22,7 +22,7 @@ import lmdb
 from ...errors import CorruptionError, os_errors
 from .capacity import index_bytes
 from .filesystem import RealFileSystem
-from .format import FORMAT_VERSION, IndexEntry, SlotRecord
+from .format import FORMAT_VERSION, IndexEntry, SlotRecord, segment_name
 from .index import (
     GENERATIONS_PER_SESSION,
     BlockIndex,
@@ -221,7 +221,7 @@ def segment_path(description: Description, number: int) -> Path:
     folder = description.folders.get(number % description.parts)
     if folder is None:
         raise CorruptionError(f"segment {number} lies in a path that was not given; give all paths")
-    return folder / "segments" / f"{number:06d}.safetensors"
+    return folder / "segments" / segment_name(number)
 
 
 def _swap(index: Path, fresh: Path) -> Path | None:

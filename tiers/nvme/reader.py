@@ -35,6 +35,7 @@ from .format import (
     SegmentLayout,
     parse_description,
     parse_entry,
+    segment_number,
 )
 from .index_errors import from_lmdb
 from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
@@ -44,7 +45,6 @@ from .saved_slots import parse_saved_slots, runs_within
 from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20
-_SUFFIX = ".safetensors"
 _MIN_MAP_BYTES = 1 << 30
 _ENTRY_TYPE = np.dtype(
     [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
@@ -458,9 +458,9 @@ def _segment_files(folder: Path) -> Iterator[tuple[int, Path]]:
     with os_errors(f"listing {folder}"):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in names:
-        stem = name.removesuffix(_SUFFIX)
-        if stem != name and stem.isascii() and stem.isdigit() and len(stem) == 6:
-            yield int(stem), folder / name
+        number = segment_number(name)
+        if number is not None:
+            yield number, folder / name
 
 
 def _read_file(path: Path, limit: int) -> bytes:

@@ -24,7 +24,15 @@ import numpy.typing as npt
 from ...errors import os_errors
 from ...logs import get_logger
 from .filesystem import File, FileSystem, View
-from .format import RECORD_GENERATION, SLOT_RECORD_BYTES, SegmentLayout, SlotRecord, parse_record
+from .format import (
+    RECORD_GENERATION,
+    SLOT_RECORD_BYTES,
+    SegmentLayout,
+    SlotRecord,
+    parse_record,
+    segment_name,
+    segment_number,
+)
 from .mapped_copy import PAGE_BYTES
 
 MAX_BUFFERS_PER_CALL = 1024
@@ -33,7 +41,6 @@ MAX_BYTES_PER_CALL = 64 << 20
 MAX_SHORT_TRANSFERS = 1000
 """Per call; a device that keeps moving less than it was asked to is broken."""
 RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
-_SUFFIX = ".safetensors"
 
 _log = get_logger(__name__)
 
@@ -93,17 +100,16 @@ class SegmentSet:
     def path_of(self, number: int) -> Path:
         """Where a segment lies."""
         folder = self._folders[number % len(self._folders)]
-        return folder / f"{number:06d}{_SUFFIX}"
+        return folder / segment_name(number)
 
     def found(self) -> list[int]:
         """Numbers of the segment files that are there, ascending."""
         numbers: list[int] = []
         for index, folder in enumerate(self._folders):
             for name in self._fs.list_dir(folder):
-                stem = name.removesuffix(_SUFFIX)
-                if stem != name and stem.isascii() and stem.isdigit() and len(stem) == 6:
-                    if int(stem) % len(self._folders) == index:
-                        numbers.append(int(stem))
+                number = segment_number(name)
+                if number is not None and number % len(self._folders) == index:
+                    numbers.append(number)
         return sorted(numbers)
 
     def create(self, number: int) -> None:
@@ -113,7 +119,7 @@ class SegmentSet:
             file = self._fs.open(path, create=True)
             try:
                 file.preallocate(self.layout.file_bytes)
-                _write_all(file, [memoryview(self.layout.header(number))], 0)
+                write_all(file, [memoryview(self.layout.header(number))], 0)
                 file.sync()
                 self._fs.sync_dir(path.parent)
             except BaseException:
@@ -161,7 +167,7 @@ class SegmentSet:
         number, offset = self._locate(first_slot, len(buffers))
         payload = self._segment(number).payload
         for part, position in self._calls(buffers, offset):
-            _write_all(payload, part, position)
+            write_all(payload, part, position)
 
     def write_records(self, first_slot: int, records: Sequence[bytes]) -> None:
         """Write the records of adjacent slots."""
@@ -169,7 +175,7 @@ class SegmentSet:
         offset = self.layout.records_offset + index * SLOT_RECORD_BYTES
         file, data = self._segment(number).records, b"".join(records)
         if not file.patch(data, offset, self._records_window):
-            _write_all(file, [memoryview(data)], offset)
+            write_all(file, [memoryview(data)], offset)
 
     def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
@@ -321,11 +327,12 @@ class SegmentSet:
         if size > self.layout.file_bytes:
             file.truncate(self.layout.file_bytes)
         file.preallocate(self.layout.file_bytes)
-        _write_all(file, [memoryview(expected)], 0)
+        write_all(file, [memoryview(expected)], 0)
         file.sync()
 
 
-def _write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the buffers from `offset` on. Raises `OSError`, also if the device does not end it."""
     wanted = sum(len(buffer) for buffer in buffers)
     done = 0
     for _ in range(MAX_SHORT_TRANSFERS):

@@ -21,6 +21,7 @@ from ...tiers.nvme.format import (
     SLOT_RECORD_BYTES,
     SlotRecord,
     parse_record,
+    tensor,
 )
 from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.reader import Description, open_read_only
@@ -61,8 +62,8 @@ class CarriedHead:
                 "slots_per_segment": str(self.slots_per_segment),
                 "created": self.created,
             },
-            "blocks": _tensor((self.blocks, self.block_bytes), 0, payload),
-            "slots": _tensor((self.blocks, SLOT_RECORD_BYTES), payload, end),
+            "blocks": tensor((self.blocks, self.block_bytes), 0, payload),
+            "slots": tensor((self.blocks, SLOT_RECORD_BYTES), payload, end),
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         room = room_bytes or -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
@@ -174,7 +175,3 @@ def _object(text: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
-
-
-def _tensor(shape: tuple[int, int], begin: int, end: int) -> dict[str, object]:
-    return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}

@@ -24,6 +24,7 @@ from ...tiers.nvme.filesystem import RealFile, RealFileSystem
 from ...tiers.nvme.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
 from ...tiers.nvme.reader import Snapshot
 from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
+from ...tiers.nvme.segments import write_all
 from .block import only_match
 from .carried import carried_head
 from .opened import OpenedCache
@@ -158,7 +159,7 @@ class _Writer:
     def put(self, wanted: Wanted, payload: memoryview) -> None:
         """A payload that is right."""
         row = self._row_of[wanted.slot]
-        _write(self._file, payload, self._offset(row))
+        write_all(self._file, [payload], self._offset(row))
         generation = self._generations[wanted.slot]
         record = SlotRecord(wanted.key, generation, wanted.checksum, wanted.length, self._epoch)
         self._records[row] = record.pack()
@@ -175,15 +176,15 @@ class _Writer:
         for gap in gaps:
             last = rows.pop()
             self._file.preadv([buffer], self._offset(last))
-            _write(self._file, buffer, self._offset(gap))
+            write_all(self._file, [buffer], self._offset(gap))
             self._records[gap], self._records[last] = self._records[last], None
         there = [record for record in self._records if record is not None]
         assert len(there) == self.blocks
         end = self._offset(len(there))
-        _write(self._file, memoryview(b"".join(there)), end)
+        write_all(self._file, [memoryview(b"".join(there))], end)
         head = carried_head(self._description, len(there), self._created)
         header = head.header(self._room)
-        _write(self._file, memoryview(header), 0)
+        write_all(self._file, [memoryview(header)], 0)
         size = end + len(there) * SLOT_RECORD_BYTES
         self._file.truncate(size)
         return size
@@ -232,10 +233,3 @@ def _whole_or_nothing(path: Path) -> Iterator[RealFile]:
         raise
     finally:
         file.close()
-
-
-def _write(file: RealFile, data: memoryview, offset: int) -> None:
-    """Write all of it. Raises `OSError`."""
-    done = 0
-    while done < len(data):  # each call moves at least one byte, or raises
-        done += file.pwritev([data[done:]], offset + done)
