@@ -13,7 +13,8 @@ from kvcascade.metrics import METRICS, Snapshot
 from kvcascade.tiers import endurance
 from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
 from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.index import BlockIndex, IndexIdentity, open_index
+from kvcascade.tiers.nvme.index import BlockIndex, open_index
+from kvcascade.tiers.nvme.index_keys import IndexIdentity
 
 NOW_S = 1_800_000_000.0
 INLINE_LIMIT_BYTES = 2000

@@ -17,7 +17,6 @@ from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.index import (
     BlockIndex,
-    IndexIdentity,
     Removal,
     Session,
     attach_index,
@@ -26,6 +25,7 @@ from kvcascade.tiers.nvme.index import (
 from kvcascade.tiers.nvme.index_environment import open_environment
 from kvcascade.tiers.nvme.index_errors import CommitOutcome
 from kvcascade.tiers.nvme.index_file import DATA_NAME
+from kvcascade.tiers.nvme.index_keys import IndexIdentity
 from kvcascade.tiers.nvme.saved_slots import SavedSlots
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)

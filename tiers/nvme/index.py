@@ -18,7 +18,6 @@ reset whatever order jobs run in.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,6 +43,29 @@ from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, 
 from .index_environment import forget_former_self, open_environment
 from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
+from .index_keys import (
+    BLOCKS,
+    BOOT,
+    DAY,
+    ENTRY_TYPE,
+    EPOCH,
+    FORMAT,
+    IDENTITY,
+    IS_LIVE,
+    META,
+    NO_ENTRY,
+    SESSION,
+    TAKEN,
+    TOTALS,
+    IndexIdentity,
+    live_key,
+    number_in,
+    pack_number,
+    pack_totals,
+    state_key,
+    totals_in,
+    uses_key,
+)
 from .index_pages import check_pages
 from .owners import MAX_PROCESSES
 from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
@@ -53,16 +75,6 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_BOOT_ID_BYTES = 64
 SCAN_ENTRIES = 4096
 """Between two moments in which other threads may run."""
-
-
-_U64 = struct.Struct("<Q")
-_IDENTITY = struct.Struct("<32sII")
-_TOTALS = struct.Struct("<QQ")
-
-_ENTRY_TYPE = np.dtype(
-    [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
-)
-assert _ENTRY_TYPE.itemsize == INDEX_ENTRY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +101,6 @@ class Session:
 
 
 SlotTest = Callable[[int], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class IndexIdentity:
-    """What must be equal for an index to be opened."""
-
-    fingerprint: bytes
-    """SHA-256 of the namespace's fields."""
-    block_bytes: int
-    slots_per_segment: int
-
-    def pack(self) -> bytes:
-        """As it lies in the index."""
-        return _IDENTITY.pack(self.fingerprint, self.block_bytes, self.slots_per_segment)
 
 
 class BlockIndex:
@@ -145,10 +143,10 @@ class BlockIndex:
         self.original_bytes: int | None = None
         """Size to restore if opening fails: the file was shorter than its meta page says."""
         self._env = env
-        self._state_key = b""
+        self._state = 0
         with self._env.begin(write=True) as txn:
-            self._meta = self._env.open_db(b"meta", txn=txn)
-            self._blocks = self._env.open_db(b"blocks", txn=txn)
+            self._meta = self._env.open_db(META, txn=txn)
+            self._blocks = self._env.open_db(BLOCKS, txn=txn)
         self._txn = self._env.begin(db=self._blocks)
 
     # -- the manager's thread ------------------------------------------------------------------
@@ -193,7 +191,7 @@ class BlockIndex:
     def seen_epoch(self) -> int:
         """The epoch that the held transaction sees; -1 if that cannot be read."""
         try:
-            seen = _number(self._txn.get(b"epoch", db=self._meta))
+            seen = number_in(self._txn.get(EPOCH, db=self._meta))
         except lmdb.Error:
             self.damaged_lookups += 1
             return -1
@@ -278,17 +276,17 @@ class BlockIndex:
         removed = 0
         try:
             with self._env.begin(write=True, db=self._blocks) as txn:
-                if _number(txn.get(b"epoch", db=self._meta)) != epoch:
+                if number_in(txn.get(EPOCH, db=self._meta)) != epoch:
                     return CommitOutcome.STALE_EPOCH, 0
                 for key, value in entries:
                     if txn.get(key) == value:
                         txn.delete(key)
                         removed += 1
                 if removed:
-                    taken = _number(txn.get(b"taken", db=self._meta)) + removed
-                    txn.put(b"taken", _U64.pack(taken), db=self._meta)
+                    taken = number_in(txn.get(TAKEN, db=self._meta)) + removed
+                    txn.put(TAKEN, pack_number(taken), db=self._meta)
                     for state in range(MAX_PROCESSES):
-                        txn.delete(b"state%d" % state, db=self._meta)
+                        txn.delete(state_key(state), db=self._meta)
         except lmdb.Error as error:
             return outcome_of_lmdb(error), 0
         return CommitOutcome.DONE, removed
@@ -296,19 +294,19 @@ class BlockIndex:
     def was_taken_from(self) -> bool:
         """True if anybody took entries away since this process opened the index."""
         with self._damage_named(), self._env.begin(db=self._meta) as txn:
-            return _number(txn.get(b"taken")) != self.taken_at_open
+            return number_in(txn.get(TAKEN)) != self.taken_at_open
 
     def note_proven(self) -> None:
         """No slot record of the namespace is older than the entry that names the slot."""
         with suppress(lmdb.Error), self._env.begin(write=True, db=self._meta) as txn:
-            txn.put(b"boot", _U64.pack(0) + _boot_id())
+            txn.put(BOOT, pack_number(0) + _boot_id())
 
     def still_in(
         self, blocks: Iterable[tuple[BlockHash, int]]
     ) -> tuple[int, list[tuple[BlockHash, int]]]:
         """The committed epoch, and those of the (hash, slot) pairs that the index agrees with."""
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
-            epoch = _number(txn.get(b"epoch", db=self._meta))
+            epoch = number_in(txn.get(EPOCH, db=self._meta))
             found = [
                 (key, slot)
                 for key, slot in blocks
@@ -332,9 +330,8 @@ class BlockIndex:
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             values = list(txn.cursor().iternext(keys=False, values=True))
             if set(map(len, values)) - {INDEX_ENTRY_BYTES}:
-                beyond_all = b"\xff" * INDEX_ENTRY_BYTES
-                values = [v if len(v) == INDEX_ENTRY_BYTES else beyond_all for v in values]
-            table = np.frombuffer(b"".join(values), dtype=_ENTRY_TYPE)
+                values = [v if len(v) == INDEX_ENTRY_BYTES else NO_ENTRY for v in values]
+            table = np.frombuffer(b"".join(values), dtype=ENTRY_TYPE)
             del values
             slots = table["slot"].astype(np.int64)
             is_within = slots < self.capacity
@@ -370,7 +367,7 @@ class BlockIndex:
             values = txn.cursor().iternext(keys=False, values=True)
             while batch := list(islice(values, SCAN_ENTRIES)):
                 whole = (value for value in batch if len(value) == INDEX_ENTRY_BYTES)
-                table = np.frombuffer(b"".join(whole), dtype=_ENTRY_TYPE)
+                table = np.frombuffer(b"".join(whole), dtype=ENTRY_TYPE)
                 yield table["slot"], table["generation"]
 
     def keys_after(self, key: bytes, limit: int) -> list[BlockHash]:
@@ -389,7 +386,7 @@ class BlockIndex:
         """Bytes committed and read back in the last day, by every process of the namespace."""
         try:
             with self._env.begin(db=self._meta) as txn:
-                record = txn.get(b"day", b"")
+                record = txn.get(DAY, b"")
         except lmdb.Error:
             record = b""
         return endurance.day_totals(record, self.wall_clock())
@@ -426,34 +423,32 @@ class BlockIndex:
         `wanted_epoch` larger than the stored one: a reset had not been committed; it is now.
         `started_epoch`, if it is not the stored one: there were resets since then; so is another.
         """
-        self._state_key = b"state%d" % state
-        use_key = b"uses%d" % state
+        self._state = state
         with self._damage_named(), self._env.begin(write=True, db=self._meta) as txn:
-            if may_create and txn.get(b"format") is None:
-                txn.put(b"format", _U64.pack(FORMAT_VERSION))
-                txn.put(b"identity", identity.pack())
+            if may_create and txn.get(FORMAT) is None:
+                txn.put(FORMAT, pack_number(FORMAT_VERSION))
+                txn.put(IDENTITY, identity.pack())
             self._check(txn, identity)
-            self.epoch = _number(txn.get(b"epoch"))
+            self.epoch = number_in(txn.get(EPOCH))
             if wanted_epoch > self.epoch or started_epoch not in (None, self.epoch):
                 # Nobody vouches for the number that a process which is alone has found.
                 self.epoch = self.epoch + 1 if is_alone else wanted_epoch
                 self.reset_at_open = int(txn.stat(self._blocks)["entries"])
                 txn.drop(self._blocks, delete=False)
-                txn.put(b"epoch", _U64.pack(self.epoch))
-            number = _number(txn.get(b"session")) + 1
-            use = _number(txn.get(use_key)) + 1
-            txn.put(b"session", _U64.pack(number))
-            txn.put(use_key, _U64.pack(use))
-            saved = parse_saved_slots(txn.pop(self._state_key))
+                txn.put(EPOCH, pack_number(self.epoch))
+            number = number_in(txn.get(SESSION)) + 1
+            use = number_in(txn.get(uses_key(state))) + 1
+            txn.put(SESSION, pack_number(number))
+            txn.put(uses_key(state), pack_number(use))
+            saved = parse_saved_slots(txn.pop(state_key(state)))
             proven_from = self._note_boot(txn, number)
-            self.taken_at_open = _number(txn.get(b"taken"))
+            self.taken_at_open = number_in(txn.get(TAKEN))
             was_live = self._any_live(txn)
             if is_alone:
                 for other in range(MAX_PROCESSES):
-                    txn.delete(b"live%d" % other)
-            txn.put(b"live%d" % state, b"\1")
-            totals = txn.get(b"totals", b"")
-            self.totals = _TOTALS.unpack(totals) if len(totals) == _TOTALS.size else (0, 0)
+                    txn.delete(live_key(other))
+            txn.put(live_key(state), IS_LIVE)
+            self.totals = totals_in(txn.get(TOTALS))
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
             if is_alone and not self.is_marked and not was_live and self.entries_at_open:
                 self.needs_scan = True  # it says closed, but may not all be of that moment
@@ -473,8 +468,8 @@ class BlockIndex:
                 with self._env.begin(write=True, db=self._meta) as txn:
                     self._add_totals(txn, 0, read_bytes)
                     if saved is not None:
-                        txn.delete(self._state_key.replace(b"state", b"live"))
-                        txn.put(self._state_key, pack_saved_slots(saved))
+                        txn.delete(live_key(self._state))
+                        txn.put(state_key(self._state), pack_saved_slots(saved))
                     is_last, transaction = not self._any_live(txn), int(txn.id())
             self.sync()
             if is_last:
@@ -502,7 +497,7 @@ class BlockIndex:
     # -- inside --------------------------------------------------------------------------------
 
     def _check(self, txn: lmdb.Transaction[bytes], identity: IndexIdentity) -> None:
-        version = _number(txn.get(b"format"))
+        version = number_in(txn.get(FORMAT))
         if version == 0:
             raise CorruptionError(damaged(self.path, "it has no format version"))
         if version != FORMAT_VERSION:
@@ -511,13 +506,13 @@ class BlockIndex:
                 f"{FORMAT_VERSION}; use the version that wrote it, or remove the directory "
                 f"{self.path.parent}"
             )
-        if txn.get(b"identity") != identity.pack():
+        if txn.get(IDENTITY) != identity.pack():
             raise CorruptionError(damaged(self.path, "it belongs to another namespace"))
 
     def _any_live(self, txn: lmdb.Transaction[bytes]) -> bool:
         """True if a process has it open, or died and nobody has been alone since."""
         states = range(MAX_PROCESSES)
-        return any(txn.get(b"live%d" % state, db=self._meta) is not None for state in states)
+        return any(txn.get(live_key(state), db=self._meta) is not None for state in states)
 
     def _note_boot(self, txn: lmdb.Transaction[bytes], session: int) -> int:
         """From which generation on slot records are as new as the entries that name them.
@@ -525,21 +520,21 @@ class BlockIndex:
         A write puts the record before the entry, so only a loss of power can take the record alone:
         where the machine was started since (or cannot say), nothing of earlier sessions is proven.
         """
-        boot, before = _boot_id(), txn.get(b"boot", b"", db=self._meta)
-        proven_from = _number(before[:8])
+        boot, before = _boot_id(), txn.get(BOOT, b"", db=self._meta)
+        proven_from = number_in(before[:8])
         if not boot or before[8:] != boot:
             is_empty = not txn.stat(self._blocks)["entries"]
             proven_from = 0 if is_empty else session * GENERATIONS_PER_SESSION
-        txn.put(b"boot", _U64.pack(proven_from) + boot, db=self._meta)
+        txn.put(BOOT, pack_number(proven_from) + boot, db=self._meta)
         return proven_from
 
     def _enter_epoch(self, txn: lmdb.Transaction[bytes], epoch: int) -> bool:
-        current = _number(txn.get(b"epoch", db=self._meta))
+        current = number_in(txn.get(EPOCH, db=self._meta))
         if epoch < current:
             return False
         if epoch > current:
             txn.drop(self._blocks, delete=False)
-            txn.put(b"epoch", _U64.pack(epoch), db=self._meta)
+            txn.put(EPOCH, pack_number(epoch), db=self._meta)
         return True
 
     @staticmethod
@@ -557,13 +552,12 @@ class BlockIndex:
         return slot >= 0 and not is_own(slot)
 
     def _add_totals(self, txn: lmdb.Transaction[bytes], written: int, read: int) -> None:
-        stored = txn.get(b"totals", b"", db=self._meta)
-        before = _TOTALS.unpack(stored) if len(stored) == _TOTALS.size else (0, 0)
+        before = totals_in(txn.get(TOTALS, db=self._meta))
         self.totals = (before[0] + written, before[1] + read)
-        txn.put(b"totals", _TOTALS.pack(*self.totals), db=self._meta)
-        record = txn.get(b"day", b"", db=self._meta)
+        txn.put(TOTALS, pack_totals(*self.totals), db=self._meta)
+        record = txn.get(DAY, b"", db=self._meta)
         day = endurance.add(record, self.wall_clock(), written, read)
-        txn.put(b"day", day, db=self._meta)
+        txn.put(DAY, day, db=self._meta)
 
     def _superseded(
         self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
@@ -668,7 +662,3 @@ def _boot_id() -> bytes:
         return BOOT_ID.read_bytes().strip()[:MAX_BOOT_ID_BYTES]
     except OSError:
         return b""
-
-
-def _number(value: bytes | None) -> int:
-    return _U64.unpack(value)[0] if value is not None and len(value) == _U64.size else 0

@@ -18,6 +18,7 @@ import lmdb
 
 from ...logs import get_logger
 from .index_file import LOCK_NAME
+from .index_keys import MAX_TABLES
 from .owners import MAX_PROCESSES
 
 READERS_PER_PROCESS = 8
@@ -47,7 +48,7 @@ def open_environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Envir
         str(path),
         map_size=map_bytes,
         mode=0o600,
-        max_dbs=4,
+        max_dbs=MAX_TABLES,
         max_readers=MAX_READERS,
         max_spare_txns=4,
         sync=is_durable,

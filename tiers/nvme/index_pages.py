@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ...errors import CorruptionError
 from .clean_mark import read_mark
 from .index_file import DATA_NAME, damaged
+from .index_keys import META
 
 ALWAYS_CHECKED_BYTES = 16 << 20
 """Up to this size the whole file is checked even after a clean close: some tens of milliseconds."""
@@ -131,7 +132,7 @@ class _Walk:
             if node.flags & ~_IS_BIG != _IS_TREE or len(node.data) != _DB.size:
                 raise _Damage("its list of tables is damaged")
             trees[node.key] = _Tree.parse(node.data)
-        meta = trees.pop(b"meta", None)
+        meta = trees.pop(META, None)
         for _ in self._nodes(meta) if meta is not None else ():
             pass
         if is_marked and self._size > ALWAYS_CHECKED_BYTES:

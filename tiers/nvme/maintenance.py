@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,11 +25,26 @@ from .format import FORMAT_VERSION, IndexEntry, SlotRecord, segment_name
 from .index import (
     GENERATIONS_PER_SESSION,
     BlockIndex,
-    IndexIdentity,
     attach_index,
 )
 from .index_errors import CommitOutcome, from_lmdb, from_outcome
 from .index_file import DATA_NAME
+from .index_keys import (
+    BLOCKS,
+    EPOCH,
+    FORMAT,
+    IDENTITY,
+    IS_LIVE,
+    MAX_TABLES,
+    META,
+    SESSION,
+    TOTALS,
+    IndexIdentity,
+    live_key,
+    pack_number,
+    pack_totals,
+    state_key,
+)
 from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S, described_layout
 from .owners import MAX_PROCESSES, Owners
 from .reader import Description
@@ -42,8 +56,6 @@ KEYS_BESIDE_ENGINES = 256
 SPARE_BYTES = 64 << 20
 """Of address space: what a large transaction takes beyond what stays."""
 DAMAGED_SUFFIX = ".damaged"
-_U64 = struct.Struct("<Q")
-_TOTALS = struct.Struct("<QQ")
 
 
 @contextmanager
@@ -70,7 +82,7 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
     path = description.home / "index"
     removed = 0
     with _writable(path, _map_bytes(description)) as env:
-        meta, blocks = env.open_db(b"meta"), env.open_db(b"blocks")
+        meta, blocks = env.open_db(META), env.open_db(BLOCKS)
         for start in range(0, max(1, len(drops)), KEYS_PER_TRANSACTION):
             with env.begin(write=True, db=blocks) as txn:
                 for drop in drops[start : start + KEYS_PER_TRANSACTION]:
@@ -78,8 +90,8 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
                         txn.delete(drop.key)
                         removed += 1
                 for state in range(MAX_PROCESSES):
-                    txn.delete(b"state%d" % state, db=meta)
-                txn.put(b"live0", b"\1", db=meta)
+                    txn.delete(state_key(state), db=meta)
+                txn.put(live_key(0), IS_LIVE, db=meta)
     return removed
 
 
@@ -176,16 +188,16 @@ def replace_index(
     )
     with _writable(fresh, _map_bytes(description)) as env:
         with env.begin(write=True) as txn:
-            meta, blocks = env.open_db(b"meta", txn=txn), env.open_db(b"blocks", txn=txn)
+            meta, blocks = env.open_db(META, txn=txn), env.open_db(BLOCKS, txn=txn)
             for key, entry in entries:
                 txn.put(key, entry.pack(key), db=blocks)
             for name, value in (
-                (b"format", _U64.pack(FORMAT_VERSION)),
-                (b"identity", identity.pack()),
-                (b"epoch", _U64.pack(epoch)),
-                (b"session", _U64.pack(session)),
-                (b"live0", b"\1"),
-                (b"totals", _TOTALS.pack(totals.written, totals.read)),
+                (FORMAT, pack_number(FORMAT_VERSION)),
+                (IDENTITY, identity.pack()),
+                (EPOCH, pack_number(epoch)),
+                (SESSION, pack_number(session)),
+                (live_key(0), IS_LIVE),
+                (TOTALS, pack_totals(totals.written, totals.read)),
             ):
                 txn.put(name, value, db=meta)
         env.sync(True)
@@ -249,7 +261,9 @@ def _map_bytes(description: Description) -> int:
 def _writable(path: Path, map_bytes: int) -> Iterator[lmdb.Environment]:
     """An LMDB environment whose commits survive a loss of power."""
     try:
-        env = lmdb.open(str(path), map_size=map_bytes, mode=0o600, max_dbs=4, readahead=False)
+        env = lmdb.open(
+            str(path), map_size=map_bytes, mode=0o600, max_dbs=MAX_TABLES, readahead=False
+        )
         try:
             yield env
         finally:

@@ -38,7 +38,24 @@ from .format import (
     segment_number,
 )
 from .index_errors import from_lmdb
-from .index_file import DATA_NAME, damaged, missing_bytes, stored_map_bytes
+from .index_file import DATA_NAME, LOCK_NAME, damaged, missing_bytes, stored_map_bytes
+from .index_keys import (
+    BLOCKS,
+    DAY,
+    ENTRY_TYPE,
+    EPOCH,
+    IDENTITY,
+    MAX_TABLES,
+    META,
+    NO_ENTRY,
+    SESSION,
+    TOTALS,
+    live_key,
+    number_in,
+    slots_per_segment_in,
+    state_key,
+    totals_in,
+)
 from .namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
 from .owners import MAX_PROCESSES, noted_segments
 from .saved_slots import parse_saved_slots, runs_within
@@ -46,10 +63,6 @@ from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20
 _MIN_MAP_BYTES = 1 << 30
-_ENTRY_TYPE = np.dtype(
-    [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
-)
-_NO_ENTRY = b"\xff" * INDEX_ENTRY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +231,15 @@ class IndexReader:
                 map_size=map_bytes,
                 readonly=True,
                 create=False,
-                max_dbs=4,
+                max_dbs=MAX_TABLES,
                 readahead=False,
                 lock=is_locking,
             )
         try:
             with self._named():
                 self._env.reader_check()  # what killed readers left would pin pages
-                self._meta = self._env.open_db(b"meta", create=False)
-                self._blocks = self._env.open_db(b"blocks", create=False)
+                self._meta = self._env.open_db(META, create=False)
+                self._blocks = self._env.open_db(BLOCKS, create=False)
         except BaseException:
             self._env.close()
             raise
@@ -244,18 +257,18 @@ class IndexReader:
     def meta(self) -> IndexMeta:
         """Counts and totals as committed now."""
         with self._named(), self._env.begin(db=self._meta) as txn:
-            totals = txn.get(b"totals", b"").ljust(16, b"\0")
-            is_live = any(txn.get(b"live%d" % state) for state in range(MAX_PROCESSES))
+            written_bytes, read_bytes = totals_in(txn.get(TOTALS))
+            is_live = any(txn.get(live_key(state)) for state in range(MAX_PROCESSES))
             free, counted = self._saved_free(txn)
             return IndexMeta(
                 entries=int(txn.stat(self._blocks)["entries"]),
-                epoch=_number(txn.get(b"epoch")),
-                session=_number(txn.get(b"session")),
+                epoch=number_in(txn.get(EPOCH)),
+                session=number_in(txn.get(SESSION)),
                 is_clean=not is_live and free is not None,
                 counted=counted,
-                written_bytes=int.from_bytes(totals[:8], "little"),
-                read_bytes=int.from_bytes(totals[8:16], "little"),
-                day=day_totals(txn.get(b"day", b""), time.time()),
+                written_bytes=written_bytes,
+                read_bytes=read_bytes,
+                day=day_totals(txn.get(DAY, b""), time.time()),
                 free=np.zeros((0, 2), dtype=np.int64) if free is None else free,
             )
 
@@ -263,7 +276,7 @@ class IndexReader:
         self, txn: lmdb.Transaction[bytes]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
         """The free runs that processes left in their segments, and the numbers of those."""
-        per_segment = int.from_bytes(txn.get(b"identity", b"")[-4:], "little")
+        per_segment = slots_per_segment_in(txn.get(IDENTITY, b""))
         if per_segment == 0:
             return None, frozenset()
         try:
@@ -273,8 +286,8 @@ class IndexReader:
         found: list[tuple[int, int]] = []
         counted: set[int] = set()
         for state in range(MAX_PROCESSES):
-            saved = parse_saved_slots(txn.get(b"state%d" % state))
-            if saved is None or saved.epoch != _number(txn.get(b"epoch")):
+            saved = parse_saved_slots(txn.get(state_key(state)))
+            if saved is None or saved.epoch != number_in(txn.get(EPOCH)):
                 continue
             own = noted_segments(notes, state)
             counted |= own
@@ -312,10 +325,10 @@ class IndexReader:
             for key, value in txn.cursor():
                 if len(value) != INDEX_ENTRY_BYTES:
                     odd.append(len(keys))
-                    value = _NO_ENTRY
+                    value = NO_ENTRY
                 keys.append(key)
                 values += value
-        table = np.frombuffer(bytes(values), dtype=_ENTRY_TYPE)
+        table = np.frombuffer(bytes(values), dtype=ENTRY_TYPE)
         slots = table["slot"].astype(np.int64)
         slots[odd] = -1
         return Snapshot(keys, slots, table["generation"].astype(np.uint64), table)
@@ -335,7 +348,7 @@ def index_options(path: Path) -> tuple[int, bool]:
     """
     size = (path / DATA_NAME).stat().st_size
     map_bytes = max(_MIN_MAP_BYTES, stored_map_bytes(path), 2 * size)
-    return map_bytes, (path / "lock.mdb").exists()
+    return map_bytes, (path / LOCK_NAME).exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +478,3 @@ def _segment_files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 def _read_file(path: Path, limit: int) -> bytes:
     return read_and_close(open_read_only(path), path, limit)
-
-
-def _number(value: bytes | None) -> int:
-    return int.from_bytes(value, "little") if value is not None and len(value) == 8 else 0

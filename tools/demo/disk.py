@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import lmdb
+from ...tiers.nvme.reader import IndexReader
 
 SHARED_MEMORY = "/dev/shm/"
 ARENA_PREFIX = "kvcascade-"
-_TOTALS = struct.Struct("<QQ")
 
 
 def written_bytes(root: Path) -> int:
@@ -21,19 +19,11 @@ def written_bytes(root: Path) -> int:
     Each namespace's index counts them in the transaction that makes the blocks findable, so the
     number is right after `kill -9` too.
     """
-    return sum(_totals(index)[0] for index in root.glob("*/index"))
-
-
-def _totals(index: Path) -> tuple[int, int]:
-    """Bytes written and read."""
-    with lmdb.open(str(index), readonly=True, lock=False, max_dbs=4) as environment:
-        meta = environment.open_db(b"meta", create=False)
-        with environment.begin(db=meta) as transaction:
-            stored = transaction.get(b"totals") or b""
-    if len(stored) != _TOTALS.size:
-        return 0, 0
-    written, read = _TOTALS.unpack(stored)
-    return written, read
+    total = 0
+    for path in root.glob("*/index"):
+        with IndexReader(path) as index:
+            total += index.meta().written_bytes
+    return total
 
 
 def shared_memory_of(pids: Iterable[int]) -> frozenset[str]:
