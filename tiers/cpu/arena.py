@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ClosedError, ConfigError, InUseError, os_errors
+from .. import ofd_locks
 from . import header as layout
 from .arena_file import (
     JOIN_TIMEOUT_S,
@@ -50,7 +51,7 @@ from .arena_file import (
 )
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
 from .huge_pages import map_file
-from .locks import byte_locked_by_other, try_flock, try_lock_byte
+from .locks import try_flock
 from .machine import probe_machine, process_start_ticks
 from .prefault import PIECE_BYTES, Span, prefault
 from .slot_table import SlotTable
@@ -209,7 +210,7 @@ class Arena:
             rank
             for rank in range(self.geometry.world_size)
             if rank != self.role.rank
-            and not byte_locked_by_other(self._fd, layout.record_offset(rank))
+            and not ofd_locks.held_by_other(self._fd, layout.record_offset(rank))
         ]
 
     def prefault(self, executor: Executor | None = None) -> None:
@@ -255,7 +256,7 @@ class Arena:
         return 0 if self.geometry.replicated else rank * self.geometry.rank_bytes
 
     def _claim(self) -> None:
-        if not try_lock_byte(self._fd, layout.record_offset(self.role.record)):
+        if not ofd_locks.try_lock(self._fd, layout.record_offset(self.role.record)):
             holder = layout.read_record(self._header(), self.role.record).pid
             who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
             raise InUseError(
@@ -287,7 +288,7 @@ class Arena:
     def _drop_name_if_complete(self) -> None:
         """Remove the name once everybody is in; whoever comes last sees it."""
         scheduler = layout.record_offset(SCHEDULER_RECORD)
-        if self.role.rank is not None and not byte_locked_by_other(self._fd, scheduler):
+        if self.role.rank is not None and not ofd_locks.held_by_other(self._fd, scheduler):
             return
         if not self.missing_ranks():
             give_up_name(self.path, self._fd, self.geometry.kept)

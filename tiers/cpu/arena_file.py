@@ -39,10 +39,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
+from .. import ofd_locks
 from . import header as layout
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
-from .locks import byte_locked_by_other, try_flock, try_lock_byte, turn_in
+from .locks import try_flock, turn_in
 from .machine import MachineMemory, check_capacity, process_start_ticks, show_bytes
 
 Clock = Callable[[], float]
@@ -330,7 +331,7 @@ def _create(request: ArenaRequest) -> int | None:
 def _is_ours_alone(path: str, fd: int) -> bool:
     """Lock a file just created; False if another opener saw it unlocked and removed it."""
     with os_errors(f"locking {path}"):
-        if not try_lock_byte(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
+        if not ofd_locks.try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
             unlink_if_same(path, fd)
             return False
         return os.fstat(fd).st_nlink > 0
@@ -431,7 +432,7 @@ def _wait_ready(request: ArenaRequest, fd: int) -> bool:
     for _ in range(int(MAKE_TIMEOUT_S / POLL_S) + 1):
         if os.fstat(fd).st_nlink == 0:
             return False
-        if not byte_locked_by_other(fd, _MAKER_BYTE):
+        if not ofd_locks.held_by_other(fd, _MAKER_BYTE):
             if request.may_make:
                 unlink_if_same(request.path, fd)
             return False

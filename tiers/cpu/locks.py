@@ -6,8 +6,8 @@ kernel when the last descriptor and mapping of that open file is gone, however i
 - `flock`: every opener holds a shared one. If an exclusive one can be had, nobody is alive.
 - a `flock` on the folder itself: a turn, for what only one process at a time should do there. It
   leaves nothing behind, and nothing depends on it: who does not get it in time goes on without.
-- open-file-description byte locks: one byte per role (maker, each rank, scheduler), exclusive. Two
-  opens of one file conflict even inside one process, so a test needs no second process.
+- byte locks (`ofd_locks`): one byte per role (maker, each rank, scheduler), exclusive. Two opens of
+  one file conflict even inside one process, so a test needs no second process.
 
 A child made by fork shares its parent's locks until it exits or closes the descriptor.
 """
@@ -16,15 +16,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, len, pid
-
-
-def _request(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
 def try_flock(fd: int, exclusive: bool) -> bool:
@@ -37,22 +30,6 @@ def try_flock(fd: int, exclusive: bool) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def try_lock_byte(fd: int, byte: int) -> bool:
-    """Take a role without waiting; False if a live open file holds it."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def byte_locked_by_other(fd: int, byte: int) -> bool:
-    """True if another open file (in any process, this one included) holds the role."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
-    assert isinstance(answer, bytes)
-    return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
 
 @contextmanager
