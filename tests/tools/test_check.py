@@ -88,6 +88,26 @@ def test_the_times_of_a_start_are_those_that_were_measured(
 ) -> None:
     text = (ROOT / page).read_text()
     assert opening.format(OPEN_S) in text and scan.format(SCAN_S_PER_ENTRY * 4_000_000) in text
+@pytest.mark.parametrize(
+    ("model", "ranks", "rank_bytes"),
+    [
+        (LLAMA, 8, 2 * 32 * 1 * 128 * 2),
+        (LLAMA, 16, 2 * 32 * 1 * 128 * 2),
+        ("deepseek-v3", 1, 61 * 576 * 2),
+        ("deepseek-v3", 8, 61 * 576 * 2),
+    ],
+)
+def test_ranks_keep_copies_of_what_cannot_be_divided(
+    config: Path, model: str, ranks: int, rank_bytes: int
+) -> None:
+    """As vLLM does it: `max(1, kv_heads // ranks)` heads a rank, and the latent of MLA whole."""
+    answer = call("check", config, "--model", model, "--world-size", ranks, "--json")
+    arena = ArenaGeometry.fit(64 * MIB, 16 * rank_bytes, ranks)
+    cpu, nvme = answer.document["tiers"]
+    assert answer.document["bytes_per_token"] == ranks * rank_bytes
+    assert answer.document["block_bytes"] == arena.slot_bytes
+    assert cpu["tokens"] == 16 * arena.slots
+    assert nvme["blocks"] == plan_capacity(256 * MIB, arena.slot_bytes, 1).slots
 
 
 def test_without_a_model_there_are_bytes_only(config: Path) -> None:
@@ -192,6 +212,7 @@ def test_models(tmp_path: Path) -> None:
     nested = {"text_config": {**text, "head_dim": 64, "dtype": "float32"}}
     (tmp_path / "config.json").write_text(json.dumps(nested))
     assert kv_shape(str(tmp_path / "config.json")).bytes_per_token == 2 * 32 * 8 * 64 * 4
+    assert kv_shape(str(tmp_path), ranks=16).bytes_per_token == 2 * 32 * 16 * 64 * 4
     assert kv_shape(LLAMA, "fp8").bytes_per_token == 65_536
     for model, dtype in (("no/such-model", None), (LLAMA, "float7")):
         with pytest.raises(ConfigError):

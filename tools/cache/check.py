@@ -46,7 +46,7 @@ class BlockShape:
     tokens: int
     """Tokens of a block, `blocks_per_chunk` included."""
     bytes_per_token: int
-    """Over all ranks."""
+    """Over all ranks, their copies included."""
     world_size: int = 1
 
     @property

@@ -2,6 +2,7 @@
 
 Per layer and token, an attention layer keeps a key and a value for each KV head; multi-head latent
 attention (DeepSeek-V2 and after) keeps one latent vector and the rotary part of one key instead.
+What tensor parallelism does not divide, each rank keeps a copy of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..replay.models import MODELS
+from ..replay.models import MODELS, attention, latent
 
 TYPE_BYTES = {
     "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2,
@@ -29,20 +30,21 @@ class KvShape:
     model: str
     layers: int
     bytes_per_token: int
-    """Over all layers and ranks."""
+    """Over all layers and ranks, their copies included."""
     note: str
     """How it was found."""
 
 
-def kv_shape(model: str, kv_dtype: str | None = None) -> KvShape:
+def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape:
     """Of a folder with a `config.json`, a hub name that is in the local cache, or a known name.
 
-    `kv_dtype`: vLLM's `--kv-cache-dtype`; by default the model's own type. Raises `ConfigError`.
+    `kv_dtype`: vLLM's `--kv-cache-dtype`; by default the model's own type. `ranks`: its tensor
+    parallel size. Raises `ConfigError`.
     """
     if model in MODELS and not Path(model).exists():
         name = kv_dtype if kv_dtype not in (None, "auto") else "bfloat16"
         known = MODELS[model]
-        per_token = known.bytes_per_token(_type_bytes(name))
+        per_token = known.bytes_per_token(_type_bytes(name), ranks)
         return KvShape(model, known.layers, per_token, f"known by name, {name}")
     config, note = _load(model)
     text = config.get("text_config")
@@ -52,12 +54,21 @@ def kv_shape(model: str, kv_dtype: str | None = None) -> KvShape:
     name = kv_dtype if kv_dtype not in (None, "auto") else _dtype(config)
     item = _type_bytes(name)
     if "kv_lora_rank" in config:
-        latent = _number(config, "kv_lora_rank", model) + _number(config, "qk_rope_head_dim", model)
-        return KvShape(model, layers, layers * latent * item, f"{note}, latent, {name}")
+        kept = latent(
+            layers,
+            _number(config, "kv_lora_rank", model),
+            _number(config, "qk_rope_head_dim", model),
+        )
+        return KvShape(model, layers, kept.bytes_per_token(item, ranks), f"{note}, latent, {name}")
     heads = _number(config, "num_attention_heads", model)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or _number(config, "hidden_size", model) // heads)
-    per_token = 2 * layers * kv_heads * head_dim * item
+    kv_heads = heads
+    if config.get("num_key_value_heads"):
+        kv_heads = _number(config, "num_key_value_heads", model)
+    if config.get("head_dim"):
+        head_dim = _number(config, "head_dim", model)
+    else:
+        head_dim = _number(config, "hidden_size", model) // heads
+    per_token = attention(layers, kv_heads, head_dim).bytes_per_token(item, ranks)
     return KvShape(model, layers, per_token, f"{note}, {kv_heads}×{head_dim} per layer, {name}")
 
 

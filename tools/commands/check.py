@@ -90,7 +90,7 @@ def _check(
     tokens = tokens_in_config(config, block_size)
     note: str | None = None
     if model is not None:
-        found = kv_shape(model, kv_dtype)
+        found = kv_shape(model, kv_dtype, world_size)
         note, per_token = f"{model} ({found.note})", found.bytes_per_token
     if per_token is not None:
         shape = BlockShape(tokens, per_token, world_size)
