@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -60,7 +62,7 @@ class PathKind(Enum):
 
 
 class Machine(ABC):
-    """What is asked of a machine. No method changes anything."""
+    """What is asked of a machine. No method changes anything; `OSError`: it does not say."""
 
     @abstractmethod
     def memory(self) -> Memory:
@@ -69,6 +71,10 @@ class Machine(ABC):
     @abstractmethod
     def kind(self, path: Path) -> PathKind:
         """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
+
+    @abstractmethod
+    def identity(self, path: Path) -> object:
+        """Equal for two paths that lead to one folder, or would if it were created."""
 
     @abstractmethod
     def has_memory_of_its_own(self, folder: Path) -> bool:
@@ -105,6 +111,12 @@ class ThisMachine(Machine):
             return PathKind.FOLDER
         return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
 
+    def identity(self, path: Path) -> object:
+        real = Path(os.path.realpath(path))
+        nearest = _nearest(real, self)
+        found = nearest.stat()  # what is mounted twice has two real paths
+        return found.st_dev, found.st_ino, real.relative_to(nearest)
+
     def has_memory_of_its_own(self, folder: Path) -> bool:
         return file_system_of(str(folder)) == HUGETLBFS
 
@@ -134,7 +146,8 @@ def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
 
 def check_machine(config: CascadeConfig, machine: Machine) -> None:
     """Raise `ConfigError` for the first option that does not fit the machine."""
-    _check_cpu(config.cpu, machine)
+    with _looking_at(At(f"{config.cpu.key}.arena_dir"), config.cpu.arena_dir):
+        _check_cpu(config.cpu, machine)
     check_nvme(config, machine)
     if config.record is not None:
         _check_folder(At("record"), config.record, machine)
@@ -142,10 +155,17 @@ def check_machine(config: CascadeConfig, machine: Machine) -> None:
 
 def check_nvme(config: CascadeConfig, machine: Machine) -> None:
     """`check_machine` for the tiers on disk alone."""
+    owners: dict[object, Path] = {}
     for tier in config.nvme:
+        at = At(f"{tier.key}.path")
         for path in tier.path:
-            _check_folder(At(f"{tier.key}.path"), path, machine)
-        _check_disks(tier, machine)
+            _check_folder(at, path, machine)
+            with _looking_at(at, path):
+                owner = owners.setdefault(machine.identity(path), path)
+            if owner is not path:
+                raise at.wrong(str(path), f"is the same folder as {owner}; give every folder once")
+        with _looking_at(at, tier.path[0]):
+            _check_disks(tier, machine)
 
 
 def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
@@ -194,8 +214,9 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
 
 def _check_folder(at: At, path: Path, machine: Machine) -> None:
     """A folder that is there and writable, or that could be created."""
-    nearest = _nearest(path, machine)
-    kind = machine.kind(nearest)
+    with _looking_at(at, path):
+        nearest = _nearest(path, machine)
+        kind = machine.kind(nearest)
     if kind is PathKind.OTHER and nearest == path:
         raise at.wrong(str(path), "is a file, not a folder; give a folder")
     if kind is PathKind.OTHER:
@@ -230,6 +251,16 @@ def _check_disks(tier: NvmeTier, machine: Machine) -> None:
         raise spare.wrong(shown, f"{problem}; lower one of the two")
 
 
+@contextmanager
+def _looking_at(at: At, path: Path) -> Iterator[None]:
+    """What the machine does not say about a path becomes a sentence about its key."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be looked at ({error.strerror}); give a folder that this user may enter"
+        raise at.wrong(str(path), problem) from None
+
+
 def _disks(tier: NvmeTier, machine: Machine) -> list[Disk]:
     """The file systems of a tier's paths, each once."""
     found = (machine.disk(_nearest(path, machine)) for path in tier.path)
@@ -249,12 +280,12 @@ def _written(size: Size, count: int) -> str:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Bytes that the files below a folder take on disk; what vanishes meanwhile counts nothing."""
+    """Bytes that files below a folder take on disk; what vanishes or is closed counts nothing."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(where, name)).st_blocks * 512
-            except FileNotFoundError:
+            except OSError:
                 continue
     return total

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.users import unprivileged
 
 from kvcascade.config import parse
 from kvcascade.errors import ConfigError
@@ -50,6 +51,9 @@ class Twin(Machine):
         if path in self.folders:
             return PathKind.FOLDER
         return PathKind.OTHER if path in self.files else PathKind.MISSING
+
+    def identity(self, path: Path) -> object:
+        return path
 
     def writable(self, folder: Path) -> bool:
         return folder not in self.read_only
@@ -266,6 +270,44 @@ def test_this_machine_is_left_as_it_was(tmp_path: Path, path: str, options: dict
         assert message(config, ThisMachine())
     assert snapshot(tmp_path) == before
     assert sorted(os.listdir(SHM)) == shm
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_one_tier", [True, False])
+def test_a_folder_is_used_once_whatever_it_is_called(
+    tmp_path: Path, is_there: bool, is_one_tier: bool
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    below = "." if is_there else "new/kv"
+    first, second = (str(tmp_path / name / below) for name in ("disk", "link"))
+    shape = {"type": "nvme", "capacity": "1MiB", "min_free": 0}
+    tiers = [{**shape, "path": first}, {**shape, "path": second}]
+    if is_one_tier:
+        tiers = [{**shape, "path": [first, second]}]
+    config = parse({"tiers": [{"type": "cpu", "capacity": "1MiB"}, *tiers]})
+    text = message(config, ThisMachine())
+    assert text.startswith(f"{config.tiers[-1].key}.path: ")
+    assert "is the same folder as" in text and str(tmp_path / "disk") in text
+
+
+@pytest.mark.parametrize("key", ["tiers[0].arena_dir", "tiers[1].path", "record"])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bool) -> None:
+    """In a folder that this user may not search, or longer than the system takes."""
+    (tmp_path / "closed").mkdir(mode=0)
+    path = str(tmp_path / "closed" / "kv") if is_closed else f"/{'x' * 5000}"
+    places = {
+        "tiers[0].arena_dir": "/dev/shm",
+        "tiers[1].path": "/dev/shm/kvcascade-nowhere",
+        "record": "/dev/shm/kvcascade-nowhere",
+    } | {key: path}
+    cpu = {"type": "cpu", "capacity": "1MiB", "arena_dir": places["tiers[0].arena_dir"]}
+    nvme = {"type": "nvme", "capacity": "1MiB", "min_free": 0, "path": places["tiers[1].path"]}
+    config = parse({"tiers": [cpu, nvme], "record": places["record"]})
+    with unprivileged():
+        text = message(config, ThisMachine())
+    assert text.startswith(f"{key}: ") and "cannot be looked at (" in text
 
 
 def test_this_machine(tmp_path: Path) -> None:
