@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +22,9 @@ from .errors import ConfigError
 
 Config = TypeVar("Config")
 
+MAX_SECONDS = 10**9
+"""Of a time; 31 years."""
+MAX_TOKENS_PER_S = 10**12
 _SHOWN_CHARACTERS = 80
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -117,8 +119,9 @@ def whole(lowest: int, highest: int) -> Reader:
 def seconds(at: At, value: Any) -> float:
     """Reader of a time, zero allowed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:
-        raise at.wrong(value, "is not a time; give a number of seconds from 0 up")
+    if not number or not 0 <= value <= MAX_SECONDS:
+        problem = f"is not a time; give a number of seconds from 0 to {MAX_SECONDS}"
+        raise at.wrong(value, problem)
     return float(value)
 
 
@@ -132,8 +135,9 @@ def deadline(at: At, value: Any) -> float:
 def rate(at: At, value: Any) -> float:
     """Reader of a number of tokens per second."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise at.wrong(value, "is not a speed; give a number of tokens per second above 0")
+    if not number or not 0 < value <= MAX_TOKENS_PER_S:
+        remedy = f"give a number of tokens per second above 0, up to {MAX_TOKENS_PER_S}"
+        raise at.wrong(value, f"is not a speed; {remedy}")
     return float(value)
 
 
@@ -146,9 +150,9 @@ def flag(at: At, value: Any) -> bool:
 
 def text(at: At, value: Any) -> str:
     """Reader of any text."""
-    if not isinstance(value, str):
+    if not _is_text(value):
         raise at.wrong(value, "is not text; give a string")
-    return value
+    return str(value)
 
 
 def word_or_none(at: At, value: Any) -> str | None:
@@ -174,7 +178,7 @@ def policy_name(at: At, value: Any) -> str:
 
 def folder(at: At, value: Any) -> Path:
     """Reader of an absolute path; "~" is the home folder."""
-    if not isinstance(value, str) or not value or "\0" in value:
+    if not _is_text(value) or not value or "\0" in value:
         raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
@@ -224,12 +228,21 @@ def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
     return readers, remedies
 
 
+def _is_text(value: object) -> bool:
+    """Whether it is a string that can be stored: JSON can write halves of characters."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def _shown(value: object) -> str:
     """A value as the user wrote it, cut to a bounded length."""
     try:
         written = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         written = repr(value)
+    written = written.encode(errors="backslashreplace").decode()
     short = len(written) <= _SHOWN_CHARACTERS
     return written if short else f"{written[:_SHOWN_CHARACTERS]}…"
 

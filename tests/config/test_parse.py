@@ -279,6 +279,26 @@ def test_missing(key: str, remedy: str) -> None:
     assert text.startswith(f"{full_key(key)} is missing;") and remedy in text
 
 
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("dirty_age_s", "from 0 to 1000000000"),
+        ("shutdown_flush_s", "from 0 to 1000000000"),
+        ("promotion_deadline_s", "from 0 to 1000000000"),
+        ("prefill_tokens_per_s", "up to 1000000000000"),
+    ],
+)
+def test_numbers_are_bounded(key: str, remedy: str) -> None:
+    text = message(changed(key, 10**400))
+    assert text.startswith(f"{key}: 1000") and remedy in text
+
+
+def test_half_a_character_is_no_text() -> None:
+    """JSON can write it; it could be neither stored nor printed."""
+    for key, value in (("label", "\ud800"), ("record", "/\ud800"), ("write_mode", "\ud800")):
+        assert "\\ud800" in message(changed(key, value)).encode().decode()
+
+
 def test_item_of_a_path_list_is_named() -> None:
     text = message(changed("nvme.path", ["/mnt/a", "b"]))
     assert text.startswith('tiers[1].path[1]: "b"')

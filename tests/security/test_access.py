@@ -7,12 +7,15 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from support.nvme_rig import Rig, config_for, key
+from support.users import unprivileged
 
-from kvcascade.errors import InUseError, KVCascadeError
+from kvcascade.errors import InUseError, KVCascadeError, TierIOError
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tools.cache.opened import locations
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ("kvcascade", "tiers", "handlers", "manager", "tools")
@@ -44,6 +47,22 @@ def test_files_and_directories_are_private(folder: Path) -> None:
     assert len(found) > 8
     for path, mode in found.items():
         assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
+
+
+def test_a_closed_cache_is_not_said_to_be_absent() -> None:
+    with TemporaryDirectory() as text:
+        path = Path(text)
+        path.chmod(0o755)
+        first, second = path / f"model-{'0' * 12}", path / f"model-{'1' * 12}"
+        for folder in (first, second):
+            folder.mkdir(mode=0)
+        for place in (path, first):
+            with unprivileged(), pytest.raises(TierIOError, match=f"denied while .* {first}"):
+                locations(place)
+        first.chmod(0o755)
+        (first / "lock").touch()
+        with unprivileged():
+            assert [found.name for found in locations(path)] == [first.name], "what one may see"
 
 
 def test_shared_memory_is_private(tmp_path: Path) -> None:

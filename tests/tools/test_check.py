@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from support.cache_rig import ROOT, call
+from support.cache_rig import call
+from support.users import unprivileged
 
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.machine import ThisMachine
@@ -23,7 +25,7 @@ from kvcascade.tools.cache.check import (
     read_config,
 )
 from kvcascade.tools.cache.models import kv_shape
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.common import ExitCode, check_place
 
 MIB = 1 << 20
 LLAMA = "llama-3.1-8b"
@@ -169,6 +171,20 @@ def test_strange_files(tmp_path: Path) -> None:
         strange.write_text(text)
         assert call("check", strange).code == ExitCode.PROBLEMS
     assert call("check", tmp_path / "nowhere.json").code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("place", ["closed/config.json", "x" * 5000])
+def test_files_that_cannot_be_looked_at(config: Path, tmp_path: Path, place: str) -> None:
+    """In a folder that this user may not search, or longer than the system takes."""
+    (tmp_path / "closed").mkdir(mode=0)
+    call("check", config)  # what is imported late may be where only root can read
+    with unprivileged():
+        answer = call("check", tmp_path / place)
+        assert answer.code == ExitCode.CANNOT_OPEN and answer.err.count("\n") == 1
+        with pytest.raises(ConfigError, match="--model: .* cannot be read"):
+            kv_shape(str(tmp_path / place))
+        with pytest.raises(ConfigError, match="--csv: .* cannot be looked at"):
+            check_place("--csv", tmp_path / place)
 
 
 def test_a_tier_too_small_for_the_blocks(config: Path) -> None:

@@ -24,7 +24,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptionError, os_errors
+from ...errors import CorruptionError, TierIOError, os_errors
 from ..endurance import DayTotals, day_totals
 from .filesystem import RealFile, read_and_close
 from .format import (
@@ -156,21 +156,40 @@ class Snapshot:
 def locate(paths: Sequence[Path]) -> list[Location]:
     """Namespaces in these paths, by name; a path may be a namespace directory itself.
 
-    Raises `TierIOError` if a path cannot be read.
+    Raises `TierIOError` if a path cannot be read, or there is nothing but what this user may not
+    look into: another user's.
     """
     found: dict[str, list[Path]] = {}
+    closed: TierIOError | None = None
     for path in paths:
         with os_errors(f"listing {path}"):
             folders = [path] if _is_namespace(path) else sorted(path.iterdir())
         for folder in folders:
-            if _is_namespace(folder):
+            try:
+                with os_errors(f"looking into {folder}"):
+                    is_namespace = _is_namespace(folder)
+            except TierIOError as error:
+                closed = closed or error
+                continue
+            if is_namespace:
                 found.setdefault(folder.resolve().name, []).append(folder)
+    if closed and not found:
+        raise closed
     return [Location(name, tuple(folders)) for name, folders in sorted(found.items())]
 
 
 def _is_namespace(folder: Path) -> bool:
     is_named = is_namespace_name(folder.resolve().name)
-    return is_named and any(os.path.lexists(folder / name) for name in (LOCK, DESCRIPTION))
+    return is_named and any(_is_there(folder / name) for name in (LOCK, DESCRIPTION))
+
+
+def _is_there(path: Path) -> bool:
+    """Raises `OSError` if that cannot be said."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def read_description(location: Location) -> Description:
@@ -217,9 +236,9 @@ class IndexReader:
         """Open the LMDB directory `path`. Raises `CorruptionError` or `TierIOError`."""
         self.path = path
         data = path / DATA_NAME
-        if not data.is_file():
-            raise CorruptionError(damaged(path, "it is missing"))
         with os_errors(f"opening the index in {path}"):
+            if not data.is_file():
+                raise CorruptionError(damaged(path, "it is missing"))
             missing = missing_bytes(path)
             if missing and missing > 0:
                 raise CorruptionError(damaged(path, f"it is cut short by {missing} bytes"))

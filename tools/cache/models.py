@@ -8,6 +8,7 @@ What tensor parallelism does not divide, each rank keeps a copy of.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape
     `kv_dtype`: vLLM's `--kv-cache-dtype`; by default the model's own type. `ranks`: its tensor
     parallel size. Raises `ConfigError`.
     """
-    if model in MODELS and not Path(model).exists():
+    if model in MODELS and not os.path.exists(model):
         name = kv_dtype if kv_dtype not in (None, "auto") else "bfloat16"
         known = MODELS[model]
         per_token = known.bytes_per_token(_type_bytes(name), ranks)
@@ -81,9 +82,13 @@ def _type_bytes(name: str | None) -> int:
 
 def _load(model: str) -> tuple[Mapping[str, Any], str]:
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        is_file = path.is_file()
+    except OSError as error:
+        raise ConfigError(f"--model: {path} cannot be read ({error.strerror})") from None
+    if is_file:
         return _read(path), str(path)
     cached = _cached(model)
     if cached is not None:

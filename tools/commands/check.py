@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...errors import os_errors
 from .common import CommandError, ExitCode, JsonOption, answering, emit, finish
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def check(
     with answering(as_json):
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
-        if not config.is_file():
+        with os_errors(f"looking for {config}"):
+            is_there = config.is_file()
+        if not is_there:
             raise CommandError(f"there is no file {config}", ExitCode.USAGE)
         report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
         if as_json:

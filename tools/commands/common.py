@@ -156,6 +156,14 @@ def check_place(option: str, path: Path | None) -> None:
     """Raise `ConfigError` if a file cannot be made there: asked before work that takes long."""
     if path is None:
         return
+    try:
+        _check_place(option, path)
+    except OSError as error:
+        problem = f"{path} cannot be looked at ({error.strerror})"
+        raise ConfigError(f"{option}: {problem}; give another") from None
+
+
+def _check_place(option: str, path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
     if path.exists():

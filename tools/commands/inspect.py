@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -131,7 +132,7 @@ def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: boo
 
     sides = []
     for name in why:
-        is_path = Path(name).is_dir()
+        is_path = os.path.isdir(name)
         found = locations(Path(name)) if is_path else locations(path, also)
         sides.append(choose(found, None if is_path else name))
     fields = differing(sides[0], sides[1])
