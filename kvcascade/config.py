@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 from . import sizes
 from .options import (
     At,
+    Reader,
     choice,
     choice_or_name,
     deadline,
@@ -38,18 +39,27 @@ from .sizes import Budget, Bytes, Share, Size, WriteAmount
 POLICIES = ("lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve", "slru")
 """Policies that are known by name, unless the caller knows more."""
 
-VLLM_KEYS = frozenset(
-    {
-        "spec_name",
-        "spec_module_path",
-        "block_size",
-        "blocks_per_chunk",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "canonical_layout",
-    }
-)
-"""Keys of the same dictionary that vLLM reads; passed over here."""
+MAX_BLOCKS_PER_CHUNK = 1 << 16
+MAX_TOKENS_PER_CHUNK = 1 << 20
+
+
+def _not_canonical(at: At, value: Any) -> bool:
+    if value is not False:
+        raise at.wrong(value, "is not supported; leave it out, or set it to false")
+    return value
+
+
+VLLM_KEYS: Mapping[str, Reader] = {
+    "spec_name": text,
+    "spec_module_path": optional(text),
+    "block_size": optional(whole(1, MAX_TOKENS_PER_CHUNK)),
+    "blocks_per_chunk": optional(whole(1, MAX_BLOCKS_PER_CHUNK)),
+    "offload_prompt_only": flag,
+    "self_describing_kv_events": flag,
+    "canonical_layout": _not_canonical,
+}
+"""Keys of the same dictionary that vLLM reads, once the model is loaded and whatever their type:
+looked at here, and not kept."""
 
 ELSEWHERE = {
     "cpu_bytes_to_use": "tiers[0].capacity",
@@ -271,7 +281,10 @@ def parse(
     for key, value in extra_config.items():
         if key in ELSEWHERE:
             raise At(key).unknown(value, f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here")
-        if key == "canonical_layout" and value is not False:
-            raise At(key).wrong(value, "is not supported; leave it out, or set it to false")
+        if key in VLLM_KEYS:
+            VLLM_KEYS[key](At(key), value)
+    if None not in (extra_config.get("block_size"), extra_config.get("blocks_per_chunk")):
+        problem = "says the same as blocks_per_chunk; leave one of them out"
+        raise At("block_size").wrong(extra_config["block_size"], problem)
     ours = {key: value for key, value in extra_config.items() if key not in VLLM_KEYS}
     return read_options(CascadeConfig, top, ours, also=VLLM_KEYS)

@@ -27,6 +27,9 @@ KEPT_ARENAS = "kvcascade-kept-*"
 """Arenas that outlived their engines, in the folder of arenas."""
 HUGETLBFS = "hugetlbfs"
 """The file system of huge pages that were reserved: no part of the memory that is available."""
+MEMORY_FILE_SYSTEMS = frozenset({HUGETLBFS, "tmpfs", "ramfs"})
+MIN_CAPACITY_BYTES = 8192
+"""No tier holds a block in less: a header, and a page."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
@@ -77,8 +80,8 @@ class Machine(ABC):
         """Equal for two paths that lead to one folder, or would if it were created."""
 
     @abstractmethod
-    def has_memory_of_its_own(self, folder: Path) -> bool:
-        """Whether files in a folder take memory that was set aside for it, and no other."""
+    def file_system(self, folder: Path) -> str:
+        """Type of the file system that a folder lies on, such as "tmpfs"."""
 
     @abstractmethod
     def kept_by_arenas(self, folder: Path) -> int:
@@ -117,8 +120,8 @@ class ThisMachine(Machine):
         found = nearest.stat()  # what is mounted twice has two real paths
         return found.st_dev, found.st_ino, real.relative_to(nearest)
 
-    def has_memory_of_its_own(self, folder: Path) -> bool:
-        return file_system_of(str(folder)) == HUGETLBFS
+    def file_system(self, folder: Path) -> str:
+        return file_system_of(str(folder))
 
     def kept_by_arenas(self, folder: Path) -> int:
         return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
@@ -168,6 +171,17 @@ def check_nvme(config: CascadeConfig, machine: Machine) -> None:
             _check_disks(tier, machine)
 
 
+def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
+    """Sentences about what works, and is hardly meant. Of a configuration that fits."""
+    folder = config.cpu.arena_dir
+    kind = machine.file_system(folder)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return []
+    problem = f"is on {kind or 'an unknown file system'}, so that what lies in memory is written"
+    remedy = "to a disk as well; give a folder in shared memory, such as /dev/shm"
+    return [str(At(f"{config.cpu.key}.arena_dir").wrong(str(folder), f"{problem} {remedy}"))]
+
+
 def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
     """The tier's capacity in bytes."""
     return tier.capacity.of(machine.memory().total)
@@ -200,9 +214,8 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
     capacity, available = cpu_capacity(tier, machine), machine.memory().available
     kept = machine.kept_by_arenas(folder) if tier.persist else 0  # will be taken over
     available += kept
-    if not capacity:
-        raise at.wrong(str(tier.capacity), "is nothing on this machine; raise it")
-    if capacity > available and not machine.has_memory_of_its_own(folder):
+    _check_enough(at, tier.capacity, capacity, "this machine")
+    if capacity > available and machine.file_system(folder) != HUGETLBFS:
         problem = f"is more memory than there is ({human(available)} available); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)
     free = machine.disk(folder).free + kept
@@ -210,6 +223,14 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
         remedy = f"lower it, enlarge that file system, or set {arena.key} to another"
         problem = f"is more than {folder} has free ({human(free)}); {remedy}"
         raise at.wrong(_written(tier.capacity, capacity), problem)
+
+
+def _check_enough(at: At, size: Size, count: int, where: str) -> None:
+    if not count:
+        raise at.wrong(str(size), f"is nothing on {where}; raise it")
+    if count < MIN_CAPACITY_BYTES:
+        problem = 'is less than any block takes; give a size with its unit, such as "64GiB"'
+        raise at.wrong(_written(size, count), problem)
 
 
 def _check_folder(at: At, path: Path, machine: Machine) -> None:
@@ -237,8 +258,11 @@ def _check_disks(tier: NvmeTier, machine: Machine) -> None:
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
     total = sum(disk.total for disk in disks)
     where = " and ".join(str(path) for path in tier.path)
-    if not capacity:
-        raise at.wrong(str(tier.capacity), f"is nothing on {where}; raise it")
+    _check_enough(at, tier.capacity, capacity, where)
+    segment = tier.segment_size.count if tier.segment_size else 0
+    if segment > capacity:
+        problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
+        raise At(f"{tier.key}.segment_size").wrong(str(tier.segment_size), problem)
     if capacity > room:
         problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)

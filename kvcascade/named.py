@@ -1,4 +1,4 @@
-"""Parts that the configuration names: replacement policies and admission rules."""
+"""Parts that the configuration names: our own spec, replacement policies and admission rules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from .machine import Machine, check_machine
 from .manager.admission import Admission as AdmissionRule
 from .manager.admission import AdmitAll, AdmitSecondTouch, admission_by_path
 from .tiers.policies import known_names, order_class
+
+CONNECTOR = "OffloadingConnector"
+"""vLLM's connector that asks us."""
+SPEC_NAME = "CascadeOffloadingSpec"
+"""What that connector knows us by."""
 
 
 def admission_rule(tier: NvmeTier) -> AdmissionRule:

@@ -15,9 +15,8 @@ from types import FrameType
 from typing import Any
 
 from .machine import ThisMachine
-from .named import checked
+from .named import SPEC_NAME, checked
 
-SPEC_NAME = "CascadeOffloadingSpec"
 MAX_FRAMES = 12
 """How far up the stack the configuration is looked for."""
 

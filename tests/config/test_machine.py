@@ -21,6 +21,7 @@ from kvcascade.machine import (
     ThisMachine,
     check_machine,
     cpu_capacity,
+    doubts,
     nvme_capacity,
 )
 
@@ -42,7 +43,7 @@ class Twin(Machine):
     disk_free: int = 500 * GIB
     used: dict[Path, int] = field(default_factory=dict)
     kept: int = 0
-    set_aside: bool = False
+    arena_lies_on: str = "tmpfs"
 
     def memory(self) -> Memory:
         return Memory(total=64 * GIB, available=self.available)
@@ -64,8 +65,8 @@ class Twin(Machine):
         device = 2 + int(folder.name) if folder.name.isdigit() else 0
         return Disk(device=device, total=1024 * GIB, free=self.disk_free)
 
-    def has_memory_of_its_own(self, folder: Path) -> bool:
-        return self.set_aside
+    def file_system(self, folder: Path) -> str:
+        return self.arena_lies_on
 
     def kept_by_arenas(self, folder: Path) -> int:
         return self.kept
@@ -115,8 +116,8 @@ def test_a_record_that_cannot_be_written(machine: dict[str, Any], problem: str) 
 def test_reserved_huge_pages_are_not_of_the_memory_that_is_available() -> None:
     small = Twin(available=GIB)
     assert "more memory than there is" in message(configured(), small)
-    check_machine(configured(), Twin(available=GIB, set_aside=True))
-    assert "has free" in message(configured(), Twin(shm_free=GIB, set_aside=True))
+    check_machine(configured(), Twin(available=GIB, arena_lies_on="hugetlbfs"))
+    assert "has free" in message(configured(), Twin(shm_free=GIB, arena_lies_on="hugetlbfs"))
 
 
 def test_shares_are_of_the_machine() -> None:
@@ -211,6 +212,28 @@ def test_refused(
     text = message(configured(cpu, **nvme), Twin(**machine))
     for part in parts:
         assert part in text
+
+
+@pytest.mark.parametrize("size", ["0.0000001%", 64, "4KiB"])
+def test_less_than_any_block(size: object) -> None:
+    text = message(configured({"capacity": size}), Twin())
+    assert text.startswith("tiers[0].capacity: ") and "less than any block" in text
+    if size != "0.0000001%":
+        text = message(configured(capacity=size), Twin())
+        assert text.startswith("tiers[1].capacity: ") and "less than any block" in text
+
+
+def test_a_segment_that_is_more_than_the_tier() -> None:
+    for capacity in ("64MiB", "0.01%"):
+        text = message(configured(capacity=capacity, segment_size="1TiB", min_free=0), Twin())
+        assert text.startswith('tiers[1].segment_size: "1TiB"') and capacity in text
+
+
+def test_an_arena_on_a_disk_is_doubtful() -> None:
+    for kind in ("tmpfs", "ramfs", "hugetlbfs"):
+        assert doubts(configured(), Twin(arena_lies_on=kind)) == []
+    (doubt,) = doubts(configured(), Twin(arena_lies_on="ext4"))
+    assert doubt.startswith('tiers[0].arena_dir: "/dev/shm" is on ext4') and ";" in doubt
 
 
 def test_a_share_of_nearly_nothing() -> None:

@@ -163,9 +163,19 @@ def test_one_tier_and_three() -> None:
     ]
 
 
-def test_vllm_keys_are_passed_over() -> None:
-    values = {key: "whatever" for key in VLLM_KEYS} | {"canonical_layout": False}
+def test_vllm_keys_are_looked_at_and_passed_over() -> None:
+    values: dict[str, Any] = {
+        "spec_name": "AnotherSpec",
+        "spec_module_path": None,
+        "block_size": None,
+        "blocks_per_chunk": 4,
+        "offload_prompt_only": False,
+        "self_describing_kv_events": True,
+        "canonical_layout": False,
+    }
+    assert set(values) == set(VLLM_KEYS)
     assert parse(GOOD | values) == parse(GOOD)
+    assert "leave one of them out" in message({**GOOD, "block_size": 32, "blocks_per_chunk": 2})
 
 
 def test_frozen() -> None:
@@ -203,6 +213,19 @@ WRONG: list[tuple[str, object, str]] = [
     ("promotion_budget", 0, "number of blocks"),
     ("promotion_budget", 0.5, "number of blocks"),
     ("label", 7, "give a string"),
+    ("spec_name", 3, "give a string"),
+    ("spec_name", None, "give a string"),
+    ("spec_module_path", ["kvcascade.spec"], "give a string"),
+    ("blocks_per_chunk", "two", "whole number from 1 to 65536"),
+    ("blocks_per_chunk", "2", "whole number from 1 to 65536"),
+    ("blocks_per_chunk", 0, "whole number from 1 to 65536"),
+    ("blocks_per_chunk", 2.7, "whole number from 1 to 65536"),
+    ("blocks_per_chunk", True, "whole number from 1 to 65536"),
+    ("block_size", -16, "whole number from 1 to 1048576"),
+    ("block_size", 10**30, "whole number from 1 to 1048576"),
+    ("offload_prompt_only", "false", "true or false"),
+    ("offload_prompt_only", None, "true or false"),
+    ("self_describing_kv_events", 1, "true or false"),
     ("weights_id", " ", "leave it out"),
     ("weights_id", 1, "give a string"),
     ("cpu.prefault", 1, "true or false"),

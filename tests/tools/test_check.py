@@ -165,6 +165,32 @@ def test_what_an_engine_could_not_import_is_named(
         checked(read_config(config), ThisMachine())
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"kv_connector": "OfloadingConnector", %s}', 'use "OffloadingConnector"'),
+        ('{"kv_transfer_config": {"kv_connector": 3, %s}}', 'use "OffloadingConnector"'),
+        ('{"spec_name": "CascadeOfloadingSpec", %s}', 'use "CascadeOffloadingSpec"'),
+        ('{"write_mode": "back", "write_mode": "through", %s}', "give every key once"),
+    ],
+)
+def test_what_vllm_would_take_otherwise_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text % '"tiers": [{"type": "cpu", "capacity": "1MiB"}]')
+    problem = call("check", path, "--json").document["problem"]
+    assert said in problem and "no JSON" not in problem
+
+
+def test_what_is_hardly_meant_is_said_and_fits(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "few.json"
+    path.write_text('{"tiers": [{"type": "cpu", "capacity": "1MiB"}]}')
+    answer = call("check", path, "--json")
+    assert answer.code == ExitCode.OK and answer.document["problem"] is None
+    (doubt,) = answer.document["doubts"]
+    assert doubt.startswith("spec_name is missing") and "spec_name" in call("check", path).out
+    assert call("check", config, "--json").document["doubts"] == []
+
+
 def test_strange_files(tmp_path: Path) -> None:
     strange = tmp_path / "strange.json"
     for text in ("{", "[]", "3", '"a"', "[" * 100_000):

@@ -254,7 +254,7 @@ def test_a_preempted_store_waits_for_the_workers(shared: Path, tmp_path: Path) -
 
 
 def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="blocks_per_chunk: 0 must be"):
+    with pytest.raises(ConfigError, match="blocks_per_chunk: 0 is not allowed"):
         Engine(tmp_path, shared, 0)
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
     with pytest.raises(ConfigError, match="0.24 or newer for a model with several"):

@@ -13,9 +13,10 @@ from typing import Any
 
 from ...config import CascadeConfig, CpuTier, NvmeTier
 from ...errors import ConfigError, os_errors
-from ...machine import Machine, ThisMachine, cpu_capacity, nvme_capacity
-from ...named import checked
+from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity
+from ...named import CONNECTOR, SPEC_NAME, checked
 from ...nvme_parts import slots_of_segment
+from ...options import At
 from ...tiers.cpu import ArenaGeometry
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.machine import probe_machine
@@ -34,6 +35,7 @@ OPEN_S = 0.21
 """Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
 sizes (ARCHITECTURE.md)."""
 MAX_CONFIG_BYTES = 1 << 20
+SPEC_KEY = "spec_name"
 EXTRA = "kv_connector_extra_config"
 Measure = Callable[[Path, bool], float | None]
 """Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
@@ -75,6 +77,8 @@ class CheckReport:
     config: str
     problem: str | None = None
     """The first thing that does not fit, and what to do."""
+    doubts: list[str] = field(default_factory=list)
+    """What fits and is hardly meant."""
     tiers: list[TierReport] = field(default_factory=list)
     block_bytes: int | None = None
     tokens_per_block: int | None = None
@@ -97,22 +101,46 @@ class CheckReport:
 
 def read_config(path: Path) -> Mapping[str, object]:
     """`kv_connector_extra_config` from a file that holds it, vLLM's whole `--kv-transfer-config`,
-    or an object with the latter as `kv_transfer_config`. Raises `ConfigError`."""
+    or an object with the latter as `kv_transfer_config`. Raises `ConfigError`, also for names under
+    which vLLM would take something else."""
+    document = _read_json(path)
+    for name in ("kv_transfer_config", "kv-transfer-config", EXTRA):
+        connector = document.get("kv_connector", CONNECTOR)
+        if connector != CONNECTOR:
+            raise At("kv_connector").wrong(connector, f'is another one; use "{CONNECTOR}"')
+        inner = document.get(name)
+        if isinstance(inner, Mapping):
+            document = inner
+    spec = document.get(SPEC_KEY, SPEC_NAME)
+    if spec != SPEC_NAME:
+        raise At(SPEC_KEY).wrong(spec, f'is another one; use "{SPEC_NAME}"')
+    return document
+
+
+def _read_json(path: Path) -> Mapping[str, object]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is too large for a configuration")
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"), object_pairs_hook=_once_each)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON ({error})") from None
-    for name in ("kv_transfer_config", "kv-transfer-config", EXTRA):
-        inner = document.get(name) if isinstance(document, Mapping) else None
-        if isinstance(inner, Mapping):
-            document = inner
     if not isinstance(document, Mapping):
         raise ConfigError(f"{path} holds no JSON object")
     return document
+
+
+def _once_each(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
+    """A JSON object; of a key that is given twice the last one alone would count."""
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise At(key).wrong(value, "is given beside another value; give every key once")
+        found[key] = value
+    return found
 
 
 def check(
@@ -126,7 +154,11 @@ def check(
     machine = ThisMachine() if machine is None else machine
     report = CheckReport(str(path), model=model)
     try:
-        settings = checked(read_config(path), machine)
+        given = read_config(path)
+        settings = checked(given, machine)
+        report.doubts = doubts(settings, machine)
+        if SPEC_KEY not in given:
+            report.doubts.append(str(At(SPEC_KEY).missing(f'an engine needs "{SPEC_NAME}"')))
         _fill(report, settings, machine, shape)
     except ConfigError as error:
         report.problem = str(error)

@@ -36,4 +36,6 @@ def print_checked(report: CheckReport) -> None:
     if report.start_after_crash_s is not None:
         rows.append(("after a crash, at most", show.duration(report.start_after_crash_s)))
     console.print(show.facts("", rows))
+    for doubt in report.doubts:
+        console.print(Text(f"  {doubt}", style="yellow"))
     console.print(Text("  The configuration fits this machine.", style="green"))
