@@ -6,16 +6,20 @@ memory only, so they match within one recording and nowhere else. The bytes are 
 
 Threads: `note` is called by the scheduler's thread; it never waits and touches no file. One writer
 thread digests and writes. What does not fit into the bounded queue is dropped and counted.
-Bounds: `MAX_QUEUED_BLOCKS` in memory, `MAX_FILES` files of about `FILE_BYTES` on disk; the oldest
-goes first. A file that cannot be written ends the recording, never the engine.
+Bounds: `MAX_QUEUED_BLOCKS` in memory, `MAX_FILES` files of about `FILE_BYTES` on disk, those that
+ended recordings left in the folder included: they go first, then its own, the oldest first. Files
+of a recording that another process writes are neither counted nor touched: its newest one is
+locked. A file that cannot be written ends the recording, never the engine.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import queue
+import re
 import secrets
 import threading
 from collections import deque
@@ -40,6 +44,7 @@ MAX_FILES = 16
 MAX_QUEUED_BLOCKS = 1 << 20
 STOP_WAIT_S = 5.0
 FILE_MODE = 0o600
+_NAME = re.compile(r"(requests-\d{8}T\d{6}-\d+-[0-9a-f]{6})-(\d{6})\.jsonl", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class _Noted:
 
 
 class RecordFiles:
-    """The files of one recording: written in turn, the oldest removed. Writer thread only."""
+    """The files of one recording: written in turn, the oldest of the folder removed. Writer thread
+    only."""
 
     def __init__(
         self,
@@ -85,8 +91,8 @@ class RecordFiles:
     def write(self, line: bytes) -> None:
         """Append one line. Raises `OSError`."""
         if self._size + len(line) > self._file_bytes:
-            self._file.close()
-            self._file = self._next()
+            full, self._file = self._file, self._next()  # one of the two is locked at any time
+            full.close()
         self._size += len(line)
         self._file.write(line)
 
@@ -99,12 +105,13 @@ class RecordFiles:
         self._file.close()
 
     def _next(self) -> BinaryIO:
-        path = self._folder / f"{self._prefix}-{self._part:06d}.jsonl"
+        path = self._folder / _file_name(self._prefix, self._part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(path, flags, FILE_MODE), "wb")
+        with suppress(OSError):  # a file system without locks: nobody can tell that it is written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._paths.append(path)
-        while len(self._paths) > self._max_files:
-            self._paths.popleft().unlink(missing_ok=True)
+        self._make_room()
         header = {
             "kvcascade_record": FORMAT,
             "started": self._started,
@@ -115,6 +122,48 @@ class RecordFiles:
         self._part += 1
         self._size = file.write(json.dumps(header).encode() + b"\n")
         return file
+
+    def _make_room(self) -> None:
+        ended = _ended_files(self._folder, self._prefix)
+        excess = len(ended) + len(self._paths) - self._max_files
+        for path in ended[: max(0, excess)]:
+            with suppress(OSError):
+                path.unlink()
+        while len(self._paths) > self._max_files:
+            self._paths.popleft().unlink(missing_ok=True)
+
+
+def _file_name(prefix: str, part: int) -> str:
+    return f"{prefix}-{part:06d}.jsonl"
+
+
+def _ended_files(folder: Path, own: str) -> list[Path]:
+    """Files of the recordings that nobody writes any more, the oldest first."""
+    newest: dict[str, int] = {}
+    files: list[tuple[str, Path]] = []
+    for path in sorted(folder.iterdir()):
+        found = _NAME.fullmatch(path.name)
+        if found and found[1] != own:
+            newest[found[1]] = int(found[2])
+            files.append((found[1], path))
+    ended = {prefix for prefix, part in newest.items() if _has_ended(folder, prefix, part)}
+    return [path for prefix, path in files if prefix in ended]
+
+
+def _has_ended(folder: Path, prefix: str, newest: int) -> bool:
+    """Whether nobody writes a recording: asked of the kernel, by the lock on its newest file."""
+    try:
+        descriptor = os.open(
+            folder / _file_name(prefix, newest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    # Its writer may have gone on to the next file, which it locks before it lets go of this one.
+    return not (folder / _file_name(prefix, newest + 1)).exists()
 
 
 class Recorder:

@@ -72,6 +72,38 @@ def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
     assert {len(request.ids) for request in read_trace(tmp_path).requests} == {40}
 
 
+def write_files(folder: Path, count: int) -> RecordFiles:
+    """A recording of so many files at three a folder, open."""
+    files = RecordFiles(folder, FACTS, file_bytes=1000, max_files=3)
+    for _ in range(count - 1):
+        files.write(b"x" * 990)
+    return files
+
+
+def test_recordings_that_ended_count_towards_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "requests-kept.jsonl").write_text("the user's own")
+    for _ in range(5):
+        write_files(tmp_path, 2).close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 3 + 1 and "requests-kept.jsonl" in names
+    last = write_files(tmp_path, 5)
+    assert len(list(tmp_path.iterdir())) == 3 + 1
+    assert len(list(tmp_path.glob("*-000004.jsonl"))) == 1, "the newest is there"
+    last.close()
+
+
+def test_a_recording_that_is_written_is_left_alone(tmp_path: Path) -> None:
+    first = write_files(tmp_path, 3)
+    own = set(tmp_path.iterdir())
+    for _ in range(3):
+        write_files(tmp_path, 3).close()
+    assert own < set(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 3 + 3
+    first.write(b"x" * 990)
+    first.close()
+    write_files(tmp_path, 1).close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path) -> None:
     recorder = open_recorder(tmp_path, FACTS, ManualClock())
     recorder.note(1000.0, KEYS * (recording.MAX_QUEUED_BLOCKS // len(KEYS) + 1))
