@@ -161,9 +161,9 @@ class MoverServer:
 
     def _answer(self, ticket: int, outcomes: bytes, time_s: float) -> None:
         with self._lock:
+            reported = self._store.reported_bytes  # first: never more than what is counted
             now, before = asdict(self._store.counters), self._counted
             counts = {name: n - before[name] for name, n in now.items() if n != before[name]}
-            reported = self._store.reported_bytes
             answer = Answer(
                 ticket,
                 outcomes,

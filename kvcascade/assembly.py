@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -213,13 +214,13 @@ class Cascade:
                 "stored before is safe, and the next start checks the rest"
             )
             return
-        for mover in self.movers:
-            mover.close()
-        for executor in self._executors:
-            executor.shutdown(cancel_futures=True)
-        for tier in self.nvme_tiers:
-            tier.close()
-        self.arena.close()
+        stop = [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
+        close = [part.close for part in (*self.nvme_tiers, self.arena)]
+        for end in (*(mover.close for mover in self.movers), *stop, *close):
+            try:
+                end()
+            except Exception:
+                logger.exception("kvcascade: a part was not closed as it should; the others are")
 
 
 def open_cascade(

@@ -104,6 +104,10 @@ class BlockStore:
         self._strays: list[int] = []
         self._owed_epoch = 0
         self._reported_bytes = 0
+        self._absorbed_bytes = 0
+        """Of the bytes read: those that another process read for this store."""
+        self._left_bytes = 0
+        """Of those: what that process has not written into the index's totals."""
         self._writing: AbstractContextManager[None] = nullcontext()
         self._reading: AbstractContextManager[None] = nullcontext()
 
@@ -157,11 +161,13 @@ class BlockStore:
         return self._count_write(outcomes, started)
 
     def take_read_bytes(self) -> int:
-        """Bytes read since the last call; whoever asks writes them into the index's totals."""
+        """Bytes read and in no totals yet; whoever asks writes them into the index's.
+
+        Those that another process read are among them: it must have ended, or would report them too.
+        """
         with self._lock:
-            now = self.counters.bytes_read
-            grown, self._reported_bytes = now - self._reported_bytes, now
-        return grown
+            left, self._left_bytes = self._left_bytes, 0
+        return left + self._take_own_read_bytes()
 
     def read(
         self,
@@ -272,14 +278,20 @@ class BlockStore:
 
     @property
     def reported_bytes(self) -> int:
-        """Bytes read that are in the index's totals."""
+        """Bytes that this process read, and that are in the index's totals."""
         return self._reported_bytes
 
     def absorb(self, counts: Mapping[str, int], reported_bytes: int) -> None:
-        """Add to the counters what another process did for this store, and reported itself."""
-        self._count(**counts)
+        """Add to the counters what another process did for this store.
+
+        It writes what it reads into the index's totals itself, so far `reported_bytes`; what it
+        had no commit for when it ended is left to `take_read_bytes`.
+        """
+        read_bytes = counts.get("bytes_read", 0)
         with self._lock:
-            self._reported_bytes += reported_bytes
+            self._add(counts)
+            self._absorbed_bytes += read_bytes
+            self._left_bytes += read_bytes - reported_bytes
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -291,12 +303,19 @@ class BlockStore:
         epoch: int,
     ) -> None:
         held: set[BlockHash] = set()
-        read_bytes = self.take_read_bytes()
+        read_bytes = self._take_own_read_bytes()
         outcome = self._index.commit(epoch, (), puts, self._segments.is_own, held, read_bytes)
         _note(outcomes, written, _OF_COMMIT[outcome])
         if held:
             _note(outcomes, [write for write in written if write.key in held], BlockOutcome.HELD)
             self._count(held=len(held))
+
+    def _take_own_read_bytes(self) -> int:
+        """What this process has read since it was last asked."""
+        with self._lock:
+            now = self.counters.bytes_read - self._absorbed_bytes
+            grown, self._reported_bytes = now - self._reported_bytes, now
+        return grown
 
     def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
         """Why the write cannot go on, or None."""
@@ -441,8 +460,12 @@ class BlockStore:
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            for name, value in more.items():
-                setattr(self.counters, name, getattr(self.counters, name) + value)
+            self._add(more)
+
+    def _add(self, more: Mapping[str, int]) -> None:
+        """Under the lock."""
+        for name, value in more.items():
+            setattr(self.counters, name, getattr(self.counters, name) + value)
 
 
 def _note(outcomes: list[BlockOutcome], writes: Sequence[_Write], outcome: BlockOutcome) -> None:
