@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from kvcascade.tools.demo.engine import GPU_OPTIONS, is_on_cpu
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 GONE_TIMEOUT_S = 60.0
 ENVIRONMENT = {
@@ -41,6 +43,7 @@ def engine_options(model: Path, device_blocks: int, extra: dict[str, Any] | None
         "block_size": 32,
         "num_gpu_blocks_override": device_blocks,
         "disable_log_stats": False,
+        **({} if is_on_cpu() else GPU_OPTIONS),
     }
     if extra is not None:
         spec = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
@@ -50,6 +53,13 @@ def engine_options(model: Path, device_blocks: int, extra: dict[str, Any] | None
             "kv_connector_extra_config": {**spec, **extra},
         }
     return options
+
+
+def has_device_each(workers: int) -> bool:
+    """Whether every worker of an engine would have a device of its own."""
+    import torch
+
+    return is_on_cpu() or torch.cuda.device_count() >= workers
 
 
 class Engine:

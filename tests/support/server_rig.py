@@ -24,6 +24,8 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_rig import ENVIRONMENT, GONE_TIMEOUT_S
 
+from kvcascade.tools.demo.engine import GPU_OPTIONS, is_on_cpu
+
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 RETRY_S = 0.5
@@ -70,6 +72,9 @@ class Server:
         command += ["--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--dtype", "float32"]
         command += ["--enforce-eager", "--block-size", "32", *options]
+        if not is_on_cpu():
+            share = GPU_OPTIONS["gpu_memory_utilization"]
+            command += ["--gpu-memory-utilization", str(share)]
         command += ["--kv-transfer-config", json.dumps(transfer)]
         command += ["--kv-events-config", json.dumps(events)]
         with log.open("ab") as stream:

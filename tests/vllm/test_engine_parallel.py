@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from support.engine_rig import Answers, Engine, engine_options
+from support.engine_rig import Answers, Engine, engine_options, has_device_each
 
 from kvcascade.tools.model import make_llama
 
@@ -20,15 +20,16 @@ BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
 """Of all workers together: layers, tokens, K and V, KV heads times head size, float32."""
 PROMPT_TOKENS = 330
 PROMPTS = 6
+WORKERS = 2
 BLOCKS = PROMPTS * (PROMPT_TOKENS // BLOCK_TOKENS)
 CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": WORKERS},
     # On a CPU, the second stage has no buffers unless the model was warmed up for compiling.
     "pipeline": {
-        "pipeline_parallel_size": 2,
+        "pipeline_parallel_size": WORKERS,
         "enforce_eager": False,
         "compilation_config": {"mode": 1, "backend": "eager"},
         "max_num_batched_tokens": 512,
@@ -60,6 +61,12 @@ def arenas(engine: Engine) -> dict[int, set[int]]:
             if "/kvcascade-" in line:
                 found.setdefault(int(line.split()[4]), set()).add(process.pid)
     return found
+
+
+@pytest.fixture(autouse=True)
+def a_device_for_each_worker() -> None:
+    if not has_device_each(WORKERS):
+        pytest.skip(f"needs {WORKERS} NVIDIA GPUs: the engine has one worker on each")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
+from kvcascade.tools.bench.engine_runs import CPU_TIERING
+from kvcascade.tools.demo.engine import is_on_cpu
 from kvcascade.tools.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -22,9 +24,11 @@ TOKENS = 900
 
 def options(model: Path, disk: Path) -> dict[str, Any]:
     """`TieringOffloadingSpec` with our tier below and our policy above."""
+    theirs = {"spec_name": "TieringOffloadingSpec"}
+    if is_on_cpu():
+        theirs = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
     extra = {
-        "spec_name": "CpuTieringSpec",
-        "spec_module_path": "kvcascade.tools.vllm_cpu_tiering",
+        **theirs,
         "cpu_bytes_to_use": CPU_BLOCKS * BLOCK_BYTES,
         "eviction_policy": "S3FifoPolicy",
         "cache_policy_module_path": "kvcascade.vllm_policies",

