@@ -35,9 +35,9 @@ class HostRegistration:
     """The pinned state of one range of host memory."""
 
     def __init__(
-        self, register: Callable[[int, int], bool], unregister: Callable[[int], None]
+        self, register: Callable[[int, int], str | None], unregister: Callable[[int], None]
     ) -> None:
-        """`register(address, bytes)` says whether it worked; neither may raise."""
+        """`register(address, bytes)` says what refused it, None: it worked; neither may raise."""
         self._register = register
         self._unregister = unregister
         self._addresses: list[int] = []
@@ -53,18 +53,19 @@ class HostRegistration:
         total = slots * slot_bytes
         for offset in range(0, total, step):
             length = min(step, total - offset)
-            if self._register(address + offset, length):
-                self._addresses.append(address + offset)
-                continue
-            self.release()
-            logger.warning(
-                "the CPU arena could not be pinned for the GPU (failed at byte %d of %d): "
-                "transfers go on, but slower; raise the memlock limit (ulimit -l) or lower the "
-                "capacity of the cpu tier",
-                offset,
-                total,
-            )
-            return False
+            refused_by = self._register(address + offset, length)
+            if refused_by is not None:
+                self.release()
+                logger.warning(
+                    "the CPU arena could not be pinned for the GPU: the limit of locked memory "
+                    "(ulimit -l) or the driver refused it, %s, at byte %d of %d; transfers go on, "
+                    "but slower",
+                    refused_by,
+                    offset,
+                    total,
+                )
+                return False
+            self._addresses.append(address + offset)
         return True
 
     def release(self) -> None:
@@ -85,12 +86,13 @@ def cuda_registration(device: torch.device) -> HostRegistration:
         with suppress(RuntimeError):
             torch.zeros(1, device=device)
 
-    def register(address: int, length: int) -> bool:
+    def register(address: int, length: int) -> str | None:
         with torch.cuda.device(device):
-            if int(runtime.cudaHostRegister(address, length, _PORTABLE)) == 0:
-                return True
+            error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
+            if error == 0:
+                return None
             clear_error()
-            return False
+            return f"CUDA error {error}"
 
     def unregister(address: int) -> None:
         with torch.cuda.device(device):

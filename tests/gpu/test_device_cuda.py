@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from support.kv_layouts import (
 
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration
+from kvcascade.handlers.host_register import HostRegistration, cuda_registration
 from kvcascade.tiers.cpu import Arena, ArenaRole
 
 pytestmark = pytest.mark.gpu
@@ -35,9 +37,17 @@ LARGE = {
 STAGING_BYTES = 16 << 20
 
 
-def open_arena(case: Case, tmp_path: Path) -> Arena:
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in shared memory that nobody else uses: files on a disk may not be pinned for long
+    (Linux refuses it for file systems that write back), and an arena never lies there."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def open_arena(case: Case, shared: Path) -> Arena:
     role = ArenaRole.scheduler(expect_workers=False)
-    return Arena.open(case.geometry, "gpu-test", role, arena_dir=str(tmp_path))
+    return Arena.open(case.geometry, "gpu-test", role, arena_dir=str(shared))
 
 
 def to_device(pages: np.typing.NDArray[np.int8], gap: int) -> torch.Tensor:
@@ -49,20 +59,24 @@ def to_device(pages: np.typing.NDArray[np.int8], gap: int) -> torch.Tensor:
     return rows
 
 
-def unpinned() -> HostRegistration:
-    return HostRegistration(lambda address, length: False, lambda address: None)
+def registration_of(is_pinned: bool) -> HostRegistration:
+    if is_pinned:
+        return cuda_registration(torch.device("cuda"))
+    return HostRegistration(lambda address, length: "the test", lambda address: None)
 
 
-def check(case: Case, arena: Arena, seed: int, registration: HostRegistration | None) -> None:
+def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
     rng = np.random.default_rng(seed)
     tensors = case.tensors(rng)
     slots = arena.slots
     slots[:] = rng.integers(0, 256, slots.shape, dtype=np.uint8)
     before, model = slots.copy(), slots.copy()
     devices = [to_device(t, gap) for t, gap in zip(tensors, case.gaps, strict=True)]
+    registration = registration_of(is_pinned)
     copier = CudaDeviceCopier(
         devices, case.layout, slots, registration=registration, staging_bytes=STAGING_BYTES
     )
+    assert registration.is_pinned is is_pinned
     job = make_job(case, rng)
     assert copier.submit_store(1, job.blocks, job.slots)
     copier.wait({1, 99})
@@ -80,20 +94,21 @@ def check(case: Case, arena: Arena, seed: int, registration: HostRegistration | 
     for device, want in zip(devices, tensors, strict=True):
         assert (device.cpu().numpy() == want).all()
     copier.shutdown()
+    assert not registration.is_pinned
 
 
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "unpinned"])
 @pytest.mark.parametrize("name", [*NAMED_CASES, *LARGE])
-def test_moves_the_pages(name: str, is_pinned: bool, tmp_path: Path) -> None:
+def test_moves_the_pages(name: str, is_pinned: bool, shared: Path) -> None:
     case = {**NAMED_CASES, **LARGE}[name]
-    with open_arena(case, tmp_path) as arena:
+    with open_arena(case, shared) as arena:
         for seed in range(2 if name in LARGE else 6):
-            check(case, arena, seed, None if is_pinned else unpinned())
+            check(case, arena, seed, is_pinned)
 
 
-def test_a_store_sees_what_the_compute_stream_was_given_before(tmp_path: Path) -> None:
+def test_a_store_sees_what_the_compute_stream_was_given_before(shared: Path) -> None:
     case = LARGE["llama_8b"]
-    with open_arena(case, tmp_path) as arena:
+    with open_arena(case, shared) as arena:
         devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
         copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
         cuda: Any = torch.cuda
@@ -110,9 +125,9 @@ def test_a_store_sees_what_the_compute_stream_was_given_before(tmp_path: Path) -
         copier.shutdown()
 
 
-def test_jobs_of_both_directions_on_one_block_keep_their_order(tmp_path: Path) -> None:
+def test_jobs_of_both_directions_on_one_block_keep_their_order(shared: Path) -> None:
     case = LARGE["mla"]
-    with open_arena(case, tmp_path) as arena:
+    with open_arena(case, shared) as arena:
         devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
         copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
         want = [device[:64].cpu() for device in devices]

@@ -103,11 +103,7 @@ STORE, LOAD = 0, 1
 
 
 def pinned(addresses: list[int]) -> HostRegistration:
-    def register(address: int, length: int) -> bool:
-        addresses.append(address)
-        return True
-
-    return HostRegistration(register, addresses.remove)
+    return HostRegistration(lambda address, length: addresses.append(address), addresses.remove)
 
 
 def simple_copier() -> CudaDeviceCopier:

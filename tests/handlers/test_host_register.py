@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 from kvcascade.handlers import host_register
-from kvcascade.handlers.host_register import HostRegistration
+from kvcascade.handlers.host_register import HostRegistration, cuda_registration
 
 
 class FakeDriver:
@@ -16,12 +19,12 @@ class FakeDriver:
         self.pinned: dict[int, int] = {}
         self.calls = 0
 
-    def register(self, address: int, length: int) -> bool:
+    def register(self, address: int, length: int) -> str | None:
         self.calls += 1
         if sum(self.pinned.values()) + length > self.limit:
-            return False
+            return "CUDA error 304"
         self.pinned[address] = length
-        return True
+        return None
 
     def unregister(self, address: int) -> None:
         del self.pinned[address]
@@ -55,5 +58,37 @@ def test_a_failure_undoes_everything_and_warns_once(caplog: pytest.LogCaptureFix
     registration = HostRegistration(driver.register, driver.unregister)
     assert not registration.pin(4096, 7, 4096)
     assert driver.pinned == {} and not registration.is_pinned
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert "(ulimit -l) or the driver refused it, CUDA error 304, at byte" in record.message
     assert driver.calls == 3, "no further piece is tried"
+
+
+class FakeRuntime:
+    """libcudart as torch shows it."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.pinned: list[int] = []
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        if not self.error:
+            self.pinned.append(address)
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        return 0
+
+
+@pytest.mark.parametrize("error", [0, 304])
+def test_what_the_cuda_runtime_says(
+    error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = FakeRuntime(error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    registration = cuda_registration(torch.device("cpu"))
+    assert registration.pin(4096, 3, 4096) is registration.is_pinned is (not error)
+    assert ("CUDA error 304" in caplog.text) is bool(error)
+    registration.release()
+    assert runtime.pinned == []

@@ -28,9 +28,8 @@ class Registered:
         self.copies: list[tuple[int, int]] = []
         HostRegistration(self._register, lambda address: None).pin(self.begin, *arena.shape)
 
-    def _register(self, address: int, length: int) -> bool:
+    def _register(self, address: int, length: int) -> None:
         self.pieces.append((address, address + length))
-        return True
 
     def note(self, tensor: torch.Tensor) -> None:
         start = tensor.data_ptr()
