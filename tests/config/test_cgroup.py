@@ -110,5 +110,5 @@ def test_both_checks_know_the_container(tmp_path: Path, monkeypatch: pytest.Monk
         early.check_machine(config, ThisMachine())
     probed = probe_machine(str(tmp_path))
     assert probed.available_bytes == 20 * MIB
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="20.0 MiB of memory is available"):
         check_capacity(21 * MIB, str(tmp_path), probed)

@@ -278,7 +278,7 @@ for _ in range(25):
     except KVCascadeError:
         pass
     opened += 1
-print("survived", opened, refused)
+print(opened, refused)
 """
 
 
@@ -292,7 +292,9 @@ def test_flipped_bits_in_index_pages(folder: Path, seed: int) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0 and "survived" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    opened, refused = map(int, done.stdout.split())
+    assert opened > 5 and refused > 0, "the damage must bite, and not always"
 
 
 def change_index(folder: Path, meta: dict[bytes, bytes], gone: Sequence[bytes] = ()) -> None:

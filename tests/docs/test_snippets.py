@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -31,8 +31,6 @@ CACHE = "/mnt/nvme/kv"
 RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
-ELSEWHERE = ("pip install", "export ", "git clone", "cd ", "#")
-"""Lines that change the machine they run on."""
 NOT_RUN = {"bench", "demo"}
 """Commands with tests of their own that take minutes: their arguments are read."""
 
@@ -41,6 +39,11 @@ def fenced(page: Path) -> Iterator[tuple[str, str]]:
     """Language and text of each fenced block."""
     for match in re.finditer(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
         yield match[1], match[2]
+
+
+def json_objects(page: Path) -> list[str]:
+    """Blocks that hold JSON."""
+    return [text for language, text in fenced(page) if language == "json"]
 
 
 def commands(page: Path) -> list[str]:
@@ -65,6 +68,16 @@ def _joined(text: str) -> list[str]:
         else:
             lines.append(line)
     return lines
+
+
+def names_in_text(page: Path) -> set[str]:
+    """Commands that running text speaks of."""
+    return set(re.findall(r"`kvcascade ([a-z]+)(?![a-z:])", page.read_text()))
+
+
+def links(page: Path) -> list[str]:
+    """Files that a page refers to."""
+    return re.findall(r"\]\(([^)#:]+)\)", page.read_text())
 
 
 def check_json(document: dict[str, object]) -> None:
@@ -129,11 +142,20 @@ def metrics_url() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.parametrize(
+    ("find", "at_least"), [(commands, 40), (json_objects, 2), (names_in_text, 15), (links, 18)]
+)
+def test_what_the_pages_hold_is_found(
+    find: Callable[[Path], Collection[str]], at_least: int
+) -> None:
+    """Or the tests below would look at nothing."""
+    assert sum(len(find(page)) for page in PAGES) >= at_least
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_json_object_is_a_right_configuration(page: Path) -> None:
-    for language, text in fenced(page):
-        if language == "json":
-            check_json(json.loads(text))
+    for text in json_objects(page):
+        check_json(json.loads(text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,14 +178,14 @@ def test_every_command_works(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_in_running_text_exists(page: Path) -> None:
-    for name in set(re.findall(r"`kvcascade ([a-z]+)(?![a-z:])", page.read_text())):
+    for name in names_in_text(page):
         answer = call(name, "--help")
         assert answer.code == ExitCode.OK, f"kvcascade {name}\n{answer}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for target in links(page):
         assert (page.parent / target).exists(), target
 
 

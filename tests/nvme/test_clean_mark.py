@@ -80,7 +80,7 @@ def test_without_a_mark_every_page_is(config: NvmeTierConfig, mark: bytes | str 
         (index / NAME).mkdir()
     assert not is_vouched_for(index)
     damage_a_leaf(index)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError, match="the index in .* is damaged"):
         Rig(config)
 
 

@@ -13,7 +13,7 @@ from support.cache_rig import call
 from support.nvme_peer import Peer
 from support.nvme_rig import Rig, config_for, key
 
-from kvcascade.errors import NoSpaceError
+from kvcascade.errors import InUseError, NoSpaceError
 from kvcascade.tiers.nvme.capacity import SpaceBudget
 from kvcascade.tiers.nvme.filesystem import FileSystem, RealFileSystem
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
@@ -120,8 +120,10 @@ def test_who_waits_for_the_lock_of_a_removed_one_begins_anew(
         assert os.listdir(tmp_path) == ["away"]
         return
     lock = fs.lock(folder / LOCK, shared=True, wait_s=1.0)
-    assert (folder / LOCK).stat().st_ino != (away / LOCK).stat().st_ino
-    assert fs.lock(away / LOCK) is not lock, "what it held before it let go"
+    with pytest.raises(InUseError):
+        fs.lock(folder / LOCK)
+    fs.lock(away / LOCK).release()  # or it would hold both
+    lock.release()
 
 
 def test_only_what_is_ours_is_deleted(config: NvmeTierConfig, tmp_path: Path) -> None:

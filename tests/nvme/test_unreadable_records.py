@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -67,8 +68,9 @@ def test_a_file_that_was_cut_under_a_view_is_no_signal(file: File) -> None:
     view = file.view(PAGE, 2 * PAGE)
     file.truncate(2 * PAGE)
     assert view(0, 5) == b"first"
-    with pytest.raises(OSError):
+    with pytest.raises(OSError) as caught:
         view(PAGE, 5)
+    assert caught.value.errno == errno.EFAULT
     file.truncate(4 * PAGE)
     assert view(PAGE, 5) == bytes(5), "and what comes back is read again"
 
