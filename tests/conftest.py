@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
 
+pytest_plugins = ["support.children"]
+
 _COMMON = settings(
     deadline=None,  # time is the machine's business, not the property's
     derandomize=False,

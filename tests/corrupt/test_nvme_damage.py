@@ -16,6 +16,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+from support.children import ENVIRONMENT
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
@@ -284,10 +285,9 @@ print(opened, refused)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_in_index_pages(folder: Path, seed: int) -> None:
-    tests = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-c", _PAGE_FLIPS, str(folder.parent), str(seed)],
-        env=os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,

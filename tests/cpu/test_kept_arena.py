@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cascade import key
+from support.children import Start
 
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend, sweep
@@ -28,7 +27,6 @@ from kvcascade.tiers.cpu.slot_table import (
 )
 from kvcascade.tiers.policies import create
 
-ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
 OURS, THEIRS = b"o" * 32, b"t" * 32
 WORKER, SCHEDULER = ArenaRole.worker(0), ArenaRole.scheduler()
@@ -78,15 +76,8 @@ def test_what_is_complete_is_there_for_the_next_engine(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1, "it is the same file still"
 
 
-def test_after_kill_9_too_and_never_from_the_living(tmp_path: Path) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert owner.stdin is not None and owner.stdout is not None
-    assert owner.stdout.readline() == b"ready\n"
+def test_after_kill_9_too_and_never_from_the_living(tmp_path: Path, child: Start) -> None:
+    owner = child(OWNER, tmp_path)
     (kept,) = kept_arenas(str(tmp_path))
     header = kept_header(kept)
     assert header is not None and header[1], "a live process holds it"
@@ -95,8 +86,6 @@ def test_after_kill_9_too_and_never_from_the_living(tmp_path: Path) -> None:
     assert not others_scheduler.slot_table().begin(OURS), "a new, empty arena"
     owner.kill()
     owner.wait(60)
-    owner.stdin.close()
-    owner.stdout.close()
     worker, scheduler = open_both(tmp_path, "second")
     assert scheduler.slot_table().begin(OURS)
     assert scheduler.slot_table().complete() == ([BlockHash(b"block")], [3])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.children import ENVIRONMENT
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
@@ -42,12 +41,6 @@ while True:
 """
 
 
-@pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
-    tests = Path(__file__).resolve().parent.parent
-    yield os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-
-
 def acknowledged(lines: list[str]) -> list[BlockHash]:
     """What was reported as stored since the last reset, oldest first."""
     stored: list[BlockHash] = []
@@ -59,13 +52,13 @@ def acknowledged(lines: list[str]) -> list[BlockHash]:
     return stored
 
 
-def test_kill_nine_loses_nothing_acknowledged(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_kill_nine_loses_nothing_acknowledged(tmp_path: Path) -> None:
     config = config_for([tmp_path], slots=SLOTS, per_segment=16)
     for cycle in range(KILL_CYCLES):
         rng = random.Random(cycle)
         with subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(tmp_path), str(cycle)],
-            env=environment,
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             text=True,
         ) as child:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.children import Start, children
+from support.children import Start
 from support.executors import SteppingExecutor
 from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig, keys
 from support.nvme_rig import BLOCK, SLOT_BYTES
@@ -262,12 +262,6 @@ with env.begin(write=True) as txn:
     print("writing", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture
-def child() -> Iterator[Start]:
-    with children() as start:
-        yield start
 
 
 def index_folder(rig: FaultRig) -> Path:

@@ -6,13 +6,12 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.children import Start
 from support.mover_rig import LIMIT_S, MoverRig
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
@@ -190,13 +189,13 @@ def test_it_cannot_be_interrupted_from_the_keyboard(rig: MoverRig) -> None:
 
 PARENT = """
 import sys
-sys.path[:0] = {path!r}
 from pathlib import Path
 from support.clock import ManualClock
 from support.mover_rig import MoverRig
 from support.nvme_rig import key
-rig = MoverRig(Path({folder!r}), has_process=True, slots=512)
+rig = MoverRig(Path(sys.argv[1]), has_process=True, slots=512)
 rig.store(99, [key(20)])
+print("up")
 print(rig.process.pid, flush=True)
 sys.stdin.readline()
 for job in range(20):
@@ -207,24 +206,23 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_a_mover_does_not_outlive_its_parent(tmp_path: Path, is_stopped: bool) -> None:
-    code = PARENT.format(path=sys.path, folder=str(tmp_path))
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None and parent.stdin is not None
-        mover = int(parent.stdout.readline())
-        pidfd = os.pidfd_open(mover)
-        try:
-            if is_stopped:
-                os.kill(mover, signal.SIGSTOP)
-            parent.stdin.write("\n")
-            parent.stdin.flush()
-            assert parent.stdout.readline() == "busy\n"
-            parent.kill()
-            assert ended_within_limit(pidfd)
-        finally:
-            os.close(pidfd)
+def test_a_mover_does_not_outlive_its_parent(
+    tmp_path: Path, is_stopped: bool, child: Start
+) -> None:
+    parent = child(PARENT, tmp_path)
+    assert parent.stdout is not None and parent.stdin is not None
+    mover = int(parent.stdout.readline())
+    pidfd = os.pidfd_open(mover)
+    try:
+        if is_stopped:
+            os.kill(mover, signal.SIGSTOP)
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "busy\n"
+        parent.kill()
+        assert ended_within_limit(pidfd)
+    finally:
+        os.close(pidfd)
     again = MoverRig(tmp_path, has_process=False, slots=512)
     there = [h for h in keys(21) if again.rig.policy.get(h) is not None]
     assert key(20) in there and all(again.load(1, there))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.nvme_peer import ENVIRONMENT
+from support.children import ENVIRONMENT
 
 _STARTS = """
 import os, resource, sys

@@ -6,11 +6,11 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.children import Start, children
+from support.children import Start
 from support.mover_rig import MoverRig
 from support.nvme_rig import Rig, config_for, key
 
@@ -48,12 +48,6 @@ print("open", flush=True)
 for _ in sys.stdin:
     print(env.readers().replace("\\n", ";"), flush=True)
 """
-
-
-@pytest.fixture
-def child() -> Iterator[Start]:
-    with children() as start:
-        yield start
 
 
 def table_of(rig: Rig) -> Path:

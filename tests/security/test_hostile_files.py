@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.children import ENVIRONMENT
 from support.hostile import PER_SEGMENT, SLOTS
 from support.nvme_rig import Rig, config_for, key
 
@@ -29,8 +30,6 @@ from kvcascade.tiers.nvme.format import (
 )
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 
-TESTS = Path(__file__).resolve().parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
 ROUNDS = 40
 SOAK_PROCESSES = 100
 KEYS = [key(i) for i in range(SLOTS)]

@@ -12,7 +12,6 @@ Each command is answered by one JSON line, so that a test stages what happens in
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,12 +26,11 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
+from .children import ENVIRONMENT
 from .clock import ManualClock
 from .nvme_rig import BLOCK, Rig, config_for, content, key
 
 END_TIMEOUT_S = 60.0
-TESTS = Path(__file__).resolve().parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
 
 
 class PeerFailed(Exception):

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from .children import ENVIRONMENT
+
 SIZE_BYTES = 8 << 20
 PAGE = 4096
 TIMEOUT_S = 300
-TESTS = Path(__file__).resolve().parent.parent
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 _MOUNT = 'mount -t tmpfs -o mode=0700,size="$1" none "$2" || exit; shift; shift; exec "$@"'
 
@@ -36,9 +37,8 @@ def on_small_disk(function: Callable[[Path], None], folder: Path) -> None:
     source = function.__code__.co_filename
     call = (sys.executable, "-m", "support.small_disk", source, function.__name__, str(folder))
     command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), *call)
-    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

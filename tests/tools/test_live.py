@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,8 @@ from support.cache_rig import (
     record_offset,
     segment,
 )
-from support.nvme_peer import ENVIRONMENT, Peer
+from support.children import Start
+from support.nvme_peer import Peer
 from support.nvme_rig import config_for, key
 
 from kvcascade.errors import NoSpaceError
@@ -206,26 +205,22 @@ with lmdb.open(sys.argv[1], readonly=True, map_size=1 << 30) as env, env.begin()
 """
 
 
-def test_the_index_outgrows_no_engines_map(tmp_path: Path) -> None:
+def test_the_index_outgrows_no_engines_map(tmp_path: Path, child: Start) -> None:
     """Not even where a command that had it alone mapped more, and nothing old can be used again."""
     index = fill(tmp_path, SLOTS) / "index"
     engines_map = stored_map_bytes(index)
     assert gc(tmp_path, 3) + gc(tmp_path, 4) == 2, "a commit for each of the head pages"
     assert stored_map_bytes(index) > engines_map, "or this shows nothing"
     with Peer(config_of(tmp_path)) as engine:
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HELD_UP, str(index)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
+        holder = child(HELD_UP, index)
         numbers = range(100, 2000)
         stored = next(n for n in numbers if engine.store([n]) == ["no_space"])
         newest = range(stored - SLOTS // 2, stored)
         assert engine.hits(newest) > 0
         with pytest.raises(NoSpaceError, match="stopped"):
             take_entries(read_description(locations(tmp_path)[0]), drops_of(tmp_path, newest))
-        holder.communicate()
+        holder.kill()
+        holder.wait()
         assert engine.hits(newest) > 0
         assert gc(tmp_path, *newest) > 0
         assert engine.hits(newest) == 0
@@ -255,18 +250,11 @@ take_entries(read_description(location), Interrupted(drops[:4] + filler + drops[
 """
 
 
-def test_a_command_that_is_killed_half_way(tmp_path: Path, engine: Peer) -> None:
-    command = subprocess.Popen(
-        [sys.executable, "-c", HALF_WAY, str(tmp_path)],
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert command.stdin is not None and command.stdout is not None
-    assert command.stdout.readline() == b"half way\n"
+def test_a_command_that_is_killed_half_way(tmp_path: Path, engine: Peer, child: Start) -> None:
+    command = child(HALF_WAY, tmp_path)
     assert engine.store([100]) == [OK], "it holds nobody up"
     command.kill()
-    command.communicate()
+    command.wait()
     assert engine.hits(range(4)) == 0
     assert engine.hits([*range(4, SLOTS), 100]) == SLOTS - 4 + 1
     assert gc(tmp_path, 4) == 1, "the next one begins as if nothing had been"
