@@ -11,8 +11,7 @@ import os
 import resource
 import shutil
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from support.children import Start
 from support.executors import SteppingExecutor
 from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig, keys
 from support.nvme_rig import BLOCK, SLOT_BYTES
+from support.waiting import wait_until
 
 from kvcascade.errors import InUseError, KVCascadeError
 from kvcascade.manager.base import LookupState
@@ -38,6 +38,7 @@ FOR_EVER = 1 << 30
 SEGMENT_BYTES = BLOCK + 8 * SLOT_BYTES
 STATE_BYTES = 20_000
 OPEN_FILES = 64
+WAIT_ROUNDS, WAIT_S = 3000, 0.01
 
 
 @dataclass(frozen=True)
@@ -306,14 +307,16 @@ def test_a_stopped_peer_that_holds_the_index_stops_nobody(tmp_path: Path, child:
         threads = stack.enter_context(ThreadPoolExecutor(2))
         rig = FaultRig(tmp_path, threads)
         rig.store(keys(0, 8))
-        wait_until(rig.write_down)
+        wait_until(rig.write_down, WAIT_ROUNDS, WAIT_S)
         peer = child(_WRITER, index_folder(rig))
         stack.callback(peer.kill)  # whatever happens: nobody waits for the threads before that
         peer.send_signal(signal.SIGSTOP)
         written = rig.memory_fs.calls["pwritev"]
         assert rig.store(keys(100, 108)) == keys(100, 108)
         rig.manager.flush_dirty(rig.clock() + 5 * TICK_S)  # begins, and waits for nothing
-        wait_until(lambda: rig.memory_fs.calls["pwritev"] > written)  # its commit comes next
+        wait_until(  # its commit comes next
+            lambda: rig.memory_fs.calls["pwritev"] > written, WAIT_ROUNDS, WAIT_S
+        )
         rig.clock.advance(STALLED_S)
         rig.manager.end_step()
         assert rig.counters.demote_openings == 1, "nothing can have ended since"
@@ -323,16 +326,6 @@ def test_a_stopped_peer_that_holds_the_index_stops_nobody(tmp_path: Path, child:
         assert rig.read(keys(260, 264)) == 4, "memory serves"
         assert not rig.manager.shutdown(), "bounded, and it says that it could not finish"
     rig.rig.close(clean=False)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """For another thread to get there."""
-    pause = threading.Event()
-    for _ in range(3000):
-        if is_so():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never happened")
 
 
 _OWNER = """

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +38,7 @@ from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from kvcascade.tiers.policies import OrderedPolicy, create, known_names
 
 from .executors import InlineExecutor
+from .waiting import wait_until
 
 PAGES = (1024, 3072)
 """Bytes of a block in each of a worker's tensors."""
@@ -169,7 +169,6 @@ class Scheduler:
         self._report = report
         self._version = DISK_VERSION
         self._jobs = 0
-        self._pause = threading.Event()
 
     def serve(self, rng: random.Random) -> None:
         """One request: load what is there, store the rest."""
@@ -197,13 +196,18 @@ class Scheduler:
         self._version += 1
 
     def _await_hits(self, keys: Sequence[BlockHash], request: Request) -> int:
-        for _ in range(ROUNDS_MAX):
+        answers: list[int] = []
+
+        def has_ended() -> bool:
             hits = self._manager.lookup(keys, request)
-            if hits is not None:
-                return hits
-            self._manager.end_step()
-            self._pause.wait(ROUND_S)
-        raise AssertionError("a lookup never ended")
+            if hits is None:
+                self._manager.end_step()
+            else:
+                answers.append(hits)
+            return hits is not None
+
+        wait_until(has_ended, ROUNDS_MAX, ROUND_S)
+        return answers[0]
 
     def _run(self, is_store: bool, keys: Sequence[BlockHash], spec: object) -> None:
         assert isinstance(spec, SlotSpec)

@@ -7,7 +7,6 @@ Engines take many seconds to start, so one engine goes through several events of
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 from support.kv_bytes import damage
+from support.waiting import wait_until
 
 from kvcascade.tools.model import make_llama
 
@@ -31,7 +31,7 @@ CONVERSATIONS = 10
 TURN_TOKENS = (400, 700, 1000)
 SHARED_TOKENS = 200
 DECODE_TOKENS = 120
-SETTLE_ROUNDS_MAX = 200
+SETTLE_ROUNDS_MAX, SETTLE_ROUND_S = 200, 0.1
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,8 @@ def aligned(prompt: Sequence[int]) -> int:
 
 def settle(engine: Engine) -> None:
     """Wait until every block is on NVMe."""
-    pause = threading.Event()
-    for _ in range(SETTLE_ROUNDS_MAX):
-        if engine.metrics()["vllm:kvcascade_tier_dirty_ratio[cpu]"] == 0:
-            return
-        pause.wait(0.1)
-    raise AssertionError(f"dirty blocks are never written: {engine.metrics()}")
+    dirty = "vllm:kvcascade_tier_dirty_ratio[cpu]"
+    wait_until(lambda: engine.metrics()[dirty] == 0, SETTLE_ROUNDS_MAX, SETTLE_ROUND_S)
 
 
 @pytest.fixture(scope="module")

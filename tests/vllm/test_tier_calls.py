@@ -16,7 +16,6 @@ from kvcascade.tiers.base import BlockHash
 from kvcascade.vllm_tier import KVCascadeTier
 
 ROW_BYTES, ROWS = 4096, 32
-WAIT_ROUNDS = 1000
 
 
 class Rig:
