@@ -6,15 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.keys import key
 
-from kvcascade.tiers.base import BlockHash, BlockStatus, CachePolicy
+from kvcascade.tiers.base import BlockStatus, CachePolicy
 
 Make = Callable[[int], CachePolicy]
 CAPACITY = 16
-
-
-def key(i: int) -> BlockHash:
-    return BlockHash(bytes([i % 251]) * 28 + i.to_bytes(4, "big") + b"\0\0\0\0")
 
 
 def fill(policy: CachePolicy, n: int, ref_cnt: int = 0) -> list[BlockStatus]:

@@ -6,7 +6,8 @@ import random
 from collections import OrderedDict
 
 import pytest
-from contract.policy_contract import CAPACITY, Make, PolicyContract, fill, key
+from contract.policy_contract import CAPACITY, Make, PolicyContract, fill
+from support.keys import key
 
 from kvcascade.errors import ConfigError
 from kvcascade.manager.admission import admission_by_path

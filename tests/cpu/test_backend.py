@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.keys import keys
 
 from kvcascade.errors import NoSpaceError
-from kvcascade.tiers.base import NOT_READY, BlockHash, BlockStatus, SlotSpec
+from kvcascade.tiers.base import NOT_READY, BlockStatus, SlotSpec
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
 
 CAPACITY = 24
-
-
-def keys(n: int) -> list[BlockHash]:
-    return [BlockHash(bytes([i])) for i in range(n)]
 
 
 def ids(statuses: list[BlockStatus]) -> list[int]:

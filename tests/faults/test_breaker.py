@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from support.cascade import Cascade, key
+from support.cascade import Cascade
 from support.clock import ManualClock
+from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S, Breaker
@@ -75,10 +76,6 @@ class TestBreaker:
         self.clock.advance(1e6)
         self.breaker.look_at_clock()
         assert not self.breaker.is_open
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    return [key(i) for i in range(start, stop)]
 
 
 def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from support.fault_rig import STEPS_MAX, FaultRig, keys
+from support.fault_rig import STEPS_MAX, FaultRig
+from support.keys import keys
 from support.nvme_peer import Peer
 from support.nvme_rig import config_for
 from support.small_disk import Filler, free_bytes, on_small_disk

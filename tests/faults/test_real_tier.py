@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from support.children import Start
 from support.executors import SteppingExecutor
-from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig, keys
+from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig
+from support.keys import keys
 from support.nvme_rig import BLOCK, SLOT_BYTES
 from support.waiting import wait_until
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.children import Start
+from support.keys import key, keys
 from support.mover_rig import LIMIT_S, MoverRig
-from support.nvme_rig import BLOCK, Rig, config_for, key
+from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.errors import TierIOError
 from kvcascade.handlers.mover import MoverOptions
@@ -31,10 +32,6 @@ def rig(tmp_path: Path) -> Iterator[MoverRig]:
     rig = MoverRig(tmp_path, has_process=True, slots=256, options=PATIENT)
     yield rig
     rig.close()
-
-
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
 
 
 def pid_of(rig: MoverRig) -> int:
@@ -82,16 +79,16 @@ def test_killed_in_the_middle_of_jobs(rig: MoverRig) -> None:
     rig.store(1, keys(8))
     old = pid_of(rig)
     os.kill(old, signal.SIGSTOP)
-    assert rig.begin_store(2, keys(8, 50)) and rig.begin_load(3, keys(8))
+    assert rig.begin_store(2, keys(50, 58)) and rig.begin_load(3, keys(8))
     assert rig.down.get_finished() == rig.up.get_finished() == []
     os.kill(old, signal.SIGKILL)
     stored, loaded = rig.end(rig.down, 2), rig.end(rig.up, 3)
     assert set(stored.outcomes) == set(loaded.outcomes) == {BlockOutcome.IO_ERROR}
-    rig.land(keys(8, 50), stored)
+    rig.land(keys(50, 58), stored)
     rig.end_load(keys(8), loaded)
     up_again(rig, old)
     assert rig.load(5, keys(8)) == [True] * 8, "what was there before is there still"
-    assert [rig.rig.policy.get(h) for h in keys(8, 50)] == [None] * 8
+    assert [rig.rig.policy.get(h) for h in keys(50, 58)] == [None] * 8
     rig.rig.check_sums()
 
 
@@ -101,9 +98,9 @@ def test_removals_of_a_lost_job_are_owed_again(tmp_path: Path) -> None:
     rig.store(1, keys(capacity))
     old = pid_of(rig)
     os.kill(old, signal.SIGSTOP)
-    assert rig.begin_store(2, keys(8, 100))
+    assert rig.begin_store(2, keys(100, 108))
     os.kill(old, signal.SIGKILL)
-    rig.land(keys(8, 100), rig.end(rig.down, 2))
+    rig.land(keys(100, 108), rig.end(rig.down, 2))
     assert rig.rig.tier.index.count() == capacity, "what was evicted is still in the index"
     held = len(rig.rig.policy)
     rig.close()
@@ -121,8 +118,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     stored: list[BlockHash] = []
     for turn in range(ROUNDS):
         first = 100 * turn
-        assert rig.store(first + 9, keys(1, first + 90)).success, "the next one carries on"
-        batches = [keys(16, first), keys(16, first + 16)]
+        assert rig.store(first + 9, [key(first + 90)]).success, "the next one carries on"
+        batches = [keys(first, first + 16), keys(first + 16, first + 32)]
         known = [h for h in stored[-16:] if rig.rig.policy.get(h) is not None]
         for job, batch in enumerate(batches):
             assert rig.begin_store(first + job, batch, 16 * job)
@@ -148,15 +145,15 @@ def test_stopped_and_continued(rig: MoverRig) -> None:
     rig.store(1, keys(4))
     os.kill(pid_of(rig), signal.SIGSTOP)
     assert rig.begin_load(2, keys(4))
-    assert rig.begin_store(3, keys(4, 10))
+    assert rig.begin_store(3, keys(10, 14))
     for _ in range(100):
         assert rig.up.get_finished() == rig.down.get_finished() == []
     rig.up.wait({2}, 0.01)
     assert rig.up.get_finished() == []
     os.kill(pid_of(rig), signal.SIGCONT)
     assert all(rig.end_load(keys(4), rig.end(rig.up, 2)))
-    rig.land(keys(4, 10), rig.end(rig.down, 3))
-    assert rig.load(4, keys(4, 10)) == [True] * 4
+    rig.land(keys(10, 14), rig.end(rig.down, 3))
+    assert rig.load(4, keys(10, 14)) == [True] * 4
 
 
 def test_stopped_for_good_is_killed(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
-from support.nvme_rig import BLOCK, Rig, config_for, content, key
+from support.keys import key, keys
+from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.handlers.bounce import ArenaBounce
 from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
@@ -92,10 +93,6 @@ def mover(request: pytest.FixtureRequest, tmp_path: Path, part_bytes: int) -> It
     mover.rig.close()
 
 
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
-
-
 def test_there_and_back(mover: Mover) -> None:
     assert mover.store(1, keys(10)) is not None
     assert mover.down.get_finished() == []
@@ -127,16 +124,16 @@ def test_blocks_may_lie_anywhere_in_the_arena(mover: Mover) -> None:
 
 def test_the_queue_is_bounded(mover: Mover) -> None:
     for job_id in range(4):
-        assert mover.store(job_id, keys(2, start=10 * job_id)) is not None
-    assert mover.store(9, keys(2, start=90)) is None
+        assert mover.store(job_id, keys(10 * job_id, 10 * job_id + 2)) is not None
+    assert mover.store(9, keys(90, 92)) is None
     mover.executor.step()
-    assert mover.store(9, keys(2, start=90)) is not None
+    assert mover.store(9, keys(90, 92)) is not None
 
 
 @SMALL_PARTS
 @pytest.mark.parametrize("which", [0, -1, 1])
 def test_parts_end_in_any_order(mover: Mover, which: int) -> None:
-    mover.rig.store(keys(32, start=100))
+    mover.rig.store(keys(100, 132))
     mover.store(1, keys(14))
     assert len(mover.executor) == 4
     while mover.executor.step(which):
@@ -188,7 +185,7 @@ def test_a_failing_device_is_tried_whenever_it_is_asked(mover: Mover) -> None:
     """To leave it alone is the manager's decision."""
     mover.fs.fail("pwritev", errno.EIO, times=10)
     for job_id in range(1, 12):
-        hashes = keys(1, start=100 * job_id)
+        hashes = [key(100 * job_id)]
         assert mover.store(job_id, hashes) is not None
         mover.executor.run_all()
         (result,) = mover.down.get_finished()
@@ -200,14 +197,14 @@ def test_a_failing_device_is_tried_whenever_it_is_asked(mover: Mover) -> None:
 def test_a_refused_job_keeps_its_removals(mover: Mover) -> None:
     mover.rig.store(keys(32))
     mover.down.shutdown()
-    assert mover.store(1, keys(4, start=50)) is None
-    mover.rig.store(keys(4, start=60))
+    assert mover.store(1, keys(50, 54)) is None
+    mover.rig.store(keys(60, 64))
     assert mover.rig.tier.index.count() == 32
     mover.rig.check_sums()
 
 
 def test_shutdown_cancels_what_has_not_started(mover: Mover) -> None:
-    mover.rig.store(keys(32, start=100))
+    mover.rig.store(keys(100, 132))
     mover.store(1, keys(4))
     mover.down.shutdown(deadline_s=0.0)
     (result,) = mover.down.get_finished()
@@ -215,7 +212,7 @@ def test_shutdown_cancels_what_has_not_started(mover: Mover) -> None:
     mover.land(keys(4), result.outcomes)
     assert mover.store(2, keys(4)) is None
     mover.down.shutdown()
-    assert set(mover.rig.store(keys(4, start=10))) == {OK}
+    assert set(mover.rig.store(keys(10, 14))) == {OK}
     assert mover.rig.tier.index.count() == 32, "the removals of the cancelled job were kept"
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.keys import key, keys
 from support.mover_rig import LIMIT_S, MoverRig
-from support.nvme_rig import BLOCK, key
+from support.nvme_rig import BLOCK
 
 from kvcascade.handlers.nvme_jobs import QueueOptions
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockOutcome
 
 OK, GONE, CORRUPT = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CORRUPT
 
@@ -20,10 +21,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MoverRig]:
     rig = MoverRig(tmp_path, has_process=request.param, queue=QueueOptions(max_jobs=4))
     yield rig
     rig.close()
-
-
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
 
 
 def test_there_and_back(rig: MoverRig) -> None:
@@ -46,11 +43,11 @@ def test_an_empty_job_ends(rig: MoverRig) -> None:
 def test_eviction_takes_entries_out_of_the_index(rig: MoverRig) -> None:
     capacity = rig.rig.backend.capacity
     for start in range(0, 2 * capacity, 16):
-        assert rig.store(start, keys(16, start)).success
+        assert rig.store(start, keys(start, start + 16)).success
     rig.rig.check_sums()
     index = rig.rig.tier.index
     assert index.count() - len(rig.rig.policy) == rig.rig.tier.directory.pending_removals
-    late = keys(16, 2 * capacity - 16)
+    late = keys(2 * capacity - 16, 2 * capacity)
     assert rig.load(999, late) == [True] * 16
     assert rig.rig.policy.get(key(0)) is None
 
@@ -80,32 +77,33 @@ def test_damage_is_an_outcome(rig: MoverRig) -> None:
 
 def test_nothing_crosses_a_reset(rig: MoverRig) -> None:
     rig.store(1, keys(4))
-    statuses = rig.rig.begin_store(keys(4, 10))
-    spec = rig.rig.backend.get_load_store_spec(keys(4, 10), statuses)
+    statuses = rig.rig.begin_store(keys(10, 14))
+    spec = rig.rig.backend.get_load_store_spec(keys(10, 14), statuses)
     busy = rig.rig.reset()
     assert {status.block_id for status in busy} == {status.block_id for status in statuses}
     for status in busy:
         rig.rig.backend.free(status)
-    assert rig.store(2, keys(4, 20)).success
+    assert rig.store(2, keys(20, 24)).success
     outcomes = rig.rig.tier.store.write(
         spec.hashes, spec.slots.tolist(), [rig.view(i) for i in range(4)], spec.epoch
     )
     assert set(outcomes) == {GONE}, "what was begun before the reset comes too late"
-    assert rig.load(3, keys(4, 20)) == [True] * 4
+    assert rig.load(3, keys(20, 24)) == [True] * 4
     assert rig.rig.tier.index.count() == 4
 
 
 def test_the_queue_is_bounded_and_refused_removals_are_kept(rig: MoverRig) -> None:
     rig.store(0, keys(32))
-    rig.store(1, keys(32, 32))
-    taken = [rig.begin_store(job, keys(2, 100 + 2 * job), 2 * job) for job in range(2, 16)]
+    rig.store(1, keys(32, 64))
+    pairs = {job: keys(100 + 2 * job, 102 + 2 * job) for job in range(2, 16)}
+    taken = [rig.begin_store(job, pair, 2 * job) for job, pair in pairs.items()]
     assert True in taken
     rig.down.wait(set(range(2, 16)), LIMIT_S)
     ended = {result.job_id: result for result in rig.down.get_finished()}
     assert sorted(ended) == [job for job, was_taken in enumerate(taken, 2) if was_taken]
     for job, result in ended.items():
-        rig.land(keys(2, 100 + 2 * job), result)
-    assert rig.store(99, keys(2, 500)).success
+        rig.land(pairs[job], result)
+    assert rig.store(99, keys(500, 502)).success
     rig.rig.check_sums()
 
 
@@ -113,7 +111,7 @@ def test_after_shutdown_nothing_is_taken(rig: MoverRig) -> None:
     rig.store(1, keys(4))
     assert rig.down.shutdown() and rig.up.shutdown()
     assert rig.down.shutdown(), "idempotent"
-    assert not rig.begin_store(2, keys(4, 50))
+    assert not rig.begin_store(2, keys(50, 54))
     assert not rig.begin_load(3, keys(4))
     for block_hash in keys(4):
         status = rig.rig.policy.get(block_hash)
@@ -123,10 +121,10 @@ def test_after_shutdown_nothing_is_taken(rig: MoverRig) -> None:
 
 def test_a_clean_close_saves_what_the_next_open_needs(rig: MoverRig, tmp_path: Path) -> None:
     for start in range(0, 96, 16):
-        rig.store(start, keys(16, start))
+        rig.store(start, keys(start, start + 16))
     held = len(rig.rig.policy)
     read = rig.rig.tier.index.totals[1]
-    rig.load(999, keys(8, 80))
+    rig.load(999, keys(80, 88))
     rig.close()
     again = MoverRig(tmp_path, has_process=False)
     assert again.rig.tier.report.was_clean and again.rig.tier.report.blocks == held

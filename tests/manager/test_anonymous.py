@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from support.cascade import Cascade, block_bytes, key
+from support.cascade import Cascade, block_bytes
+from support.keys import key, keys
 
 from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.manager import anonymous
@@ -20,10 +21,6 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 STEPS = 3
 OPTIONS = ManagerOptions(waits_for_stores=False, promotion_deadline_s=10.0)
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    return [key(i) for i in range(start, stop)]
 
 
 def once(hashes: list[BlockHash]) -> Iterator[BlockHash]:

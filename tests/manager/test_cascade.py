@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.cascade import BLOCK_SIZE, Cascade, block_bytes, key
+from support.cascade import BLOCK_SIZE, Cascade, block_bytes
+from support.keys import key, keys
 
 from kvcascade.config import WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
@@ -20,10 +21,6 @@ HIT, MISS, PENDING, RETRY = (
     LookupState.PENDING,
     LookupState.RETRY,
 )
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    return [key(i) for i in range(start, stop)]
 
 
 def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[LookupState]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.cascade import Cascade, key
+from support.cascade import Cascade
+from support.keys import key, keys
 
 from kvcascade.config import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
@@ -14,10 +15,6 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.policies import OrderedPolicy
 
 TOKENS = 100
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    return [key(i) for i in range(start, stop)]
 
 
 def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.cascade import Cascade, key
+from support.cascade import Cascade
+from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.flow import MAX_MOVED_BLOCKS
@@ -10,10 +11,6 @@ from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 DAY_S = 86400
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    return [key(i) for i in range(start, stop)]
 
 
 def reset_by_another(cascade: Cascade) -> None:

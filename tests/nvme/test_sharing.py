@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from support.clock import ManualClock
+from support.keys import key, keys
 from support.nvme_peer import Peer, PeerFailed
-from support.nvme_rig import Rig, config_for, key
+from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme import capacity
@@ -24,10 +25,6 @@ SLOTS, PER_SEGMENT = 64, 8
 COMMITS = 200
 OK, HELD, GONE = BlockOutcome.OK, BlockOutcome.HELD, BlockOutcome.GONE
 STEP_S = int(max(BALANCE_EVERY_S, RECHECK_S))
-
-
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_each_finds_what_the_other_stores(rig: Rig) -> None:
         assert other.hits(range(8)) == 8
         assert set(other.store(range(100, 108))) == {OK.value}
         step(rig)
-        assert all(rig.check(h) for h in keys(8, start=100))
+        assert all(rig.check(h) for h in keys(100, 108))
         assert len(rig.policy) == 8, "what lies in its own segments is what may be evicted"
         assert other.ask("blocks") == 8
         assert set(other.ask("own")).isdisjoint(rig.tier.namespace.owners.segments)
@@ -73,7 +70,7 @@ def test_each_finds_what_the_other_stores(rig: Rig) -> None:
 def test_the_first_of_two_that_store_the_same_block_wins(rig: Rig) -> None:
     with Peer(rig.config) as other:
         other.ask("begin_store", 5)
-        assert rig.store(keys(1, start=5)) == [OK]
+        assert rig.store([key(5)]) == [OK]
         assert other.ask("end_store") == HELD.value
         other.ask("check_sums")
         assert other.hits([5]) == 1 and other.ask("blocks") == 0
@@ -91,7 +88,7 @@ def test_a_block_that_is_overwritten_before_it_is_read_is_gone(rig: Rig) -> None
         assert evicted is not None
         for _, status in evicted:
             rig.backend.free(status)
-        rig.store(keys(size, start=500))
+        rig.store(keys(500, 500 + size))
         assert other.ask("read_found") == GONE.value
         assert other.ask("counters") == {"held": 0, "corrupt": 0, "gone": 1}
         assert other.hits(range(500, 500 + size)) == size
@@ -117,7 +114,7 @@ def test_damage_is_found_by_whoever_reads_and_the_block_is_stored_anew(rig: Rig)
         for _, status in evicted:
             rig.backend.free(status)
         assert rig.backend.get_num_free_blocks() == rig.backend.available
-        assert set(rig.store(keys(8, start=50))) == {OK}
+        assert set(rig.store(keys(50, 58))) == {OK}
         rig.check_sums()
 
 
@@ -129,7 +126,7 @@ def test_a_reset_is_everybodys(rig: Rig) -> None:
         rig.reset()
         assert other.maintain() is True and other.maintain() is False
         assert other.hits([*range(4), *range(100, 104)]) == 0
-        assert not any(rig.check(h) for h in [*keys(4), *keys(4, start=100)])
+        assert not any(rig.check(h) for h in [*keys(4), *keys(100, 104)])
         assert other.ask("end_store") != OK.value, "what was begun before does not cross"
         other.store([7])
         step(rig)
@@ -164,8 +161,8 @@ def test_one_is_killed_while_it_writes(rig: Rig) -> None:
         other.kill()
     step(rig)
     assert all(rig.check(h) for h in keys(20))
-    assert set(rig.store(keys(4, start=30))) == {OK}
-    orphans = sum(rig.check(h) for h in keys(60, start=1000))
+    assert set(rig.store(keys(30, 34))) == {OK}
+    orphans = sum(rig.check(h) for h in keys(1000, 1060))
     assert orphans > 0, "its blocks can still be read"
     step(rig)
     with Peer(rig.config) as third:
@@ -203,10 +200,10 @@ def test_orphans_are_adopted_as_the_coldest(config: NvmeTierConfig) -> None:
     for start in range(200, 200 + SLOTS, 4):
         step(rig, STEP_S)
         rig.policy.touch(reversed(keys(8)))
-        rig.store(keys(4, start=start))
+        rig.store(keys(start, start + 4))
     assert rig.backend.available == SLOTS
     assert all(rig.check(h) for h in keys(8)), "its own are warmer than what it adopted"
-    assert not any(rig.check(h) for h in keys(SLOTS // 2, start=100))
+    assert not any(rig.check(h) for h in keys(100, 100 + SLOTS // 2))
     rig.check_sums()
     rig.close()
 
@@ -214,7 +211,7 @@ def test_orphans_are_adopted_as_the_coldest(config: NvmeTierConfig) -> None:
 def test_a_starved_process_gets_its_share(rig: Rig) -> None:
     """One has everything; another comes, and no block is lost by the handing over."""
     for start in range(0, SLOTS, 8):
-        rig.store(keys(8, start=start))
+        rig.store(keys(start, start + 8))
         step(rig, STEP_S)
     assert rig.backend.available == SLOTS
     rig.policy.touch(reversed(keys(16)))
@@ -234,8 +231,8 @@ def test_a_starved_process_gets_its_share(rig: Rig) -> None:
         assert set(other.store(range(300, 330))) == {OK.value}
         other.ask("check_sums")
         rig.check_sums()
-        assert set(rig.store_bit_by_bit(keys(30, start=400))) == {OK}
-        assert all(rig.check(h) for h in keys(30, start=300))
+        assert set(rig.store_bit_by_bit(keys(400, 430))) == {OK}
+        assert all(rig.check(h) for h in keys(300, 330))
 
 
 def moved(rig: Rig) -> tuple[set[BlockHash], set[BlockHash]]:
@@ -256,7 +253,7 @@ def test_what_a_reset_took_is_named_after_it(rig: Rig) -> None:
         other.ask("reset")
         assert step(rig)
         other.store([7])
-        rig.store(keys(1, start=50))  # into one of the slots: its old name is lost
+        rig.store([key(50)])  # into one of the slots: its old name is lost
         came, left = moved(rig)
         assert came == set()
         assert left - {key(50)} < set(keys(6)) and len(left) >= 5
@@ -269,7 +266,7 @@ def test_what_a_reset_took_is_named_after_it(rig: Rig) -> None:
 def test_what_changes_hands_is_named_by_both(rig: Rig) -> None:
     moved(rig)
     for start in range(0, SLOTS, 8):
-        rig.store(keys(8, start=start))
+        rig.store(keys(start, start + 8))
         step(rig, STEP_S)
     with Peer(rig.config) as other:
         while len(other.ask("own")) < 2:
@@ -294,7 +291,7 @@ def test_one_that_has_nothing_to_do_holds_no_pages_of_the_index(rig: Rig) -> Non
         other.maintain()
         size_bytes = index_bytes(rig)
         for round_number in range(COMMITS):
-            rig.store(keys(1, start=round_number))
+            rig.store([key(round_number)])
             step(rig)
         assert index_bytes(rig) < size_bytes + COMMITS * PAGE_BYTES
         assert other.hits([COMMITS - 1]) == 1
@@ -303,7 +300,7 @@ def test_one_that_has_nothing_to_do_holds_no_pages_of_the_index(rig: Rig) -> Non
 def test_who_hands_a_segment_over_sees_what_comes_into_it_at_once(rig: Rig) -> None:
     """An idle engine: nothing of the index is held from one look around to the next question."""
     for start in range(0, SLOTS, 8):
-        rig.store(keys(8, start=start))
+        rig.store(keys(start, start + 8))
         step(rig, STEP_S)
     with Peer(rig.config) as other:
         for _ in range(SLOTS):
@@ -316,7 +313,7 @@ def test_who_hands_a_segment_over_sees_what_comes_into_it_at_once(rig: Rig) -> N
         assert other.ask("own"), "nothing happened here since"
         other.maintain()
         assert set(other.store(range(300, 304))) == {OK.value}
-        assert all(rig.check(h) for h in keys(4, start=300))
+        assert all(rig.check(h) for h in keys(300, 304))
 
 
 def test_nothing_is_named_for_nobody(rig: Rig) -> None:
@@ -331,7 +328,7 @@ def test_nothing_is_named_for_nobody(rig: Rig) -> None:
 def test_segments_change_hands_under_every_policy(config: NvmeTierConfig, policy: str) -> None:
     rig = Rig(config, policy=policy)
     for start in range(0, SLOTS, 8):
-        rig.store(keys(8, start=start))
+        rig.store(keys(start, start + 8))
         step(rig, STEP_S)
     rig.policy.touch(keys(8))
     with Peer(config, policy) as other:
@@ -342,7 +339,7 @@ def test_segments_change_hands_under_every_policy(config: NvmeTierConfig, policy
         other.maintain()
         for start in range(300, 500, 10):
             assert set(other.store(range(start, start + 10))) <= {OK.value}
-            rig.store(keys(10, start=start + 300))
+            rig.store(keys(start + 300, start + 310))
             other.maintain(STEP_S)
             step(rig, STEP_S)
         assert len(other.ask("own")) == 4

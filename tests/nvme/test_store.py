@@ -11,7 +11,8 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from support.nvme_rig import BLOCK, Rig, config_for, content, key
+from support.keys import key, keys
+from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme import index
@@ -35,10 +36,6 @@ def rig(fs: MemoryFileSystem, tmp_path: Path) -> Iterator[Rig]:
     yield rig
     fs.heal()
     rig.close(clean=False)
-
-
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
 
 
 def test_adjacent_blocks_are_one_call(rig: Rig, fs: MemoryFileSystem) -> None:
@@ -93,7 +90,7 @@ def test_a_device_that_moves_nothing_is_an_error(
     monkeypatch.setattr(fs, "limit", lambda wanted: 0)
     result = rig.load(key(0))
     assert result is not None and result[0] is IO_ERROR
-    assert rig.store(keys(1, start=5)) == [IO_ERROR]
+    assert rig.store([key(5)]) == [IO_ERROR]
 
 
 def test_a_failed_sync_keeps_the_block_out_of_the_index(tmp_path: Path) -> None:
@@ -165,13 +162,13 @@ def test_an_entry_that_changed_while_reading_is_gone(rig: Rig) -> None:
 def test_removals_that_failed_are_owed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store(keys(32))
     monkeypatch.setattr(rig.tier.index, "_enter_epoch", _fail_once(rig.tier.index))
-    assert set(rig.store(keys(4, start=100))) == {IO_ERROR}
+    assert set(rig.store(keys(100, 104))) == {IO_ERROR}
     assert rig.tier.index.count() == 32
-    assert set(rig.store(keys(4, start=200))) == {OK}
+    assert set(rig.store(keys(200, 204))) == {OK}
     assert rig.tier.index.count() == 32
     rig.check_sums()
     assert len(rig.policy) == 32
-    present = [*keys(32), *keys(4, start=200)]
+    present = [*keys(32), *keys(200, 204)]
     assert sum(rig.check(block_hash) for block_hash in present) == 32
 
 
@@ -217,7 +214,7 @@ def test_transfers_under_way_are_limited(tmp_path: Path, is_write: bool) -> None
     rig.tier.store.limit_transfers(2)
     rig.store(keys(8))
     specs = [rig.pin(block_hash) for block_hash in keys(8)]
-    work = keys(4, start=8) if is_write else keys(4)
+    work = keys(8, 12) if is_write else keys(4)
     statuses = rig.begin_store(work) if is_write else []
 
     def move(i: int) -> list[BlockOutcome]:

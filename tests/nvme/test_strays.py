@@ -8,7 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 from support.executors import SteppingExecutor
-from support.nvme_rig import Rig, config_for, key
+from support.keys import key, keys
+from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
@@ -16,10 +17,6 @@ from kvcascade.tiers.nvme.index_errors import CommitOutcome
 
 SLOTS = 32
 POLICIES = ["lru", "arc", "s3fifo", "prefix"]
-
-
-def keys(numbers: Iterable[int]) -> list[BlockHash]:
-    return [key(i) for i in numbers]
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def filled(folder: Path, policy: str = "lru") -> Rig:
     rig = Rig(config_for([folder], slots=SLOTS, per_segment=8), policy=policy)
-    rig.store_bit_by_bit(keys(range(SLOTS)))
+    rig.store_bit_by_bit(keys(SLOTS))
     rig.tier.directory.refresh()
     return rig
 
@@ -40,7 +37,7 @@ def filled(folder: Path, policy: str = "lru") -> Rig:
 def take_away(rig: Rig, numbers: Iterable[int]) -> int:
     """As another process does."""
     index = rig.tier.index
-    found = [(h, entry) for h in keys(numbers) if (entry := index.entry(h)) is not None]
+    found = [(h, entry) for h in map(key, numbers) if (entry := index.entry(h)) is not None]
     outcome, removed = index.take_away(index.epoch, [(h, entry.pack(h)) for h, entry in found])
     assert outcome is CommitOutcome.DONE
     return removed
@@ -57,7 +54,7 @@ def test_the_slots_come_back_in_turn_and_without_a_search(tmp_path: Path, policy
     assert take_away(rig, range(0, SLOTS, 2)) == SLOTS // 2
     assert held(rig, range(SLOTS)) == set(range(1, SLOTS, 2))
     rig.check_sums()
-    rig.store_bit_by_bit(keys(range(100, 100 + 2 * SLOTS)))
+    rig.store_bit_by_bit(keys(100, 100 + 2 * SLOTS))
     assert not rig.tier.directory.take_unknown(), "no slot is searched for"
     assert len(rig.policy) == SLOTS
     rig.tier.backend.flush_removals()
@@ -71,7 +68,7 @@ def test_it_leaves_under_its_name_once(rig: Rig) -> None:
     rig.maintain()
     evicted = rig.policy.evict(SLOTS, ())
     assert evicted is not None
-    assert {block_hash for block_hash, _ in evicted} == set(keys(range(SLOTS)))
+    assert {block_hash for block_hash, _ in evicted} == set(keys(SLOTS))
     for _, status in evicted:
         rig.backend.free(status)
     assert len(rig.policy) == 0
@@ -81,10 +78,10 @@ def test_it_leaves_under_its_name_once(rig: Rig) -> None:
 def test_a_block_that_was_stored_anew_is_not_said_to_leave(rig: Rig) -> None:
     take_away(rig, [0, 1])
     rig.maintain()
-    (dropped,) = rig.policy.evict(1, set(keys([0, 1]))) or []
+    (dropped,) = rig.policy.evict(1, set(keys(2))) or []
     rig.backend.free(dropped[1])
-    assert rig.store(keys([0])) == [BlockOutcome.OK]
-    rig.policy.touch(keys([0]))
+    assert rig.store([key(0)]) == [BlockOutcome.OK]
+    rig.policy.touch([key(0)])
     evicted = rig.policy.evict(2, ())
     assert evicted is not None
     names = {block_hash for block_hash, _ in evicted}
@@ -104,13 +101,13 @@ def test_between_lookup_and_load_it_is_a_miss(rig: Rig) -> None:
     take_away(rig, [6])
     outcome, _ = rig.read_pinned(pinned)
     assert outcome is BlockOutcome.OK, "what was found before is read before its slot is reused"
-    assert rig.store(keys([200])) == [BlockOutcome.OK]
+    assert rig.store([key(200)]) == [BlockOutcome.OK]
     rig.check_sums()
 
 
 def test_what_was_just_stored_and_not_looked_at_since(tmp_path: Path) -> None:
     rig = Rig(config_for([tmp_path], slots=SLOTS, per_segment=8))
-    rig.store(keys(range(4)))
+    rig.store(keys(4))
     take_away(rig, [0, 1])
     rig.tier.directory.refresh()
     assert held(rig, range(4)) == {2, 3}
@@ -139,14 +136,14 @@ class TakesAway(set[BlockHash]):
 def test_while_they_are_being_evicted(tmp_path: Path) -> None:
     slots = 2 * REFRESH_EVERY_CHANGES
     rig = Rig(config_for([tmp_path], slots=slots, per_segment=16))
-    rig.store_bit_by_bit(keys(range(slots)))
+    rig.store_bit_by_bit(keys(slots))
     rig.tier.directory.refresh()
     evicted = rig.policy.evict(slots, TakesAway(rig, range(slots)))
     assert evicted is not None and len(rig.policy) == 0
     for _, status in evicted:
         rig.backend.free(status)
     rig.check_sums()
-    assert set(rig.store(keys(range(slots)))) == {BlockOutcome.OK}
+    assert set(rig.store(keys(slots))) == {BlockOutcome.OK}
     rig.close()
 
 
@@ -160,7 +157,7 @@ def test_a_close_counts_what_is_there(tmp_path: Path, policy: str) -> None:
     assert again.tier.report.was_clean and len(again.policy) == SLOTS - 10
     assert again.backend.get_num_free_blocks() == 10
     assert held(again, range(SLOTS)) == set(range(10, SLOTS))
-    assert set(again.store_bit_by_bit(keys(range(100, 100 + 2 * SLOTS)))) == {BlockOutcome.OK}
+    assert set(again.store_bit_by_bit(keys(100, 100 + 2 * SLOTS))) == {BlockOutcome.OK}
     again.check_sums()
     again.close()
     last = Rig(rig.config, policy=policy)
@@ -234,7 +231,7 @@ def test_after_a_loss_of_power_a_record_proves_nothing(
         assert held(rig, range(SLOTS)) == set(range(SLOTS)) - {2}
         rig.check_sums()
         executor.run_all()
-        assert set(rig.store(keys(range(100, 108)))) == {BlockOutcome.OK}
+        assert set(rig.store(keys(100, 108))) == {BlockOutcome.OK}
     rig.close(clean=False)
     executor = SteppingExecutor()
     again = Rig(rig.config, executor)

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
-from support.nvme_rig import BLOCK, Rig, config_for, key
+from support.keys import key, keys
+from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, capacity_for, index_bytes, plan_capacity
 from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
@@ -24,10 +25,6 @@ from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tiers.policies import ORDERS
-
-
-def keys(n: int, start: int = 0) -> list[BlockHash]:
-    return [key(i) for i in range(start, start + n)]
 
 
 @pytest.mark.parametrize("durability", list(Durability))
@@ -57,11 +54,11 @@ def test_a_policy_that_was_away_is_reconciled(tmp_path: Path) -> None:
     rig.close()
     rig = Rig(config, policy="arc")
     assert rig.tier.recovered
-    rig.store(keys(16, start=50))
+    rig.store(keys(50, 66))
     rig.close()
     rig = Rig(config, policy="lru")
     assert rig.tier.recovered
-    assert {h for h, _ in rig.policy.coldest(16)} == set(keys(16, start=50))
+    assert {h for h, _ in rig.policy.coldest(16)} == set(keys(50, 66))
     rig.close()
 
 
@@ -98,7 +95,7 @@ def test_reset_forgets_for_ever(tmp_path: Path) -> None:
     assert [status.block_id for status in busy] == [late.block_id]
     assert len(rig.policy) == 0 and not any(rig.check(h) for h in keys(16))
     assert rig.backend.get_num_free_blocks() == 15
-    rig.store(keys(4, start=2))
+    rig.store(keys(2, 6))
     rig.backend.free(busy[0])
     rig.check_sums()
     assert [rig.check(h) for h in keys(8)] == [False] * 2 + [True] * 4 + [False] * 2
@@ -192,10 +189,10 @@ def test_capacity_may_change(tmp_path: Path, slots: int) -> None:
     assert len(rig.policy) == min(slots, 32)
     assert sum(rig.check(block_hash) for block_hash in keys(32)) == min(slots, 32)
     rig.check_sums()
-    rig.store(keys(slots, start=100))
-    assert all(rig.check(block_hash) for block_hash in keys(slots, start=100))
+    rig.store(keys(100, 100 + slots))
+    assert all(rig.check(block_hash) for block_hash in keys(100, 100 + slots))
     rig = rig.reopened()
-    assert all(rig.check(block_hash) for block_hash in keys(slots, start=100))
+    assert all(rig.check(block_hash) for block_hash in keys(100, 100 + slots))
     rig.close()
 
 
@@ -209,9 +206,9 @@ def test_two_paths_share_the_work(tmp_path: Path) -> None:
     statuses = [rig.policy.get(block_hash) for block_hash in keys(32)]
     on_first = sum(s is not None and s.block_id // size % 2 == 0 for s in statuses)
     assert on_first == 16
-    rig.store(keys(64, start=100))
+    rig.store(keys(100, 164))
     rig = rig.reopened()
-    assert all(rig.check(block_hash) for block_hash in keys(64, start=100))
+    assert all(rig.check(block_hash) for block_hash in keys(100, 164))
     rig.check_sums()
     rig.close()
     with pytest.raises(ConfigError, match="was part 1 of 2"):
@@ -238,7 +235,7 @@ def test_a_full_disk_lowers_what_there_is(tmp_path: Path) -> None:
     fs.fail("preallocate", errno.ENOSPC)
     assert set(rig.store(keys(6))) == {BlockOutcome.OK}
     assert rig.backend.get_num_free_blocks() == 2 and rig.tier.growth.failures == 1
-    assert set(rig.store(keys(6, start=10))) == {BlockOutcome.OK}, "it evicts instead"
+    assert set(rig.store(keys(10, 16))) == {BlockOutcome.OK}, "it evicts instead"
     clock.advance(RETRY_AFTER_S)
     assert rig.backend.get_num_free_blocks() == 8, "it grows again by itself"
     rig.close()
@@ -280,7 +277,7 @@ def test_capacity_is_never_exceeded(tmp_path: Path, slots: int, policy: str) -> 
     rig = Rig(config, policy=policy)
     batch = min(128, slots // 4)
     for start in range(0, 3 * slots, batch):
-        rig.store(keys(batch, start=start))
+        rig.store(keys(start, start + batch))
         used = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*") if p.is_file())
         assert used <= config.capacity_bytes
     assert rig.backend.available == slots and not rig.tier.store.counters.no_space
@@ -335,7 +332,7 @@ def test_bad_configurations(tmp_path: Path, change: dict[str, object], message: 
 def test_the_overlay_and_the_tombstones_drain(tmp_path: Path) -> None:
     rig = Rig(config_for([tmp_path], slots=256, per_segment=32))
     for start in range(0, 4096, 128):
-        rig.store(keys(128, start=start))
+        rig.store(keys(start, start + 128))
     for _ in range(20):
         rig.tier.directory.refresh()
     assert not rig.tier.directory._overlay and not rig.tier.directory._gone

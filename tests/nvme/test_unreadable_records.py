@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
-from support.nvme_rig import Rig, config_for, key
+from support.keys import key, keys
+from support.nvme_rig import Rig, config_for
 
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.filesystem import File, RealFileSystem
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.repairs import RETRY_AFTER_S
@@ -24,12 +25,8 @@ PER_SEGMENT = 8
 POLICIES = ["lru", "arc", "s3fifo", "prefix"]
 
 
-def keys(numbers: Iterable[int]) -> list[BlockHash]:
-    return [key(i) for i in numbers]
-
-
 def filled(rig: Rig) -> Rig:
-    rig.store_bit_by_bit(keys(range(SLOTS)))
+    rig.store_bit_by_bit(keys(SLOTS))
     rig.tier.directory.refresh()
     rig.maintain()
     return rig
@@ -83,9 +80,9 @@ def test_files_that_were_cut_under_a_tier(tmp_path: Path, policy: str) -> None:
     rig = filled(Rig(config_for(paths, slots=SLOTS, per_segment=PER_SEGMENT), policy=policy))
     for path in paths[1].glob("*/segments/*"):
         os.truncate(path, PAGE)
-    assert sum(rig.check(h) for h in keys(range(SLOTS))) == SLOTS // 2
+    assert sum(rig.check(h) for h in keys(SLOTS)) == SLOTS // 2
     for first in range(100, 100 + 2 * SLOTS, 4):
-        assert rig.store(keys(range(first, first + 4))) == [BlockOutcome.OK] * 4
+        assert rig.store(keys(first, first + 4)) == [BlockOutcome.OK] * 4
         rig.maintain()
     assert all(rig.tier.segments.record(slot) is not None for slot in range(SLOTS))
     rig.check_sums()
@@ -124,14 +121,14 @@ def test_slots_that_cannot_be_repaired_are_set_aside(tmp_path: Path, policy: str
     spoil(rig, fs, 0)
     bad = {i for i in range(SLOTS) if rig.tier.directory.slots_of([key(i)])[0] < PER_SEGMENT}
     for first in range(100, 100 + 2 * SLOTS, 4):
-        rig.store(keys(range(first, first + 4)))
+        rig.store(keys(first, first + 4))
         rig.maintain()
     assert rig.backend.set_aside_blocks == len(bad) == PER_SEGMENT
     assert {i for i in range(SLOTS) if rig.check(key(i))} == bad, "their blocks stay"
     reads = fs.calls["view"]
     submitted = rig.tier.store.counters.records_repaired
     for first in range(200, 200 + SLOTS, 4):
-        assert rig.store(keys(range(first, first + 4))) == [BlockOutcome.OK] * 4
+        assert rig.store(keys(first, first + 4)) == [BlockOutcome.OK] * 4
         assert not rig.tier.directory.take_unknown(), "no eviction asks for them again"
     assert rig.tier.store.counters.records_repaired == submitted
     assert fs.calls["view"] - reads <= 2 * SLOTS
@@ -150,7 +147,7 @@ def test_they_come_back_with_the_device(tmp_path: Path, policy: str) -> None:
     for segment in range(SLOTS // PER_SEGMENT - 1):
         spoil(rig, fs, segment)
     for first in range(100, 100 + SLOTS, 4):
-        rig.store(keys(range(first, first + 4)))
+        rig.store(keys(first, first + 4))
         rig.maintain()
     aside = rig.backend.set_aside_blocks
     assert aside == SLOTS - PER_SEGMENT
@@ -178,7 +175,7 @@ def with_slots_set_aside(tmp_path: Path) -> tuple[Rig, MemoryFileSystem]:
     rig, fs = in_memory(tmp_path)
     spoil(rig, fs, 0)
     for first in range(100, 100 + SLOTS, 4):
-        rig.store(keys(range(first, first + 4)))
+        rig.store(keys(first, first + 4))
         rig.maintain()
     return rig, fs
 
@@ -196,7 +193,7 @@ def test_they_are_there_after_the_next_start(tmp_path: Path) -> None:
 
 def test_a_damaged_block_in_such_a_slot_leaves_the_index(tmp_path: Path) -> None:
     rig, fs = with_slots_set_aside(tmp_path)
-    victim = next(h for h in keys(range(SLOTS)) if rig.check(h))
+    victim = next(h for h in keys(SLOTS) if rig.check(h))
     (slot,) = rig.tier.directory.slots_of([victim])
     segments = rig.tier.segments
     offset = segments.layout.header_bytes + slot * segments.layout.block_bytes
@@ -237,7 +234,7 @@ def test_one_repair_at_a_time(tmp_path: Path) -> None:
     rig = Rig(config, executor, fs)
     executor.run_all()
     for first in range(0, SLOTS, 4):
-        rig.store(keys(range(first, first + 4)))
+        rig.store(keys(first, first + 4))
         executor.run_all()
     rig.tier.directory.refresh()
     rig.maintain()

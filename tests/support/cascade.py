@@ -14,13 +14,9 @@ from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
 from .day_log import DayLog, NotedBudget
+from .keys import key
 
 BLOCK_SIZE = 64
-
-
-def key(i: int) -> BlockHash:
-    """A block hash as vLLM makes them: 32 bytes and a group number."""
-    return BlockHash(i.to_bytes(4, "big") * 8 + b"\0\0\0\0")
 
 
 def block_bytes(block_hash: BlockHash) -> bytes:
@@ -156,3 +152,6 @@ class Cascade:
         before = backend.get_num_free_blocks()
         self.manager.on_reset_flushed()
         return backend.get_num_free_blocks() - before
+
+
+__all__ = ["BLOCK_SIZE", "Cascade", "block_bytes", "key"]

@@ -24,7 +24,8 @@ from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
 from .executors import InlineExecutor
-from .nvme_rig import BLOCK, Rig, config_for, content, key
+from .keys import keys
+from .nvme_rig import BLOCK, Rig, config_for, content
 
 DEADLINE_S = 3.0
 TICK_S = 0.001
@@ -158,8 +159,3 @@ class FaultRig:
         """Shut down."""
         self.manager.shutdown()
         self.rig.close()
-
-
-def keys(start: int, stop: int) -> list[BlockHash]:
-    """Block hashes by number."""
-    return [key(i) for i in range(start, stop)]

@@ -18,15 +18,11 @@ from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .clock import ManualClock
 from .executors import InlineExecutor
+from .keys import key
 
 BLOCK = 4096
 SLOT_BYTES = BLOCK + 128
 FEW = 4
-
-
-def key(i: int) -> BlockHash:
-    """A block hash as vLLM makes them."""
-    return BlockHash(i.to_bytes(4, "big") * 8 + b"\0\0\0\0")
 
 
 def content(block_hash: BlockHash, version: int = 0) -> bytes:
