@@ -16,8 +16,10 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+from support.cache_rig import flip, segment
 from support.children import ENVIRONMENT
-from support.nvme_rig import BLOCK, Rig, config_for, key
+from support.keys import key, keys
+from support.nvme_rig import BLOCK, Rig, config_for, filled
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
 from kvcascade.tiers.nvme.clean_mark import write_mark
@@ -26,16 +28,13 @@ from kvcascade.tiers.nvme.saved_slots import SavedSlots, pack_saved_slots
 
 SLOTS, PER_SEGMENT = 32, 8
 HEADER = 4096
-KEYS = [key(i) for i in range(SLOTS)]
+KEYS = keys(SLOTS)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A closed tier that is full; returns its namespace directory."""
-    rig = Rig(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT))
-    rig.store(KEYS)
-    rig.close()
-    return rig.tier.namespace.folders[0]
+    return filled(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT), SLOTS)
 
 
 def reopen(folder: Path) -> Rig:
@@ -57,19 +56,10 @@ def survivors(folder: Path) -> int:
     return good
 
 
-def segment(folder: Path, number: int = 0) -> Path:
-    return folder / "segments" / f"{number:06d}.safetensors"
-
-
 def patch(path: Path, offset: int, data: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(data)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = path.read_bytes()
-    patch(path, offset, bytes([data[offset] ^ 0x10]))
 
 
 Damage = Callable[[Path], object]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import threading
 from collections.abc import Callable, Collection, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from support.bench_file import write_bench
 from support.cache_rig import call, fill
+from support.metrics_server import PATH, metrics_server
 from support.nvme_rig import key
 
 from kvcascade.config import parse
@@ -123,23 +122,8 @@ def sandbox(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def metrics_url() -> Iterator[str]:
     """Where an engine would serve its metrics."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'vllm:kvcascade_loaded_blocks_total{tier="nvme"} 3.0\n')
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/metrics"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with metrics_server(['vllm:kvcascade_loaded_blocks_total{tier="nvme"} 3.0\n']) as address:
+        yield f"http://{address}{PATH}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S, Breaker
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockOutcome
 
 STALL_S = 10.0
 MISS, PENDING, HIT = LookupState.MISS, LookupState.PENDING, LookupState.HIT
@@ -78,16 +78,6 @@ class TestBreaker:
         assert not self.breaker.is_open
 
 
-def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:
-    """Blocks in the second tier, and none in the first."""
-    cascade.store(hashes)
-    cascade.manager.flush_dirty(cascade.now_s + 60)
-    evicted = cascade.policies[0].evict(len(hashes), ())
-    assert evicted is not None
-    for _, status in evicted:
-        cascade.backends[0].free(status)
-
-
 def ask(cascade: Cascade, i: int) -> LookupState:
     """A new request's answer for a block, after the transfers have run if it has to wait."""
     request = Request()
@@ -104,7 +94,7 @@ def ask(cascade: Cascade, i: int) -> LookupState:
 class TestReads:
     def test_a_disk_that_fails_every_read_is_asked_a_few_times_only(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         link = cascade.manager.counters.links[0]
         cascade.up[0].fate = lambda source, target: BlockOutcome.IO_ERROR
         assert [ask(cascade, i % 8) for i in range(50)] == [MISS] * 50
@@ -122,7 +112,7 @@ class TestReads:
 
     def test_damaged_blocks_are_not_the_silence_of_a_device(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         cascade.up[0].fate = lambda source, target: BlockOutcome.CORRUPT
         assert [ask(cascade, i) for i in range(7)] == [MISS] * 7
         cascade.up[0].fate = lambda source, target: BlockOutcome.OK
@@ -131,7 +121,7 @@ class TestReads:
 
     def test_while_a_read_stalls_nobody_else_waits_for_the_disk(self) -> None:
         cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=3.0))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         first = Request()
         assert cascade.manager.lookup_block(key(0), first) is PENDING
         cascade.manager.end_step()

@@ -27,17 +27,6 @@ def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[
     return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
 
 
-def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:
-    """Bring blocks to the second tier and out of the first."""
-    cascade.store(hashes)
-    cascade.manager.flush_dirty(cascade.now_s + 60)
-    evicted = cascade.policies[0].evict(len(hashes), ())
-    assert evicted is not None
-    for _, status in evicted:
-        cascade.backends[0].free(status)
-    assert all(cascade.holds(1, block_hash) for block_hash in hashes)
-
-
 class TestStore:
     def test_blocks_become_hits_only_when_complete(self) -> None:
         cascade = Cascade((8, 16))
@@ -333,7 +322,7 @@ class TestDemotion:
 class TestPromotion:
     def test_a_block_below_is_pending_then_a_hit_with_its_bytes(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 3))
+        cascade.below_only(keys(0, 3))
         request = Request()
         assert states(cascade, request, keys(0, 4)) == [PENDING, PENDING, PENDING, MISS]
         assert cascade.manager.has_pending_work()
@@ -351,7 +340,7 @@ class TestPromotion:
     @pytest.mark.parametrize("outcome", [BlockOutcome.CORRUPT, BlockOutcome.GONE])
     def test_a_bad_block_is_a_miss_and_leaves_the_tier(self, outcome: BlockOutcome) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 3))
+        cascade.below_only(keys(0, 3))
         request = Request()
         states(cascade, request, keys(0, 3))
         bad = cascade.policies[1].get(key(1))
@@ -367,7 +356,7 @@ class TestPromotion:
 
     def test_an_unreadable_block_is_a_miss_for_this_request_only(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 1))
+        cascade.below_only(keys(0, 1))
         request = Request()
         states(cascade, request, keys(0, 1))
         cascade.up[0].fate = lambda source, target: BlockOutcome.IO_ERROR
@@ -379,7 +368,7 @@ class TestPromotion:
 
     def test_a_stalled_read_becomes_a_miss_by_the_deadline(self) -> None:
         cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=3.0))
-        below_only(cascade, keys(0, 2))
+        cascade.below_only(keys(0, 2))
         request = Request()
         states(cascade, request, keys(0, 2))
         cascade.manager.end_step()
@@ -394,7 +383,7 @@ class TestPromotion:
 
     def test_asking_again_looks_at_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 3))
+        cascade.below_only(keys(0, 3))
         request = Request()
         states(cascade, request, keys(0, 3))
         cascade.manager.end_step()
@@ -406,7 +395,7 @@ class TestPromotion:
 
     def test_hits_of_the_step_stay_while_promotions_take_slots(self) -> None:
         cascade = Cascade((4, 16), ManagerOptions(promotion_budget_slots=4))
-        below_only(cascade, keys(10, 14))
+        cascade.below_only(keys(10, 14))
         cascade.store(keys(0, 4))
         cascade.manager.flush_dirty(cascade.now_s + 1)
         first, second = Request("first"), Request("second")
@@ -418,7 +407,7 @@ class TestPromotion:
 
     def test_hits_before_a_pending_block_are_held_until_the_load(self) -> None:
         cascade = Cascade((6, 32), ManagerOptions(promotion_budget_slots=5))
-        below_only(cascade, keys(3, 5))
+        cascade.below_only(keys(3, 5))
         cascade.store(keys(0, 3))
         cascade.manager.flush_dirty(cascade.now_s + 1)
         request = Request()
@@ -437,7 +426,7 @@ class TestPromotion:
 
     def test_a_prefix_beyond_the_budget_is_promoted_as_far_as_it_goes(self) -> None:
         cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         request = Request()
         assert states(cascade, request, keys(0, 5)) == [PENDING] * 3 + [MISS] * 2
         cascade.manager.end_step()
@@ -446,7 +435,7 @@ class TestPromotion:
 
     def test_others_wait_a_moment_for_the_budget_and_no_longer(self) -> None:
         cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         states(cascade, Request("first"), keys(0, 3))
         second = Request("second")
         assert states(cascade, second, keys(4, 5)) == [RETRY]
@@ -457,7 +446,7 @@ class TestPromotion:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cascade = Cascade((16, 64), ManagerOptions(promotion_budget_slots=3))
-        below_only(cascade, keys(0, 8))
+        cascade.below_only(keys(0, 8))
         cascade.store(keys(20, 21))
         first, second = Request("first"), Request("second")
         states(cascade, first, keys(0, 3))
@@ -478,7 +467,7 @@ class TestPromotion:
 
     def test_requests_that_share_a_prefix_share_its_promotion(self) -> None:
         cascade = Cascade((16, 64))
-        below_only(cascade, keys(0, 4))
+        cascade.below_only(keys(0, 4))
         first, second = Request("first"), Request("second")
         states(cascade, first, keys(0, 4))
         assert states(cascade, second, keys(0, 4)) == [PENDING] * 4
@@ -490,7 +479,7 @@ class TestPromotion:
 
     def test_promotion_waits_for_dirty_blocks_to_be_written(self) -> None:
         cascade = Cascade((4, 32), ManagerOptions(promotion_budget_slots=4))
-        below_only(cascade, keys(0, 4))
+        cascade.below_only(keys(0, 4))
         cascade.store(keys(10, 14))  # the first tier is all dirty
         request = Request()
         assert states(cascade, request, keys(0, 4)) == [PENDING] * 4
@@ -502,7 +491,7 @@ class TestPromotion:
 
     def test_promotion_climbs_through_every_tier(self) -> None:
         cascade = Cascade((4, 8, 32))
-        below_only(cascade, keys(0, 2))
+        cascade.below_only(keys(0, 2))
         cascade.manager.flush_dirty(cascade.now_s + 1)
         for block_hash in keys(0, 2):
             status = cascade.policies[1].remove(block_hash)
@@ -518,7 +507,7 @@ class TestPromotion:
 
     def test_a_request_reads_only_from_media_it_allows(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 1))
+        cascade.below_only(keys(0, 1))
         cascade.store(keys(1, 2))
         only_top = Request(allowed_media=frozenset({"M0"}))
         assert states(cascade, only_top, keys(0, 2)) == [MISS, HIT]
@@ -527,7 +516,7 @@ class TestPromotion:
 
     def test_a_request_does_not_wait_for_what_it_may_not_read(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 1))
+        cascade.below_only(keys(0, 1))
         nowhere = Request(allowed_media=frozenset())
         only_top = Request(allowed_media=frozenset({"M0"}))
         assert states(cascade, Request("reads"), keys(0, 1)) == [PENDING]
@@ -544,7 +533,7 @@ class TestPromotion:
 class TestReset:
     def test_everything_before_is_unreachable(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 2))
+        cascade.below_only(keys(0, 2))
         cascade.store(keys(2, 4))
         cascade.manager.reset_cache()
         assert states(cascade, Request(), keys(0, 4)) == [MISS] * 4
@@ -573,7 +562,7 @@ class TestReset:
 
     def test_a_read_that_outlives_the_reset_is_no_hit(self) -> None:
         cascade = Cascade((8, 16))
-        below_only(cascade, keys(0, 2))
+        cascade.below_only(keys(0, 2))
         request = Request()
         states(cascade, request, keys(0, 2))
         cascade.manager.end_step()

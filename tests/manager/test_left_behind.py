@@ -11,20 +11,10 @@ from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import AGING_PER_SLOT, ManagerOptions
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.policies import OrderedPolicy
 
 TOKENS = 100
-
-
-def below_only(cascade: Cascade, hashes: list[BlockHash]) -> None:
-    """Bring blocks to the second tier and out of the first."""
-    cascade.store(hashes)
-    cascade.manager._demoters[0].demote_coldest(len(hashes))
-    cascade.run_transfers()
-    for _, status in cascade.policies[0].evict(len(hashes), ()) or ():
-        cascade.backends[0].free(status)
-    assert all(cascade.holds(1, block_hash) for block_hash in hashes)
 
 
 def test_an_idle_engine_does_not_write_for_ever_into_a_small_tier() -> None:
@@ -54,7 +44,7 @@ def test_a_shutdown_writes_each_block_once() -> None:
 def test_an_aborted_request_leaves_nothing_that_needs_steps() -> None:
     """A stalled tier would keep the engine going through empty steps for ever."""
     cascade = Cascade((8, 16))
-    below_only(cascade, keys(0, 2))
+    cascade.below_only(keys(0, 2))
     request = Request()
     assert cascade.manager.lookup(keys(0, 2), request) is None
     cascade.manager.end_step()
@@ -71,7 +61,7 @@ def test_a_request_that_waits_again_after_it_was_given_up_can_be_reset() -> None
     """What it holds is known to who resets, and its end gives nothing back twice."""
     cascade = Cascade((8, 16), ManagerOptions(promotion_deadline_s=10.0))
     manager = cascade.manager
-    below_only(cascade, keys(0, 2))
+    cascade.below_only(keys(0, 2))
     cascade.store(keys(4, 5))
     old, new = Request("old"), Request("new")
     assert manager.lookup([key(0)], old) is None
@@ -139,7 +129,7 @@ def test_a_damaged_block_keeps_its_slot_while_it_is_written_on() -> None:
     """Two transfers use a slot between the tiers; the last one to end gives it back."""
     cascade = Cascade((4, 6, 16))
     manager = cascade.manager
-    below_only(cascade, keys(0, 1))
+    cascade.below_only(keys(0, 1))
     manager._demoters[1].demote_coldest(1)
     assert manager.lookup(keys(0, 1), Request()) is None
     manager.end_step()
@@ -160,7 +150,7 @@ def test_a_damaged_block_between_the_tiers_does_not_stop_the_others() -> None:
     """It would be the coldest for ever, and each try would count against the tier below."""
     cascade = Cascade((8, 8, 32))
     manager = cascade.manager
-    below_only(cascade, keys(0, 4))
+    cascade.below_only(keys(0, 4))
     damaged = cascade.policies[1].get(key(0))
     assert damaged is not None
     cascade.down[1].fate = lambda source, target: (
@@ -201,7 +191,7 @@ def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
 
 def test_a_bad_block_of_another_engine_is_no_event_of_this_one() -> None:
     cascade = Cascade((8, 16))
-    below_only(cascade, keys(0, 2))
+    cascade.below_only(keys(0, 2))
     cascade.manager.take_events()
     policy = cascade.policies[1]
     mine = policy.get(key(1))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.cache_rig import call
 from support.nvme_peer import Peer
-from support.nvme_rig import Rig, config_for, key
+from support.nvme_rig import Rig, config_for, filled, key
 
 from kvcascade.errors import InUseError, NoSpaceError
 from kvcascade.tiers.nvme.capacity import SpaceBudget
@@ -50,14 +50,6 @@ def config(tmp_path: Path) -> NvmeTierConfig:
     return config_for([tmp_path], slots=SLOTS)
 
 
-def filled(config: NvmeTierConfig) -> Path:
-    """Store blocks and close; the directory."""
-    rig = Rig(config)
-    rig.store_bit_by_bit([key(i) for i in range(SLOTS)])
-    rig.close()
-    return rig.tier.namespace.folders[0]
-
-
 def left(root: Path) -> list[Path]:
     """What is left of removed namespaces."""
     return sorted(root.glob(".removing-*"))
@@ -67,7 +59,7 @@ def left(root: Path) -> list[Path]:
 def test_a_remover_that_dies_leaves_nothing_of_that_name(
     config: NvmeTierConfig, tmp_path: Path, gone: str
 ) -> None:
-    folder = filled(config)
+    folder = filled(config, SLOTS)
     with pytest.raises(KeyboardInterrupt):
         remove_namespace(Dying(gone), folder)
     assert not folder.exists() and len(left(tmp_path)) == 1
@@ -82,7 +74,7 @@ def test_a_remover_that_dies_leaves_nothing_of_that_name(
 
 
 def test_who_comes_while_it_is_deleted_is_not_disturbed(config: NvmeTierConfig) -> None:
-    folder = filled(config)
+    folder = filled(config, SLOTS)
     peers: list[Peer] = []
 
     class Overtaken(RealFileSystem):

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.children import ENVIRONMENT
 from support.hostile import PER_SEGMENT, SLOTS
-from support.nvme_rig import Rig, config_for, key
+from support.keys import key, keys
+from support.nvme_rig import Rig, config_for, filled
 
 from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.base import BlockHash
@@ -32,16 +33,13 @@ from kvcascade.tiers.nvme.namespace import NamespaceKey
 
 ROUNDS = 40
 SOAK_PROCESSES = 100
-KEYS = [key(i) for i in range(SLOTS)]
+KEYS = keys(SLOTS)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A closed tier that is full; returns its namespace directory."""
-    rig = Rig(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT))
-    rig.store(KEYS)
-    rig.close()
-    return rig.tier.namespace.folders[0]
+    return filled(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT), SLOTS)
 
 
 def reopen(folder: Path) -> Rig:

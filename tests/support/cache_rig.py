@@ -24,6 +24,8 @@ from .nvme_rig import BLOCK, Rig, config_for, key
 
 PER_SEGMENT = 8
 HEADER = 4096
+NUMBERS = 1000
+"""Blocks of lower numbers are looked for."""
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -100,6 +102,15 @@ def config_of(root: Path, namespace: NamespaceKey | None = None) -> NvmeTierConf
     if namespace is None:
         return config
     return replace(config, key=namespace)
+
+
+def right_blocks(root: Path) -> set[int]:
+    """Which blocks an engine finds, each of them right."""
+    rig = UsageRig(config_of(root))
+    found = {i for i in range(NUMBERS) if rig.check(key(i))}
+    rig.check_sums()
+    rig.close()
+    return found
 
 
 def segment(folder: Path, number: int = 0) -> Path:

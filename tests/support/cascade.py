@@ -97,6 +97,17 @@ class Cascade:
         self.manager.complete_store(set(output.block_hashes_to_store))
         return output.block_hashes_to_store
 
+    def below_only(self, hashes: Sequence[BlockHash]) -> None:
+        """Bring blocks to the second tier, to none below it, and out of the first."""
+        self.store(hashes)
+        self.manager._demoters[0].demote_coldest(len(hashes))
+        self.run_transfers()
+        evicted = self.policies[0].evict(len(hashes), ())
+        assert evicted is not None
+        for _, status in evicted:
+            self.backends[0].free(status)
+        assert all(self.holds(1, block_hash) for block_hash in hashes)
+
     def run_transfers(self) -> None:
         """Let every queued transfer run, and the manager take the results in."""
         for handler in self.handlers:

@@ -18,7 +18,7 @@ from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .clock import ManualClock
 from .executors import InlineExecutor
-from .keys import key
+from .keys import key, keys
 
 BLOCK = 4096
 SLOT_BYTES = BLOCK + 128
@@ -173,4 +173,12 @@ class Rig:
         assert free + len(self.policy) == self.backend.available
 
 
-__all__ = ["BLOCK", "Rig", "config_for", "content", "key"]
+def filled(config: NvmeTierConfig, blocks: int) -> Path:
+    """A closed tier with blocks `key(0)` to `key(blocks - 1)`; returns its directory."""
+    rig = Rig(config)
+    rig.store(keys(blocks))
+    rig.close()
+    return rig.tier.namespace.folders[0]
+
+
+__all__ = ["BLOCK", "Rig", "config_for", "content", "filled", "key"]

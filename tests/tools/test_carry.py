@@ -20,6 +20,7 @@ from support.cache_rig import (
     fill,
     flip,
     payload_offset,
+    right_blocks,
     segment,
 )
 from support.nvme_peer import Peer
@@ -52,15 +53,6 @@ def file(tmp_path: Path) -> Path:
     answer = call("export", tmp_path / "from", path, "--json")
     assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS
     return path
-
-
-def right_blocks(root: Path, namespace: NamespaceKey | None = None) -> set[int]:
-    """Which blocks an engine finds, each of them right."""
-    rig = UsageRig(config_of(root, namespace))
-    found = {i for i in range(BLOCKS) if rig.check(key(i))}
-    rig.check_sums()
-    rig.close()
-    return found
 
 
 def test_the_file_is_plain_safetensors(file: Path) -> None:

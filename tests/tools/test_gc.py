@@ -14,6 +14,7 @@ from support.cache_rig import (
     config_of,
     fill,
     fill_two,
+    right_blocks,
     segment,
 )
 from support.nvme_rig import config_for, key
@@ -24,15 +25,6 @@ from kvcascade.tools.commands.common import ExitCode
 
 BLOCKS = 24
 NOW_S = 1_000_000.0
-
-
-def right_blocks(root: Path) -> set[int]:
-    """Which blocks an engine finds, each of them right."""
-    rig = UsageRig(config_of(root))
-    found = {i for i in range(BLOCKS) if rig.check(key(i))}
-    rig.check_sums()
-    rig.close()
-    return found
 
 
 @pytest.fixture

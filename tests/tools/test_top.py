@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from support.cache_rig import call, fill, fill_two
+from support.metrics_server import metrics_server
 from support.nvme_rig import BLOCK
 
 from kvcascade.tools.cache.top import Reading, frame, parse_metrics, read_url
@@ -45,24 +44,8 @@ vllm:kvcascade_tier_used_ratio{{{LABELS},tier="cpu"}} 0.5
 def engine() -> Iterator[tuple[str, list[str]]]:
     """An address that serves metrics, and the texts it serves, the first one first."""
     texts: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = (texts.pop(0) if len(texts) > 1 else texts[0]).encode()
-            self.send_response(200 if self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}", texts
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with metrics_server(texts) as address:
+        yield address, texts
 
 
 def test_rates_are_growth_by_time() -> None:
