@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.children import Start, children
 
 # Before anything imports vLLM: it must neither look for models outside nor report its use.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
-
-pytest_plugins = ["support.children"]
 
 _COMMON = settings(
     deadline=None,  # time is the machine's business, not the property's
@@ -38,6 +38,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `gpu` where there is none; torch is loaded for such tests only."""
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is false here")
+
+
+@pytest.fixture
+def child() -> Iterator[Start]:
+    """Starts a process from a few lines of code; it is killed at the end."""
+    with children() as start:
+        yield start
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import lmdb
 import numpy as np
 import pytest
 from support.cache_rig import flip, segment
-from support.children import ENVIRONMENT
+from support.children import environment
 from support.keys import key, keys
 from support.nvme_rig import BLOCK, Rig, config_for, filled
 
@@ -277,7 +277,7 @@ print(opened, refused)
 def test_flipped_bits_in_index_pages(folder: Path, seed: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PAGE_FLIPS, str(folder.parent), str(seed)],
-        env=ENVIRONMENT,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,

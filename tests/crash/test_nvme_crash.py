@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.children import ENVIRONMENT
+from support.children import environment
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
@@ -58,7 +58,7 @@ def test_kill_nine_loses_nothing_acknowledged(tmp_path: Path) -> None:
         rng = random.Random(cycle)
         with subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(tmp_path), str(cycle)],
-            env=ENVIRONMENT,
+            env=environment(),
             stdout=subprocess.PIPE,
             text=True,
         ) as child:

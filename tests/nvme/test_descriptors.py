@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.children import ENVIRONMENT
+from support.children import environment
 
 _STARTS = """
 import os, resource, sys
@@ -50,7 +50,7 @@ print(refused, opened)
 def test_a_start_that_runs_out_of_descriptors(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _STARTS, str(tmp_path)],
-        env=ENVIRONMENT,
+        env=environment(),
         capture_output=True,
         text=True,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.children import ENVIRONMENT
+from support.children import environment
 from support.hostile import PER_SEGMENT, SLOTS
 from support.keys import key, keys
 from support.nvme_rig import Rig, config_for, filled
@@ -49,7 +49,7 @@ def reopen(folder: Path) -> Rig:
 def attack(root: Path, seed: int, rounds: int) -> None:
     """Open damaged indexes in a process of its own."""
     command = [sys.executable, "-m", "support.hostile", str(root), str(seed), str(rounds)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     told = f"seed {seed}: {done.stdout[-100:]} {done.stderr[-1000:]}"
     assert done.returncode == 0 and "survived" in done.stdout, told
 
@@ -129,7 +129,7 @@ def test_a_file_of_a_terabyte_costs_no_memory(folder: Path, tmp_path: Path) -> N
         shutil.copytree(folder, root / folder.name)
         os.truncate(root / folder.name / name, 1 << 40)
     command = [sys.executable, "-c", _MEMORY, *map(str, roots)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-1000:]
     told = done.stdout.splitlines()
     assert len(told) == len(roots)

@@ -6,27 +6,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-"""Finds our modules and those of the tests."""
 
 Start = Callable[..., subprocess.Popen[str]]
 """Code and its arguments to a process that has said that it is ready, by a line on its output."""
 
 
-@pytest.fixture
-def child() -> Iterator[Start]:
+def environment() -> dict[str, str]:
+    """Ours, in which our modules and those of the tests are found."""
+    return os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+
+
+@contextmanager
+def children() -> Iterator[Start]:
     """Gives what starts them; all are killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *arguments: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
-            env=ENVIRONMENT,
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -26,7 +26,7 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
-from .children import ENVIRONMENT
+from .children import environment
 from .clock import ManualClock
 from .nvme_rig import BLOCK, Rig, config_for, content, key
 
@@ -53,7 +53,7 @@ class Peer:
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.nvme_peer", json.dumps(arguments)],
-            env=ENVIRONMENT,
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

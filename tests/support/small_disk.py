@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from .children import ENVIRONMENT
+from .children import environment
 
 SIZE_BYTES = 8 << 20
 PAGE = 4096
@@ -38,7 +38,7 @@ def on_small_disk(function: Callable[[Path], None], folder: Path) -> None:
     call = (sys.executable, "-m", "support.small_disk", source, function.__name__, str(folder))
     command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), *call)
     done = subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S
+        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
