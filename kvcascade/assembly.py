@@ -214,9 +214,10 @@ class Cascade:
                 "stored before is safe, and the next start checks the rest"
             )
             return
-        stop = [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
-        close = [part.close for part in (*self.nvme_tiers, self.arena)]
-        for end in (*(mover.close for mover in self.movers), *stop, *close):
+        ends: list[Callable[[], object]] = [mover.close for mover in self.movers]
+        ends += [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
+        ends += [tier.close for tier in self.nvme_tiers]
+        for end in (*ends, self.arena.close):
             try:
                 end()
             except Exception:

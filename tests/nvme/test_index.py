@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import lmdb
 import numpy as np
@@ -44,7 +44,7 @@ class Headless:
         self.env = env
         self.has_failed = False
 
-    def begin(self, *databases: object, **options: object) -> lmdb.Transaction:
+    def begin(self, *databases: Any, **options: Any) -> Any:
         if self.has_failed and options.get("write"):
             raise lmdb.PanicError("the environment is in a fatal state")
         return self.env.begin(*databases, **options)

@@ -133,7 +133,7 @@ def test_an_order_knows_nothing_of_what_a_reset_made_worthless(tmp_path: Path, p
     again = Rig(rig.config, policy=policy)
     assert again.tier.report.was_clean and not len(again.policy)
     for start in range(100, 400, 10):
-        again.store(keys(10, start=start))
+        again.store(keys(start, start + 10))
     again.check_sums()
     again.close()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.cache_rig import ROOT, call
-from support.cache_rig import call
 from support.users import unprivileged
 
 from kvcascade.errors import ConfigError, TierIOError
@@ -90,6 +89,8 @@ def test_the_times_of_a_start_are_those_that_were_measured(
 ) -> None:
     text = (ROOT / page).read_text()
     assert opening.format(OPEN_S) in text and scan.format(SCAN_S_PER_ENTRY * 4_000_000) in text
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "rank_bytes"),
     [
