@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from ..errors import ConfigError
 from ..logs import get_logger
 from ..tiers.base import BlockHash
 from ..tiers.endurance import DayTotals
+from ..tiers.policies.named_object import named_object
 from ..tiers.policies.ordered import tag_of
 from ..tiers.policies.tags import NONE, TagTable
 
@@ -78,13 +78,7 @@ class AdmitBy(Admission):
 
 def admission_by_path(path: str) -> AdmitBy:
     """The function at `"package.module:function"`. Raises `ConfigError`."""
-    try:
-        function: Any = pkgutil.resolve_name(path)
-    except Exception as error:  # whatever the user's module does when it is imported
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"admission {path!r} cannot be imported ({said}); check the path, or mend the module"
-        ) from None
+    function = named_object("admission", path, path)
     if not callable(function):
         raise ConfigError(f"admission {path!r} is no function; make it (block_hash, uses) -> bool")
     return AdmitBy(cast(AdmissionFunction, function), path)

@@ -26,7 +26,7 @@ from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, arena_path, pre
 from kvcascade.tiers.cpu import arena_file as files
 from kvcascade.tiers.cpu.arena_file import JOIN_TIMEOUT_S, MAKE_TIMEOUT_S
 from kvcascade.tiers.cpu.header import HEADER_BYTES
-from kvcascade.tiers.cpu.machine import MachineMemory, check_capacity, probe_machine, show_bytes
+from kvcascade.tiers.cpu.machine import MachineMemory, check_capacity, probe_machine
 
 GEOMETRY = ArenaGeometry(slots=6, rank_bytes=3000, world_size=2)
 SCHEDULER = ArenaRole.scheduler()
@@ -448,7 +448,3 @@ def test_this_machine_can_be_asked(tmp_path: Path) -> None:
     assert memory.block_bytes == 4096 and not memory.huge
     with pytest.raises(KVCascadeError):
         probe_machine(str(tmp_path / "nowhere"))
-
-
-def test_sizes_are_shown_for_people() -> None:
-    assert [show_bytes(n) for n in (5, 2048, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 GiB"]

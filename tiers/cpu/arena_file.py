@@ -39,12 +39,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
+from ...sizes import human
 from .. import ofd_locks
 from . import header as layout
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
 from .locks import try_flock, turn_in
-from .machine import MachineMemory, check_capacity, process_start_ticks, show_bytes
+from .machine import MachineMemory, check_capacity, process_start_ticks
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
@@ -374,11 +375,11 @@ def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(
-                f"capacity: {show_bytes(size)} could not be reserved in {os.path.dirname(path)} "
+                f"capacity: {human(size)} could not be reserved in {os.path.dirname(path)} "
                 f"({error.strerror}); lower it or free memory (kvcascade shm ls shows arenas that "
                 f"were kept)"
             ) from error
-        with os_errors(f"reserving {show_bytes(size)} for {path}"):
+        with os_errors(f"reserving {human(size)} for {path}"):
             raise
 
 

@@ -11,6 +11,7 @@ import psutil
 from ...cgroup import group_memory
 from ...errors import ConfigError, os_errors
 from ...machine import HUGETLBFS, file_system_of
+from ...sizes import human
 from .huge_pages import may_share_huge_pages
 
 _PAGE_BYTES = 4096
@@ -48,15 +49,15 @@ def probe_machine(arena_dir: str) -> MachineMemory:
 
 def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> None:
     """Raise `ConfigError` if an arena of `total_bytes` does not fit."""
-    asked = f"capacity: the cpu tier asks for {show_bytes(total_bytes)}"
+    asked = f"capacity: the cpu tier asks for {human(total_bytes)}"
     if total_bytes > memory.dir_free_bytes:
         raise ConfigError(
-            f"{asked}, but {arena_dir} has {show_bytes(memory.dir_free_bytes)} free; lower it, "
+            f"{asked}, but {arena_dir} has {human(memory.dir_free_bytes)} free; lower it, "
             f"enlarge that file system (docker: --shm-size), or set arena_dir to a larger one"
         )
     if not memory.huge and total_bytes > memory.available_bytes:
         raise ConfigError(
-            f"{asked}, but {show_bytes(memory.available_bytes)} of memory is available; "
+            f"{asked}, but {human(memory.available_bytes)} of memory is available; "
             f"lower it or free memory"
         )
 
@@ -68,13 +69,3 @@ def process_start_ticks(pid: int) -> int:
         return int(stat.rpartition(")")[2].split()[_START_TIME_FIELD])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def show_bytes(count: int) -> str:
-    """`count` bytes for a message, such as `64.0 GiB`."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"

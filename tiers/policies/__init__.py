@@ -8,7 +8,6 @@ An order may be given by its name here, by the name of an entry point of the gro
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import entry_points
 
 from ...errors import ConfigError
@@ -18,6 +17,7 @@ from .directory import BlockDirectory, DictDirectory
 from .fifo import FifoOrder
 from .lirs import LirsOrder
 from .lru import LruOrder
+from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
 from .prefix import PrefixOrder
@@ -75,14 +75,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def _loaded(name: str, path: str) -> type[EvictionOrder]:
-    module_name, _, class_name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # whatever the user's module does when it is imported
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"policy {name!r} cannot be imported ({said}); check the path, or mend the module"
-        ) from None
+    found = named_object("policy", name, path)
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")
     return found
