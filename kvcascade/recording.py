@@ -38,6 +38,10 @@ from .tiers.base import BlockHash
 logger = get_logger(__name__)
 
 FORMAT: Final = 1
+FORMAT_KEY: Final = "kvcascade_record"
+"""In the first line of each file; its value is `FORMAT`."""
+FILES: Final = "requests-*.jsonl"
+"""The files of all recordings in a folder."""
 DIGEST_BYTES: Final = 8
 FILE_BYTES = 64 << 20
 MAX_FILES = 16
@@ -80,7 +84,7 @@ class RecordFiles:
         self._max_files = max_files
         now = datetime.now(UTC)
         self._started = now.isoformat(timespec="seconds")
-        self._prefix = f"requests-{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._name = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
         self._paths: deque[Path] = deque()
         self._part = 0
         self._size = 0
@@ -113,7 +117,7 @@ class RecordFiles:
         self._paths.append(path)
         self._make_room()
         header = {
-            "kvcascade_record": FORMAT,
+            FORMAT_KEY: FORMAT,
             "started": self._started,
             "part": self._part,
             "tokens_per_block": self._facts.tokens_per_block,

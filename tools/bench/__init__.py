@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from ..commands.common import (
     emit,
     lacks,
     sentence,
+    terminable,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .results import BenchError
 
     try:
-        with _only_errors_of_vllm(), _polite_kill_as_ctrl_c():
+        with _only_errors_of_vllm(), terminable():
             with answering_apart(arguments.json):
                 found = _run(arguments)
     except BenchError as error:
@@ -134,16 +134,6 @@ def _only_errors_of_vllm() -> Iterator[None]:
             logger.setLevel(own)
         if level is None:
             del os.environ[_LOG_LEVEL]
-
-
-@contextmanager
-def _polite_kill_as_ctrl_c() -> Iterator[None]:
-    """So that it cleans up too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from .vllm_calls import Key
     from .vllm_engines import Engine, OurEngine, VllmEngine
-    from .vllm_steps import Between
 
 GIGA = 1e9
 NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
@@ -109,16 +108,16 @@ class Bench:
     def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
         """Down, restart with dropped page cache, up; GB/s of both. Raises if a byte differs."""
         from .vllm_calls import random_keys
-        from .vllm_steps import check_pattern, idle
+        from .vllm_steps import check_pattern
 
         keys = random_keys(self.blocks)
         figures: dict[str, float] = {}
         with self.fresh():
             device = self.device()
-            figures[DOWN] = self._down(opened, device, keys, figures, idle)
+            figures[DOWN] = self._down(opened, device, keys, figures)
             drop_page_cache(self.folders)
             device.zero_()
-            figures[UP] = self._up(opened, device, keys, idle)
+            figures[UP] = self._up(opened, device, keys)
             check_pattern(device, SEED)
         return figures
 
@@ -128,13 +127,12 @@ class Bench:
         device: torch.Tensor,
         keys: list[Key],
         more: dict[str, float],
-        between: Between,
     ) -> float:
         from .vllm_calls import frozen
-        from .vllm_steps import write_down
+        from .vllm_steps import idle, write_down
 
         with closing(opened(device)) as engine, frozen():
-            took_s = write_down(engine, keys, between)
+            took_s = write_down(engine, keys, idle)
             shares = engine.blocks_per_path()
             if len(shares) > 1:
                 more[SHARE] = 100 * max(shares) / sum(shares)
@@ -145,13 +143,12 @@ class Bench:
         opened: Callable[[torch.Tensor], Engine],
         device: torch.Tensor,
         keys: list[Key],
-        between: Between,
     ) -> float:
         from .vllm_calls import frozen
-        from .vllm_steps import read_up
+        from .vllm_steps import idle, read_up
 
         with closing(opened(device)) as engine, frozen():
-            return self.rate(read_up(engine, keys, between))
+            return self.rate(read_up(engine, keys, idle))
 
     def rate(self, took_s: float) -> float:
         """GB/s of all blocks in so many seconds."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -186,3 +187,13 @@ def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
 
 def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
     raise typer.Exit(int(complain(message, code, as_json))) from None
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A polite kill ends the command as Ctrl-C does, so that it cleans up. Main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 import typer
 
@@ -49,22 +48,14 @@ PASSED_ON = {
 
 
 def pass_on(app: typer.Typer) -> None:
-    """Register every such command that is there."""
+    """Register every such command."""
     for name, command in PASSED_ON.items():
-        if _is_there(f"{PACKAGE}.{command.module}"):
-            app.command(
-                name,
-                help=command.summary[0].upper() + command.summary[1:] + ".",
-                add_help_option=False,
-                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_runner(name))
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        app.command(
+            name,
+            help=command.summary[0].upper() + command.summary[1:] + ".",
+            add_help_option=False,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_runner(name))
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

@@ -13,17 +13,14 @@ import json
 import os
 import platform
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from ..commands.common import ExitCode, answering_apart, complain, emit, lacks
+from ..commands.common import ExitCode, answering_apart, complain, emit, lacks, terminable
 
 NEEDED = ("vllm", "rich", "matplotlib")
 """Modules that the demo needs and the package does not."""
@@ -51,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .results import DemoError
 
     try:
-        with _terminable(), answering_apart(arguments.json):
+        with terminable(), answering_apart(arguments.json):
             found = _run(arguments.out.absolute(), arguments.keep)
     except DemoError as error:
         return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\ndemo")
@@ -155,17 +152,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, Path) else value
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A polite kill ends the demo as Ctrl-C does: engines are not left behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

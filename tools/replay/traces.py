@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ... import recording
 from ...errors import ConfigError, FormatError, os_errors
 
 Ids = npt.NDArray[np.uint64]
 """Block ids of one request in prefix order, shape `(n,)`."""
 
 MOONCAKE_BLOCK_TOKENS = 512
-RECORD_VERSION = 1
-RECORD_GLOB = "requests-*.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,9 @@ def _expand(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> Ids:
 def _read_lines(path: Path, limit: int | None) -> Trace:
     parts = _recorded_parts(path) if path.is_dir() else [path]
     first = _first_line(parts[0])
-    is_record = "kvcascade_record" in first
-    if is_record and first["kvcascade_record"] != RECORD_VERSION:
-        version = first["kvcascade_record"]
+    is_record = recording.FORMAT_KEY in first
+    if is_record and first[recording.FORMAT_KEY] != recording.FORMAT:
+        version = first[recording.FORMAT_KEY]
         raise FormatError(f"{parts[0]} has record version {version}; use the release that wrote it")
     read = _recorded if is_record else _mooncake
     requests = [request for part in parts for request in _requests(part, read, is_record)]
@@ -164,7 +163,7 @@ def _first_line(path: Path) -> dict[str, Any]:
 def _recorded_parts(folder: Path) -> list[Path]:
     """The files of the newest recording in a folder: its digests match no other recording's."""
     recordings: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob(RECORD_GLOB)):
+    for path in sorted(folder.glob(recording.FILES)):
         recordings.setdefault(path.stem.rpartition("-")[0], []).append(path)
     if not recordings:
         raise FormatError(f"{folder} holds no recording; give a folder that `record` named")
