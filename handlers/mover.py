@@ -30,12 +30,15 @@ from .mover_wire import Answer, FrameReader, Ready, WireError, frame, from_mover
 
 START_LIMIT_S = 30.0
 """For the first start; a busy machine takes its time."""
+MINUTE_S = 60.0
 STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
 """In the life of one tier: each takes its own range of generations."""
 MAX_PAUSE_S = 1800.0
 """Between two starts; the pause doubles with each start after which no mover became ready, once
 there were as many of them as may be in a minute."""
+MAX_DOUBLINGS = 11
+"""From then on the pause is the longest one in any case."""
 SILENCE_LIMIT_S = 60.0
 """With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
 LISTEN_INTERVAL_S = 0.02
@@ -167,7 +170,10 @@ class Mover:
             self.poll()
 
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Poll until something is so, or the time is over; True if it is so."""
+        """Poll until something is so, or the time is over; True if it is so.
+
+        In real time, whatever the clock of the options says: a process is waited for.
+        """
         end_s = monotonic() + limit_s
         while True:
             self.poll()
@@ -309,7 +315,7 @@ class Mover:
             if self.starts >= STARTS_AT_MOST:
                 self._say_given_up()
                 return
-            if is_often and now_s - self._starts_s[0] < 60.0:
+            if is_often and now_s - self._starts_s[0] < MINUTE_S:
                 return
             if self._starts_s and now_s - self._starts_s[-1] < self._pause_s:
                 return
@@ -326,7 +332,7 @@ class Mover:
     def _pause_s(self) -> float:
         """Least time between the last start and the next one."""
         too_many = self._fruitless - self._options.starts_per_minute
-        return min(MAX_PAUSE_S, 2.0 ** min(too_many, 11)) if too_many > 0 else 0.0
+        return min(MAX_PAUSE_S, 2.0 ** min(too_many, MAX_DOUBLINGS)) if too_many > 0 else 0.0
 
     def _say_given_up(self) -> None:
         if not self._has_said_given_up:

@@ -38,7 +38,7 @@ from kvcascade.tools.cache.carried import CarriedReader
 from kvcascade.tools.cache.export import Choice, export
 from kvcascade.tools.cache.import_ import import_file
 from kvcascade.tools.cache.opened import locations, opened
-from kvcascade.tools.cache.visit import Visitor, Wanted
+from kvcascade.tools.cache.visit import Visitor, WantedNamespace
 from kvcascade.tools.commands.common import ExitCode
 
 BLOCKS = 20
@@ -72,7 +72,7 @@ def test_what_was_imported_survives_a_loss_of_power(tmp_path: Path) -> None:
     folder = fill(tmp_path, 0)
     description = read_description(locations(folder)[0])
     key_of_it = NamespaceKey(description.label, description.fields)
-    visitor = Visitor([tmp_path], description, Wanted(key_of_it, description.layout, 1))
+    visitor = Visitor([tmp_path], description, WantedNamespace(key_of_it, description.layout, 1))
     assert visitor._tier.store.durability is Durability.POWER
     assert visitor._tier.index._env.flags()["sync"]
     visitor.close()
@@ -222,8 +222,9 @@ def test_a_reset_in_the_middle_ends_an_import(tmp_path: Path) -> None:
     config = config_of(root)
     with Peer(replace(config, ready_bytes=0)) as engine:
         (location,) = locations(root)
-        layout = read_description(location).layout
-        visitor = Visitor([root], read_description(location), Wanted(config.key, layout, 4))
+        description = read_description(location)
+        wanted = WantedNamespace(config.key, description.layout, 4)
+        visitor = Visitor([root], description, wanted)
         assert visitor.store({key(1): memoryview(content(key(1)))}) == [BlockOutcome.OK]
         engine.ask("reset")
         with pytest.raises(InUseError, match="was reset meanwhile"):
@@ -252,7 +253,7 @@ def test_nothing_is_imported_beside_engines_that_were_reset(tmp_path: Path) -> N
         (location,) = locations(root)
         description = read_description(location)
         with pytest.raises(InUseError, match="were reset"):
-            Visitor([root], description, Wanted(config.key, description.layout, 4))
+            Visitor([root], description, WantedNamespace(config.key, description.layout, 4))
         engine.ask("check_sums")
 
 

@@ -5,7 +5,7 @@ not. With `is_durable` it also survives a loss of power; the payload must be syn
 
 Threads: the first methods of `BlockIndex`, `refresh` to `let_go`, belong to the manager's thread,
 which reads through one held transaction (memory-mapped, no system call); the last, `load` to
-`check_pages`, come before and after all others. What lies between may come from any thread. Two
+`walk_blocks`, come before and after all others. What lies between may come from any thread. Two
 environments on the same directory must not be open in one process; several processes may have it
 open, and must all map the same number of bytes. A transaction that is held keeps pages from being
 used again, by all processes: `release` it where a step ends.
@@ -484,7 +484,7 @@ class BlockIndex:
         if self.original_bytes is not None:
             os.truncate(self.path / DATA_NAME, self.original_bytes)
 
-    def check_pages(self) -> None:
+    def walk_blocks(self) -> None:
         """Walk every page of the table; if one does not read, let go and raise."""
         try:
             with self._damage_named(), self._env.begin(db=self._blocks) as txn:
@@ -627,7 +627,7 @@ def _open(
     if original is not None:
         index.original_bytes = original
         index.needs_scan = True
-        index.check_pages()
+        index.walk_blocks()
     return index
 
 

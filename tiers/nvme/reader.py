@@ -62,6 +62,8 @@ from .saved_slots import parse_saved_slots, runs_within
 from .segments import read_all
 
 MAX_OWNERS_BYTES = 1 << 20
+MAX_PARTS = 4096
+"""Paths of a tier, whatever its description says."""
 _MIN_MAP_BYTES = 1 << 30
 
 
@@ -222,7 +224,7 @@ def read_description(location: Location) -> Description:
         about=dict(about) if isinstance(about, Mapping) else {},
         block_bytes=document["block_bytes"],
         slots_per_segment=document["slots_per_segment"],
-        parts=parts if type(parts) is int and 0 < parts <= 4096 else 1,
+        parts=parts if type(parts) is int and 0 < parts <= MAX_PARTS else 1,
         created=str(document.get("created", "")),
         folders=folders,
     )

@@ -95,13 +95,7 @@ class StateReader:
 
     def recency(self, slots: int) -> npt.NDArray[np.int64]:
         """A number per slot that grows with the time of the last use; 0: not known."""
-        order = np.zeros(slots, dtype=np.int64)
-        for path in self._files("*_stamp"):
-            array = _read(path)
-            if array is not None:
-                stamps = array.astype(np.int64)[:slots]
-                np.maximum(order[: len(stamps)], stamps, out=order[: len(stamps)])
-        return order
+        return self._merged("*_stamp", slots)
 
     def chains(self) -> Chains:
         """Which block comes after which, as far as engines noted it."""

@@ -20,9 +20,9 @@ from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.reader import Description, Location, locate, read_description
 from ...tiers.nvme.scan import payload_checksum
 from .carried import CarriedHead, CarriedReader
-from .opened import choose
+from .opened import choose, differing
 from .verify import Progress
-from .visit import Visitor, Wanted
+from .visit import Visitor, WantedNamespace
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 1024
@@ -107,12 +107,9 @@ def _target(
 
 def _refuse_unless_equal(location: Location, head: CarriedHead) -> None:
     description = read_description(location)
-    names = {*description.fields, *head.fields}
-    differing = sorted(
-        name for name in names if description.fields.get(name) != head.fields.get(name)
-    )
-    if differing or description.block_bytes != head.block_bytes:
-        shown = ", ".join(differing) or "block_bytes"
+    names = sorted(differing(description.fields, head.fields))
+    if names or description.block_bytes != head.block_bytes:
+        shown = ", ".join(names) or "block_bytes"
         raise DifferentNamespaceError(
             f"these blocks do not belong to {location.name}: {shown} differ; import them where "
             "every field of the fingerprint is equal"
@@ -129,14 +126,18 @@ def _roots_of(location: Location) -> list[Path]:
     return [description.folders[part].parent for part in range(description.parts)]
 
 
-def _wanted(location: Location | None, head: CarriedHead) -> tuple[Description | None, Wanted]:
+def _wanted(
+    location: Location | None, head: CarriedHead
+) -> tuple[Description | None, WantedNamespace]:
     """What there is of the namespace, and what shall go into it."""
     layout = SegmentLayout(head.block_bytes, head.slots_per_segment, head.fingerprint)
     label, description = head.label, None
     if location is not None:
         description = read_description(location)
         layout, label = description.layout, description.label
-    return description, Wanted(NamespaceKey(label, head.fields, head.about), layout, head.blocks)
+    return description, WantedNamespace(
+        NamespaceKey(label, head.fields, head.about), layout, head.blocks
+    )
 
 
 def _import(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import KVCascadeError, os_errors
+from ...tiers.endurance import DAY_S
 from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
@@ -23,14 +24,13 @@ from ..commands.common import ARENA_DIR, sentence
 from .arenas import kept_blocks
 from .opened import OpenedCache, opened
 
-AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, 86_400, 7 * 86_400, 30 * 86_400)
+AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, DAY_S, 7 * DAY_S, 30 * DAY_S)
 AGE_NAMES = ("< 1 min", "< 10 min", "< 1 h", "< 6 h", "< 1 d", "< 7 d", "< 30 d", "older")
 REUSE_BOUNDS = (1, 2, 3, 5, 9, 17, 33)
 REUSE_NAMES = ("never", "once", "2", "3-4", "5-8", "9-16", "17-32", "more")
 UNKNOWN = "not known"
 GROUP_BYTES = 4
 """The last bytes of a block hash are the number of its KV group."""
-DAY_S = 86_400.0
 _GROUP_FIELD = re.compile(r"group(\d+)")
 _TOKENS = re.compile(r"(\d+) tokens")
 
@@ -118,14 +118,6 @@ def report(
     except KVCascadeError as error:
         held = owners(location.folders)
         return _unreadable(location, paths, held, sentence(error))
-
-
-def differing(first: Location, second: Location) -> dict[str, tuple[Any, Any]]:
-    """Fields of the fingerprint that differ: name to both values, None where there is none."""
-    one, other = read_description(first).fields, read_description(second).fields
-    names = [*one, *(name for name in other if name not in one)]
-    pairs = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def occupancy(cache: OpenedCache, snapshot: Snapshot) -> dict[int, npt.NDArray[np.bool_]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError, TierIOError
 from ...tiers.nvme.presence import owners
@@ -47,7 +49,7 @@ def locations(path: Path, also: Sequence[Path] | None = None) -> list[Location]:
     found = locate(paths)
     if not found:
         shown = ", ".join(map(str, paths))
-        raise TierIOError(2, f"no namespace in {shown}; give the path of an NVMe tier")
+        raise TierIOError(errno.ENOENT, f"no namespace in {shown}; give the path of an NVMe tier")
     return found
 
 
@@ -69,6 +71,18 @@ def choose(found: Sequence[Location], name: str | None) -> Location:
     if not matches:
         raise ConfigError(f"--namespace: there is no {name!r}; there are {names}")
     raise ConfigError(f"--namespace: {len(matches)} namespaces could be meant; give one of {names}")
+
+
+def chosen_of(found: Sequence[Location], name: str | None) -> Sequence[Location]:
+    """The one with a name; all without. Raises `ConfigError`."""
+    return found if name is None else [choose(found, name)]
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields of fingerprints that differ: name to both values, None where there is none."""
+    names = [*one, *(name for name in other if name not in one)]
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ...sizes import human
+from ...tiers.endurance import DAY_S
 
 NOTHING = "–"
 UNKNOWN = "n/a"
 PLAIN_WIDTH = 120
 """Columns where the output is not a terminal."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_UNITS = (("d", 86_400.0), ("h", 3600.0), ("min", 60.0))
+_UNITS = (("d", float(DAY_S)), ("h", 3600.0), ("min", 60.0))
 
 
 def console() -> Console:

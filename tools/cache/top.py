@@ -6,6 +6,7 @@ A reading is a set of numbers at a moment; two of them make rates. Readings come
 
 from __future__ import annotations
 
+import errno
 import time
 import urllib.error
 import urllib.request
@@ -110,10 +111,13 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
         figures = parse_metrics(text)
     except (OSError, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise TierIOError(5, f"{address} gives no metrics ({reason}); is the engine up?") from None
+        raise TierIOError(
+            errno.EIO, f"{address} gives no metrics ({reason}); is the engine up?"
+        ) from None
     if not figures:
         raise TierIOError(
-            2, f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?"
+            errno.ENOENT,
+            f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?",
         )
     return Reading(clock(), figures)
 

@@ -41,7 +41,7 @@ DEFAULT_POLICY = "lru"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedNamespace:
     """What the namespace is, and how much shall go into it."""
 
     key: NamespaceKey
@@ -56,7 +56,7 @@ class Visitor:
         self,
         roots: Sequence[Path],
         description: Description | None,
-        wanted: Wanted,
+        wanted: WantedNamespace,
         *,
         may_evict: bool = False,
         pause: Callable[[float], object] = time.sleep,
@@ -208,7 +208,7 @@ class _Plan:
     """True if an engine's arrays say how much it plans with, and so does this."""
 
 
-def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted) -> _Plan:
+def _plan(roots: Sequence[Path], description: Description | None, wanted: WantedNamespace) -> _Plan:
     """As the engines of the namespace plan, or with room for all if none has planned yet."""
     fs, layout, live, planned, others = RealFileSystem(), wanted.layout, [], None, 0
     if description is not None:
@@ -237,7 +237,7 @@ def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted
 
 
 def _segments(
-    description: Description | None, wanted: Wanted, planned: int | None, is_live: bool
+    description: Description | None, wanted: WantedNamespace, planned: int | None, is_live: bool
 ) -> int:
     """How many segments there may be."""
     needed = -(-wanted.blocks // wanted.layout.slots) + 1

@@ -125,10 +125,10 @@ def _run(
 ) -> ExitCode:
     from ..cache import gc as core
     from ..cache.gc_view import print_collected
-    from ..cache.opened import choose, locations
+    from ..cache.opened import chosen_of, locations
 
     found = locations(path, also)
-    chosen = found if namespace is None else [choose(found, namespace)]
+    chosen = chosen_of(found, namespace)
     reports = core.collect(chosen, wish, dry_run)
     if as_json:
         listed = [report.as_json() for report in reports]

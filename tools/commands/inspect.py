@@ -90,10 +90,10 @@ def _all(
     from ..cache import show
     from ..cache.inspect import report
     from ..cache.inspect_view import print_reports
-    from ..cache.opened import choose, locations
+    from ..cache.opened import choose, chosen_of, locations
 
     found = locations(path, also)
-    chosen = found if namespace is None else [choose(found, namespace)]
+    chosen = chosen_of(found, namespace)
     check_place("--plot", plot)
     if plot is not None:
         from ..cache.plot import plot_namespace
@@ -125,17 +125,17 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
 
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
+    from ...tiers.nvme.reader import read_description
     from ..cache import show
-    from ..cache.inspect import differing
     from ..cache.inspect_view import print_differences
-    from ..cache.opened import choose, locations
+    from ..cache.opened import choose, differing, locations
 
     sides = []
     for name in why:
         is_path = os.path.isdir(name)
         found = locations(Path(name)) if is_path else locations(path, also)
         sides.append(choose(found, None if is_path else name))
-    fields = differing(sides[0], sides[1])
+    fields = differing(*(read_description(side).fields for side in sides))
     if as_json:
         listed = [{"field": name, "a": a, "b": b} for name, (a, b) in fields.items()]
         emit("why", {"a": sides[0].name, "b": sides[1].name, "differing": listed})

@@ -82,14 +82,14 @@ def _run(
     as_json: bool,
 ) -> ExitCode:
     from ...tiers.nvme.scan import Throttle
-    from ..cache.opened import choose, locations
+    from ..cache.opened import choose, chosen_of, locations
 
     rate = size_of("--bwlimit", bwlimit)
     throttle = Throttle(rate)
     found = locations(path, also)
     if rebuild_index:
         return _rebuild(choose(found, namespace), throttle, as_json)
-    chosen = found if namespace is None else [choose(found, namespace)]
+    chosen = chosen_of(found, namespace)
     reports = [
         _verify_one(each, repair, throttle, as_json, is_alone=len(chosen) == 1) for each in chosen
     ]

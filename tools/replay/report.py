@@ -8,7 +8,6 @@ from typing import Any
 
 from ..quantiles import quantile
 
-DAY_S = 86_400.0
 FORMAT = 1
 """Version of the JSON document."""
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...errors import ConfigError
-from ...manager.base import LookupState
 from ...manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
 from ...manager.request import Request
 from ...tiers.base import BlockHash
+from ...tiers.endurance import DAY_S
 from ...tiers.policies import create
 from .options import ReplayOptions, TierOptions
 from .report import BreakEven, Quantiles, ReplayReport, TierReport
@@ -195,19 +195,9 @@ class Simulation:
 
     def _ask(self, active: Active) -> int | None:
         """How long its cached prefix is; None: ask again."""
-        request, lookup = active.request, self.manager.lookup_block
-        hits, is_waiting = 0, False
         self._asked += 1
-        self.manager.begin_asking(request)
-        for block_hash in active.hashes:
-            state = lookup(block_hash, request)
-            if state is LookupState.HIT:
-                hits += 1
-            elif state is LookupState.MISS:
-                break
-            else:
-                is_waiting = True
-        return None if is_waiting else hits
+        self.manager.begin_asking(active.request)
+        return self.manager.lookup(active.hashes, active.request)
 
     def _load(self, active: Active, hits: int) -> None:
         tally, tokens = self._tally, self._trace.block_tokens
@@ -299,7 +289,7 @@ class Simulation:
             written, read = counters.stored_blocks, sum(counters.loaded_blocks)
         if level + 1 < len(self._options.tiers):
             written += counters.links[level].promoted_blocks
-        days = self._trace.duration_s / self._options.speed_up / 86_400
+        days = self._trace.duration_s / self._options.speed_up / DAY_S
         stored = counters.stored_blocks
         return TierReport(
             name=tier.name,
