@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,8 @@ import pytest
 
 from kvcascade.tools.bench.manager import flatness
 from kvcascade.tools.bench.measurement import Case, Figures, Measurement, Setup, run
-from kvcascade.tools.bench.results import OURS, VLLM, Quantity, Row
+from kvcascade.tools.bench.report import render
+from kvcascade.tools.bench.results import OURS, VLLM, Quantity, Row, Table
 from kvcascade.tools.bench.scale import SMOKE
 
 QUANTITIES = (Quantity("a", "s"), Quantity("b", "s"))
@@ -43,6 +44,23 @@ def test_contenders_take_turns(tmp_path: Path) -> None:
     assert [row.quantity.name for row in table.rows] == ["a"], "nothing was measured of the other"
     assert table.rows[0].samples == {OURS: [1, 4, 5], VLLM: [2, 3, 6]}
     assert ended == ["one"] and said[0] == "one: ours, 1 of 3"
+
+
+def test_what_could_not_be_measured_is_a_row_without_a_figure(tmp_path: Path) -> None:
+    figures: Iterator[Figures] = iter([{"a": None}, {"a": 2.0}, {"b": None}, {"b": None}])
+
+    def cases(setup: Setup) -> Generator[Case, None, None]:
+        yield Case("one", {OURS: lambda: next(figures)})
+        yield Case("two", {OURS: lambda: next(figures)})
+
+    rows = run(Measurement("m", "M", "", QUANTITIES, cases), setup(tmp_path, [], repeats=2)).rows
+    assert [(row.quantity.name, dict(row.samples)) for row in rows] == [
+        ("a", {OURS: [2.0]}),
+        ("b", {}),
+    ]
+    assert "–" in [
+        cell for column in render(Table("m", "M", "", rows)).columns for cell in column.cells
+    ]
 
 
 def test_a_case_is_let_go_of_when_a_contender_fails(tmp_path: Path) -> None:

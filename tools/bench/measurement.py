@@ -17,8 +17,9 @@ from typing import Any
 from .results import Quantity, Row, Table
 from .scale import Scale
 
-Figures = Mapping[str, float]
-"""Quantity to figure; what is not there was not measured."""
+Figures = Mapping[str, float | None]
+"""Quantity to figure; what is not there was not measured. None: it could not be, and there is a row
+that says so."""
 
 Say = Callable[[str], None]
 """Takes a line of progress."""
@@ -85,7 +86,9 @@ def run_case(case: Case, quantities: Sequence[Quantity], setup: Setup) -> list[R
             setup.say(f"{case.label}: {name}, {repeat + 1} of {repeats}")
             gc.collect()
             for quantity, figure in case.contenders[name]().items():
-                samples.setdefault(quantity, {}).setdefault(name, []).append(figure)
+                found = samples.setdefault(quantity, {})
+                if figure is not None:
+                    found.setdefault(name, []).append(figure)
     unknown = samples.keys() - {quantity.name for quantity in quantities}
     assert not unknown, f"figures without a row: {unknown}"
     return [Row(case.label, q, samples[q.name]) for q in quantities if q.name in samples]
