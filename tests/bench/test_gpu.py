@@ -1,24 +1,51 @@
-"""The part of the GPU benchmark that needs no GPU: shapes, choices, figures, and what it says."""
+"""The GPU benchmark without a GPU: choices, figures on twins in virtual time, and all of its cases
+on a device that is ordinary memory."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import gc
+from collections.abc import Set
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.clock import ManualClock
+from support.executors import InlineExecutor
+from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 
 from kvcascade.handlers.device_cpu import CpuDeviceCopier
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
-from kvcascade.tools.bench import gpu
-from kvcascade.tools.bench.gpu import Mover, Shape, Transfer
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import BenchError
+from kvcascade.handlers.hazards import Direction
+from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tools.bench import gpu, gpu_moves
+from kvcascade.tools.bench.gpu import Shape
+from kvcascade.tools.bench.gpu_device import CudaDevice, Room
+from kvcascade.tools.bench.gpu_moves import (
+    BESIDE,
+    HEAR_LONGEST,
+    MEANWHILE,
+    RATE,
+    SUBMIT,
+    SUBMIT_LONGEST,
+    Mover,
+    Transfer,
+    beside,
+    check,
+    costs,
+)
+from kvcascade.tools.bench.measurement import Figures, Setup, run
+from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, BenchError, Row
 from kvcascade.tools.bench.scale import SMOKE
 
 SMALL = Shape("small", 3, 64)
+TRANSFER = Transfer.scattered(4, 8, 8)
+GIB = 1 << 30
+ENDLESS = Room(1 << 50, 1 << 50, 1 << 50)
+CHAIN_S = 0.1
+both_ways = pytest.mark.parametrize("way", Direction)
 
 
 def test_blocks_and_slots_are_scattered_and_different() -> None:
@@ -30,42 +57,171 @@ def test_blocks_and_slots_are_scattered_and_different() -> None:
     assert Transfer.scattered(16, 20, 24).slots.tolist() == slots, "the same in every run"
 
 
-def test_counts_follow_the_memory() -> None:
-    (llama, mla) = gpu.SHAPES
-    assert llama.block_bytes == 2 << 20 and mla.block_bytes == 61 * 18 << 10
-    assert gpu.counts_that_fit(llama, 1 << 40) == list(gpu.COUNTS)
-    assert gpu.counts_that_fit(llama, 1 << 30) == [1, 16, 256]
-    assert gpu.counts_that_fit(llama, 2 << 20) == []
+def test_shapes_are_those_of_models() -> None:
+    llama, mla, joined = gpu.SHAPES
+    assert llama.block_bytes == joined.block_bytes == 2 << 20
+    assert joined.layers == 1 and mla.block_bytes == 61 * 18 << 10
+
+
+def test_what_does_not_fit_is_told_by_its_place() -> None:
+    llama = gpu.SHAPES[0]
+    assert gpu.need(llama, 4096) == Room(18 * GIB, 20 * GIB, 36 * GIB)
+    lacking = partial(gpu.lacking, llama, 4096)
+    assert lacking(ENDLESS) == lacking(Room(23 * GIB, 25 * GIB, 45 * GIB)) == ""
+    assert "of GPU memory are" in lacking(replace(ENDLESS, device=22 * GIB))
+    assert "20.0 GiB of /dev/shm are" in lacking(replace(ENDLESS, shared=24 * GIB))
+    assert "of memory are" in lacking(replace(ENDLESS, memory=44 * GIB))
 
 
 def test_a_rate_is_that_of_the_repeated_transfer() -> None:
     seconds, runs = count(0.0, 2.0), []
-    assert gpu.rate(lambda: runs.append(1), 1 << 30, lambda: next(seconds)) == (1 << 31) / 2e9
-    assert len(runs) == 1 + gpu.repeats_for(1 << 30) == 3
-    assert gpu.repeats_for(1) == gpu.REPEATS_MAX and gpu.repeats_for(1 << 40) == 1
+    assert gpu_moves.rate(lambda: runs.append(1), 1 << 30, lambda: next(seconds)) == (1 << 31) / 2e9
+    assert len(runs) == 1 + gpu_moves.repeats_for(1 << 30) == 3
+    assert gpu_moves.repeats_for(1) == gpu_moves.REPEATS_MAX
+    assert gpu_moves.repeats_for(1 << 40) == 1
 
 
-def test_transfers_move_what_they_say(tmp_path: Path) -> None:
-    blocks, slots = 20, 24
-    geometry = ArenaGeometry(slots, SMALL.block_bytes, 1)
-    arena = Arena.open(
-        geometry, "bench", ArenaRole.scheduler(expect_workers=False), arena_dir=str(tmp_path)
+@both_ways
+def test_what_transfers_cost(way: Direction) -> None:
+    """The first one, which takes a second to submit, does not count."""
+    clock = ManualClock()
+    link = Link(clock, job_s=0.01, submit_s=(1.0, 0.001, 0.003, 0.002), hear_s=0.004)
+    size = gpu_moves.BYTES_PER_TIMING // 3
+    found = costs(Mover(link), way, TRANSFER, size, clock)
+    assert [each for each, _ in link.submitted] == [way] * 4
+    assert found == pytest.approx(
+        {
+            RATE[way]: 3 * size / (0.006 + 3 * 0.012) / 1e9,
+            SUBMIT[way]: 2.0,
+            SUBMIT_LONGEST[way]: 3.0,
+            HEAR_LONGEST[way]: 4.0,
+        }
     )
-    rng = np.random.default_rng(0)
-    tensors = [rng.integers(-128, 128, (blocks, 64), dtype=np.int8) for _ in range(SMALL.layers)]
-    before = [tensor.copy() for tensor in tensors]
-    transfer = Transfer.scattered(16, blocks, slots)
-    with ThreadPoolExecutor(2) as executor:
-        copier = CpuDeviceCopier(tensors, SMALL.layout(blocks, geometry), arena.slots, executor)
-        mover = Mover(copier)
-        mover.down(transfer)
-        for tensor in tensors:
-            tensor[transfer.blocks.block_ids] = 0
-        mover.up(transfer)
-        copier.shutdown()
-    arena.close()
-    for tensor, was in zip(tensors, before, strict=True):
-        np.testing.assert_array_equal(tensor, was)
+
+
+def test_a_transfer_that_fails_or_never_ends_is_no_figure() -> None:
+    clock = ManualClock()
+    link = Link(clock)
+    link.is_failing = True
+    with pytest.raises(BenchError, match="failed"):
+        costs(Mover(link), Direction.STORE, TRANSFER, 1, clock)
+    endless = Mover(Link(clock, job_s=1e9, hear_s=1.0))
+    with pytest.raises(BenchError, match="did not end"):
+        costs(endless, Direction.STORE, TRANSFER, 1, clock)
+
+
+def beside_link(way: Direction, link: Link, clock: ManualClock, during_s: float) -> Figures:
+    """Kernels that take `CHAIN_S` alone, and `during_s` when transfers were submitted before."""
+
+    def start_chain() -> Kernels:
+        took_s = during_s if link.submitted else CHAIN_S
+        return Kernels(clock, took_s, clock() + took_s)
+
+    size = gpu_moves.AHEAD_BYTES // 8
+    return beside(Mover(link), way, TRANSFER, size, start_chain, clock.advance)
+
+
+@both_ways
+def test_kernels_beside_transfers_that_never_pause(way: Direction) -> None:
+    clock = ManualClock()
+    link = Link(clock, job_s=0.002, hear_s=1e-6)
+    found = beside_link(way, link, clock, during_s=0.125)
+    assert found[BESIDE[way]] == pytest.approx(0.8)
+    rate = gpu_moves.AHEAD_BYTES / 8 / 0.002 / 1e9
+    assert found[MEANWHILE[way]] == pytest.approx(rate, rel=0.1)
+    assert {each for each, _ in link.submitted} == {way}
+    assert link.free_at_s <= clock(), "nothing is left to run beside what is measured next"
+
+
+@both_ways
+@pytest.mark.parametrize("job_s", [0.0, 0.0003, 1.0], ids=["ended", "brief", "late"])
+def test_kernels_beside_nothing_are_not_measured(way: Direction, job_s: float) -> None:
+    """Transfers that have ended when the first kernel starts, or soon after each submission, or
+    that do not end before the last kernel does."""
+    clock = ManualClock()
+    found = beside_link(way, Link(clock, job_s, hear_s=0.001), clock, during_s=CHAIN_S)
+    assert found[BESIDE[way]] is None
+
+
+def test_kernels_beside_transfers_that_keep_the_caller() -> None:
+    """Submitting takes longer than moving, so there never is a second one under way."""
+    clock = ManualClock()
+    link = Link(clock, job_s=0.0029, submit_s=(0.003,), hear_s=1e-6)
+    found = beside_link(Direction.LOAD, link, clock, during_s=CHAIN_S)
+    assert found[BESIDE[Direction.LOAD]] == pytest.approx(1.0)
+
+
+def test_what_ended_before_the_first_kernel_does_not_count() -> None:
+    """Eight transfers are submitted slowly; the next one's submission outlasts the kernels."""
+    clock = ManualClock()
+    link = Link(clock, job_s=0.02, submit_s=(*[0.05] * 8, 0.2), hear_s=1e-6)
+    found = beside_link(Direction.STORE, link, clock, during_s=CHAIN_S)
+    assert found == {BESIDE[Direction.STORE]: None, MEANWHILE[Direction.STORE]: 0.0}
+
+
+class Forgetful(CpuDeviceCopier):
+    """Brings back one byte of another value."""
+
+    def wait(self, job_ids: Set[int]) -> None:
+        super().wait(job_ids)
+        for pages in self._tensors:
+            pages[TRANSFER.blocks.block_ids[0], 5] = 1
+
+
+@pytest.mark.parametrize("copier", [CpuDeviceCopier, Forgetful])
+def test_bytes_are_compared(copier: type[CpuDeviceCopier]) -> None:
+    geometry = ArenaGeometry(8, SMALL.block_bytes, 1)
+    slots = np.zeros((8, geometry.slot_bytes), dtype=np.uint8)
+    tensors = [torch.randint(2, 128, (8, 64), dtype=torch.int8) for _ in range(SMALL.layers)]
+    pages = [tensor.numpy() for tensor in tensors]
+    mover = Mover(copier(pages, SMALL.layout(8, geometry), slots, InlineExecutor()))
+    if copier is CpuDeviceCopier:
+        check(mover, tensors, TRANSFER)
+        assert slots.any(), "they were there"
+    else:
+        tensors[0][TRANSFER.blocks.block_ids[0], 5] = 7
+        with pytest.raises(BenchError, match="other bytes"):
+            check(mover, tensors, TRANSFER)
+
+
+def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """All rows of small shapes."""
+    monkeypatch.setattr(gpu, "SHAPES", (SMALL, Shape("joined", 1, 4096)))
+    monkeypatch.setattr(gpu, "COUNTS", (1, 16, 256))
+    monkeypatch.setattr(gpu_moves, "BYTES_PER_TIMING", 1)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # no time is taken here that it could disturb
+    measurement = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))
+    return list(run(measurement, Setup(folder, SMOKE, lambda line: None)).rows)
+
+
+def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = MemoryDevice(ENDLESS)
+    rows = measure(device, tmp_path, monkeypatch)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 4)
+    for row in rows:
+        contenders = set(row.samples)
+        if row.quantity.name in RATE.values():
+            assert contenders == {OURS, VLLM, LIMIT} and len(row.verdicts()) == 1, row
+        elif row.quantity.name in BESIDE.values():
+            assert not contenders, "the twin's kernels end at once"
+        else:
+            assert contenders == {OURS, VLLM}, row
+    pinned = [row.samples for row in rows if row.quantity.name == gpu.PINNED]
+    assert pinned == [{OURS: [100.0], VLLM: [0.0]}] * 2
+    assert device.released == 2, "memory of a shape goes before the next one's comes"
+
+
+def test_what_does_not_fit_has_rows_without_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = MemoryDevice(replace(ENDLESS, shared=2 * gpu.need(SMALL, 256).shared))
+    rows = measure(device, tmp_path, monkeypatch)
+    without = [row for row in rows if "not measured" in row.case]
+    (case,) = {row.case for row in without}
+    assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
+    assert [row.quantity.name for row in without] == list(RATE.values())
+    assert not any(row.samples or row.verdicts() for row in without)
+    assert len(rows) == 2 * (1 + 4) + 8 * (3 + 2) + 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -73,3 +229,21 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     setup = Setup(tmp_path, SMOKE, lambda line: None)
     with pytest.raises(BenchError, match="make bench-gpu"):
         next(gpu.cases(setup))
+
+
+@pytest.mark.parametrize(("kernel_ms", "kernels"), [(0.5, 200), (0.01, 800), (50.0, 20)])
+def test_kernels_are_as_many_as_take_long_enough(
+    kernel_ms: float, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device itself, over a twin of torch.cuda."""
+    cuda = FakeCuda(kernel_ms)
+    cuda.take_over(monkeypatch)
+    device = CudaDevice()
+    chain = device.start_chain()
+    assert not chain.has_ended()
+    assert chain.seconds() == pytest.approx(kernels * kernel_ms / 1e3) and chain.has_ended()
+    assert device.room().device == FREE_BYTES and device.room().shared > 0
+    assert device.pages(4, 64).shape == (4, 64)
+    for copy in device.plain_copies(64).values():
+        copy()
+    device.release()

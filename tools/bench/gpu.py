@@ -1,47 +1,52 @@
-"""Device to arena and back on a GPU, beside one large pinned copy of as many bytes.
+"""Device to arena and back on a GPU, beside vLLM's own worker and one large pinned copy.
 
-Ready for any machine with a CUDA device; without one it says so. What does not need a GPU (shapes,
-the choice of blocks, turning times into figures) is plain code and tested without.
+Ready for any machine with a CUDA device; without one it says so. What is done with the device is in
+`gpu_device`, how it is measured in `gpu_moves`.
 """
 
 from __future__ import annotations
 
-import random
+import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ...handlers.device import DeviceCopier, GpuBlocks
 from ...handlers.geometry import PageRef, TensorLayout, WorkerLayout
-from ...tiers.base import SlotArray
+from ...handlers.hazards import Direction
+from ...sizes import human
 from ...tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from .gpu_device import Contender, CudaDevice, Device, Room
+from .gpu_moves import (
+    BESIDE,
+    COVERED_LEAST,
+    HEAR_LONGEST,
+    MEANWHILE,
+    RATE,
+    STEP_S,
+    SUBMIT,
+    SUBMIT_LONGEST,
+    Mover,
+    Transfer,
+    beside,
+    check,
+    costs,
+    rate,
+)
 from .measurement import Case, Figures, Measurement, Setup
-from .results import LIMIT, OURS, BenchError, Goal, Quantity
-
-if TYPE_CHECKING:
-    import torch
+from .results import LIMIT, OURS, VLLM, Goal, Quantity
 
 COUNTS = (1, 16, 256, 4096)
 """Blocks of a transfer."""
 SPARE = 4
 """One block in so many is not part of the largest transfer, so that none is one long run."""
-MEMORY_SHARE = 0.4
-"""Of the GPU's free memory, and of what shared memory has left."""
-BYTES_PER_TIMING = 2 << 30
-"""Transfers are repeated until so much has moved."""
-REPEATS_MAX = 50
-CHAIN_KERNELS = 200
-CHAIN_SIZE = 2048
-CHAIN_BLOCKS = 256
+MEMORY_SHARE = 0.8
+"""What may be taken of the memory that is free anywhere."""
+BESIDE_BLOCKS = 64
+"""Of the transfers that run beside kernels, and of the one whose bytes are compared."""
 
-DOWN, UP = "device to arena", "arena to device"
-BESIDE = "kernels beside transfers"
+PINNED = "CPU memory is pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +72,9 @@ class Shape:
 SHAPES = (
     Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10),
     Shape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
+    Shape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Device blocks and slots, in no order."""
-
-    blocks: GpuBlocks
-    slots: SlotArray
-
-    @classmethod
-    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> Transfer:
-        """`count` of each, all different."""
-        source = random.Random(seed)
-        ids = source.sample(range(blocks), count)
-        return cls(
-            GpuBlocks.of(ids, [count], [0]),
-            np.array(source.sample(range(slots), count), dtype=np.int32),
-        )
-
-
-def counts_that_fit(shape: Shape, free_bytes: int) -> list[int]:
-    """Which of `COUNTS` can be measured with so much memory on either side."""
-    return [n for n in COUNTS if room_for(n) * shape.block_bytes <= free_bytes]
+"""The last one is what vLLM 0.24 to 0.28 make with a layout across layers."""
 
 
 def room_for(count: int) -> int:
@@ -98,176 +82,153 @@ def room_for(count: int) -> int:
     return count + max(1, count // SPARE)
 
 
-def repeats_for(size_bytes: int) -> int:
-    """How often a transfer is repeated for one figure."""
-    return max(1, min(REPEATS_MAX, BYTES_PER_TIMING // size_bytes))
+def need(shape: Shape, count: int) -> Room:
+    """What transfers of so many blocks take: a cache on the device and two in shared memory, ours
+    and vLLM's, and one copy on either side for the limit, for which torch takes the next power of
+    two of pinned memory."""
+    cache, copy = room_for(count) * shape.block_bytes, count * shape.block_bytes
+    return Room(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
 
 
-def rate(run: Callable[[], None], size_bytes: int, clock: Callable[[], float]) -> float:
-    """GB/s of something that moves `size_bytes` each time; the first time is not counted."""
-    run()
-    repeats = repeats_for(size_bytes)
-    began = clock()
-    for _ in range(repeats):
-        run()
-    return repeats * size_bytes / (clock() - began) / 1e9
-
-
-class Mover:
-    """Transfers through a copier, each waited for."""
-
-    def __init__(self, copier: DeviceCopier) -> None:
-        self._copier = copier
-        self._jobs = 0
-
-    def down(self, transfer: Transfer) -> None:
-        """Device to arena."""
-        self._jobs += 1
-        self._copier.submit_store(self._jobs, transfer.blocks, transfer.slots)
-        self._finish()
-
-    def up(self, transfer: Transfer) -> None:
-        """Arena to device."""
-        self._jobs += 1
-        self._copier.submit_load(self._jobs, transfer.blocks, transfer.slots)
-        self._finish()
-
-    def _finish(self) -> None:
-        self._copier.wait({self._jobs})
-        if not all(result.success for result in self._copier.get_finished()):
-            raise BenchError("a transfer between device and arena failed; see the log")
+def lacking(shape: Shape, count: int, free: Room) -> str:
+    """What is too little for transfers of so many blocks; empty: nothing."""
+    wanted = need(shape, count)
+    for place, needed, there in (
+        ("GPU memory", wanted.device, free.device),
+        ("/dev/shm", wanted.shared, free.shared),
+        ("memory", wanted.memory, free.memory),
+    ):
+        if needed > MEMORY_SHARE * there:
+            return f"{human(needed)} of {place} are too much of {human(there)}"
+    return ""
 
 
 class Bench:
-    """One shape on the GPU: device tensors, arena and copier, made for the largest transfer."""
+    """One shape: device tensors, and each contender's CPU memory, for the largest transfer.
 
-    def __init__(self, shape: Shape, largest: int, folder: Path, undo: ExitStack) -> None:
-        import torch
+    Raises `BenchError` if a contender brings back other bytes than it took.
+    """
 
-        from ...handlers.device_cuda import CudaDeviceCopier
-
-        self.shape = shape
-        self.room = room_for(largest)
-        geometry = ArenaGeometry(self.room, shape.block_bytes, 1)
+    def __init__(self, device: Device, shape: Shape, largest: int, undo: ExitStack) -> None:
+        self._device, self._shape = device, shape
+        self._room, self._beside = room_for(largest), min(largest, BESIDE_BLOCKS)
+        self._movers: dict[str, Mover] = {}
+        self._is_pinned: dict[str, bool] = {}
+        undo.callback(self._let_go)
+        geometry = ArenaGeometry(self._room, shape.block_bytes, 1)
         role = ArenaRole.scheduler(expect_workers=False)
-        arena = Arena.open(geometry, f"bench-{folder.name}", role)
+        arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
         undo.callback(arena.close)
-        page = (self.room, shape.page_bytes)
-        tensors = [torch.zeros(page, dtype=torch.int8, device="cuda") for _ in range(shape.layers)]
-        layout = shape.layout(self.room, geometry)
-        copier = CudaDeviceCopier(tensors, layout, arena.slots)
-        undo.callback(copier.shutdown)
-        self._copier = copier
-        self.mover = Mover(copier)
+        tensors = [device.pages(self._room, shape.page_bytes) for _ in range(shape.layers)]
+        layout = shape.layout(self._room, geometry)
+        some = self._transfer(self._beside)
+        for name, made in (
+            (OURS, partial(device.ours, tensors, layout, arena.slots)),
+            (VLLM, partial(device.vllm, tensors, self._room)),
+        ):
+            contender: Contender = made()
+            undo.callback(contender.copier.shutdown)
+            self._movers[name] = Mover(contender.copier)
+            self._is_pinned[name] = contender.is_pinned
+            check(self._movers[name], tensors, some)
 
-    def ours(self, count: int) -> Figures:
+    def pinned(self, name: str) -> Figures:
+        """Whether all of a contender's CPU memory is."""
+        return {PINNED: 100.0 * self._is_pinned[name]}
+
+    def costs(self, name: str, count: int) -> Figures:
         """Scattered transfers in both directions."""
-        transfer = Transfer.scattered(count, self.room, self.room)
-        size = count * self.shape.block_bytes
+        mover, transfer = self._movers[name], self._transfer(count)
+        size = count * self._shape.block_bytes
         return {
-            DOWN: rate(partial(self.mover.down, transfer), size, time.perf_counter),
-            UP: rate(partial(self.mover.up, transfer), size, time.perf_counter),
+            quantity: figure
+            for way in Direction
+            for quantity, figure in costs(mover, way, transfer, size, time.perf_counter).items()
         }
 
     def limit(self, count: int) -> Figures:
         """One copy of as many bytes between the device and pinned memory."""
-        import torch
+        size = count * self._shape.block_bytes
+        copies = self._device.plain_copies(size)
+        return {RATE[way]: rate(copies[way], size, time.perf_counter) for way in Direction}
 
-        size = count * self.shape.block_bytes
-        device = torch.zeros(size, dtype=torch.int8, device="cuda")
-        host = torch.zeros(size, dtype=torch.int8, pin_memory=True)
-
-        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-            target.copy_(source, non_blocking=True)
-            _cuda().synchronize()
-
+    def beside(self, name: str) -> Figures:
+        """Kernels on the compute stream, with transfers and without."""
+        mover, transfer = self._movers[name], self._transfer(self._beside)
+        size = self._beside * self._shape.block_bytes
         return {
-            DOWN: rate(partial(copy, host, device), size, time.perf_counter),
-            UP: rate(partial(copy, device, host), size, time.perf_counter),
+            quantity: figure
+            for way in Direction
+            for quantity, figure in beside(
+                mover, way, transfer, size, self._device.start_chain, time.sleep
+            ).items()
         }
 
-    def beside(self) -> Figures:
-        """Rate of a chain of kernels on the compute stream, with transfers over without."""
-        transfer = Transfer.scattered(min(CHAIN_BLOCKS, self.room // 2), self.room, self.room)
-        chain_ms()
-        alone = chain_ms()
-        for number in range(4):
-            self._copier.submit_store(-1 - number, transfer.blocks, transfer.slots)
-        during = chain_ms()
-        self._copier.wait({-1, -2, -3, -4})
-        self._copier.get_finished()
-        return {BESIDE: alone / during}
+    def _transfer(self, count: int) -> Transfer:
+        return Transfer.scattered(count, self._room, self._room)
+
+    def _let_go(self) -> None:
+        """The case that was measured last is still held, and this with it."""
+        self._movers.clear()
+        self._device.release()
 
 
-def chain_ms() -> float:
-    """Milliseconds that a chain of kernels takes on the current stream."""
-    import torch
-
-    cuda = _cuda()
-    matrix = torch.eye(CHAIN_SIZE, device="cuda", dtype=torch.float16)
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    product = matrix
-    start.record()
-    for _ in range(CHAIN_KERNELS):
-        product = product @ matrix
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def cases(setup: Setup) -> Generator[Case, None, None]:
-    """Every shape, from one block to as many as fit; then the compute stream."""
-    free_bytes = usable_bytes()
+def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, None]:
+    """Every shape, from one block to as many as fit; what does not fit is named."""
+    device = device or CudaDevice()
     for shape in SHAPES:
-        counts = counts_that_fit(shape, free_bytes)
-        if not counts:
-            raise BenchError(f"{free_bytes >> 20} MiB of memory hold no block of {shape.label}")
-        setup.say(f"{shape.label}: pinning memory")
-        with ExitStack() as undo:
-            bench = Bench(shape, counts[-1], setup.folder, undo)
-            for count in counts:
-                contenders = {OURS: partial(bench.ours, count), LIMIT: partial(bench.limit, count)}
-                yield Case(f"{shape.label}: {count:,} blocks", contenders)
-            yield Case(shape.label, {OURS: bench.beside})
+        free = device.room()
+        lacks = {count: lacking(shape, count, free) for count in COUNTS}
+        fitting = [count for count in COUNTS if not lacks[count]]
+        if fitting:
+            setup.say(f"{shape.label}: pinning memory")
+            with ExitStack() as undo:
+                yield from _measured(Bench(device, shape, fitting[-1], undo), shape, fitting)
+        for count in COUNTS[len(fitting) :]:
+            label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
+            yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
-def usable_bytes() -> int:
-    """Memory that device tensors, and an arena, may take. Raises `BenchError` without a GPU."""
-    import psutil
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchError(
-            "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and a "
-            "torch that was built for CUDA"
+def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
+    names = (OURS, VLLM)
+    yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
+    for count in counts:
+        contenders = {name: partial(bench.costs, name, count) for name in names}
+        yield Case(
+            f"{shape.label}: {count:,} blocks",
+            {**contenders, LIMIT: partial(bench.limit, count)},
         )
-    free_device, _ = _cuda().mem_get_info()
-    free_shared = psutil.disk_usage("/dev/shm").free
-    return int(MEMORY_SHARE * min(free_device, free_shared, psutil.virtual_memory().available))
-
-
-def _cuda() -> Any:
-    import torch
-
-    return torch.cuda
-
-
-def quantities() -> Sequence[Quantity]:
-    """The rows."""
-    goals = (Goal(0.85, LIMIT, is_least=True),)
-    return (
-        Quantity(DOWN, "GB/s", goals, is_more_better=True),
-        Quantity(UP, "GB/s", goals, is_more_better=True),
-        Quantity(BESIDE, "×", (Goal(0.9, is_least=True),), is_more_better=True),
+    yield Case(
+        f"{shape.label}: beside kernels", {name: partial(bench.beside, name) for name in names}
     )
+
+
+def quantities() -> tuple[Quantity, ...]:
+    """The rows."""
+    found = [Quantity(PINNED, "%", (Goal(100, is_least=True),), is_more_better=True)]
+    for way in Direction:
+        goals = (Goal(0.85, LIMIT, is_least=True),)
+        found.append(Quantity(RATE[way], "GB/s", goals, is_more_better=True))
+        found += [Quantity(each[way], "ms") for each in (SUBMIT, SUBMIT_LONGEST, HEAR_LONGEST)]
+    for way in Direction:
+        found += [
+            Quantity(BESIDE[way], "×", (Goal(0.9, is_least=True),), is_more_better=True),
+            Quantity(MEANWHILE[way], "GB/s", is_more_better=True),
+        ]
+    return tuple(found)
 
 
 MEASUREMENT = Measurement(
     "gpu",
-    "GPU: scattered blocks between the device and the arena",
-    "Blocks and slots drawn at random, every transfer waited for; limit: one copy of as many bytes "
-    "between the device and pinned memory. Kernels beside transfers: the rate of a chain of "
-    "matrix products on the compute stream while stores run, over its rate alone.",
-    tuple(quantities()),
+    "GPU: scattered blocks between the device and CPU memory",
+    "Blocks and slots drawn at random, one transfer after another, each asked after until it has "
+    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; limit: one copy of as many "
+    "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
+    "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
+    "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own "
+    f"over its rate alone, while transfers of {BESIDE_BLOCKS} blocks are asked after and submitted "
+    f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
+    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing.",
+    quantities(),
     cases,
 )
