@@ -84,7 +84,7 @@ class RecordFiles:
         self._max_files = max_files
         now = datetime.now(UTC)
         self._started = now.isoformat(timespec="seconds")
-        self._name = f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._prefix = f"requests-{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(3)}"
         self._paths: deque[Path] = deque()
         self._part = 0
         self._size = 0

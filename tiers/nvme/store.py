@@ -163,7 +163,7 @@ class BlockStore:
     def take_read_bytes(self) -> int:
         """Bytes read and in no totals yet; whoever asks writes them into the index's.
 
-        Those that another process read are among them: it must have ended, or would report them too.
+        Those that another process read are among them: it must have ended, or reports them, too.
         """
         with self._lock:
             left, self._left_bytes = self._left_bytes, 0
