@@ -4,8 +4,9 @@
     "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
                          "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
 
-The options are those of an `nvme` tier. vLLM writes everything through; this tier is bounded,
-evicts by its own policy, verifies every block that it reads, and names the model in its namespace.
+The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes everything
+through; this tier is bounded, evicts by its own policy, verifies every block that it reads, names the
+model in its namespace, and is emptied by a reset, of which vLLM tells its secondary tiers nothing.
 All methods are called by the scheduler thread.
 """
 
@@ -30,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from . import vllm_facts
-from .config import CascadeConfig, NvmeTier, parse
+from .config import CascadeConfig, NvmeTier, OnReset, parse
 from .errors import ConfigError
 from .handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
 from .logs import get_logger
@@ -75,7 +76,7 @@ class KVCascadeTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """`options`: those of an `nvme` tier, and `label` and `weights_id`. Raises our errors."""
+        """`options`: an `nvme` tier's, `label`, `weights_id`, `on_reset`. Raises our errors."""
         if backpressure_detector is None:  # an argument of later versions
             super().__init__(offloading_spec, primary_kv_view, tier_type)
         else:
@@ -84,6 +85,7 @@ class KVCascadeTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         settings = _settings(options)
         key = _namespace_key(offloading_spec.config, settings, self._block_size_bytes)
+        self._on_reset = settings.on_reset
         self._executors: list[ThreadPoolExecutor] = []
         with ExitStack() as undo:
             self._tier, self._solo = self._open(settings.nvme[0], key, undo)
@@ -158,7 +160,13 @@ class KVCascadeTier(SecondaryTierManager):
         self._solo.maintain()
 
     def drain_jobs(self) -> None:
+        """vLLM calls this in `reset_cache` and nowhere else, and resets no tier but its own.
+
+        The weights may have been updated in place, so no older block may be a hit from here on.
+        """
         self._solo.drain()
+        if self._on_reset is OnReset.INVALIDATE:
+            self._solo.reset()
 
     def shutdown(self) -> None:
         if not self._solo.close(MAX_KEPT_S):
@@ -189,7 +197,7 @@ class KVCascadeTier(SecondaryTierManager):
 def _settings(options: dict[str, Any]) -> CascadeConfig:
     """The options as a configuration of ours; vLLM's CPU tier stands where ours would be."""
     about: dict[str, Any] = {
-        name: options.pop(name) for name in ("label", "weights_id") if name in options
+        name: options.pop(name) for name in ("label", "weights_id", "on_reset") if name in options
     }
     options.pop("locality", None)
     tiers = [{"type": "cpu", "capacity": 1}, {"type": "nvme", **options}]

@@ -144,19 +144,7 @@ class SoloTier:
 
     def finished(self) -> list[SoloResult]:
         """Jobs that ended since the last call."""
-        for handler in (self._link.down, self._link.up):
-            for result in handler.get_finished():
-                job = self._jobs.pop(result.job_id)
-                outcomes = outcomes_of(result, len(job.hashes))
-                if job.is_load:
-                    self._reads.ended(SILENCE.issuperset(outcomes))
-                else:
-                    self._writes.ended(not WRITTEN.issuperset(outcomes))
-                land = self._land_load if job.is_load else self._land_store
-                loaded, is_whole = land(job, outcomes)
-                self._ended.append(
-                    SoloResult(job.job_id, loaded, is_whole, result.size_bytes, result.time_s)
-                )
+        self._collect()
         ended, self._ended = self._ended, []
         return ended
 
@@ -169,8 +157,7 @@ class SoloTier:
         self._writes.look_at_clock()
         self._reads.look_at_clock()
         if self.level.maintain():
-            jobs = self._jobs.values()
-            self.level.forget([pair for job in jobs for pair in job.blocks()])
+            self._forget()
 
     def finish_request(
         self, block_hashes: Sequence[BlockHash], counted: Container[BlockHash]
@@ -200,11 +187,41 @@ class SoloTier:
             waiting = {number for number, job in self._jobs.items() if job.is_load is is_load}
             handler.wait(waiting, DRAIN_S)
 
+    def reset(self) -> None:
+        """Make every older block unreachable; `drain` comes first.
+
+        What is under way after all keeps its slots, and a store of it fails when it ends.
+        """
+        self._collect()
+        self._forget()
+        self._failed.clear()
+        self.events.clear()  # a reset removes without naming: what just ended is not there
+
     def close(self, deadline_s: float) -> bool:
         """Stop the handlers; False if transfers are still under way."""
         has_ended = [h.shutdown(deadline_s) for h in (self._link.down, self._link.up)]
         self.finished()
         return all(has_ended)
+
+    def _forget(self) -> None:
+        jobs = self._jobs.values()
+        self.level.forget([pair for job in jobs for pair in job.blocks()])
+
+    def _collect(self) -> None:
+        """Take in what the handlers finished."""
+        for handler in (self._link.down, self._link.up):
+            for result in handler.get_finished():
+                job = self._jobs.pop(result.job_id)
+                outcomes = outcomes_of(result, len(job.hashes))
+                if job.is_load:
+                    self._reads.ended(SILENCE.issuperset(outcomes))
+                else:
+                    self._writes.ended(not WRITTEN.issuperset(outcomes))
+                land = self._land_load if job.is_load else self._land_store
+                loaded, is_whole = land(job, outcomes)
+                self._ended.append(
+                    SoloResult(job.job_id, loaded, is_whole, result.size_bytes, result.time_s)
+                )
 
     def _admits(self, block_hash: BlockHash) -> bool:
         """The other manager offers a block once per request: offers are its uses."""

@@ -206,6 +206,22 @@ def test_a_reset_by_another_engine_spares_what_is_being_read() -> None:
     assert rig.store(3, 4).is_whole and rig.has(3, 4) == [True, True], "both slots can be had"
 
 
+def test_a_reset_leaves_nothing_to_find() -> None:
+    rig = Rig(slots=4)
+    rig.store(1, 2)
+    rig.up.fate = lambda source, target: BlockOutcome.IO_ERROR
+    rig.load(1)
+    rig.up.fate = all_ok
+    rig.solo.store(8, [key(3)], [0])  # under way, and nobody was told of its end
+    rig.solo.drain()
+    rig.solo.reset()
+    assert rig.has(1, 2, 3) == [False] * 3
+    assert rig.solo.take_events() == [], "a reset removes without naming"
+    (result,) = rig.solo.finished()
+    assert result.job_id == 8 and not rig.solo.is_busy
+    assert rig.store(1, 4, 5, 6).is_whole and rig.has(1, 4, 5, 6) == [True] * 4, "no slot is lost"
+
+
 def test_tails_leave_before_heads_however_they_came() -> None:
     rig = Rig(slots=4)
     rig.store(2)

@@ -10,25 +10,33 @@ import numpy as np
 import pytest
 from support.cascade import key
 from support.kv_bytes import Shape, offloading_config
+from support.waiting import wait_until
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
 
 from kvcascade.tiers.base import BlockHash
 from kvcascade.vllm_tier import KVCascadeTier
 
 ROW_BYTES, ROWS = 4096, 32
+JOB_ROUNDS_MAX, JOB_ROUND_S = 3000, 0.01
 
 
 class Rig:
     """The tiering manager's part."""
 
-    def __init__(self, path: Path, policy: str) -> None:
+    def __init__(self, path: Path, **given: str) -> None:
+        """`given`: options of the tier."""
         self.memory = np.zeros((ROWS, ROW_BYTES), np.uint8)
         spec = SimpleNamespace(
             config=offloading_config(Shape(), {}, "engine", 0),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
         )
         options = {"path": str(path), "capacity": "16MiB", "min_free": 0, "weights_id": "test"}
-        self.tier = KVCascadeTier(spec, self.memory.data, "KVCascadeTier", policy=policy, **options)
+        self.tier = KVCascadeTier(spec, self.memory.data, "KVCascadeTier", **options, **given)
         self._jobs = 0
 
     def request(self, name: str, numbers: Sequence[int]) -> ReqContext:
@@ -66,9 +74,14 @@ class Rig:
             job_id=self._jobs, keys=keys, chunk_ids=rows, block_ids=rows, req_context=context
         )
         submit(job)
-        self.tier.drain_jobs()
-        (result,) = self.tier.get_finished_jobs()
-        assert result.success
+        results: list[JobResult] = []
+
+        def has_ended() -> bool:
+            results.extend(self.tier.get_finished_jobs())
+            return bool(results)
+
+        wait_until(has_ended, JOB_ROUNDS_MAX, JOB_ROUND_S)  # not `drain_jobs`: it is a reset
+        assert [result.success for result in results] == [True]
 
 
 def okey(number: int) -> OffloadKey:
@@ -77,7 +90,7 @@ def okey(number: int) -> OffloadKey:
 
 @pytest.fixture(params=["lru", "prefix"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, request.param)
+    rig = Rig(tmp_path, policy=request.param)
     yield rig
     rig.tier.shutdown()
 
@@ -128,3 +141,28 @@ def test_an_engine_that_goes_idle_holds_nothing_of_the_index(rig: Rig, is_end: b
     else:
         rig.tier.take_events()
     assert directory._is_released
+
+
+@pytest.mark.parametrize(
+    ("on_reset", "found"), [("invalidate", LookupResult.MISS), ("keep", LookupResult.HIT)]
+)
+def test_a_reset_of_their_manager_reaches_the_tier(
+    tmp_path: Path, on_reset: str, found: LookupResult
+) -> None:
+    """It resets no tier but its own: after an update of the weights ours would serve the old."""
+    rig = Rig(tmp_path, on_reset=on_reset)
+    region = SimpleNamespace(create_kv_memoryview=lambda: rig.memory.data, cleanup=lambda: None)
+    theirs = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(ROWS, region), [rig.tier])  # type: ignore[arg-type]
+    old = rig.request("old", [1])
+    theirs.on_new_request(old)
+    rig.memory[:] = 7
+    theirs.prepare_store([okey(1)], old)
+    theirs.complete_store({okey(1)}, old)
+    theirs.on_request_finished(old)
+    theirs.on_schedule_end(ScheduleEndContext((), ()))
+    theirs.reset_cache()
+    new = rig.request("new", [1])
+    assert rig.tier.lookup(okey(1), new) is found
+    rig.store(new, [1])
+    rig.load(new, [1])
+    rig.tier.shutdown()
