@@ -59,6 +59,8 @@ log_beside_vllm()
 
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
+STATS_AT_END_S = 0.1
+"""The same where a request ended and others go on; after the last one they are sent at once."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
@@ -86,7 +88,8 @@ class CascadeManager(OffloadingManager):
         self._cascade = cascade
         self._manager = cascade.manager
         self._metrics = vllm_metrics.MetricsReader(cascade.manager, tokens_per_block)
-        self._stats_due_s = 0.0
+        self._stats_read_s = self._stats_due_s = 0.0
+        self._live_requests = 0
         self._context: ReqContext | None = None
         self._request = Request()
         self._top_get = cascade.manager.top_get
@@ -179,7 +182,10 @@ class CascadeManager(OffloadingManager):
         if ends and self._cascade.chains is not None:
             self._cascade.chains.note(ends, request.keys)  # type: ignore[arg-type]
         self._manager.finish_request(request)
-        self._stats_due_s = 0.0  # an engine that goes idle now shall not sit on its last numbers
+        self._live_requests -= 1
+        # An engine that goes idle now shall not sit on its last numbers.
+        soon_s = self._stats_read_s + STATS_AT_END_S if self._live_requests > 0 else 0.0
+        self._stats_due_s = min(self._stats_due_s, soon_s)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         self._manager.end_step()
@@ -203,7 +209,7 @@ class CascadeManager(OffloadingManager):
         now_s = time.monotonic()
         if now_s < self._stats_due_s:
             return None
-        self._stats_due_s = now_s + STATS_INTERVAL_S
+        self._stats_read_s, self._stats_due_s = now_s, now_s + STATS_INTERVAL_S
         return self._metrics.read()
 
     def config_info(self) -> Sequence[dict[str, str]]:
@@ -220,6 +226,7 @@ class CascadeManager(OffloadingManager):
         if request is None:
             request = Request(context.req_id, _allowed_media(context), time.monotonic())
             set_state(context, request)
+            self._live_requests += 1
         return request
 
     def _switch(self, context: ReqContext) -> None:

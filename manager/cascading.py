@@ -41,8 +41,6 @@ HANDLER_STOP_S = 1.0
 STEPS_UNTIL_FLUSHED = 8
 """Steps after a reset by which every worker has finished the transfers from before it: the depth
 of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
-
-
 AGING_PER_SLOT = 2
 """Stored blocks per slot whose age is known: enough unless nothing could be written meanwhile."""
 MAX_PUT_OFFS = 32
@@ -207,7 +205,7 @@ class CascadingOffloadingManager(OffloadingManager):
     ) -> LookupState:
         """`lookup_block` for what is no plain hit; `status` is what `top_get` returned."""
         if status is None and not self._demoters:
-            return self._miss()
+            return self._miss(request)
         if status is None and self._retry_at is not None:
             if block_hash == self._retry_at:
                 self._retry_at = None
@@ -222,7 +220,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 request.missed_at = block_hash
                 if self._retry_at is not None:
                     request.retry_misses.add(block_hash)
-                return self._miss()
+                return self._miss(request)
             if state is not LookupState.HIT and not was_waiting:
                 self._hold_answered(request)
             if state is LookupState.RETRY:
@@ -253,8 +251,9 @@ class CascadingOffloadingManager(OffloadingManager):
                     return self._promoter.start(block_hash, index, request)
         return LookupState.MISS
 
-    def _miss(self) -> LookupState:
-        self.answers.misses += 1
+    def _miss(self, request: Request) -> LookupState:
+        if self._retry_at is None and not request.pending:  # else it asks again, and it counts then
+            self.answers.misses += 1
         return LookupState.MISS
 
     def _hold_answered(self, request: Request) -> None:
@@ -616,7 +615,7 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             self._collect()
             is_moving = any(demoter.jobs_in_flight for demoter in self._demoters)
-            return not is_moving and not any(level.dirty_mask.any() for level in self._levels)
+            return not is_moving and not any(level.dirty_blocks for level in self._levels)
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.
@@ -667,7 +666,7 @@ class CascadingOffloadingManager(OffloadingManager):
             level.block_size,
             blocks=len(level.policy),
             capacity_blocks=level.capacity,
-            dirty_blocks=int(level.dirty_mask.sum()),
+            dirty_blocks=level.dirty_blocks,
             waiting_blocks=self._promoter.waiting(index),
             demote_jobs=self._demoters[index - 1].jobs_in_flight if index else 0,
             is_blocked=self._demoters[index - 1].is_blocked if index else False,

@@ -72,6 +72,11 @@ class Level:
         if is_last:  # nothing below: every block may be dropped
             self.settled_mask[:] = True
 
+    @property
+    def dirty_blocks(self) -> int:
+        """Blocks that are nowhere below and shall go there; none in the last tier."""
+        return 0 if self.is_last else int(np.count_nonzero(self.dirty_mask))
+
     def is_dirty(self, slot: int) -> bool:
         """True if the block in this slot shall be written to the tier below."""
         return bool(self._dirty[slot])

@@ -574,6 +574,29 @@ class TestReset:
         assert cascade.backends[1].get_num_free_blocks() == 16
 
 
+@pytest.mark.parametrize("polls", [1, 20])
+def test_a_miss_counts_once_however_often_it_is_asked_for(polls: int) -> None:
+    """While what comes before it is on its way, the engine asks at every step."""
+    cascade = Cascade((8, 16))
+    cascade.below_only(keys(0, 3))
+    request = Request()
+    for _ in range(polls):
+        assert states(cascade, request, keys(0, 4)) == [PENDING] * 3 + [MISS]
+        cascade.manager.end_step()
+    cascade.run_transfers()
+    assert states(cascade, request, keys(0, 4)) == [HIT] * 3 + [MISS]
+    cascade.manager.end_step()
+    assert cascade.manager.counters.lookup_misses == 1
+
+
+def test_nothing_is_counted_in_the_last_tier_where_nothing_is_dirty() -> None:
+    """It may have tens of millions of slots, and metrics ask often."""
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 3))
+    del cascade.manager._levels[-1].dirty_mask
+    assert [state.dirty_blocks for state in cascade.manager.tier_states()] == [3, 0]
+
+
 def test_events_tell_what_lies_where() -> None:
     cascade = Cascade((2, 8), is_immediate=True)
     cascade.store(keys(0, 2))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.clock import ManualClock
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
 from vllm.v1.kv_offload.base import (
@@ -15,6 +17,9 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
     TierMatcher,
 )
+
+from kvcascade import vllm_modern
+from kvcascade.vllm_modern import STATS_AT_END_S, STATS_INTERVAL_S
 
 SHAPES = {
     "one_block_chunks": Shape(),
@@ -330,6 +335,28 @@ def test_a_store_between_two_steps_is_no_question(tmp_path: Path) -> None:
         driver.step()
         assert driver.manager.prepare_store(request.keys[0], request.context) is not None
         assert driver.cascade.manager._asking is None
+
+
+def test_ends_of_requests_do_not_have_metrics_read_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read walks every tier. An engine that goes idle has none left to say."""
+    now = ManualClock()
+    monkeypatch.setattr(vllm_modern, "time", SimpleNamespace(monotonic=now))
+    shape = Shape()
+    with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
+        requests = [driver.request(f"text {number}", 1) for number in range(20)]
+        driver.manager.get_stats()
+        reads = 0
+        for request in requests[:-1]:
+            now.advance(STATS_AT_END_S / 4)
+            driver.finish(request)
+            reads += driver.manager.get_stats() is not None
+        assert 3 <= reads <= 5
+        driver.finish(requests[-1])
+        assert driver.manager.get_stats() is not None
+        now.advance(STATS_INTERVAL_S / 2)
+        assert driver.manager.get_stats() is None, "nothing ended"
 
 
 def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
