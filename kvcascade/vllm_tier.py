@@ -5,8 +5,8 @@
                          "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
 
 The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes everything
-through; this tier is bounded, evicts by its own policy, verifies every block that it reads, names the
-model in its namespace, and is emptied by a reset, of which vLLM tells its secondary tiers nothing.
+through; this tier is bounded, evicts by its own policy, verifies every block that it reads, and names
+the model in its namespace.
 All methods are called by the scheduler thread.
 """
 
