@@ -131,3 +131,18 @@ def test_a_clean_close_saves_what_the_next_open_needs(rig: MoverRig, tmp_path: P
     assert again.rig.tier.index.totals[1] == read + 8 * BLOCK
     assert again.rig.tier.index.totals[0] == 96 * BLOCK
     again.close()
+
+
+def test_every_byte_that_is_read_is_counted_once(rig: MoverRig, tmp_path: Path) -> None:
+    """This process commits, too, where another tier lies below: what comes up is written here."""
+    rig.store(1, keys(8))
+    rig.load(2, keys(8))
+    assert rig.rig.check(keys(1)[0])
+    rig.rig.store(keys(4, 20))
+    rig.store(3, keys(4, 30))
+    rig.rig.store(keys(4, 40))
+    rig.load(4, keys(3))
+    rig.close()
+    again = MoverRig(tmp_path, has_process=False)
+    assert again.rig.tier.index.totals[1] == (8 + 1 + 3) * BLOCK
+    again.close()

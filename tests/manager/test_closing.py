@@ -1,0 +1,66 @@
+"""A cascade of three tiers is closed to the end, whatever one part of it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kvcascade.assembly import Cascade, Geometry, open_cascade
+from kvcascade.config import parse
+from kvcascade.tiers.nvme.tier import NvmeTier
+from kvcascade.tiers.policies import known_names
+
+BLOCK = 4096
+GEOMETRY = Geometry(rank_bytes=BLOCK, world_size=1, blocks_per_chunk=1)
+FACTS = {"weights": "files:x", "vllm": "none"}
+
+
+class FailsToClose:
+    """A tier whose close ends in a fault of ours."""
+
+    def __init__(self, tier: NvmeTier) -> None:
+        self._tier = tier
+
+    def close(self) -> None:
+        """As it should, and then the fault."""
+        self._tier.close()
+        raise OverflowError("a number that does not fit")
+
+
+def opened(path: Path) -> Cascade:
+    """With its arena in `path`, too."""
+    nvme = {"type": "nvme", "capacity": "1MiB", "segment_size": "64KiB", "min_free": 0}
+    tiers = [
+        {"type": "cpu", "capacity": 9 * BLOCK, "arena_dir": str(path), "prefault": False},
+        {**nvme, "path": str(path / "a"), "movers": "threads"},
+        {**nvme, "path": str(path / "b")},
+    ]
+    return open_cascade(
+        parse({"tiers": tiers}, known_names()),
+        GEOMETRY,
+        "engine",
+        FACTS,
+        label="closing",
+        steps_until_flushed=3,
+        with_events=False,
+        expect_workers=False,
+    )
+
+
+def test_a_tier_that_fails_to_close_leaves_no_other_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cascade = opened(tmp_path)
+    cascade.nvme_tiers[0] = cast(NvmeTier, FailsToClose(cascade.nvme_tiers[0]))
+    with caplog.at_level(logging.ERROR):
+        cascade.close()
+    assert "OverflowError" in caplog.text
+    assert cascade.nvme_tiers[1].is_closed
+    assert not [name for name in os.listdir(tmp_path) if "kvcascade" in name], "the arena's file"
+    again = opened(tmp_path)
+    assert [tier.report.was_clean for tier in again.nvme_tiers] == [True, True]
+    again.close()
