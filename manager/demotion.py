@@ -117,7 +117,7 @@ class Demoter:
         """
         if self._upper.taken_blocks - self._taken_at_scan < self._slack:
             return
-        window = self._window - self._upper.backend.get_num_free_blocks()
+        window = self._window - self._upper.backend.get_num_possible_blocks()
         left = window - self._started_by_scan
         started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
         self._started_by_scan += started

@@ -102,6 +102,11 @@ class Backend(ABC):
     def get_num_free_blocks(self) -> int:
         """Slots that `allocate_blocks` could give now."""
 
+    def get_num_possible_blocks(self) -> int:
+        """Slots that could be given without evicting, if asked for bit by bit: the free ones, and
+        those that are made when they are needed, as far as it is known that they can be."""
+        return self.get_num_free_blocks()
+
     @abstractmethod
     def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
         """Take one slot per hash, adjacent where possible; each status has `ref_cnt == -1`.

@@ -18,6 +18,13 @@ class BackendContract:
     def test_all_slots_are_free_at_first(self, backend: Backend) -> None:
         assert backend.get_num_free_blocks() == backend.capacity
 
+    def test_all_slots_are_possible_until_they_are_taken(self, backend: Backend) -> None:
+        assert backend.get_num_possible_blocks() == backend.capacity
+        backend.allocate_blocks(hashes(3))
+        assert backend.get_num_possible_blocks() == backend.capacity - 3
+        backend.allocate_blocks(hashes(backend.capacity - 3, start=3))
+        assert backend.get_num_possible_blocks() == 0
+
     def test_allocation_gives_distinct_slots_that_are_not_ready(self, backend: Backend) -> None:
         statuses = backend.allocate_blocks(hashes(5))
         assert len({status.block_id for status in statuses}) == 5

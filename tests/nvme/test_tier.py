@@ -222,6 +222,7 @@ def test_growth_is_ahead_of_need_and_off_the_thread(tmp_path: Path) -> None:
     assert rig.backend.get_num_free_blocks() == 8
     rig.store(keys(1))
     assert rig.backend.get_num_free_blocks() == 7
+    assert rig.backend.get_num_possible_blocks() == 31, "all that can still be made"
     assert len(rig.tier.segments.numbers) == 1, "nothing was made on the caller's thread"
     executor.run_all()
     assert rig.backend.get_num_free_blocks() == 15
@@ -235,9 +236,11 @@ def test_a_full_disk_lowers_what_there_is(tmp_path: Path) -> None:
     fs.fail("preallocate", errno.ENOSPC)
     assert set(rig.store(keys(6))) == {BlockOutcome.OK}
     assert rig.backend.get_num_free_blocks() == 2 and rig.tier.growth.failures == 1
+    assert rig.backend.get_num_possible_blocks() == 2, "it is known that no more can be made"
     assert set(rig.store(keys(10, 16))) == {BlockOutcome.OK}, "it evicts instead"
     clock.advance(RETRY_AFTER_S)
     assert rig.backend.get_num_free_blocks() == 8, "it grows again by itself"
+    assert rig.backend.get_num_possible_blocks() == 24
     rig.close()
 
 

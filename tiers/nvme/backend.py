@@ -155,6 +155,9 @@ class NvmeBackend(Backend):
             free = sum(map(len, self._pools))
         return free
 
+    def get_num_possible_blocks(self) -> int:
+        return self.get_num_free_blocks() + self._growth.may_come * self._slots_per_segment
+
     def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
         free = self.get_num_free_blocks()
         if len(block_hashes) > free:

@@ -80,6 +80,8 @@ class SegmentGrowth:
         self._arrived: deque[int] = deque()
         self._is_running = False
         self._is_balancing = False
+        self._fell_short = False
+        """The last try got fewer segments than it was to get: there is no more room for now."""
         self._retry_at_s = 0.0
         self._make_at_s = 0.0
         self._balance_at_s = 0.0
@@ -118,11 +120,20 @@ class SegmentGrowth:
         own = segments.unusable.union(segments.numbers)
         return [number for number in range(self._total) if number not in own]
 
+    @property
+    def may_come(self) -> int:
+        """How many segments this process may still get; what others hold is not known before the
+        first try. A microsecond: any step may ask."""
+        if self._fell_short:
+            return 0
+        return max(0, self._total - len(self._segments.unusable) - self._segments.count)
+
     def make(self, limit: int) -> int:
         """Get up to `limit` segments on this thread; returns how many."""
         made = 0
         while made < limit and self._get_one():
             made += 1
+        self._fell_short = made < limit
         return made
 
     def let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
@@ -141,6 +152,7 @@ class SegmentGrowth:
             self._owners.say_hungry(is_short and self._is_below_share())
         except (OSError, KVCascadeError) as error:
             _log.warning("no segment could be got: %s", error)
+            self._fell_short = True
             self._retry_at_s = self._clock() + RETRY_AFTER_S
         finally:
             self._is_running = False

@@ -93,6 +93,11 @@ class SegmentSet:
         """Numbers of the open segments, ascending."""
         return sorted(self._open)
 
+    @property
+    def count(self) -> int:
+        """How many segments are open."""
+        return len(self._open)
+
     def is_own(self, slot: int) -> bool:
         """True if the slot lies in a segment of this process."""
         return slot // self.layout.slots in self._open
