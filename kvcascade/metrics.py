@@ -181,7 +181,7 @@ assert {*LINK_FIELDS, *(field for field, _ in _LATENCIES.values())} == set(
 _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
     "tier_used_ratio": ("Share of a tier's slots in use.", lambda s: s.blocks / s.capacity_blocks),
     "tier_dirty_ratio": (
-        "Share of a tier's slots whose block is in no tier below.",
+        "Share of a tier's slots whose block is not known to be in a tier below.",
         lambda s: s.dirty_blocks / s.capacity_blocks,
     ),
     "tier_blocks": ("Blocks in a tier.", lambda s: s.blocks),

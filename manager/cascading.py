@@ -149,7 +149,7 @@ class CascadingOffloadingManager(OffloadingManager):
             return False
         demoter = self._demoters[index]
         demoter.demote_coldest(n)
-        if demoter.jobs_in_flight or demoter.was_cut_short:
+        if demoter.jobs_in_flight or demoter.was_cut_short or demoter.may_find_room:
             return True
         level = self._levels[index]  # what was found to lie below already can leave at once
         return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))
@@ -605,17 +605,18 @@ class CascadingOffloadingManager(OffloadingManager):
             self._workers.all_flushed()
 
     def flush_dirty(self, deadline_s: float) -> bool:
-        """Write every dirty block down, top tier first, until `deadline_s` on the clock.
+        """Write every dirty block down that would be lost, until `deadline_s` on the clock.
 
-        May block, also while a tier rests that failed; for shutdown. True if no block is
-        dirty any more, nor on its way.
+        Those of tiers that last are at the next start what they are now. May block, also while a
+        tier rests that failed; for shutdown. True if none is left, nor on its way.
         """
         means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
             is_moving = any(demoter.jobs_in_flight for demoter in self._demoters)
-            return not is_moving and not any(level.dirty_blocks for level in self._levels)
+            losable = (level for level in self._levels if not level.is_lasting)
+            return not is_moving and not any(level.dirty_blocks for level in losable)
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.
@@ -636,8 +637,13 @@ class CascadingOffloadingManager(OffloadingManager):
         return has_ended
 
     def _refresh_recency_below(self) -> None:
-        """What is hot at the top shall be hot below when the next process starts there."""
+        """What is hot at the top shall be hot below when the next process starts there.
+
+        A tier that lasts keeps its own recency, and may hold millions of blocks.
+        """
         for upper, lower in zip(self._levels, self._levels[1:], strict=False):
+            if upper.is_lasting:
+                continue
             hashes = [h for h, _ in upper.policy.coldest(len(upper.policy))]
             lower.policy.touch(reversed(hashes))
 

@@ -3,6 +3,8 @@
 A write that fails makes the tier below rest for some seconds, which is right while requests are
 served and would lose everything here: so a flush waits until the tier may be tried again, where
 that can help. It does not help where there is no room, or where a transfer never ends.
+
+Of a tier that lasts, only what makes room for the blocks above is written: its own are not lost.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def flush_all(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float)
     """Write what is dirty on every link, top first, until `deadline_s` on the clock. May block."""
     for _ in range(PASSES_PER_LINK * len(demoters)):
         before = _written(demoters)
-        for demoter in demoters:
-            _flush(demoter, means, deadline_s)
+        for index in range(len(demoters)):
+            _flush(demoters[index:], means, deadline_s)
         if len(demoters) == 1 or _written(demoters) == before:
             return
 
@@ -49,11 +51,13 @@ def _written(demoters: Sequence[Demoter]) -> int:
     return sum(demoter.counters.demoted_blocks for demoter in demoters)
 
 
-def _flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
+def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) -> None:
+    """The first of these links; the others, below it, may make room for what it sends."""
+    demoter = demoters[0]
     counters = demoter.counters
-    # As many as there are and no more, for what a smaller tier below evicts is dirty again; those
-    # that fail are sent anew.
-    limit = demoter.held_blocks - counters.demote_failed_blocks
+    # As many as would be lost and no more, for what a smaller tier below evicts is dirty again;
+    # those that fail are sent anew.
+    limit = demoter.losable_blocks - counters.demote_failed_blocks
     sent = rests = written = 0
     while (left_s := deadline_s - means.clock()) > 0:
         with means.lock:
@@ -61,11 +65,13 @@ def _flush(demoter: Demoter, means: FlushMeans, deadline_s: float) -> None:
             sent += demoter.demote_coldest(limit + counters.demote_failed_blocks - sent)
             if counters.demoted_blocks > written:
                 written, rests = counters.demoted_blocks, 0
-            waiting = demoter.job_ids
-        if waiting and not demoter.is_stalled:
-            demoter.wait(waiting, left_s)
-        elif not waiting and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
+            waited_for = demoters if demoter.may_find_room else demoters[:1]
+            busy = next((one for one in waited_for if one.jobs_in_flight), None)
+            waiting = set() if busy is None else busy.job_ids
+        if busy is not None and not busy.is_stalled:
+            busy.wait(waiting, left_s)
+        elif busy is None and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
             rests += 1
             means.pause(demoter.rest_left_s)
-        elif waiting or not demoter.was_cut_short:
+        elif busy is not None or not (demoter.was_cut_short or demoter.may_find_room):
             return

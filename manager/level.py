@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotArray, SlotMask
 from ..tiers.endurance import DayTotals
 from .admission import USES_MAX, Admission, AdmitAll, PastUses, WriteBudget
 
@@ -53,6 +53,7 @@ class Level:
         self.capacity = tier.backend.capacity
         self.block_size = tier.backend.block_size
         self.medium = tier.backend.medium
+        self.is_lasting = tier.backend.is_lasting
         self.taken_blocks = 0
         """Slots that were taken, ever."""
         self.on_evicted: Callable[[Pairs], None] | None = None
@@ -71,6 +72,8 @@ class Level:
         self.settled_mask: SlotMask = np.frombuffer(self._settled, dtype=np.bool_)
         if is_last:  # nothing below: every block may be dropped
             self.settled_mask[:] = True
+        else:
+            tier.backend.tell_found(self._note_found)
 
     @property
     def dirty_blocks(self) -> int:
@@ -165,11 +168,17 @@ class Level:
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
         """Insert complete blocks that an earlier engine left; nothing is known of lower tiers."""
         slots = [status.block_id for status in statuses]
-        for slot in slots:
-            self._uses[slot] = 1
         self.policy.insert_many(block_hashes, statuses)
         self.policy.mark_ready(block_hashes, slots)
-        self.set_dirty(slots)
+        self._note_found(np.array(slots, dtype=np.int32))
+
+    def _note_found(self, slots: SlotArray) -> None:
+        """Blocks that another process put there. Whether they are below is seen when they are among
+        the coldest: to look for all of them at once would take seconds."""
+        self._uses_of[slots] = 1
+        if not self.is_last:
+            self.dirty_mask[slots] = True
+            self.settled_mask[slots] = False
 
     def drop(self, block_hash: BlockHash, status: BlockStatus) -> None:
         """Remove a block and free its slot, whatever its state, if it is still this one."""

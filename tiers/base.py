@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -92,6 +92,9 @@ class Moved:
 class Backend(ABC):
     """Slots that hold bytes. Knows nothing of recency; does no I/O on the caller's thread."""
 
+    is_lasting: bool = False
+    """True if the medium keeps the blocks: a shutdown need not write them anywhere else."""
+
     def __init__(self, block_size: int, medium: str, capacity: int) -> None:
         """`block_size` in bytes, `capacity` in slots."""
         self.block_size = block_size
@@ -139,10 +142,18 @@ class Backend(ABC):
     def maintain(self, policy: CachePolicy) -> bool:
         """Upkeep at the end of a step, and about every 50 ms in an idle engine; must not wait.
 
-        `policy` is told which blocks came to this tier or went without the manager's doing. True if
-        another process reset the tier: the caller must clear the policy and `reset` this.
+        `policy` is told which blocks came to this tier or went without the manager's doing, and
+        `tell_found` who asked for that. True if another process reset the tier: the caller must
+        clear the policy and `reset` this.
         """
         return False
+
+    def tell_found(self, told: Callable[[SlotArray], None]) -> None:  # noqa: B027 - may have none
+        """Call `told` with the slots whose blocks another process put there.
+
+        At once with those that an earlier one left, all of them, and from now on in `maintain`
+        with those of slots that are taken over. A tier that ends with its process has none.
+        """
 
     def take_moved(self) -> Moved | None:
         """Blocks that came or went in `maintain`, to be told to others: a batch of bounded size.

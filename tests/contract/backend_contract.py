@@ -25,6 +25,12 @@ class BackendContract:
         backend.allocate_blocks(hashes(backend.capacity - 3, start=3))
         assert backend.get_num_possible_blocks() == 0
 
+    def test_what_it_was_given_is_not_told_as_found(self, backend: Backend) -> None:
+        found: list[int] = []
+        backend.tell_found(lambda slots: found.extend(slots.tolist()))
+        backend.allocate_blocks(hashes(3))
+        assert found == []
+
     def test_allocation_gives_distinct_slots_that_are_not_ready(self, backend: Backend) -> None:
         statuses = backend.allocate_blocks(hashes(5))
         assert len({status.block_id for status in statuses}) == 5

@@ -229,6 +229,17 @@ def test_growth_is_ahead_of_need_and_off_the_thread(tmp_path: Path) -> None:
     rig.close()
 
 
+def test_what_an_earlier_process_left_is_told_at_once(tmp_path: Path) -> None:
+    rig = Rig(config_for([tmp_path], slots=32))
+    rig.store(keys(6))
+    rig.drop(keys(6)[2])
+    rig = rig.reopened()
+    found: list[int] = []
+    rig.backend.tell_found(lambda slots: found.extend(slots.tolist()))
+    assert found == rig.tier.live_slots().tolist() and len(found) == 5
+    rig.close()
+
+
 def test_a_full_disk_lowers_what_there_is(tmp_path: Path) -> None:
     fs, clock = MemoryFileSystem(), ManualClock()
     config = replace(config_for([tmp_path], slots=32), ready_bytes=1)

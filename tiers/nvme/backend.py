@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,6 +122,8 @@ class StatusTable:
 class NvmeBackend(Backend):
     """Slots of one namespace. `capacity` is the final number; segments come ahead of need."""
 
+    is_lasting = True
+
     def __init__(
         self,
         block_size: int,
@@ -144,6 +146,7 @@ class NvmeBackend(Backend):
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
+        self._tell_found: Callable[[SlotArray], None] | None = None
 
     def get_num_free_blocks(self) -> int:
         self.take_arrived()
@@ -205,6 +208,10 @@ class NvmeBackend(Backend):
         is_overtaken = self._keep_up(policy)
         self._directory.release()  # last: an idle engine's next question sees what is there then
         return is_overtaken
+
+    def tell_found(self, told: Callable[[SlotArray], None]) -> None:
+        self._tell_found = told
+        told(np.flatnonzero(self._table.is_used).astype(np.int32))
 
     def take_moved(self) -> Moved | None:
         return self._growth.moved.take()
@@ -336,6 +343,8 @@ class NvmeBackend(Backend):
         self._directory.adopt(len(blocks))
         hashes = [block_hash for block_hash, _ in blocks]
         policy.adopt(hashes, slots.tolist())
+        if self._tell_found is not None:
+            self._tell_found(slots.astype(np.int32))
         self._growth.moved.add(hashes, removed=False)
 
     def _let_go_of_one(self, policy: CachePolicy) -> None:
