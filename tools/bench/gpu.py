@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -140,11 +140,7 @@ class Bench:
         """Scattered transfers in both directions."""
         mover, transfer = self._movers[name], self._transfer(count)
         size = count * self._shape.block_bytes
-        return {
-            quantity: figure
-            for way in Direction
-            for quantity, figure in costs(mover, way, transfer, size, time.perf_counter).items()
-        }
+        return _both_ways(lambda way: costs(mover, way, transfer, size, time.perf_counter))
 
     def limit(self, count: int) -> Figures:
         """One copy of as many bytes between the device and pinned memory."""
@@ -156,13 +152,8 @@ class Bench:
         """Kernels on the compute stream, with transfers and without."""
         mover, transfer = self._movers[name], self._transfer(self._beside)
         size = self._beside * self._shape.block_bytes
-        return {
-            quantity: figure
-            for way in Direction
-            for quantity, figure in beside(
-                mover, way, transfer, size, self._device.start_chain, time.sleep
-            ).items()
-        }
+        start_chain = self._device.start_chain
+        return _both_ways(lambda way: beside(mover, way, transfer, size, start_chain, time.sleep))
 
     def _transfer(self, count: int) -> Transfer:
         return Transfer.scattered(count, self._room, self._room)
@@ -201,6 +192,10 @@ def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Ca
     yield Case(
         f"{shape.label}: beside kernels", {name: partial(bench.beside, name) for name in names}
     )
+
+
+def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
+    return {name: figure for way in Direction for name, figure in figures(way).items()}
 
 
 def quantities() -> tuple[Quantity, ...]:
