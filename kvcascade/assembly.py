@@ -71,6 +71,8 @@ class Geometry:
     """Device blocks in one of our blocks."""
     tokens_per_block: float = 0.0
     """Prompt tokens that one of our blocks saves; 0: unknown."""
+    served_end: bytes = b""
+    """End of the hashes of those blocks by which served tokens are counted."""
 
 
 class WorkerSide:
@@ -277,6 +279,7 @@ def open_cascade(
             waits_for_stores=waits_for_stores,
             with_events=with_events,
             tokens_per_block=geometry.tokens_per_block,
+            served_end=geometry.served_end,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         manager = CascadingOffloadingManager(tiers, links, options_)

@@ -36,7 +36,7 @@ class Snapshot:
     counters: Counters
     tiers: list[TierState]
     tokens_per_block: float = 0.0
-    """Prompt tokens that one block saves."""
+    """Prompt tokens that one of the served blocks stands for."""
 
 
 Values = Iterator[tuple[tuple[str, ...], float]]
@@ -114,7 +114,7 @@ def _misses(snapshot: Snapshot) -> Values:
 
 def _served_tokens(snapshot: Snapshot) -> Values:
     counters = snapshot.counters
-    for name, blocks in zip(counters.tier_names, counters.loaded_blocks, strict=True):
+    for name, blocks in zip(counters.tier_names, counters.served_blocks, strict=True):
         yield (name,), blocks * snapshot.tokens_per_block
 
 

@@ -2,7 +2,8 @@
 
 The scheduler process has the engine's KV cache configuration as a local variable of the connector
 that makes our spec. What it says is checked against the size of a block; where it does not add up
-(packed layouts, pipeline stages with layers of their own) nothing is written.
+(packed layouts, pipeline stages with layers of their own) nothing is written. It also tells which
+blocks the tokens of the metrics are counted by.
 """
 
 from __future__ import annotations
@@ -51,6 +52,22 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
     if end != rank_bytes:
         return {}
     return {"world_size": config.parallel.world_size, "rank_bytes": rank_bytes, "layers": layers}
+
+
+def full_attention_group(
+    config: OffloadingConfig, kv_config: Any | None = None
+) -> tuple[int, int] | None:
+    """The first KV group whose every block is loaded, and tokens of one; None: not known."""
+    kv_config = _kv_cache_config() if kv_config is None else kv_config
+    if kv_config is None:
+        return None
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    tokens = {getattr(g, "group_id", i): g.tokens_per_block for i, g in enumerate(config.groups)}
+    for group_id, _, spec in _layers(config, kv_config):
+        if isinstance(spec, FullAttentionSpec):
+            return group_id, tokens[group_id]
+    return None
 
 
 def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:

@@ -36,7 +36,7 @@ class MetricsReader:
     """Turns the manager's figures into vLLM's stats; counters as growth since the last call."""
 
     def __init__(self, manager: CascadingOffloadingManager, tokens_per_block: float) -> None:
-        """`tokens_per_block`: prompt tokens that one block saves."""
+        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
         self._manager = manager
         self._tokens_per_block = tokens_per_block
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}

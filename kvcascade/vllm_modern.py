@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    make_offload_key,
 )
 
 from . import vllm_facts, vllm_metrics
@@ -48,7 +49,7 @@ from .vllm_later import (
     set_state,
     state_of,
 )
-from .vllm_layers import about_blocks
+from .vllm_layers import about_blocks, full_attention_group
 from .vllm_pages import from_canonical
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class CascadeManager(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def __init__(self, cascade: Cascade, tokens_per_block: float = 0.0) -> None:
-        """`tokens_per_block`: prompt tokens that one block saves."""
+        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
         self._cascade = cascade
         self._manager = cascade.manager
         self._metrics = vllm_metrics.MetricsReader(cascade.manager, tokens_per_block)
@@ -311,7 +312,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def _set_up(self, config: OffloadingConfig) -> None:
         self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
         self._engine_config = vllm_facts.engine_config()
-        self._geometry = _geometry(config)
+        served_end, self._served_tokens = _served(config)
+        self._geometry = _geometry(config, served_end)
         self._manager: CascadeManager | None = None
         self._worker: CascadeWorker | None = None
 
@@ -331,7 +333,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 about=about_blocks(config),
                 file_system=self.file_system,
             )
-            self._manager = self.manager_type(cascade, _tokens_per_block(self.config))
+            self._manager = self.manager_type(cascade, self._served_tokens)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -349,12 +351,13 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _geometry(config: OffloadingConfig) -> Geometry:
+def _geometry(config: OffloadingConfig, served_end: bytes) -> Geometry:
     return Geometry(
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
         world_size=config.parallel.world_size,
         blocks_per_chunk=config.cache.blocks_per_chunk,
         tokens_per_block=_tokens_per_block(config),
+        served_end=served_end,
     )
 
 
@@ -362,6 +365,19 @@ def _tokens_per_block(config: OffloadingConfig) -> float:
     """With several KV groups it takes a block of each to save the tokens."""
     tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
     return tokens / len(config.groups)
+
+
+def _served(config: OffloadingConfig) -> tuple[bytes, float]:
+    """By which blocks served tokens are counted, and the tokens of each.
+
+    Of a group with a window or a state, only the last blocks of a prefix are loaded, so those with
+    full attention count for all; where none is known, every block counts for its part.
+    """
+    group = full_attention_group(config)
+    if group is None:
+        return b"", _tokens_per_block(config)
+    group_id, tokens = group
+    return make_offload_key(b"", group_id), float(tokens * config.cache.blocks_per_chunk)
 
 
 def shape_facts(config: OffloadingConfig) -> dict[str, str]:

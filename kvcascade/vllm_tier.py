@@ -4,9 +4,9 @@
     "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
                          "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
 
-The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes everything
-through; this tier is bounded, evicts by its own policy, verifies every block that it reads, and names
-the model in its namespace.
+The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes
+everything through; this tier is bounded, evicts by its own policy, verifies every block that it
+reads, and names the model in its namespace.
 All methods are called by the scheduler thread.
 """
 

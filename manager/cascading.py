@@ -66,6 +66,8 @@ class ManagerOptions:
     """Speed of computing; None: measured."""
     tokens_per_block: float = 0.0
     """Tokens that a block stands for; 0: unknown, everything is brought up."""
+    served_end: bytes = b""
+    """End of the hashes of those blocks by which served tokens are counted."""
     shutdown_flush_s: float = 20.0
     steps_until_flushed: int = STEPS_UNTIL_FLUSHED
     waits_for_stores: bool = True
@@ -288,21 +290,21 @@ class CascadingOffloadingManager(OffloadingManager):
         statuses: list[BlockStatus | None],
         request: Request | None,
     ) -> list[BlockStatus]:
-        origin, loaded = self._promoter.origin, self.counters.loaded_blocks
+        origin, served_end = self._promoter.origin, self.options.served_end
+        loaded, served = self.counters.loaded_blocks, self.counters.served_blocks
         pinned: list[BlockStatus] = []
-        brought_up = 0
         for block_hash, status in zip(block_hashes, statuses, strict=True):
             assert status is not None and status.ref_cnt >= 0, "only hits can be loaded"
             status.ref_cnt += 1
             pinned.append(status)
             slot = status.block_id
-            if source := origin[slot]:  # its first load is one from below
+            source = origin[slot]
+            loaded[source] += 1
+            served[source] += block_hash.endswith(served_end)
+            if source:  # its first load is one from below
                 origin[slot] = 0
-                loaded[source] += 1
-                brought_up += 1
                 if request is not None:
                     request.sources[block_hash] = self._levels[source].medium
-        loaded[0] += len(pinned) - brought_up
         return pinned
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:

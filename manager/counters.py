@@ -55,6 +55,8 @@ class Counters:
     lookup_misses: int = 0
     loaded_blocks: list[int] = field(default_factory=list)
     """Blocks that requests loaded, by the tier they came from."""
+    served_blocks: list[int] = field(default_factory=list)
+    """Those of them by which the tokens that need not be computed are counted."""
     stored_blocks: int = 0
     store_refused_busy: int = 0
     """Calls answered "offer again"."""
@@ -87,6 +89,7 @@ class Counters:
         return cls(
             tier_names=names,
             loaded_blocks=[0] * len(names),
+            served_blocks=[0] * len(names),
             evicted_blocks=[0] * len(names),
             links=[LinkCounters() for _ in names[1:]],
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -20,7 +22,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvcascade.vllm_layers import about_blocks
+from kvcascade.vllm_layers import about_blocks, full_attention_group
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 PAGE = SPEC.page_size_bytes
@@ -79,3 +81,18 @@ def test_nothing_is_written_where_it_is_not_known(config: Any) -> None:
 
 def test_nothing_is_written_without_the_engine() -> None:
     assert about_blocks(offloading_config(["l0"], PAGE)) == {}
+
+
+def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
+    )
+    config = replace(
+        offloading_config([], PAGE),
+        groups=(OffloadingGroupConfig(16, ("l0",), 0), OffloadingGroupConfig(32, ("l1",), 1)),
+    )
+    groups = [KVCacheGroupSpec(["l0"], window), KVCacheGroupSpec(["l1"], SPEC)]
+    assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) == (1, 32)
+    groups[1] = KVCacheGroupSpec(["l1"], window)
+    assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) is None
+    assert full_attention_group(config) is None

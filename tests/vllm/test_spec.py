@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.clock import ManualClock
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -357,6 +359,26 @@ def test_ends_of_requests_do_not_have_metrics_read_at_every_step(
         assert driver.manager.get_stats() is not None
         now.advance(STATS_INTERVAL_S / 2)
         assert driver.manager.get_stats() is None, "nothing ended"
+
+
+def test_served_tokens_are_those_of_the_prompt_with_several_groups() -> None:
+    """A window of the second group is loaded, all of the first."""
+    shape = Shape(groups=((0,), (1,)))
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer.{n}.{n}"], full) for n in range(2)]
+    kv_cache_config = KVCacheConfig(64, [], groups)  # found on the stack, as in the connector
+    with Driver(shape, tiers(shape, None, cpu=32)) as driver:
+        assert kv_cache_config.num_blocks == 64
+        driver.serve("text", 8)
+        request = driver.request("text", 8)
+        assert driver.look_up(request) == 8
+        keys = [*request.keys[0], *request.keys[1][-2:]]
+        driver.manager.prepare_load(keys, request.context)
+        driver.manager.complete_load(set(keys), request.context)
+        driver.finish(request)
+        driver.take_stats()
+        assert driver.metrics["vllm:kvcascade_loaded_blocks['cpu']"] == 8 + 2
+        assert driver.metrics["vllm:kvcascade_served_tokens['cpu']"] == 8 * 16
 
 
 def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
