@@ -2,7 +2,10 @@
 
 One object serves both directions of one worker. All calls come from the worker's main thread. What
 the engine guarantees: a source page of a store is not written before the store was reported or
-waited for; a destination page of a load is neither read nor written until the load is reported.
+waited for; a destination page of a load is neither read nor written until the load is reported; it
+asks what ended in every step, and does not discard pages, as for sleep, before every store was
+reported or made void by a reset (vLLM 0.16 to 0.19 may, see `vllm_seed`). So a job may go on in
+such calls alone.
 What the manager guarantees: a slot is loaded from only after its store was reported by all ranks,
 and stored to only while nobody reads it. What an implementation must do: run the jobs of one
 direction in submission order, keep jobs apart that touch the same slot or page (see `hazards`), and
@@ -67,7 +70,7 @@ class DeviceCopier(ABC):
 
     @abstractmethod
     def shutdown(self, deadline_s: float = 5.0) -> None:
-        """Let what was accepted finish, at most `deadline_s` seconds; idempotent.
+        """Let what is under way finish, at most `deadline_s` seconds; idempotent.
 
-        The arena may be closed afterwards.
+        What has not finished is dropped, and never reported. The arena may be closed afterwards.
         """

@@ -5,15 +5,25 @@ store reads what the model has written; a load must not be overtaken by pending 
 zeroing, to its destination), for the job before it, and for a job of the other direction that
 shares a page or slot. The compute stream never waits for us.
 
-Threads: all calls from the worker's main thread. Submissions only enqueue work, if the arena is
-pinned; they never wait for the GPU. The arena must stay mapped until `shutdown` has returned.
+A stream is given a bounded number of operations at a time (`stream_feed`); the rest of a job
+follows with later calls, in the order of submission. That the engine calls again while a job is
+under way, and leaves its pages alone until it is reported, is the contract of `DeviceCopier`; an
+engine that does not call again while stores are under way needs `may_hold_back_stores=False`.
+
+Threads: all calls from the worker's main thread. If the arena is pinned, submitting and asking what
+ended never wait for the GPU, except for a job of the other direction that is still held back and
+shares a page or slot, which neither engine nor manager asks for. The arena must stay mapped until
+`shutdown` has returned.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +38,7 @@ from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
+from .stream_feed import OUTSTANDING_MAX, StreamFeed, Work
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +50,29 @@ ByteArray = npt.NDArray[np.uint8]
 _MS_PER_S = 1000.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     job_id: int
     number: int
     size_bytes: int
+    ready: Any
+    """Event of the compute stream: the job comes after it."""
     start: Any
     end: Any
-    was_enqueued: bool
+    is_handed_out: bool = False
+    """True once the stream has all of it, `end` included."""
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction."""
+
+    stream: Any
+    feed: StreamFeed
+    move: Callable[[Sequence[GroupRows]], Work]
+    jobs: deque[_Job] = field(default_factory=deque)
+    """Not reported yet, oldest first."""
 
 
 class CudaDeviceCopier(DeviceCopier):
@@ -60,37 +86,39 @@ class CudaDeviceCopier(DeviceCopier):
         *,
         registration: HostRegistration | None = None,
         staging_bytes: int = STAGING_BYTES,
+        may_hold_back_stores: bool = True,
     ) -> None:
         """`tensors` match `layout.tensors` and lie on one GPU; `slots` is `Arena.slots`.
 
-        Pins the arena, which faults all of it in and may take seconds. Twice `staging_bytes` of GPU
-        memory are taken per direction at most. Raises `ConfigError` if tensors, layout and arena
-        do not fit together.
+        Pins the arena, which faults all of it in and may take seconds. `staging_bytes` of GPU
+        memory are taken per direction at most. `may_hold_back_stores`: the engine asks what ended
+        as long as stores are under way. Raises `ConfigError` if tensors, layout and arena do not
+        fit together, or the GPU cannot copy.
         """
         import torch
 
-        if torch_layouts(tensors) != list(layout.tensors):
-            raise ConfigError("the KV tensors differ from their layout; describe them again")
-        if any(tensor.dtype != torch.int8 or tensor.stride(1) != 1 for tensor in tensors):
-            raise ConfigError("KV tensors must be int8 with bytes of a page side by side")
-        if slots.shape != (layout.slots, layout.slot_bytes):
-            raise ConfigError(f"the arena is {slots.shape}, the layout says {layout.slots} slots")
+        _check(tensors, layout, slots)
         cuda: Any = torch.cuda
         self._cuda = cuda
         self._layout = layout
         self._device = tensors[0].device
         self._slots = slots
-        arena = torch.from_numpy(slots).view(torch.int8)
-        self._copiers = tuple(
-            StagedCopier(tensors, layout, arena, staging_bytes=staging_bytes) for _ in Direction
-        )
-        self._streams = tuple(cuda.Stream(self._device) for _ in Direction)
-        for stream in self._streams:  # the staging buffers were zeroed on the current stream
-            stream.wait_stream(cuda.current_stream(self._device))
         blocks = max(tensor.num_blocks for tensor in layout.tensors)
         self._board = HazardBoard(blocks, layout.slots)
-        self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
         self._is_shut = False
+        arena = torch.from_numpy(slots).view(torch.int8)
+        copier = partial(StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes)
+        store_max = OUTSTANDING_MAX if may_hold_back_stores else sys.maxsize
+        try:
+            self._lanes = (
+                self._open_lane(Direction.STORE, copier(), store_max),
+                self._open_lane(Direction.LOAD, copier(), OUTSTANDING_MAX),
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the GPU could not be made ready for copies ({_first_line(error)}); if it is out "
+                f"of memory, leave it some with a lower gpu_memory_utilization"
+            ) from error
         # Last: nothing after it can fail and leave memory pinned that its owner will unmap.
         self._registration = registration or cuda_registration(self._device)
         self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
@@ -103,30 +131,44 @@ class CudaDeviceCopier(DeviceCopier):
 
     def get_finished(self) -> list[TransferResult]:
         results: list[TransferResult] = []
-        for jobs in self._running:
-            while jobs and self._has_ended(jobs[0]):
-                results.append(self._result(jobs.popleft()))
+        for lane in self._lanes:
+            self._advance(lane)
+            while lane.jobs and self._has_ended(lane.jobs[0]):
+                results.append(self._result(lane.jobs.popleft()))
         return results
 
     def wait(self, job_ids: Set[int]) -> None:
         """See `DeviceCopier.wait`. Not bounded by a time: if the GPU hangs, so does the engine."""
-        for jobs in self._running:
+        for lane in self._lanes:
             # Jobs of a direction end in order: waiting for the newest one is enough.
-            named = [job for job in jobs if job.job_id in job_ids]
+            named = [job for job in lane.jobs if job.job_id in job_ids]
             if named:
+                self._hand_out(lane, named[-1])
                 self._synchronize(named[-1])
 
     def shutdown(self, deadline_s: float = 5.0) -> None:
-        """See `DeviceCopier.shutdown`. Waits for the GPU even beyond the deadline: memory must not
-        be unpinned or unmapped under a running copy."""
+        """See `DeviceCopier.shutdown`. What a stream was not given yet is dropped. Waits for the
+        rest even beyond the deadline: memory must not be unpinned or unmapped under a running copy.
+        """
         if self._is_shut:
             return
         self._is_shut = True
-        for jobs in self._running:
-            if jobs:
-                self._synchronize(jobs[-1])
-            jobs.clear()
+        for lane in self._lanes:
+            lane.feed.drop()
+            with suppress(RuntimeError):  # the GPU is lost, and nothing is running
+                lane.stream.synchronize()
+            lane.jobs.clear()
         self._registration.release()
+
+    def _open_lane(self, direction: Direction, copier: StagedCopier, outstanding_max: int) -> _Lane:
+        """A stream that has done everything once that jobs do."""
+        stream = self._cuda.Stream(self._device)
+        feed = StreamFeed(partial(self._mark, stream), outstanding_max=outstanding_max)
+        stream.wait_stream(self._cuda.current_stream(self._device))  # it zeroed the buffers
+        with self._on(stream):
+            copier.warm_up()
+        stream.synchronize()
+        return _Lane(stream, feed, copier.store if direction is Direction.STORE else copier.load)
 
     def _submit(
         self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
@@ -135,36 +177,66 @@ class CudaDeviceCopier(DeviceCopier):
             return False
         rows = self._layout.rows(blocks, slots)
         number, after = self._board.admit(direction, rows)
-        stream = self._streams[direction]
-        cuda = self._cuda
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        stream.wait_stream(cuda.current_stream(self._device))
-        earlier = [job for job in self._running[direction.other] if job.number <= after]
-        if earlier:
-            stream.wait_event(earlier[-1].end)
-        with cuda.device(self._device), cuda.stream(stream):
-            start.record(stream)
-            was_enqueued = self._enqueue(direction, job_id, rows)
-            end.record(stream)
-        size_bytes = self._layout.total_bytes(rows)
-        self._running[direction].append(_Job(job_id, number, size_bytes, start, end, was_enqueued))
+        job = self._make_job(job_id, number, rows)
+        lane, other = self._lanes[direction], self._lanes[direction.other]
+        earlier = [each for each in other.jobs if each.number <= after][-1:]
+        for each in earlier:
+            self._hand_out(other, each)  # its end must be there to be waited for
+        lane.jobs.append(job)
+        lane.feed.add(self._work(lane, job, rows, earlier))
+        self._advance(lane)
         return True
 
-    def _enqueue(self, direction: Direction, job_id: int, rows: list[GroupRows]) -> bool:
-        copier = self._copiers[direction]
+    def _make_job(self, job_id: int, number: int, rows: list[GroupRows]) -> _Job:
+        ready = self._cuda.Event()
+        ready.record(self._cuda.current_stream(self._device))
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        return _Job(job_id, number, self._layout.total_bytes(rows), ready, start, end)
+
+    def _work(self, lane: _Lane, job: _Job, rows: list[GroupRows], earlier: list[_Job]) -> Work:
+        """All of a job, from waiting for what comes before it to the event behind it."""
         try:
-            if direction is Direction.STORE:
-                copier.store(rows)
-            else:
-                copier.load(rows)
-        except RuntimeError:  # CUDA errors; wrong bytes must not be called stored or loaded
-            logger.exception("copying job %d failed", job_id)
-            return False
-        return True
+            for event in (job.ready, *(each.end for each in earlier)):
+                lane.stream.wait_event(event)
+                yield 1
+            job.start.record(lane.stream)
+            yield 1
+            yield from lane.move(rows)
+        except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
+            logger.exception("copying job %d failed", job.job_id)
+            job.has_failed = True
+        with suppress(RuntimeError):  # then it has no length, and has failed
+            job.end.record(lane.stream)
+        job.is_handed_out = True
+        yield 1
+
+    def _advance(self, lane: _Lane) -> None:
+        """Hand out what there is room for; never blocks."""
+        if lane.feed.has_work:
+            with self._on(lane.stream):
+                lane.feed.advance()
+
+    def _hand_out(self, lane: _Lane, job: _Job) -> None:
+        """Hand out everything up to the end of a job, waiting for room as often as it takes."""
+        with self._on(lane.stream):
+            while not job.is_handed_out:
+                lane.feed.push()
+
+    def _mark(self, stream: Any) -> Any:
+        mark = self._cuda.Event()
+        with suppress(RuntimeError):  # the GPU is lost; a mark that is not there counts as ended
+            mark.record(stream)
+        return mark
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """What is enqueued meanwhile goes to the stream."""
+        with self._cuda.device(self._device), self._cuda.stream(stream):
+            yield
 
     def _has_ended(self, job: _Job) -> bool:
         try:
-            return bool(job.end.query())
+            return job.is_handed_out and bool(job.end.query())
         except RuntimeError:  # the GPU is lost: report the job as failed
             return True
 
@@ -179,4 +251,20 @@ class CudaDeviceCopier(DeviceCopier):
             time_s = job.start.elapsed_time(job.end) / _MS_PER_S
         except RuntimeError:
             return TransferResult(job.job_id, False)
-        return TransferResult(job.job_id, job.was_enqueued, job.size_bytes, time_s)
+        return TransferResult(job.job_id, not job.has_failed, job.size_bytes, time_s)
+
+
+def _check(tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: ByteArray) -> None:
+    """Raises `ConfigError` if they do not fit together."""
+    import torch
+
+    if torch_layouts(tensors) != list(layout.tensors):
+        raise ConfigError("the KV tensors differ from their layout; describe them again")
+    if any(tensor.dtype != torch.int8 or tensor.stride(1) != 1 for tensor in tensors):
+        raise ConfigError("KV tensors must be int8 with bytes of a page side by side")
+    if slots.shape != (layout.slots, layout.slot_bytes):
+        raise ConfigError(f"the arena is {slots.shape}, the layout says {layout.slots} slots")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

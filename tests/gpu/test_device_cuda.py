@@ -13,6 +13,7 @@ import torch
 from support.kv_layouts import (
     NAMED_CASES,
     Case,
+    Job,
     make_job,
     may_change_mask,
     model_load,
@@ -122,6 +123,29 @@ def test_a_store_sees_what_the_compute_stream_was_given_before(shared: Path) -> 
         copier.wait({1})
         used = arena.slots[:128, : case.geometry.rank_bytes]
         assert (used == 42).all()
+        copier.shutdown()
+
+
+def test_asking_alone_brings_a_job_of_many_operations_to_its_end(shared: Path) -> None:
+    case = LARGE["mla"]
+    cuda: Any = torch.cuda
+    with open_arena(case, shared) as arena:
+        tensors = case.tensors(np.random.default_rng(0))
+        devices = [to_device(t, 0) for t in tensors]
+        copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
+        taken = cuda.memory_stats()["allocation.all.allocated"]
+        job = Job(GpuBlocks.of(list(range(192)), [192], [0]), np.arange(192, dtype=np.int32)[::-1])
+        copier.submit_store(1, job.blocks, job.slots)
+        rounds = 0
+        while not (results := copier.get_finished()) and rounds < 100:
+            cuda.synchronize()
+            rounds += 1
+        assert rounds > 1, "it is more than a stream is given at a time"
+        assert [(result.job_id, result.success) for result in results] == [(1, True)]
+        model = arena.slots.copy()
+        model_store(case, job, tensors, model)
+        assert (arena.slots[written_mask(case, job)] == model[written_mask(case, job)]).all()
+        assert cuda.memory_stats()["allocation.all.allocated"] == taken, "jobs take no memory"
         copier.shutdown()
 
 

@@ -1,15 +1,13 @@
-"""The CUDA copier's bookkeeping on a twin of torch.cuda: what waits for what, what is reported.
-
-The twin's streams run at once on CPU tensors; its events end when the test says so.
-"""
+"""The CUDA copier's bookkeeping on a twin of torch.cuda: what waits for what, what is reported."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from support.cuda_twin import LOAD, STORE, TwinCuda, TwinEvent, pinned, twin_of_cuda
 from support.kv_layouts import (
     NAMED_CASES,
     make_job,
@@ -22,88 +20,16 @@ from support.kv_layouts import (
 from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration
-
-
-class FakeEvent:
-    """An event that has ended once the test, or a wait, says so."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        assert enable_timing, "elapsed time is asked for"
-        self.has_ended = False
-        self.is_lost = False
-
-    def record(self, stream: FakeStream) -> None:
-        stream.log.append(self)
-
-    def query(self) -> bool:
-        if self.is_lost:
-            raise RuntimeError("CUDA error: the device is lost")
-        return self.has_ended
-
-    def synchronize(self) -> None:
-        self.has_ended = True
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        if end.is_lost:
-            raise RuntimeError("CUDA error: the device is lost")
-        return 250.0
-
-
-class FakeStream:
-    """A stream that remembers what it was told."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.log: list[object] = []
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(other)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(("after", event))
-
-
-class FakeCuda:
-    """The part of torch.cuda that is used."""
-
-    def __init__(self) -> None:
-        self.compute = FakeStream()
-        self.streams: list[FakeStream] = []
-
-    def make_stream(self, device: torch.device) -> FakeStream:
-        self.streams.append(FakeStream(device))
-        return self.streams[-1]
-
-    def stream(self, stream: FakeStream) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def device(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def ends(self, direction: int) -> list[FakeEvent]:
-        """End events of a direction's jobs, in order."""
-        return [entry for entry in self.streams[direction].log if isinstance(entry, FakeEvent)][
-            1::2
-        ]
+from kvcascade.handlers.staging import StagedCopier
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "Stream", fake.make_stream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.compute)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "device", fake.device)
-    return fake
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwinCuda]:
+    with twin_of_cuda(monkeypatch) as twin:
+        yield twin
 
 
 CASE = one_group(16)
-STORE, LOAD = 0, 1
-
-
-def pinned(addresses: list[int]) -> HostRegistration:
-    return HostRegistration(lambda address, length: addresses.append(address), addresses.remove)
 
 
 def simple_copier() -> CudaDeviceCopier:
@@ -121,7 +47,7 @@ def slots_of(*slots: int) -> np.typing.NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("name", NAMED_CASES)
-def test_bytes_arrive_both_ways(name: str, cuda: FakeCuda) -> None:
+def test_bytes_arrive_both_ways(name: str, cuda: TwinCuda) -> None:
     case, rng = NAMED_CASES[name], np.random.default_rng(3)
     tensors, arena = case.tensors(rng), case.arena(rng)
     want, model = [tensor.copy() for tensor in tensors], arena.copy()
@@ -135,13 +61,14 @@ def test_bytes_arrive_both_ways(name: str, cuda: FakeCuda) -> None:
     assert addresses == [arena.ctypes.data]
     store, load = make_job(case, rng), make_job(case, rng)
     assert copier.submit_store(1, store.blocks, store.slots)
+    copier.wait({1})
     model_store(case, store, want, model)
     mask = written_mask(case, store)
     assert (arena[mask] == model[mask]).all()
     model_load(case, load, want, arena)
     assert copier.submit_load(2, load.blocks, load.slots)
+    copier.wait({2})
     assert all((a == b).all() for a, b in zip(tensors, want, strict=True))
-    copier.wait({1, 2})
     results = {result.job_id: result for result in copier.get_finished()}
     assert results[1].size_bytes == int(mask.sum())
     assert all(result.success and result.time_s == 0.25 for result in results.values())
@@ -150,20 +77,38 @@ def test_bytes_arrive_both_ways(name: str, cuda: FakeCuda) -> None:
     assert addresses == []
 
 
-def test_every_job_waits_for_the_compute_stream_and_never_the_other_way(cuda: FakeCuda) -> None:
+def test_every_job_waits_for_the_compute_stream_and_never_the_other_way(cuda: TwinCuda) -> None:
     copier = simple_copier()
-    copier.submit_store(1, blocks_of(0), slots_of(0))
-    copier.submit_load(2, blocks_of(1), slots_of(1))
     for stream in cuda.streams:
         assert stream.log[0] is cuda.compute, "the buffers were made there"
-        assert stream.log[1] is cuda.compute
-        assert [type(entry) for entry in stream.log[2:]] == [FakeEvent, FakeEvent]
-    assert cuda.compute.log == []
+        assert torch.ops.aten.index_put_.default in stream.log and stream.outstanding == 0, "tried"
+        stream.log.clear()
+    copier.submit_store(1, blocks_of(0), slots_of(0))
+    copier.submit_load(2, blocks_of(1), slots_of(1))
+    for stream, ready in zip(cuda.streams, cuda.compute.log, strict=True):
+        assert stream.log[0] == ("after", ready)
+        start, copy, end, mark = stream.log[1:]
+        assert [type(each) for each in (start, end, mark)] == [TwinEvent] * 3
+        assert copy is torch.ops.aten.copy_.default
+
+
+def test_a_job_comes_after_what_the_compute_stream_was_given_before_it_and_no_more(
+    cuda: TwinCuda,
+) -> None:
+    case, rng = CASE, np.random.default_rng(0)
+    pages, arena = torch.from_numpy(case.tensors(rng)[0]), case.arena(rng)
+    copier = CudaDeviceCopier([pages], case.layout, arena, registration=pinned([]))
+    later: list[str] = []
+    cuda.compute.enqueue("the model writes", lambda: pages[3].fill_(42))
+    copier.submit_store(1, blocks_of(3), slots_of(5))
+    cuda.compute.enqueue("the model goes on", lambda: later.append("done"))
+    copier.wait({1})
+    assert (arena[5, :16] == 42).all() and later == []
 
 
 @pytest.mark.parametrize(("block", "slot"), [(0, 5), (5, 0)])
 def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
-    block: int, slot: int, cuda: FakeCuda
+    block: int, slot: int, cuda: TwinCuda
 ) -> None:
     copier = simple_copier()
     copier.submit_store(1, blocks_of(9), slots_of(9))
@@ -173,14 +118,12 @@ def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
     assert ("after", cuda.ends(STORE)[1]) in cuda.streams[LOAD].log
 
 
-def test_finished_jobs_are_reported_once_and_in_order(cuda: FakeCuda) -> None:
+def test_finished_jobs_are_reported_once_and_in_order(cuda: TwinCuda) -> None:
     copier = simple_copier()
     for job_id in (1, 2, 3):
         copier.submit_store(job_id, blocks_of(job_id), slots_of(job_id))
     assert copier.get_finished() == []
-    cuda.ends(STORE)[1].has_ended = True
-    assert copier.get_finished() == [], "the first has not ended"
-    cuda.ends(STORE)[0].has_ended = True
+    cuda.ends(STORE)[1].finish()
     assert [result.job_id for result in copier.get_finished()] == [1, 2]
     copier.wait({99})
     assert copier.get_finished() == []
@@ -188,7 +131,7 @@ def test_finished_jobs_are_reported_once_and_in_order(cuda: FakeCuda) -> None:
     assert [result.job_id for result in copier.get_finished()] == [3]
 
 
-def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: FakeCuda) -> None:
+def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: TwinCuda) -> None:
     copier = simple_copier()
     copier.submit_load(1, blocks_of(1), slots_of(1))
     cuda.ends(LOAD)[0].is_lost = True
@@ -197,11 +140,10 @@ def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: FakeCuda) -> None:
 
 
 def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvcascade.handlers.staging import StagedCopier
-
-    def fail(self: StagedCopier, rows: object) -> None:
+    def fail(self: StagedCopier, rows: object) -> Iterator[int]:
+        yield 1
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(StagedCopier, "store", fail)
@@ -212,15 +154,30 @@ def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     assert not result.success and "copying job 1 failed" in caplog.text
 
 
-def test_nothing_is_taken_after_shutdown(cuda: FakeCuda) -> None:
+def test_a_gpu_that_cannot_copy_is_one_sentence_before_anything_is_pinned(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: StagedCopier) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with a flag for more.")
+
+    monkeypatch.setattr(StagedCopier, "warm_up", fail)
+    rng = np.random.default_rng(0)
+    tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(rng)]
+    addresses: list[int] = []
+    with pytest.raises(ConfigError, match=r"out of memory\); if .* gpu_memory_utilization$"):
+        CudaDeviceCopier(tensors, CASE.layout, CASE.arena(rng), registration=pinned(addresses))
+    assert addresses == []
+
+
+def test_nothing_is_taken_after_shutdown(cuda: TwinCuda) -> None:
     copier = simple_copier()
     copier.submit_store(1, blocks_of(1), slots_of(1))
     copier.shutdown()
-    assert cuda.ends(STORE)[0].has_ended
+    assert cuda.ends(STORE)[0].query()
     assert not copier.submit_store(2, blocks_of(1), slots_of(1))
 
 
-def test_tensors_and_layout_must_agree(cuda: FakeCuda) -> None:
+def test_tensors_and_layout_must_agree(cuda: TwinCuda) -> None:
     rng = np.random.default_rng(0)
     arena = CASE.arena(rng)
     other = [torch.from_numpy(tensor) for tensor in one_group(8).tensors(rng)]

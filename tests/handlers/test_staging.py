@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,20 @@ from support.kv_layouts import (
     may_change_mask,
     model_load,
     model_store,
+    one_group,
     written_mask,
 )
+from support.tensor_operations import tensor_operations
+from torch.utils._pytree import tree_leaves
 
-from kvcascade.handlers.staging import StagedCopier, torch_layouts
+from kvcascade.handlers.device import GpuBlocks
+from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
+from kvcascade.handlers.staging import (
+    DIRECT_RUN_BYTES,
+    PIECE_BLOCKS_MAX,
+    StagedCopier,
+    torch_layouts,
+)
 
 
 def round_trip(case: Case, seed: int, staging_bytes: int, direct_run_bytes: int) -> None:
@@ -37,7 +49,7 @@ def round_trip(case: Case, seed: int, staging_bytes: int, direct_run_bytes: int)
     )
     job = make_job(case, rng)
     model_store(case, job, tensors, model)
-    copier.store(layout.rows(job.blocks, job.slots))
+    sum(copier.store(layout.rows(job.blocks, job.slots)))
     pages = written_mask(case, job)
     assert (arena[pages] == model[pages]).all()
     others = ~may_change_mask(case, job)
@@ -46,7 +58,7 @@ def round_trip(case: Case, seed: int, staging_bytes: int, direct_run_bytes: int)
     job = make_job(case, rng)
     want = [tensor.copy() for tensor in tensors]
     model_load(case, job, want, arena)
-    copier.load(layout.rows(job.blocks, job.slots))
+    sum(copier.load(layout.rows(job.blocks, job.slots)))
     for tensor, expected in zip(tensors, want, strict=True):
         assert (tensor == expected).all()
 
@@ -62,3 +74,93 @@ def test_moves_the_pages(name: str, staging_bytes: int, direct_run_bytes: int) -
 @given(cases(), st.integers(0, 2**32), st.sampled_from([1, 3000, 1 << 20]))
 def test_moves_the_pages_of_any_layout(case: Case, seed: int, staging_bytes: int) -> None:
     round_trip(case, seed, staging_bytes, 1 << 30)
+
+
+class Memory:
+    """What memory the tensors of all operations lie in, bytes by address."""
+
+    def __init__(self) -> None:
+        self.bytes_at: dict[int, int] = {}
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
+                storage = tensor.untyped_storage()
+                self.bytes_at[storage.data_ptr()] = storage.nbytes()
+        return result
+
+
+def open_copier(case: Case, **options: int) -> tuple[StagedCopier, set[int], dict[int, int]]:
+    """A copier; where the memory lies that it was given; and what it took by itself, bytes by
+    address."""
+    rng = np.random.default_rng(0)
+    tensors = [torch.from_numpy(tensor) for tensor in case.tensors(rng)]
+    arena = torch.from_numpy(case.arena(rng)).view(torch.int8)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, arena)}
+    seen = Memory()
+    with tensor_operations(seen.watch):
+        copier = StagedCopier(tensors, case.layout, arena, **options)
+    return copier, given, {at: n for at, n in seen.bytes_at.items() if at not in given}
+
+
+@pytest.mark.parametrize("name", NAMED_CASES)
+def test_a_job_takes_no_memory(name: str) -> None:
+    case = NAMED_CASES[name]
+    copier, given, taken = open_copier(case)
+    used = Memory()
+    with tensor_operations(used.watch):
+        copier.warm_up()
+        for seed in range(8):
+            job = make_job(case, np.random.default_rng(seed))
+            rows = case.layout.rows(job.blocks, job.slots)
+            assert (sum(copier.store(rows)) > 0) == (sum(copier.load(rows)) > 0) == bool(rows)
+    assert used.bytes_at.keys() <= given | taken.keys()
+
+
+def test_the_staging_buffer_and_the_numbers_are_all_the_memory() -> None:
+    case = one_group(2048, 2048, num_blocks=300, slots=200)
+    slot_bytes, number_bytes = case.geometry.slot_bytes, 8
+    _, _, taken = open_copier(case, staging_bytes=50 * slot_bytes)
+    numbers = 50 * number_bytes
+    assert sorted(taken.values()) == sorted([50 * slot_bytes, numbers, HOST_BUFFERS * numbers])
+
+
+def test_no_more_is_staged_than_there_are_slots_or_numbers_are_uploaded() -> None:
+    few = one_group(*[64] * 8, slots=3)
+    _, _, taken = open_copier(few)
+    assert max(taken.values()) <= 3 * few.geometry.slot_bytes
+    many = one_group(1, 1, num_blocks=5000, slots=5000)
+    _, _, taken = open_copier(many)
+    assert max(taken.values()) == HOST_BUFFERS * PIECE_BLOCKS_MAX * 8
+
+
+@pytest.mark.parametrize(
+    "case",
+    [one_group(2 * DIRECT_RUN_BYTES, slots=4, num_blocks=4), one_group(DIRECT_RUN_BYTES, slots=4)],
+    ids=["packed", "large_pages"],
+)
+def test_where_pages_are_always_copied_directly_no_memory_is_taken(case: Case) -> None:
+    copier, _, taken = open_copier(case)
+    assert taken == {}
+    copier.warm_up()
+
+
+@pytest.mark.parametrize(("step", "copies"), [(1, 1), (-1, 40)], ids=["adjacent", "scattered"])
+def test_a_piece_is_a_kernel_per_tensor_and_a_copy_per_run(step: int, copies: int) -> None:
+    case = one_group(*[128] * 32, num_blocks=40, slots=40)
+    copier, _, _ = open_copier(case)
+    blocks = GpuBlocks.of(list(range(40)), [40], [0])
+    rows = case.layout.rows(blocks, np.arange(40, dtype=np.int32)[::step])
+    assert sum(copier.store(rows)) == UPLOAD_OPERATIONS + 32 + copies
+    assert sum(copier.load(rows)) == UPLOAD_OPERATIONS + 32 + copies
+
+
+def test_warming_up_changes_no_byte() -> None:
+    case, rng = NAMED_CASES["three_groups"], np.random.default_rng(5)
+    tensors, arena = case.tensors(rng), case.arena(rng)
+    before = [tensor.copy() for tensor in (*tensors, arena)]
+    devices = [torch.from_numpy(tensor) for tensor in tensors]
+    StagedCopier(devices, case.layout, torch.from_numpy(arena).view(torch.int8)).warm_up()
+    for tensor, was in zip((*tensors, arena), before, strict=True):
+        assert (tensor == was).all()

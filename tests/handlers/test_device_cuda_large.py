@@ -1,0 +1,221 @@
+"""Jobs of more operations than a GPU stream's queue holds, on a twin that refuses to block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from support.cuda_twin import LOAD, QUEUE_MAX, STORE, TwinCuda, pinned, twin_of_cuda
+from support.kv_layouts import Job, model_load, model_store, one_group, written_mask
+
+from kvcascade.handlers.device import GpuBlocks
+from kvcascade.handlers.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.number_uploads import HOST_BUFFERS
+from kvcascade.handlers.staging import StagedCopier
+from kvcascade.handlers.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
+
+LAYERS = 32
+BLOCKS = 512
+CASE = one_group(*[128] * LAYERS, num_blocks=BLOCKS, slots=BLOCKS)
+STAGED_SLOTS = 8
+OPERATIONS = BLOCKS // STAGED_SLOTS * (LAYERS + STAGED_SLOTS)
+"""Of a job of all blocks in scattered slots, and a few more."""
+ROUNDS_MAX = 10_000
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwinCuda]:
+    assert OPERATIONS > 2 * QUEUE_MAX
+    with twin_of_cuda(monkeypatch) as twin:
+        yield twin
+
+
+class Worker:
+    """A copier, and a slow model of what its jobs should do."""
+
+    def __init__(self, *, may_hold_back_stores: bool = True, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.tensors, self.arena = CASE.tensors(self.rng), CASE.arena(self.rng)
+        self.want = [tensor.copy() for tensor in self.tensors]
+        self.want_arena = self.arena.copy()
+        self.pinned: list[int] = []
+        self.copier = CudaDeviceCopier(
+            [torch.from_numpy(tensor) for tensor in self.tensors],
+            CASE.layout,
+            self.arena,
+            registration=pinned(self.pinned),
+            staging_bytes=STAGED_SLOTS * CASE.geometry.slot_bytes,
+            may_hold_back_stores=may_hold_back_stores,
+        )
+        self.results: list[tuple[int, bool]] = []
+
+    def job(self, count: int = BLOCKS) -> Job:
+        """So many blocks and slots, scattered."""
+        ids = self.rng.permutation(BLOCKS)[:count]
+        slots = self.rng.permutation(BLOCKS)[:count].astype(np.int32)
+        return Job(GpuBlocks.of(ids.tolist(), [count], [0]), slots)
+
+    def submit(self, direction: int, job_id: int, job: Job) -> None:
+        """To the copier and to the model."""
+        if direction == STORE:
+            assert self.copier.submit_store(job_id, job.blocks, job.slots)
+            model_store(CASE, job, self.want, self.want_arena)
+        else:
+            assert self.copier.submit_load(job_id, job.blocks, job.slots)
+            model_load(CASE, job, self.want, self.want_arena)
+
+    def step(self) -> None:
+        """What an engine does in every step."""
+        self.results += [(each.job_id, each.success) for each in self.copier.get_finished()]
+
+    def is_right(self) -> bool:
+        return (self.arena == self.want_arena).all() and all(
+            (a == b).all() for a, b in zip(self.tensors, self.want, strict=True)
+        )
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD], ids=["store", "load"])
+def test_a_large_job_never_makes_the_thread_wait(direction: int, cuda: TwinCuda) -> None:
+    worker = Worker()
+    stream = cuda.streams[direction]
+    given_before = stream.given
+    worker.submit(direction, 7, worker.job())
+    assert stream.outstanding > OUTSTANDING_MAX - TURN_OPERATIONS, "it has begun"
+    for _ in range(ROUNDS_MAX):
+        worker.step()
+        if worker.results:
+            break
+        stream.run(100)
+    assert worker.results == [(7, True)] and worker.is_right()
+    assert stream.most_outstanding <= OUTSTANDING_MAX + 2 and stream.waits == 0
+    assert stream.given - given_before > OPERATIONS
+
+
+def test_jobs_end_in_their_order_and_nothing_is_reported_early(cuda: TwinCuda) -> None:
+    worker = Worker()
+    stream = cuda.streams[LOAD]
+    for job_id, count in enumerate((BLOCKS, 1, BLOCKS, 5)):
+        worker.submit(LOAD, job_id, worker.job(count))
+    for _ in range(ROUNDS_MAX):
+        worker.step()
+        assert len(worker.results) == sum(end.query() for end in cuda.ends(LOAD))
+        if len(worker.results) == 4:
+            break
+        stream.run(50)
+    assert worker.results == [(job_id, True) for job_id in range(4)] and worker.is_right()
+
+
+def test_waiting_brings_a_job_to_its_end(cuda: TwinCuda) -> None:
+    worker = Worker()
+    worker.submit(STORE, 1, worker.job())
+    worker.submit(STORE, 2, worker.job(300))
+    worker.submit(STORE, 3, worker.job())
+    worker.copier.wait({2, 99})
+    worker.step()
+    assert worker.results == [(1, True), (2, True)]
+    assert cuda.streams[STORE].most_outstanding <= OUTSTANDING_MAX + 2
+    worker.copier.wait({3})
+    worker.step()
+    assert worker.results[2:] == [(3, True)] and worker.is_right()
+
+
+def test_a_job_comes_after_one_of_the_other_direction_that_is_still_held_back(
+    cuda: TwinCuda,
+) -> None:
+    """The second reads the slots that the first writes, and the third the pages of the second."""
+    worker = Worker()
+    first, away = worker.job(), worker.rng.permutation(BLOCKS).tolist()
+    worker.submit(STORE, 1, first)
+    worker.submit(LOAD, 2, Job(GpuBlocks.of(away, [BLOCKS], [0]), first.slots))
+    worker.submit(STORE, 3, worker.job(40))
+    worker.copier.wait({3})
+    worker.copier.wait({1, 2})
+    worker.step()
+    assert sorted(worker.results) == [(1, True), (2, True), (3, True)] and worker.is_right()
+
+
+def test_every_part_comes_after_what_the_model_was_doing(cuda: TwinCuda) -> None:
+    worker = Worker()
+    pages = [torch.from_numpy(tensor) for tensor in worker.tensors]
+    cuda.compute.enqueue("the model writes", lambda: [page.fill_(42) for page in pages])
+    job = worker.job()
+    assert worker.copier.submit_store(1, job.blocks, job.slots)
+    worker.copier.wait({1})
+    assert (worker.arena[written_mask(CASE, job)] == 42).all()
+
+
+def test_an_error_in_a_late_part_fails_its_job_alone(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load, jobs = StagedCopier.load, iter((True, False))
+
+    def fail_late(self: StagedCopier, rows: object) -> Work:
+        is_first = next(jobs)
+        for at, operations in enumerate(load(self, rows)):  # type: ignore[arg-type]
+            if is_first and at == QUEUE_MAX:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            yield operations
+
+    monkeypatch.setattr(StagedCopier, "load", fail_late)
+    worker = Worker()
+    worker.submit(LOAD, 1, worker.job())
+    worker.submit(LOAD, 2, worker.job(20))
+    worker.copier.wait({1, 2})
+    worker.step()
+    assert worker.results == [(1, False), (2, True)]
+    assert "copying job 1 failed" in caplog.text
+
+
+def test_a_shutdown_ends_what_was_begun_and_drops_the_rest(cuda: TwinCuda) -> None:
+    worker = Worker()
+    worker.submit(STORE, 1, worker.job())
+    worker.submit(LOAD, 2, worker.job())
+    given = [stream.given for stream in cuda.streams]
+    worker.copier.shutdown()
+    assert [stream.outstanding for stream in cuda.streams] == [0, 0]
+    assert worker.pinned == [], "the arena may be unmapped now"
+    worker.copier.wait({1, 2})
+    assert worker.copier.get_finished() == []
+    assert [stream.given for stream in cuda.streams] == given
+
+
+def test_stores_of_an_engine_that_stops_asking_are_handed_out_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with twin_of_cuda(monkeypatch, queue_max=None) as cuda:
+        worker = Worker(may_hold_back_stores=False)
+        worker.submit(STORE, 0, worker.job())
+        first = worker.want_arena.copy()
+        for job_id in (1, 2):
+            worker.submit(STORE, job_id, worker.job())
+        assert 3 * BLOCKS // STAGED_SLOTS > HOST_BUFFERS, "buffers of numbers are used again"
+        cuda.ends(STORE)[0].finish()
+        assert (worker.arena == first).all()
+        cuda.streams[STORE].run()
+        assert worker.is_right()
+        worker.submit(LOAD, 3, worker.job())
+        assert cuda.streams[LOAD].outstanding <= OUTSTANDING_MAX
+        worker.copier.wait({3})
+        worker.step()
+        assert worker.results == [(job_id, True) for job_id in range(4)] and worker.is_right()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_jobs_in_any_order(seed: int, cuda: TwinCuda) -> None:
+    worker = Worker(seed=seed)
+    chance = np.random.default_rng(seed)
+    for job_id in range(12):
+        direction = int(chance.integers(2))
+        worker.submit(direction, job_id, worker.job(int(chance.choice([1, 2, 3, 50, 250]))))
+        for stream in cuda.streams:
+            stream.run(int(chance.integers(0, 400)))
+        worker.step()
+        if chance.random() < 0.2:
+            worker.copier.wait({int(chance.integers(job_id + 1))})
+    worker.copier.wait(set(range(12)))
+    worker.step()
+    assert sorted(worker.results) == [(job_id, True) for job_id in range(12)]
+    assert worker.is_right()
+    assert max(stream.most_outstanding for stream in cuda.streams) <= OUTSTANDING_MAX + 2
