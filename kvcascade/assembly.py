@@ -98,12 +98,15 @@ def open_worker(
     tensors: Sequence[torch.Tensor],
     groups: Sequence[Sequence[tuple[int, int]]],
     page_order: str = "",
+    *,
+    steps_while_storing: bool = True,
 ) -> WorkerSide:
     """Open a worker's part over its KV tensors.
 
     `tensors`: int8, shape `(num_blocks, page_bytes)`; `groups`: per KV group, (tensor index, page
     bytes without padding) of every layer; `page_order`: the inside of a page, where the scheduler
-    does not know it. Raises one of our errors.
+    does not know it; `steps_while_storing`: the engine asks what ended until every store has.
+    Raises one of our errors.
     """
     from .handlers.staging import torch_layouts
 
@@ -119,7 +122,8 @@ def open_worker(
         arena.publish_layout(layout.digest(page_order))
         executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
         undo.callback(executor.shutdown)
-        copier = _copier(tensors, layout, arena, executor, settings.cpu.prefault)
+        prefault = settings.cpu.prefault
+        copier = _copier(tensors, layout, arena, executor, prefault, steps_while_storing)
         undo.pop_all()
     return WorkerSide(arena, copier, executor)
 
@@ -130,11 +134,14 @@ def _copier(
     arena: Arena,
     executor: ThreadPoolExecutor,
     has_prefault: bool,
+    may_hold_back_stores: bool,
 ) -> DeviceCopier:
     if tensors[0].is_cuda:
         from .handlers.device_cuda import CudaDeviceCopier
 
-        return CudaDeviceCopier(tensors, layout, arena.slots)
+        return CudaDeviceCopier(
+            tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+        )
     from .handlers.device_cpu import CpuDeviceCopier
 
     if has_prefault:

@@ -5,7 +5,9 @@ What differs between its versions is looked at, not asked for by version number:
 dictionary of the backends' own tensors (to 0.18) or already in pages (0.19), block sizes are named
 in two ways, and lists of device blocks carry their groups or not.
 
-Nobody closes a spec of this generation, so both halves close themselves when the process ends.
+Nobody closes a spec of this generation, so both halves close themselves when the process ends. Nor
+does its engine make steps for the stores of requests that have ended: it may go to sleep, and throw
+their pages away, with stores under way.
 """
 
 # The pinned vLLM does not have these modules.
@@ -211,6 +213,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 tensors=pages.tensors,
                 groups=pages.groups,
                 page_order=f"{vllm_pages.page_order()} {pages.order}",
+                steps_while_storing=False,
             )
             self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
             _at_exit(side.close)

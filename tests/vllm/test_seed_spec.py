@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcascade.assembly import open_worker
 from kvcascade.errors import ConfigError
 from kvcascade.vllm_generation import adapter
 
@@ -251,6 +252,22 @@ def test_a_preempted_store_waits_for_the_workers(shared: Path, tmp_path: Path) -
     assert engine.await_hits(hashes("text", 4)) == 4
     engine.load(hashes("text", 4))
     engine.close()
+
+
+def test_a_gpu_is_given_all_of_a_store_at_once(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step follows that of the request's end: the engine may sleep, and discard the pages."""
+    adapted = import_module("kvcascade.vllm_seed")
+    asked: list[dict[str, Any]] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        asked.append(options)
+        return open_worker(*args, **options)
+
+    monkeypatch.setattr(adapted, "open_worker", noted)
+    Engine(tmp_path, shared).close()
+    assert [options["steps_while_storing"] for options in asked] == [False]
 
 
 def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> None:
