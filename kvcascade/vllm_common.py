@@ -12,6 +12,7 @@ from .config import CascadeConfig
 from .errors import ConfigError
 from .identity import is_shareable, private_identity, weights_identity
 from .logs import get_logger
+from .vllm_refusals import refuse_useless
 
 logger = get_logger(__name__)
 
@@ -88,16 +89,6 @@ def warn_of_privacy(
         logger.warning(
             "kvcascade: nothing is shared with other processes or kept for the next start: %s",
             reason,
-        )
-
-
-def refuse_useless(engine_config: Any | None) -> None:
-    """Raises `ConfigError` where the engine would give wrong tokens with the right blocks."""
-    if engine_config is not None and not vllm_facts.continues_prefixes(engine_config):
-        raise ConfigError(
-            "kv_transfer_config: vLLM cannot continue a model with MLA from cached blocks on this "
-            "machine (it turns its own prefix cache off), so offloading would give wrong tokens; "
-            "leave kv_transfer_config out, or use a GPU or a CPU with AMX"
         )
 
 

@@ -25,7 +25,7 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
 
     Each layer: name, KV group, offset in a rank's part, pages, and bytes, type and shape of one.
     """
-    kv_config = _kv_cache_config() if kv_config is None else kv_config
+    kv_config = kv_cache_config() if kv_config is None else kv_config
     chunk = config.cache.blocks_per_chunk
     rank_bytes = config.worker_kv_bytes_per_block * chunk
     if kv_config is None or config.parallel.pp_size != 1:
@@ -58,7 +58,7 @@ def full_attention_group(
     config: OffloadingConfig, kv_config: Any | None = None
 ) -> tuple[int, int] | None:
     """The first KV group whose every block is loaded, and tokens of one; None: not known."""
-    kv_config = _kv_cache_config() if kv_config is None else kv_config
+    kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None:
         return None
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -70,11 +70,16 @@ def full_attention_group(
     return None
 
 
-def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
-    """(group, layer name, its KV cache spec) in the order of the worker's tensors."""
+def group_specs(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, Any, Any]]:
+    """(number in the engine, group, its KV cache spec) of the groups that are offloaded."""
     for i, group in enumerate(config.groups):
         group_id = getattr(group, "group_id", i)
-        spec = kv_config.kv_cache_groups[group_id].kv_cache_spec
+        yield group_id, group, kv_config.kv_cache_groups[group_id].kv_cache_spec
+
+
+def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """(group, layer name, its KV cache spec) in the order of the worker's tensors."""
+    for group_id, group, spec in group_specs(config, kv_config):
         by_layer = getattr(spec, "kv_cache_specs", None) or {}
         for name in group.layer_names:
             yield group_id, name, by_layer.get(name, spec)
@@ -104,7 +109,7 @@ def _shape(spec: Any, page_bytes: int) -> dict[str, Any]:
     return {"dtype": "uint8", "shape": [page_bytes]}
 
 
-def _kv_cache_config() -> Any | None:
+def kv_cache_config() -> Any | None:
     """The `KVCacheConfig` of the connector that is being made, or None."""
     frame = inspect.currentframe()
     for _ in range(MAX_FRAMES):

@@ -51,6 +51,7 @@ from .vllm_later import (
 )
 from .vllm_layers import about_blocks, full_attention_group
 from .vllm_pages import from_canonical
+from .vllm_refusals import refuse_wrong_stores
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -311,6 +312,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def _set_up(self, config: OffloadingConfig) -> None:
         self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
+        refuse_wrong_stores(config)
         self._engine_config = vllm_facts.engine_config()
         served_end, self._served_tokens = _served(config)
         self._geometry = _geometry(config, served_end)

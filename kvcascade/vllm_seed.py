@@ -47,6 +47,7 @@ from .vllm_common import (
     namespace_facts,
     open_scheduler_side,
 )
+from .vllm_refusals import keeps_every_block
 
 log_beside_vllm()
 logger = get_logger(__name__)
@@ -249,6 +250,11 @@ class CascadeOffloadingSpec(OffloadingSpec):
             raise ConfigError(
                 "kvcascade needs vLLM 0.24 or newer for a model with several KV cache groups; "
                 "upgrade vLLM, or disable the hybrid KV cache manager"
+            )
+        if not keeps_every_block(cache.kv_cache_groups[0].kv_cache_spec):
+            raise ConfigError(
+                "kvcascade needs vLLM 0.24 or newer for a model whose layers all keep a window or "
+                "a state only, because older ones store gaps as blocks; upgrade vLLM"
             )
         block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
         blocks_per_chunk = self._tokens_per_chunk // self._tokens_per_block

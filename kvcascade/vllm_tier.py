@@ -44,9 +44,10 @@ from .tiers.nvme.filesystem import RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.tier import NvmeTier as OpenTier
 from .tiers.policies import known_names
-from .vllm_common import log_beside_vllm, namespace_facts, refuse_useless, warn_of_privacy
+from .vllm_common import log_beside_vllm, namespace_facts, warn_of_privacy
 from .vllm_later import set_state, state_of
 from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
+from .vllm_refusals import refuse_useless, refuse_wrong_stores
 
 logger = get_logger(__name__)
 
@@ -213,6 +214,7 @@ def _settings(options: dict[str, Any]) -> CascadeConfig:
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
     engine_config = vllm_facts.engine_config()
     refuse_useless(engine_config)
+    refuse_wrong_stores(config)
     shape = {**shape_facts(config), "rows": f"vLLM's tiering, {row_bytes} bytes"}
     facts = namespace_facts(settings, engine_config, config.model.name, shape)
     warn_of_privacy(settings, engine_config, facts, config.model.name)

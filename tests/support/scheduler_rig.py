@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -53,8 +54,12 @@ LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 ROW_BYTES = 32
 """Bytes of one token in one layer."""
 PAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
+NULL_BLOCK = 0
+"""vLLM's number for a block that is not there."""
 CHUNK_BLOCKS = 2
 """Device blocks of a chunk: together a slot of 4096 bytes."""
+_TENSORS_ARE_SHARED = "shared_by" in KVCacheTensor.__dataclass_fields__
+"""Up to 0.28; later ones say where in the memory a layer is."""
 DRAIN_LIMIT_S = 60.0
 """Several times the deadline of a promotion: a disk may be slow, yet no request waits for ever."""
 
@@ -74,6 +79,16 @@ class Kind:
     """Multi-head latent attention: one vector per token, no keys and values."""
     stages: int = 1
     """Of a pipeline: each has a worker of its own and a part of the layers."""
+    window: int = 0
+    """Tokens; not 0: the second layer has a sliding window, is a KV group of its own, and shares
+    the memory of the first."""
+    chunk: int = CHUNK_BLOCKS
+    """Device blocks of a chunk."""
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Bytes of a block in each KV tensor."""
+        return (PAGE_BYTES,) * (1 if self.window else len(LAYERS))
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,8 @@ class SchedulerRig:
         kind: Kind | None = None,
     ) -> None:
         self._kind = kind or Kind()
-        options = engine_options(model, device_blocks, {"blocks_per_chunk": CHUNK_BLOCKS, **extra})
+        extra = {"blocks_per_chunk": self._kind.chunk, **extra}
+        options = engine_options(model, device_blocks, extra)
         transfer = options.pop("kv_transfer_config")
         config = self._config(options, transfer, is_async)
         cache = self._cache_config(device_blocks, 0)  # vLLM's scheduler is given the first stage's
@@ -153,14 +169,19 @@ class SchedulerRig:
         connector = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
         layers = range(rank, len(LAYERS), self._kind.stages)
         shape = (device_blocks, PAGE_BYTES)
-        tensors = {layer: torch.zeros(shape, dtype=torch.int8) for layer in layers}
+        if self._kind.window:
+            tensors = dict.fromkeys(layers, torch.zeros(shape, dtype=torch.int8))
+            refs = [[CanonicalKVCacheRef(0, PAGE_BYTES)] for _ in layers]
+        else:
+            tensors = {layer: torch.zeros(shape, dtype=torch.int8) for layer in layers}
+            refs = [[CanonicalKVCacheRef(i, PAGE_BYTES) for i in range(len(tensors))]]
+        distinct = list(tensors.values())[: len(self._kind.pages)]
         assert connector.connector_worker is not None
         side: Any = connector.connector_worker
         register = getattr(side, "_init_worker", None) or side._register_handlers  # up to 0.24
         register(
             CanonicalKVCaches(
-                [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors.values()],
-                [[CanonicalKVCacheRef(i, PAGE_BYTES) for i in range(len(tensors))]],
+                [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in distinct], refs
             )
         )
         return _Stage(connector, tensors)
@@ -182,14 +203,18 @@ class SchedulerRig:
     def _cache_config(self, device_blocks: int, rank: int) -> KVCacheConfig:
         made = MLAAttentionSpec if self._kind.is_mla else FullAttentionSpec
         head_size = ROW_BYTES // torch.float32.itemsize // (1 if self._kind.is_mla else 2)
-        spec = made(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=head_size, dtype=torch.float32
-        )
+        about: Any = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "dtype": torch.float32}
+        about["head_size"] = head_size
+        spec = made(**about)
         assert spec.page_size_bytes == PAGE_BYTES
         layers: list[str] = list(LAYERS[rank :: self._kind.stages])
+        if self._kind.window:
+            window = SlidingWindowSpec(**about, sliding_window=self._kind.window)
+            groups = [KVCacheGroupSpec(layers[:1], spec), KVCacheGroupSpec(layers[1:], window)]
+            return KVCacheConfig(device_blocks, self._shared(device_blocks, layers), groups)
         groups = [KVCacheGroupSpec(layers, spec)]
         size, tensor = PAGE_BYTES * device_blocks, cast(Any, KVCacheTensor)
-        if "shared_by" in KVCacheTensor.__dataclass_fields__:  # up to 0.28
+        if _TENSORS_ARE_SHARED:
             apart = [tensor(size=size, shared_by=[layer]) for layer in layers]
             return KVCacheConfig(device_blocks, apart, groups)
         together = tensor(
@@ -199,6 +224,15 @@ class SchedulerRig:
             block_stride=PAGE_BYTES,
         )
         return KVCacheConfig(device_blocks, [together], groups)
+
+    @staticmethod
+    def _shared(device_blocks: int, layers: list[str]) -> list[Any]:
+        """Memory of layers whose blocks are the same ones, each of one layer at a time."""
+        size, tensor = PAGE_BYTES * device_blocks, cast(Any, KVCacheTensor)
+        if _TENSORS_ARE_SHARED:
+            return [tensor(size=size, shared_by=layers)]
+        strides = {"layer_stride": size, "block_stride": PAGE_BYTES}
+        return [tensor(size=size, layers=[layer], **strides) for layer in layers]
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         """A new request."""
@@ -299,18 +333,25 @@ class SchedulerRig:
     def _forward(self, name: str, start: int, count: int) -> list[int]:
         """Check what is computed already, compute the rest, sample if the text is complete."""
         text, request = self.texts[name], self.scheduler.requests[name]
-        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = start + count
         for layer, tensor in (pair for s in self._stages for pair in s.tensors.items()):
+            has_window = self._kind.window and layer == 1
+            seen = max(0, start - self._kind.window + 1) if has_window else 0
+            blocks = groups[layer if self._kind.window else 0]
             rows = np.stack(text.rows[layer][:end])
             for first in range(0, end, BLOCK_TOKENS):
                 last = min(first + BLOCK_TOKENS, end)
-                have = tensor[blocks[first // BLOCK_TOKENS]].numpy().reshape(-1, ROW_BYTES)
-                known = max(0, min(last, start) - first)
-                assert np.array_equal(have[:known], rows[first : first + known]), (
-                    f"wrong bytes: {name}, layer {layer}, tokens {first} to {first + known}"
+                block = blocks[first // BLOCK_TOKENS]
+                if last <= seen and block == NULL_BLOCK:
+                    continue
+                assert block != NULL_BLOCK, f"{name}, layer {layer}, token {first} is nowhere"
+                have = tensor[block].numpy().reshape(-1, ROW_BYTES)
+                known = slice(max(seen - first, 0), max(0, min(last, start) - first))
+                assert np.array_equal(have[known], rows[first:last][known]), (
+                    f"wrong bytes: {name}, layer {layer}, tokens {known} after {first}"
                 )
-                have[known : last - first] = rows[first + known : last]
+                have[known.stop : last - first] = rows[first + known.stop : last]
         if end < request.num_tokens:
             return []
         if end == len(text.tokens):

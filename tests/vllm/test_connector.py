@@ -7,25 +7,24 @@ at the speed of a scheduler without a model.
 from __future__ import annotations
 
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.kv_bytes import Shape, damage, tiers
-from support.scheduler_rig import (
-    CHUNK_BLOCKS,
-    LAYERS,
-    PAGE_BYTES,
-    Kind,
-    SchedulerRig,
-    survives_aborts,
-)
+from support.scheduler_rig import BLOCK_TOKENS, Kind, SchedulerRig, survives_aborts
 
+from kvcascade.errors import ConfigError
 from kvcascade.tools.model import make_llama
+from kvcascade.vllm_refusals import offers_the_last_token
 
-SHAPE = Shape(pages=(PAGE_BYTES,) * len(LAYERS), chunk=CHUNK_BLOCKS)
 STEPS = 400
 UNFINISHED_MAX = 8
+REMEMBERED = 10
+"""Texts that conversations may go on from."""
+TEXT_MAX = 700
+"""Tokens of a text that goes on, or of a prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +41,25 @@ class Story:
     ) -> None:
         self.rng = random.Random(seed)
         self.path = path
+        kind = kind or Kind()
+        shape = Shape(pages=kind.pages, chunk=kind.chunk)
         options: dict[str, Any] = {
             "write_mode": self.rng.choice(["demote", "back", "through"]),
             "dirty_age_s": 0.01,
-            "offload_prompt_only": self.rng.random() < 0.3,
+            "offload_prompt_only": self.rng.random() < 0.3 or offers_the_last_token(),
             "weights_id": "test",
         }
         cpu, nvme = self.rng.choice([8, 20]), self.rng.choice([32, 96])
         self.rig = SchedulerRig(
             model,
-            {"tiers": tiers(SHAPE, path, cpu=cpu, nvme=nvme), **options},
+            {"tiers": tiers(shape, path, cpu=cpu, nvme=nvme), **options},
             device_blocks=self.rng.choice([40, 64]),
             is_async=is_async,
             kind=kind,
         )
-        self.families = [self._tokens(700) for _ in range(5)]
+        self.families = [self._tokens(TEXT_MAX) for _ in range(5)]
+        self.asked: deque[str] = deque(maxlen=REMEMBERED)
+        self.chunk_tokens = kind.chunk * BLOCK_TOKENS
         self.names = (f"request-{number}" for number in range(STEPS))
         self.resets = 0
         self.may_abort = survives_aborts()
@@ -74,15 +77,29 @@ class Story:
     def _act(self) -> None:
         chance = self.rng.random()
         if chance < 0.25 and len(self.rig.unfinished) < UNFINISHED_MAX:
-            shared = self.rng.choice(self.families)[: self.rng.randrange(40, 700)]
-            prompt = shared + self._tokens(self.rng.choice([0, 0, 20]))
-            self.rig.add(next(self.names), prompt, self.rng.choice([1, 5, 40]))
+            self._ask()
         elif chance < 0.27 and self.rig.unfinished and self.may_abort:
             self.rig.abort(self.rng.choice(self.rig.unfinished))
         elif chance < 0.28 and (self.may_abort or not self.rig.unfinished):
             self.resets += self.rig.reset()
         elif chance < 0.29:
             damage(self.path, every=4096)
+
+    def _ask(self) -> None:
+        """A new request; many go on from an earlier one's text and answer.
+
+        Many answers end where a chunk does: the last token of an answer is never computed.
+        """
+        told = [name for name in self.asked if name not in self.rig.unfinished]
+        texts = [text for name in told if len(text := self.rig.texts[name].tokens) < TEXT_MAX]
+        if texts and self.rng.random() < 0.4:
+            prompt = self.rng.choice(texts) + self._tokens(self.rng.choice([5, 20]))
+        else:
+            shared = self.rng.choice(self.families)[: self.rng.randrange(40, TEXT_MAX)]
+            prompt = shared + self._tokens(self.rng.choice([0, 0, 20]))
+        up_to_chunk = -len(prompt) % self.chunk_tokens or self.chunk_tokens
+        self.asked.append(next(self.names))
+        self.rig.add(self.asked[-1], prompt, self.rng.choice([1, 5, 40, up_to_chunk]))
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -95,19 +112,54 @@ def test_random_requests(seed: int, is_async: bool, model: Path, tmp_path: Path)
         story.rig.close()
 
 
-KINDS = {"mla": Kind(is_mla=True), "pipeline": Kind(stages=2)}
+KINDS = {
+    "mla": Kind(is_mla=True),
+    "pipeline": Kind(stages=2),
+    "window": Kind(window=96, chunk=1),
+}
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_kinds_that_no_engine_runs_here(
-    seed: int, kind: str, is_async: bool, model: Path, tmp_path: Path
-) -> None:
-    """On a CPU, vLLM continues no MLA model from cached blocks, and no pipeline without
-    compiling."""
+def test_other_kinds(seed: int, kind: str, is_async: bool, model: Path, tmp_path: Path) -> None:
+    """Of the first two no engine runs here: on a CPU, vLLM continues no MLA model from cached
+    blocks, and no pipeline without compiling."""
     story = Story(100 + seed, model, tmp_path, is_async, KINDS[kind])
     try:
         story.run()
     finally:
         story.rig.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_the_next_turn_after_an_answer_that_fills_its_block(is_async: bool, model: Path) -> None:
+    """The last token of an answer is never computed, so that block must not be stored."""
+    extra = {
+        "tiers": [{"type": "cpu", "capacity": "1MiB"}],
+        "offload_prompt_only": offers_the_last_token(),
+        "weights_id": "test",
+    }
+    rig = SchedulerRig(model, extra, 40, is_async, Kind(chunk=1))
+    try:
+        for turn in range(4):
+            said = rig.texts[f"turn {turn - 1}"].tokens if turn else [7] * 90
+            prompt = [*said, *range(10)]
+            rig.add(f"turn {turn}", prompt, -len(prompt) % BLOCK_TOKENS)
+            rig.drain()
+    finally:
+        rig.close()
+
+
+def test_chunks_of_a_window_are_refused(model: Path) -> None:
+    """vLLM offers a chunk by its last block, and does not copy those before it that are gone."""
+    extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
+    with pytest.raises(ConfigError, match="blocks_per_chunk: 2 does not work with this model"):
+        SchedulerRig(model, extra, 40, is_async=False, kind=Kind(window=96, chunk=2))
+
+
+@pytest.mark.skipif(not offers_the_last_token(), reason="this vLLM leaves the last token out")
+def test_answers_that_end_with_what_nobody_computed_are_refused(model: Path) -> None:
+    extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], "offload_prompt_only": False}
+    with pytest.raises(ConfigError, match=r"offload_prompt_only: vLLM 0\.26 to 0\.29"):
+        SchedulerRig(model, extra, 40, is_async=False)

@@ -35,7 +35,6 @@ class Kind:
 SLOW = pytest.mark.slow
 KINDS = {
     "sliding_window": Kind("sliding"),
-    "sliding_window_chunks_of_2": Kind("sliding", chunk=2),
     "chunks_of_4": Kind("llama", chunk=4, least_cached=PROMPT_TOKENS - 128),
     "fp8": Kind("llama", {"kv_cache_dtype": "fp8"}),
     "state_space": Kind("state_space", least_cached=1),
@@ -104,6 +103,17 @@ def test_a_model_that_cannot_be_continued_is_refused(shared: Path, tmp_path: Pat
     model = MAKERS["mla"](tmp_path / "model")
     extra = {"tiers": [{"type": "cpu", "capacity": "64MiB", "arena_dir": str(shared)}]}
     with pytest.raises(EngineFailed, match="kv_transfer_config: vLLM cannot continue a model"):
+        Engine(tmp_path / "engine.log", engine_options(model, 220, extra))
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["sliding", "state_space"])
+def test_chunks_with_gaps_are_refused(kind: str, shared: Path, tmp_path: Path) -> None:
+    """Tokens would be wrong (bytes: `test_connector.py`)."""
+    model = MAKERS[kind](tmp_path / "model")
+    tiers = [{"type": "cpu", "capacity": "64MiB", "arena_dir": str(shared)}]
+    extra = {"tiers": tiers, "blocks_per_chunk": 2}
+    with pytest.raises(EngineFailed, match="blocks_per_chunk: 2 does not work with this model"):
         Engine(tmp_path / "engine.log", engine_options(model, 220, extra))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcascade.assembly import open_worker
 from kvcascade.errors import ConfigError
@@ -189,10 +190,13 @@ def vllm_config(extra: dict[str, Any]) -> Any:
     )
 
 
-def cache_config(groups: int = 1) -> Any:
+def cache_config(groups: int = 1, window: int | None = None) -> Any:
+    shape: Any = {"num_kv_heads": 2, "head_size": 4, "dtype": torch.float32, "block_size": TOKENS}
     group = SimpleNamespace(
         layer_names=[f"layer.{i}" for i in range(LAYERS)],
-        kv_cache_spec=SimpleNamespace(block_size=TOKENS),
+        kv_cache_spec=SlidingWindowSpec(**shape, sliding_window=window)
+        if window
+        else FullAttentionSpec(**shape),
     )
     tensors = [SimpleNamespace(size=BLOCKS * PAGE_BYTES) for _ in range(LAYERS)]
     return SimpleNamespace(
@@ -276,6 +280,8 @@ def test_bad_configurations_are_one_sentence(shared: Path, tmp_path: Path) -> No
     extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}]}
     with pytest.raises(ConfigError, match="0.24 or newer for a model with several"):
         CascadeOffloadingSpec(vllm_config(extra), cache_config(groups=2))
+    with pytest.raises(ConfigError, match="0.24 or newer for a model whose layers all keep"):
+        CascadeOffloadingSpec(vllm_config(extra), cache_config(window=64))
 
 
 def test_what_these_versions_cannot_do_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
