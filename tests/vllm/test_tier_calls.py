@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -152,7 +153,8 @@ def test_a_reset_of_their_manager_reaches_the_tier(
     """It resets no tier but its own: after an update of the weights ours would serve the old."""
     rig = Rig(tmp_path, on_reset=on_reset)
     region = SimpleNamespace(create_kv_memoryview=lambda: rig.memory.data, cleanup=lambda: None)
-    theirs = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(ROWS, region), [rig.tier])  # type: ignore[arg-type]
+    primary = CPUPrimaryTierOffloadingManager(ROWS, cast(Any, region))
+    theirs = TieringOffloadingManager(primary, [rig.tier])
     old = rig.request("old", [1])
     theirs.on_new_request(old)
     rig.memory[:] = 7
