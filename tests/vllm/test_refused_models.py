@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvcascade import vllm_facts, vllm_plugin
 from kvcascade.errors import ConfigError
+from kvcascade.named import SPEC_NAME
 from kvcascade.vllm_refusals import refuse_answers, refuse_gaps, refuse_useless
 
 
@@ -92,7 +93,7 @@ def test_answers_are_offloaded_where_vllm_leaves_their_end_out(
 def test_answers_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, 28))
     extra = {
-        "spec_name": vllm_plugin.SPEC_NAME,
+        "spec_name": SPEC_NAME,
         "tiers": [{"type": "cpu", "capacity": "1MiB"}],
         "offload_prompt_only": False,
     }
