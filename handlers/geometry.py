@@ -154,10 +154,10 @@ class WorkerLayout:
             for each in rows
         )
 
-    def digest(self, page_order: str = "") -> bytes:
+    def digest(self, packing: str = "") -> bytes:
         """16 bytes that are equal for two workers only if they lay pages out alike.
 
-        `page_order` says how the engine arranges the inside of a page, if that is known.
+        `packing` says how the engine arranges the inside of a page, as far as that is known.
 
         Covers pages, strides, groups and chunk size, not the number of blocks or slots nor the
         place in the slot, which may change between two runs that share blocks.
@@ -167,9 +167,9 @@ class WorkerLayout:
             str(self.blocks_per_chunk),
             ";".join(f"{t.page_bytes},{t.row_stride}" for t in self.tensors),
             *(";".join(f"{r.tensor},{r.page_bytes}" for r in refs) for refs in self.groups),
-            *([page_order] if page_order else []),
+            *([packing] if packing else []),
         ]
-        text = "|".join(facts).encode("ascii")
+        text = "|".join(facts).encode()
         return hashlib.blake2b(text, digest_size=LAYOUT_DIGEST_BYTES).digest()
 
     def _group_copies(self, rows: GroupRows) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -97,16 +97,16 @@ def open_worker(
     rank: int,
     tensors: Sequence[torch.Tensor],
     groups: Sequence[Sequence[tuple[int, int]]],
-    page_order: str = "",
+    packing: str = "",
     *,
     steps_while_storing: bool = True,
 ) -> WorkerSide:
     """Open a worker's part over its KV tensors.
 
     `tensors`: int8, shape `(num_blocks, page_bytes)`; `groups`: per KV group, (tensor index, page
-    bytes without padding) of every layer; `page_order`: the inside of a page, where the scheduler
-    does not know it; `steps_while_storing`: the engine asks what ended until every store has.
-    Raises one of our errors.
+    bytes without padding) of every layer; `packing`: what the scheduler does not know of the inside
+    of a page; `steps_while_storing`: the engine asks what ended until every store has. Raises one
+    of our errors.
     """
     from .handlers.staging import torch_layouts
 
@@ -119,7 +119,7 @@ def open_worker(
     with ExitStack() as undo:
         arena = Arena.open(arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir)
         undo.callback(arena.close)
-        arena.publish_layout(layout.digest(page_order))
+        arena.publish_layout(layout.digest(packing))
         executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
         undo.callback(executor.shutdown)
         prefault = settings.cpu.prefault

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from . import vllm_facts
+from . import vllm_facts, vllm_packing
 from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
 from .config import CascadeConfig
 from .errors import ConfigError
@@ -53,7 +53,7 @@ def namespace_facts(
     about blocks and parallelism.
     """
     version = ".".join(map(str, vllm_facts.vllm_version()))
-    facts = {"vllm": version, "label": settings.label, **shape}
+    facts = {"vllm": version, "label": settings.label, **shape, **vllm_packing.machine_facts()}
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
     facts.update(vllm_facts.model_facts(engine_config))

@@ -38,6 +38,8 @@ _MODEL_OPTIONS = (
     "code_revision",
 )
 """What computes the blocks, beside the weights and the model's own configuration."""
+_ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
+"""What the user asks for; what vLLM chose is `vllm_packing`'s."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -104,8 +106,8 @@ def model_facts(config: Any) -> dict[str, str]:
         "hf_config": _digest(_stable(hf_config.to_dict())) if hf_config is not None else "unknown",
         "hf_overrides": _digest(str(getattr(model, "hf_overrides", None))),
         "hash_algorithm": str(getattr(cache, "prefix_caching_hash_algo", "unknown")),
-        "attention_backend": str(
-            getattr(getattr(config, "attention_config", None), "backend", None)
+        "attention": " ".join(
+            _options(getattr(config, "attention_config", None), _ATTENTION_OPTIONS)
         ),
     }
 

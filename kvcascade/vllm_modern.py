@@ -49,8 +49,9 @@ from .vllm_later import (
     set_state,
     state_of,
 )
-from .vllm_layers import about_blocks, full_attention_group
-from .vllm_pages import from_canonical
+from .vllm_layers import about_blocks, full_attention_group, kv_cache_config
+from .vllm_packing import group_facts, packing_of_layers
+from .vllm_pages import from_canonical, require_whole
 from .vllm_refusals import refuse_wrong_stores
 
 if TYPE_CHECKING:
@@ -340,14 +341,18 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
+            config = self.config
+            layers = [group.layer_names for group in config.groups]
             pages = from_canonical(kv_caches)
+            require_whole(pages, layers, config.worker_kv_bytes_per_block)
             side = open_worker(
                 self._settings,
                 self._geometry,
-                self.config.engine_id,
-                rank=self.config.parallel.rank,
+                config.engine_id,
+                rank=config.parallel.rank,
                 tensors=pages.tensors,
                 groups=pages.groups,
+                packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
             )
             self._worker = CascadeWorker(side)
         return self._worker
@@ -396,11 +401,11 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
         f"dcp{parallel.dcp_size} world{parallel.world_size}",
     }
-    for i, group in enumerate(config.groups):
-        group_id = getattr(group, "group_id", i)
+    groups = {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}
+    for group_id, group in groups.items():
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
-    return facts
+    return facts | group_facts(kv_cache_config(), groups)
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:

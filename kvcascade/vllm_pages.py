@@ -5,8 +5,9 @@ No byte is copied: every page is a view of the engine's own tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, starmap
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -26,8 +27,11 @@ class Pages:
     """int8, shape `(num_blocks, page_bytes)`."""
     groups: list[list[tuple[int, int]]]
     """Per KV group, (tensor index, page bytes without padding) of every layer."""
-    order: str = ""
-    """How the inside of a page is arranged, as far as the tensors show it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device's KV cache."""
+        return int(self.tensors[0].shape[0])
 
 
 def from_canonical(kv_caches: Any) -> Pages:
@@ -51,7 +55,6 @@ def from_tensors(
     caches are lists.
     """
     tensors: list[torch.Tensor] = []
-    orders: list[str] = []
     for name, cache in kv_caches.items():
         if isinstance(cache, list | tuple):
             raise ConfigError(
@@ -59,14 +62,48 @@ def from_tensors(
                 f"newer for such models: upgrade vLLM"
             )
         physical, outer = _in_memory_order(cache, attn_backends[name])
-        orders.append(",".join(map(str, physical)))
         plain = cache.permute(physical)
         if not plain.is_contiguous():
             raise ConfigError(f"the KV cache of layer {name} has gaps; this layout is unsupported")
         flat = plain.reshape(*plain.shape[:outer], num_blocks, -1).view(_int8())
         tensors += flat.unbind(0) if outer else [flat]
     refs = [(index, int(tensor.shape[1])) for index, tensor in enumerate(tensors)]
-    return Pages(tensors, [refs], ";".join(dict.fromkeys(orders)))
+    return Pages(tensors, [refs])
+
+
+def require_whole(pages: Pages, layers: Sequence[Sequence[str]], block_bytes: int) -> None:
+    """Raises `ConfigError` unless the pages of a block are all of it, and of no other block.
+
+    vLLM describes a block layer by layer or, where it takes the layers to lie side by side, as one
+    tensor. It takes them so, too, where the heads of a layer lie apart, or a gap follows each page,
+    and then describes a part; and layers of states apart even where they lie side by side.
+    `layers`: names per KV group; `block_bytes`: what vLLM says a block of all layers takes.
+    """
+    if len(pages.tensors) == 1:
+        is_whole = pages.tensors[0].shape[1] == block_bytes
+    else:
+        has_all = all(
+            len(refs) >= len(names) for refs, names in zip(pages.groups, layers, strict=True)
+        )
+        is_whole = has_all and not any(
+            starmap(_have_bytes_in_common, combinations(pages.tensors, 2))
+        )
+    if not is_whole:
+        raise ConfigError(
+            "VLLM_KV_CACHE_LAYOUT: in the layout of this KV cache vLLM does not hand over whole "
+            "blocks, so parts of them would be lost; set it to another one, LBHNC or BLHNC"
+        )
+
+
+def _have_bytes_in_common(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Rows of equal stride may lie between each other's."""
+    first, second = sorted((one, other), key=lambda each: each.data_ptr())
+    rows, page_bytes = first.shape
+    stride, apart = first.stride(0), second.data_ptr() - first.data_ptr()
+    if apart >= (rows - 1) * stride + page_bytes:
+        return False
+    gap = stride - apart % stride
+    return stride != second.stride(0) or gap < second.shape[1] or apart % stride < page_bytes
 
 
 def _in_memory_order(cache: torch.Tensor, backend: Any) -> tuple[list[int], int]:
@@ -85,17 +122,6 @@ def _in_memory_order(cache: torch.Tensor, backend: Any) -> tuple[list[int], int]
             f"this attention backend is unsupported: choose another one"
         )
     return physical, outer
-
-
-def page_order() -> str:
-    """vLLM's name of the order of heads and tokens in a page; empty if it does not say.
-
-    Asked of versions that do not put it into the scheduler's configuration; in a worker.
-    """
-    from vllm.v1.attention.backends import utils
-
-    ask = getattr(utils, "get_kv_cache_layout", None)
-    return "" if ask is None else str(ask())
 
 
 def _int8() -> torch.dtype:

@@ -47,6 +47,7 @@ from .vllm_common import (
     namespace_facts,
     open_scheduler_side,
 )
+from .vllm_packing import group_facts, packing_of_layers
 from .vllm_refusals import keeps_every_block
 
 log_beside_vllm()
@@ -213,7 +214,11 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 rank=self.vllm_config.parallel_config.rank % self._geometry.world_size,
                 tensors=pages.tensors,
                 groups=pages.groups,
-                page_order=f"{vllm_pages.page_order()} {pages.order}",
+                packing=packing_of_layers(
+                    self.vllm_config,
+                    [self.kv_cache_config.kv_cache_groups[0].layer_names],
+                    pages.num_blocks,
+                ),
                 steps_while_storing=False,
             )
             self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
@@ -277,6 +282,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
             "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} "
             f"dcp{parallel.decode_context_parallel_size} world{parallel.world_size}",
             "group0": f"{self._tokens_per_block} tokens: {','.join(group.layer_names)}",
+            **group_facts(self.kv_cache_config, [0]),
         }
 
 

@@ -47,6 +47,7 @@ from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, warn_of_privacy
 from .vllm_later import set_state, state_of
 from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
+from .vllm_packing import packing_of_layers
 from .vllm_refusals import refuse_useless, refuse_wrong_stores
 
 logger = get_logger(__name__)
@@ -215,7 +216,17 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
     engine_config = vllm_facts.engine_config()
     refuse_useless(engine_config)
     refuse_wrong_stores(config)
-    shape = {**shape_facts(config), "rows": f"vLLM's tiering, {row_bytes} bytes"}
+    cache = getattr(engine_config, "cache_config", None)
+    layers = [group.layer_names for group in config.groups]
+    shape = {
+        **shape_facts(config),
+        "rows": f"vLLM's tiering, {row_bytes} bytes",
+        # Nothing of ours runs in workers: which backends they took is known if the one worker
+        # lives in this process, and otherwise what `shape_facts` says must do.
+        "layers": packing_of_layers(
+            engine_config, layers, getattr(cache, "num_gpu_blocks", 0) or 1
+        ),
+    }
     facts = namespace_facts(settings, engine_config, config.model.name, shape)
     warn_of_privacy(settings, engine_config, facts, config.model.name)
     return NamespaceKey(settings.label or config.model.name, facts)

@@ -96,9 +96,17 @@ def test_a_changed_cache_is_another_namespace(field: str, value: str) -> None:
     assert fingerprint(config) != fingerprint(BASE)
 
 
-def test_another_attention_backend_is_another_namespace() -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", "FLASHINFER"),
+        ("backend_per_kind", {"sliding_window": "TRITON_ATTN"}),
+        ("indexer_kv_dtype", "fp8"),
+    ],
+)
+def test_another_attention_backend_is_another_namespace(field: str, value: Any) -> None:
     config = engine()
-    config.attention_config.backend = "FLASHINFER"
+    setattr(config.attention_config, field, value)
     assert fingerprint(config) != fingerprint(BASE)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcascade.errors import ConfigError
-from kvcascade.vllm_pages import Pages, from_canonical, from_tensors
+from kvcascade.vllm_pages import Pages, from_canonical, from_tensors, require_whole
 
 BLOCKS, HEADS, TOKENS, SIZE = 7, 2, 16, 8
 
@@ -78,13 +78,11 @@ def test_blocks_first() -> None:
 
 
 def test_the_order_in_memory_decides() -> None:
-    """Logical and physical order differ; so do the descriptions of what is inside a page."""
+    """Logical and physical order differ."""
     physical = torch.zeros(BLOCKS, 2, TOKENS, HEADS, SIZE)
     tensor = physical.permute(0, 1, 3, 2, 4)
     pages = one_layer(tensor, BlocksFirst)
     check_views(pages, tensor, list(tensor.unbind(0)))
-    plain = one_layer(torch.zeros(BLOCKS, 2, HEADS, TOKENS, SIZE), BlocksFirst)
-    assert pages.order != plain.order
 
 
 def test_blocks_that_the_backend_divides() -> None:
@@ -127,3 +125,44 @@ def test_canonical_caches_are_taken_as_they_are() -> None:
     pages = from_canonical(caches)
     assert pages.tensors[0] is tensor
     assert pages.groups == [[(0, 48)]]
+
+
+def rows(memory: torch.Tensor, start: int, page_bytes: int, stride: int) -> torch.Tensor:
+    """One page of every block, in memory that others may have pages in, too."""
+    return memory.as_strided((BLOCKS, page_bytes), (stride, 1), start)
+
+
+def whole(tensors: list[torch.Tensor], groups: list[list[int]], names: list[int]) -> None:
+    """`groups`: tensors of each group's layers; `names`: how many layers it is said to have."""
+    refs = [[(tensor, 64) for tensor in group] for group in groups]
+    layers = [[f"layer.{i}" for i in range(count)] for count in names]
+    require_whole(Pages(tensors, refs), layers, block_bytes=192)
+
+
+def test_whole_blocks_are_taken() -> None:
+    memory = torch.zeros(3 * 64 * BLOCKS, dtype=torch.int8)
+    apart = [rows(memory, i * 64 * BLOCKS, 64, 64) for i in range(3)]
+    whole(apart, [[0, 1, 2]], [3])
+    whole([rows(memory, 0, 192, 192)], [[0]], [3])  # side by side
+    whole([rows(memory, i * 64, 64, 192) for i in range(3)], [[0, 1, 2]], [3])
+    whole(apart, [[0, 1, 2], [2, 1]], [3, 2])  # groups that lie over each other
+    whole(apart[:2], [[0], [1]], [1, 1])  # a third group is not offloaded
+    whole(apart, [[0, 1, 2, 0]], [3])  # the last layer has no cache of its own
+    whole(apart, [[0, 1, 2], []], [3, 0])  # a stage of a pipeline
+
+
+def test_blocks_in_part_are_refused() -> None:
+    memory = torch.zeros(3 * 64 * BLOCKS, dtype=torch.int8)
+    apart = [rows(memory, i * 64 * BLOCKS, 64, 64) for i in range(3)]
+    parts: list[tuple[list[torch.Tensor], list[list[int]], list[int]]] = [
+        ([rows(memory, 0, 64, 64)], [[0]], [3]),
+        ([rows(memory, 0, 64, 64)], [[0]], [1]),  # the first of three heads
+        (apart[:2], [[0, 1]], [3]),
+        (apart, [[0, 1, 2], [0]], [3, 2]),
+        ([rows(memory, i * 64, 64, 64) for i in range(3)], [[0, 1, 2]], [3]),  # other blocks' bytes
+        ([rows(memory, i * 32, 64, 192) for i in range(2)], [[0, 1]], [2]),
+        ([rows(memory, 0, 64, 64), rows(memory, 64, 64, 128)], [[0, 1]], [2]),
+    ]
+    for tensors, groups, names in parts:
+        with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT: .* LBHNC or BLHNC"):
+            whole(tensors, groups, names)

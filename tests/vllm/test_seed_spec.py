@@ -208,12 +208,6 @@ def hashes(text: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{text}:{i}".encode()).digest() for i in range(count)]
 
 
-@pytest.fixture(autouse=True)
-def page_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said by the user here; vLLM would ask the engine that there is not."""
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
-
-
 @pytest.fixture
 def shared() -> Iterator[Path]:
     with TemporaryDirectory(dir="/dev/shm") as folder:

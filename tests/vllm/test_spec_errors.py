@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ from kvcascade.errors import (
 )
 
 SHAPE = Shape()
+
+
+class OneBackend:
+    """Attention that vLLM may have chosen."""
+
+
+class AnotherBackend:
+    """As well."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +170,29 @@ def test_other_facts_are_another_namespace(
     options = filled(tmp_path, shared)
     with Driver(shape, options, **change) as driver:
         assert driver.serve("text 2", 4) == 0
+
+
+def engine_with(backend: type) -> Any:
+    """vLLM's configuration, with the layers of the driver's model in it."""
+    layer = SimpleNamespace(get_attn_backend=lambda: backend)
+    layers = {f"layer.0.{tensor}": layer for tensor in range(len(SHAPE.pages))}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="test/model"),
+        cache_config=SimpleNamespace(),
+        load_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+
+
+def test_the_backend_that_workers_took_is_part_of_the_namespace(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user did not ask for one; vLLM chose by the machine."""
+    for backend, found in ((OneBackend, 0), (OneBackend, 4), (AnotherBackend, 0)):
+        config = engine_with(backend)
+        monkeypatch.setattr("kvcascade.vllm_facts.engine_config", lambda config=config: config)
+        options = tiers(SHAPE, tmp_path, cpu=8, nvme=32)
+        options[0]["arena_dir"] = str(shared)
+        with Driver(SHAPE, options) as driver:
+            assert driver.serve("text", 4) == found
