@@ -137,8 +137,10 @@ class MemoryFileSystem(FileSystem):
         return sorted(name.name for name in names if name.parent == path)
 
     def exists(self, path: Path) -> bool:
-        below = any(path in name.parents for name in self._folders | set(self._nodes))
-        return below or path in self._nodes or path in self._folders or path.is_dir()
+        if path in self._nodes or path in self._folders:
+            return True
+        inside, names = f"{path}{os.sep}", [*self._nodes, *self._folders]
+        return any(str(name).startswith(inside) for name in names) or path.is_dir()
 
     def unlink(self, path: Path) -> None:
         self.enter("unlink")
