@@ -9,7 +9,6 @@ from typing import Any
 from . import vllm_facts, vllm_packing
 from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
 from .config import CascadeConfig
-from .errors import ConfigError
 from .identity import is_shareable, private_identity, weights_identity
 from .logs import get_logger
 from .vllm_refusals import refuse_useless
@@ -24,22 +23,6 @@ def log_beside_vllm() -> None:
         for handler in theirs.handlers:
             ours.addHandler(handler)
         ours.setLevel(theirs.getEffectiveLevel())
-
-
-def given_blocks_per_chunk(extra_config: Mapping[str, Any]) -> int | None:
-    """What a user of vLLM up to 0.25 says by the name that 0.26 gave it; None: nothing.
-
-    Raises `ConfigError` if it is no number of blocks, or `block_size`, in tokens, says it too.
-    """
-    given = extra_config.get("blocks_per_chunk")
-    if given is None:
-        return None
-    if "block_size" in extra_config or not isinstance(given, int) or given < 1:
-        raise ConfigError(
-            f"blocks_per_chunk: {given!r} must be a whole number above 0, and block_size must "
-            f"not be given beside it; leave one of them out"
-        )
-    return given
 
 
 def namespace_facts(

@@ -41,12 +41,7 @@ from .logs import get_logger
 from .manager.anonymous import AnonymousManager
 from .tiers.base import SlotSpec
 from .tiers.policies import known_names
-from .vllm_common import (
-    given_blocks_per_chunk,
-    log_beside_vllm,
-    namespace_facts,
-    open_scheduler_side,
-)
+from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
 from .vllm_packing import group_facts, packing_of_layers
 from .vllm_refusals import keeps_every_block
 
@@ -240,8 +235,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return int(self.offloaded_block_size)
 
     def _apply_blocks_per_chunk(self) -> None:
-        """Understand what later versions call `blocks_per_chunk`; `block_size` is in tokens."""
-        given = given_blocks_per_chunk(self.extra_config)
+        """Understand what later versions call `blocks_per_chunk`; `parse` found it to be right."""
+        given = self.extra_config.get("blocks_per_chunk")
         if given is None:
             return
         if hasattr(self, "block_size_factor"):

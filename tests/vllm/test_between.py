@@ -5,17 +5,17 @@ That it works there, their own connector shows (`make test-vllm VERSION=0.25.1`)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
 
 from kvcascade import vllm_between
 from kvcascade.errors import ConfigError
 from kvcascade.manager.request import Request
-from kvcascade.vllm_common import given_blocks_per_chunk
 from kvcascade.vllm_later import set_state, state_of
 from kvcascade.vllm_modern import shape_facts
 
@@ -90,14 +90,34 @@ def test_a_context_keeps_what_belongs_to_its_request(make: Any) -> None:
     assert state_of(one, Request) is request and state_of(other, Request) is None
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A spec of ours over vLLM's half of it, with these options."""
+
+    def made(**extra: Any) -> Any:
+        def init(self: Any, *_: Any) -> None:
+            vars(self).update(vars(spec((1000, 0))))
+            self.extra_config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], **extra}
+
+        monkeypatch.setattr(OffloadingSpec, "__init__", init)
+        return vllm_between.CascadeOffloadingSpec(None, None)
+
+    return made
+
+
+def test_blocks_per_chunk_means_what_it_does_in_later_versions(made: Callable[..., Any]) -> None:
+    assert made()._geometry.blocks_per_chunk == 4, "as vLLM says"
+    assert made(blocks_per_chunk=None)._geometry.blocks_per_chunk == 4
+    geometry = made(blocks_per_chunk=3)._geometry
+    assert (geometry.blocks_per_chunk, geometry.tokens_per_block) == (3, 96)
+
+
 @pytest.mark.parametrize("extra", [{"blocks_per_chunk": 0}, {"blocks_per_chunk": "2"}])
-def test_blocks_per_chunk_is_a_number(extra: dict[str, Any]) -> None:
-    assert given_blocks_per_chunk({"blocks_per_chunk": 3}) == 3
-    with pytest.raises(ConfigError, match="blocks_per_chunk: .* leave one of them out"):
-        given_blocks_per_chunk(extra)
+def test_blocks_per_chunk_is_a_number(made: Callable[..., Any], extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="blocks_per_chunk: .* whole number from 1"):
+        made(**extra)
 
 
-def test_blocks_per_chunk_is_said_once() -> None:
-    assert given_blocks_per_chunk({"block_size": 64}) is None
-    with pytest.raises(ConfigError, match="blocks_per_chunk: .* leave one of them out"):
-        given_blocks_per_chunk({"blocks_per_chunk": 2, "block_size": 64})
+def test_blocks_per_chunk_is_said_once(made: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="block_size: .* leave one of them out"):
+        made(blocks_per_chunk=2, block_size=64)
