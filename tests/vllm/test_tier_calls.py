@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from support.cascade import key
 from support.kv_bytes import Shape, offloading_config
 from support.waiting import wait_until
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.manager import (
@@ -19,6 +21,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash
 from kvcascade.vllm_tier import KVCascadeTier
 
@@ -29,11 +32,11 @@ JOB_ROUNDS_MAX, JOB_ROUND_S = 3000, 0.01
 class Rig:
     """The tiering manager's part."""
 
-    def __init__(self, path: Path, **given: str) -> None:
+    def __init__(self, path: Path, shape: Shape | None = None, **given: str) -> None:
         """`given`: options of the tier."""
         self.memory = np.zeros((ROWS, ROW_BYTES), np.uint8)
         spec = SimpleNamespace(
-            config=offloading_config(Shape(), {}, "engine", 0),
+            config=offloading_config(shape or Shape(), {}, "engine", 0),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
         )
         options = {"path": str(path), "capacity": "16MiB", "min_free": 0, "weights_id": "test"}
@@ -87,6 +90,18 @@ class Rig:
 
 def okey(number: int) -> OffloadKey:
     return OffloadKey(key(number))
+
+
+def test_chunks_of_a_window_are_refused(tmp_path: Path) -> None:
+    """A chunk with gaps would be written as it lies in the row."""
+    about: Any = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    window = SlidingWindowSpec(**about, sliding_window=32)
+    groups = [KVCacheGroupSpec(["layer.0.0", "layer.0.1"], window)]
+    kv_cache_config = KVCacheConfig(8, [], groups)  # found on the stack, as in the connector
+    Rig(tmp_path).tier.shutdown()
+    with pytest.raises(ConfigError, match="blocks_per_chunk: 2 does not work with this model"):
+        Rig(tmp_path, Shape(chunk=2))
+    assert kv_cache_config.num_blocks == 8
 
 
 @pytest.fixture(params=["lru", "prefix"])
