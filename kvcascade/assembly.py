@@ -73,6 +73,8 @@ class Geometry:
     """Prompt tokens that one of our blocks saves; 0: unknown."""
     served_end: bytes = b""
     """End of the hashes of those blocks by which served tokens are counted."""
+    offered_once: tuple[bytes, ...] = ()
+    """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
 
 
 class WorkerSide:
@@ -287,6 +289,7 @@ def open_cascade(
             with_events=with_events,
             tokens_per_block=geometry.tokens_per_block,
             served_end=geometry.served_end,
+            offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
         manager = CascadingOffloadingManager(tiers, links, options_)

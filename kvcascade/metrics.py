@@ -154,7 +154,7 @@ TOTAL_FIELDS: dict[str, str] = {
     "lookup_misses": "Lookups that no tier could answer.",
     "stored_blocks": "Blocks that workers stored in the first tier.",
     "store_refused_busy": "Stores that were put off because slots were busy.",
-    "store_lost_blocks": "Blocks of requests that ended while their store was put off.",
+    "store_lost_blocks": "Blocks that were put off and not stored before their request ended.",
     "store_truncated_blocks": "Blocks that were not stored because they could not fit.",
     "dropped_dirty_blocks": "Blocks that left the last tier that held them, unwritten.",
     "deadline_misses": "Pending reads that became misses by the deadline.",

@@ -3,7 +3,7 @@
 The scheduler process has the engine's KV cache configuration as a local variable of the connector
 that makes our spec. What it says is checked against the size of a block; where it does not add up
 (packed layouts, pipeline stages with layers of their own) nothing is written. It also tells which
-blocks the tokens of the metrics are counted by.
+blocks tokens are counted by, and which ones are offered once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from . import vllm_facts
+
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+_STATES_ARE_HANDED_OVER = (0, 29)
+"""First version that offers states in the step that makes them."""
 MAX_FRAMES = 16
 """How far up the stack the engine's configuration is looked for."""
 
@@ -68,6 +72,24 @@ def full_attention_group(
         if isinstance(spec, FullAttentionSpec):
             return group_id, tokens[group_id]
     return None
+
+
+def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) -> list[int]:
+    """KV groups of which vLLM offers a block in the step that fills it, and never again.
+
+    Those hold states at the ends of scheduled parts of a prompt, in device blocks that are not kept
+    for the request. Earlier versions offer them like all others.
+    """
+    kv_config = kv_cache_config() if kv_config is None else kv_config
+    if kv_config is None or vllm_facts.vllm_version() < _STATES_ARE_HANDED_OVER:
+        return []
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return [
+        group_id
+        for group_id, _, spec in group_specs(config, kv_config)
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+    ]
 
 
 def group_specs(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, Any, Any]]:

@@ -49,7 +49,12 @@ from .vllm_later import (
     set_state,
     state_of,
 )
-from .vllm_layers import about_blocks, full_attention_group, kv_cache_config
+from .vllm_layers import (
+    about_blocks,
+    full_attention_group,
+    groups_offered_once,
+    kv_cache_config,
+)
 from .vllm_packing import group_facts, packing_of_layers
 from .vllm_pages import from_canonical, require_whole
 from .vllm_refusals import refuse_wrong_stores
@@ -365,6 +370,7 @@ def _geometry(config: OffloadingConfig, served_end: bytes) -> Geometry:
         blocks_per_chunk=config.cache.blocks_per_chunk,
         tokens_per_block=_tokens_per_block(config),
         served_end=served_end,
+        offered_once=tuple(make_offload_key(b"", n) for n in groups_offered_once(config)),
     )
 
 

@@ -67,7 +67,9 @@ class ManagerOptions:
     tokens_per_block: float = 0.0
     """Tokens that a block stands for; 0: unknown, everything is brought up."""
     served_end: bytes = b""
-    """End of the hashes of those blocks by which served tokens are counted."""
+    """End of the hashes of those blocks by which tokens are counted; empty: all are."""
+    offered_once: tuple[bytes, ...] = ()
+    """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
     shutdown_flush_s: float = 20.0
     steps_until_flushed: int = STEPS_UNTIL_FLUSHED
     waits_for_stores: bool = True
@@ -331,8 +333,7 @@ class CascadingOffloadingManager(OffloadingManager):
             if room is None:
                 self.counters.store_refused_busy += 1
                 if request is not None:
-                    request.put_offs += 1
-                    request.put_off_blocks = len(new)
+                    request.note_put_off(new)
                 return None
             if room < len(new):
                 self.counters.store_truncated_blocks += len(new) - room
@@ -340,7 +341,7 @@ class CascadingOffloadingManager(OffloadingManager):
             statuses = self._top.take(new) if new else []
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
-                request.put_offs = request.put_off_blocks = 0
+                request.note_taken(block_hashes)
                 if len(new) < len(block_hashes):
                     request.keys.update(dict.fromkeys(block_hashes, False))
                 request.keys.update(dict.fromkeys(new, True))
@@ -359,6 +360,9 @@ class CascadingOffloadingManager(OffloadingManager):
         may_drop = not self._demoters or self._demoters[0].is_blocked
         if need <= self._top.capacity and self._top.make_all_room(need, protected, may_drop):
             return need
+        once = self.options.offered_once  # an offer of these is one, or one of each KV group
+        if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
+            return self._top.make_room(min(need, self._top.capacity), protected, True)
         if request is not None and request.put_offs >= MAX_PUT_OFFS:
             return self._top.make_room(min(need, self._top.capacity), protected, may_drop)
         return self._room_under_pressure(need, protected, may_drop)
@@ -438,8 +442,8 @@ class CascadingOffloadingManager(OffloadingManager):
             if request is self._asking:
                 self._asking = None
             self._promoter.release(request)
-            self.counters.store_lost_blocks += request.put_off_blocks
-            request.put_off_blocks = 0
+            self.counters.store_lost_blocks += len(request.put_off)
+            request.put_off.clear()
             if request.keys:
                 used, request.keys = request.keys, {}
                 new = list(compress(used, used.values()))

@@ -61,7 +61,7 @@ class Counters:
     store_refused_busy: int = 0
     """Calls answered "offer again"."""
     store_lost_blocks: int = 0
-    """Blocks of requests that ended while the answer was "offer again"."""
+    """Blocks for which that was the last answer to their request."""
     store_truncated_blocks: int = 0
     """Offered blocks that were not taken because they could not fit."""
     dropped_dirty_blocks: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..tiers.base import BlockHash, BlockStatus
@@ -49,8 +50,8 @@ class Request:
     """Computed blocks of an offer that was put off: it comes again, and they were counted."""
     put_offs: int = 0
     """Times that an offer of its blocks was put off, since one was last taken."""
-    put_off_blocks: int = 0
-    """Blocks of the last offer that was; nobody offers them again once it has ended."""
+    put_off: set[BlockHash] = field(default_factory=set)
+    """Blocks that were put off, and no later offer with them taken; when it ends, they are lost."""
 
     is_plain: bool = True
     """True while a ready block is a hit and nothing else need be thought of."""
@@ -74,6 +75,18 @@ class Request:
         self.retry_misses.clear()
         self.forget_pending()
         self.is_plain = self.allowed_media is None
+
+    def note_put_off(self, block_hashes: Sequence[BlockHash]) -> None:
+        """These blocks shall be offered again. Of those that the engine leaves out then, as their
+        window moved on, nothing is heard any more."""
+        self.put_offs += 1
+        self.put_off.update(block_hashes)
+
+    def note_taken(self, offered: Sequence[BlockHash]) -> None:
+        """An offer was taken: what was put off, if it is the one that comes again."""
+        if self.put_off and not self.put_off.isdisjoint(offered):
+            self.put_offs = 0
+            self.put_off.difference_update(offered)
 
     def note_pending(self, block_hash: BlockHash, deadline_s: float) -> None:
         """The block is on its way, and this request waits for it."""

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -82,13 +83,20 @@ class Kind:
     window: int = 0
     """Tokens; not 0: the second layer has a sliding window, is a KV group of its own, and shares
     the memory of the first."""
+    has_state: bool = False
+    """The same, and the second layer keeps a state, in the block of the last token it has seen."""
     chunk: int = CHUNK_BLOCKS
     """Device blocks of a chunk."""
 
     @property
+    def is_hybrid(self) -> bool:
+        """True if there are two KV groups, whose blocks are in the same memory."""
+        return self.has_state or self.window > 0
+
+    @property
     def pages(self) -> tuple[int, ...]:
         """Bytes of a block in each KV tensor."""
-        return (PAGE_BYTES,) * (1 if self.window else len(LAYERS))
+        return (PAGE_BYTES,) * (1 if self.is_hybrid else len(LAYERS))
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class SchedulerRig:
         connector = OffloadingConnector(config, KVConnectorRole.WORKER, cache)
         layers = range(rank, len(LAYERS), self._kind.stages)
         shape = (device_blocks, PAGE_BYTES)
-        if self._kind.window:
+        if self._kind.is_hybrid:
             tensors = dict.fromkeys(layers, torch.zeros(shape, dtype=torch.int8))
             refs = [[CanonicalKVCacheRef(0, PAGE_BYTES)] for _ in layers]
         else:
@@ -198,6 +206,8 @@ class SchedulerRig:
             max_num_seqs=6,
         ).create_engine_config()
         config.scheduler_config.async_scheduling = is_async
+        if self._kind.has_state:
+            config.cache_config.mamba_cache_mode = "align"
         return config
 
     def _cache_config(self, device_blocks: int, rank: int) -> KVCacheConfig:
@@ -208,9 +218,9 @@ class SchedulerRig:
         spec = made(**about)
         assert spec.page_size_bytes == PAGE_BYTES
         layers: list[str] = list(LAYERS[rank :: self._kind.stages])
-        if self._kind.window:
-            window = SlidingWindowSpec(**about, sliding_window=self._kind.window)
-            groups = [KVCacheGroupSpec(layers[:1], spec), KVCacheGroupSpec(layers[1:], window)]
+        if self._kind.is_hybrid:
+            other = self._second_spec(about)
+            groups = [KVCacheGroupSpec(layers[:1], spec), KVCacheGroupSpec(layers[1:], other)]
             return KVCacheConfig(device_blocks, self._shared(device_blocks, layers), groups)
         groups = [KVCacheGroupSpec(layers, spec)]
         size, tensor = PAGE_BYTES * device_blocks, cast(Any, KVCacheTensor)
@@ -224,6 +234,17 @@ class SchedulerRig:
             block_stride=PAGE_BYTES,
         )
         return KVCacheConfig(device_blocks, [together], groups)
+
+    def _second_spec(self, about: dict[str, Any]) -> Any:
+        """Of the layer without full attention."""
+        if not self._kind.has_state:
+            return SlidingWindowSpec(**about, sliding_window=self._kind.window)
+        return MambaSpec(
+            block_size=BLOCK_TOKENS,
+            shapes=((PAGE_BYTES,),),
+            dtypes=(torch.int8,),
+            mamba_cache_mode="align",
+        )
 
     @staticmethod
     def _shared(device_blocks: int, layers: list[str]) -> list[Any]:
@@ -330,6 +351,19 @@ class SchedulerRig:
         worker.clear_connector_metadata()
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=done)
 
+    @staticmethod
+    def _move_state(name: str, tensor: torch.Tensor, blocks: Any, rows: Any, start: int) -> None:
+        """The state after all tokens is made of the one after the first `start`."""
+        last = tensor[blocks[(len(rows) - 1) // BLOCK_TOKENS]].numpy().reshape(-1, ROW_BYTES)
+        if start:
+            block = blocks[(start - 1) // BLOCK_TOKENS]
+            assert block != NULL_BLOCK, f"{name}: the state after {start} tokens is nowhere"
+            have = tensor[block].numpy().reshape(-1, ROW_BYTES)
+            assert np.array_equal(have, np.broadcast_to(rows[start - 1], have.shape)), (
+                f"wrong bytes: {name}, the state after {start} tokens"
+            )
+        last[:] = rows[-1]
+
     def _forward(self, name: str, start: int, count: int) -> list[int]:
         """Check what is computed already, compute the rest, sample if the text is complete."""
         text, request = self.texts[name], self.scheduler.requests[name]
@@ -338,8 +372,11 @@ class SchedulerRig:
         for layer, tensor in (pair for s in self._stages for pair in s.tensors.items()):
             has_window = self._kind.window and layer == 1
             seen = max(0, start - self._kind.window + 1) if has_window else 0
-            blocks = groups[layer if self._kind.window else 0]
+            blocks = groups[layer if self._kind.is_hybrid else 0]
             rows = np.stack(text.rows[layer][:end])
+            if self._kind.has_state and layer == 1:
+                self._move_state(name, tensor, blocks, rows, start)
+                continue
             for first in range(0, end, BLOCK_TOKENS):
                 last = min(first + BLOCK_TOKENS, end)
                 block = blocks[first // BLOCK_TOKENS]

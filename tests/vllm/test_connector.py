@@ -7,16 +7,19 @@ at the speed of a scheduler without a model.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.kv_bytes import Shape, damage, tiers
 from support.scheduler_rig import BLOCK_TOKENS, Kind, SchedulerRig, survives_aborts
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvcascade import vllm_facts
 from kvcascade.errors import ConfigError
 from kvcascade.tools.model import make_llama
+from kvcascade.vllm_modern import CascadeManager
 from kvcascade.vllm_refusals import offers_the_last_token
 
 STEPS = 400
@@ -117,6 +120,9 @@ KINDS = {
     "pipeline": Kind(stages=2),
     "window": Kind(window=96, chunk=1),
 }
+HANDS_STATES_OVER = vllm_facts.vllm_version() >= (0, 29)
+if HANDS_STATES_OVER:
+    KINDS["state"] = Kind(has_state=True, chunk=1)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -149,6 +155,30 @@ def test_the_next_turn_after_an_answer_that_fills_its_block(is_async: bool, mode
             rig.drain()
     finally:
         rig.close()
+
+
+@pytest.mark.skipif(not HANDS_STATES_OVER, reason="this vLLM offers states as it does the rest")
+def test_a_state_is_offered_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is put off comes again at every step of its request."""
+    offers: Counter[OffloadKey] = Counter()
+
+    def put_off(manager: CascadeManager, keys: list[OffloadKey], context: ReqContext) -> None:
+        offers.update(keys)
+
+    monkeypatch.setattr(CascadeManager, "prepare_store", put_off)
+    extra = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], "weights_id": "test"}
+    rig = SchedulerRig(model, extra, 40, is_async=False, kind=KINDS["state"])
+    try:
+        rig.add("request", [7] * 8 * BLOCK_TOKENS, max_tokens=4)
+        rig.drain()
+        manager = rig.scheduler.connector.connector_scheduler.manager
+    finally:
+        rig.close()
+    (end,) = manager._cascade.manager.options.offered_once
+    states = [n for key, n in offers.items() if key.endswith(end)]
+    others = [n for key, n in offers.items() if not key.endswith(end)]
+    assert states and set(states) == {1}
+    assert len(others) == 8 and min(others) > 1
 
 
 def test_chunks_of_a_window_are_refused(model: Path) -> None:

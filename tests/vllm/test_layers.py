@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.config import (
@@ -22,7 +23,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvcascade.vllm_layers import about_blocks, full_attention_group
+from kvcascade import vllm_facts
+from kvcascade.vllm_layers import about_blocks, full_attention_group, groups_offered_once
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 PAGE = SPEC.page_size_bytes
@@ -96,3 +98,21 @@ def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
     groups[1] = KVCacheGroupSpec(["l1"], window)
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) is None
     assert full_attention_group(config) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "minor", "found"),
+    [("align", 32, [1]), ("align", 29, [1]), ("align", 28, []), ("all", 32, []), ("none", 32, [])],
+)
+def test_states_at_boundaries_are_offered_once(
+    mode: Any, minor: int, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, minor))
+    state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    config = replace(
+        offloading_config([], PAGE),
+        groups=(OffloadingGroupConfig(16, ("l0",), 0), OffloadingGroupConfig(16, ("l1",), 1)),
+    )
+    groups = [KVCacheGroupSpec(["l0"], SPEC), KVCacheGroupSpec(["l1"], state)]
+    assert groups_offered_once(config, KVCacheConfig(BLOCKS, [], groups)) == found
+    assert groups_offered_once(config) == [], "the engine's configuration was not found"
