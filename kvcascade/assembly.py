@@ -72,7 +72,9 @@ class Geometry:
     tokens_per_block: float = 0.0
     """Prompt tokens that one of our blocks saves; 0: unknown."""
     served_end: bytes = b""
-    """End of the hashes of those blocks by which served tokens are counted."""
+    """End of the hashes of the blocks that `tokens_per_block` is about; empty: all."""
+    mean_tokens: float = 0.0
+    """Prompt tokens over the blocks of all KV groups, in a prompt of which every block is known."""
     offered_once: tuple[bytes, ...] = ()
     """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
 
@@ -342,7 +344,7 @@ def _link(
 def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:
     if settings.record is None:
         return None
-    facts = RecordFacts(geometry.tokens_per_block, block_bytes)
+    facts = RecordFacts(geometry.mean_tokens, block_bytes)
     return open_recorder(settings.record, facts, monotonic)
 
 

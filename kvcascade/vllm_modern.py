@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -320,8 +321,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
         refuse_wrong_stores(config)
         self._engine_config = vllm_facts.engine_config()
-        served_end, self._served_tokens = _served(config)
-        self._geometry = _geometry(config, served_end)
+        self._geometry = _geometry(config)
         self._manager: CascadeManager | None = None
         self._worker: CascadeWorker | None = None
 
@@ -341,7 +341,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 about=about_blocks(config),
                 file_system=self.file_system,
             )
-            self._manager = self.manager_type(cascade, self._served_tokens)
+            self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -363,32 +363,34 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _geometry(config: OffloadingConfig, served_end: bytes) -> Geometry:
+def _geometry(config: OffloadingConfig) -> Geometry:
+    served_end, served_tokens = _served(config)
     return Geometry(
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
         world_size=config.parallel.world_size,
         blocks_per_chunk=config.cache.blocks_per_chunk,
-        tokens_per_block=_tokens_per_block(config),
+        tokens_per_block=served_tokens,
         served_end=served_end,
+        mean_tokens=_mean_tokens(config),
         offered_once=tuple(make_offload_key(b"", n) for n in groups_offered_once(config)),
     )
 
 
-def _tokens_per_block(config: OffloadingConfig) -> float:
-    """With several KV groups it takes a block of each to save the tokens."""
-    tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
-    return tokens / len(config.groups)
+def _mean_tokens(config: OffloadingConfig) -> float:
+    """With several KV groups it takes blocks of each to save the tokens."""
+    tokens = [group.tokens_per_block for group in config.groups]
+    return harmonic_mean(tokens) / len(tokens) * config.cache.blocks_per_chunk
 
 
 def _served(config: OffloadingConfig) -> tuple[bytes, float]:
-    """By which blocks served tokens are counted, and the tokens of each.
+    """By which blocks tokens are counted, and the tokens of each.
 
     Of a group with a window or a state, only the last blocks of a prefix are loaded, so those with
     full attention count for all; where none is known, every block counts for its part.
     """
-    group = full_attention_group(config)
+    group = full_attention_group(config) if len(config.groups) > 1 else None
     if group is None:
-        return b"", _tokens_per_block(config)
+        return b"", _mean_tokens(config)
     group_id, tokens = group
     return make_offload_key(b"", group_id), float(tokens * config.cache.blocks_per_chunk)
 

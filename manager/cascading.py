@@ -141,7 +141,7 @@ class CascadingOffloadingManager(OffloadingManager):
             return None
         prefill = PrefillSpeed(options.prefill_tokens_per_s)
         links, size = len(self._levels) - 1, self._top.block_size
-        return Worth(links, size, options.tokens_per_block, prefill)
+        return Worth(links, size, options.tokens_per_block, prefill, options.served_end)
 
     def _note_evicted(self, index: int, evicted: Pairs) -> None:
         self._flow.on_evicted(index, evicted)
@@ -198,7 +198,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """The lookups that follow are for this request, until the end of the step."""
         with self.lock:  # after it, the background leaves the first tier's blocks where they are
             self._asking = request
-        self._retry_at = None
+        self._retry_at = request.missed_at = None
         self._knows_misses = request.is_waiting
         self.answers.begin()
         if request.pending and self._clock() >= request.pending_until_s:
@@ -221,7 +221,8 @@ class CascadingOffloadingManager(OffloadingManager):
             was_waiting = request.is_waiting
             state = self._state_below(block_hash, status, request)
             if state is LookupState.MISS:
-                request.missed_at = block_hash
+                if request.missed_at is None:
+                    request.missed_at = block_hash
                 if self._retry_at is not None:
                     request.retry_misses.add(block_hash)
                 return self._miss(request)

@@ -177,12 +177,14 @@ class Promoter:
         if not undecided or self._worth is None:
             return
         now = self._flow.clock()
-        wanted = {request: self._by_level(hashes) for request, hashes in undecided.items()}
+        wanted = {r: [h for h in hashes if h in self._pending] for r, hashes in undecided.items()}
+        by_level = {request: self._by_level(hashes) for request, hashes in wanted.items()}
         queued = [len(queue) for queue in self._queued]
-        for blocks in wanted.values():
+        for blocks in by_level.values():
             queued = [a - b for a, b in zip(queued, blocks, strict=True)]
-        for request, blocks in wanted.items():
-            if self._worth.is_worth(blocks, queued, now):
+        for request, blocks in by_level.items():
+            saved = self._worth.saved_blocks(wanted[request], request)
+            if self._worth.is_worth(blocks, queued, now, saved):
                 queued = [a + b for a, b in zip(queued, blocks, strict=True)]
                 request.decision = Decision.LOAD
                 self._flow.counters.promotions_worth += 1
@@ -285,8 +287,7 @@ class Promoter:
         """How many of these blocks on their way lie in each level."""
         blocks = [0] * len(self._queued)
         for block_hash in hashes:
-            if block_hash in self._pending:
-                blocks[self._pending[block_hash].level] += 1
+            blocks[self._pending[block_hash].level] += 1
         return blocks
 
     def _no_budget(self, request: Request) -> LookupState:

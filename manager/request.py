@@ -43,7 +43,7 @@ class Request:
     decision: Decision = Decision.OPEN
     """Whether blocks are brought up for it, or computed again."""
     missed_at: BlockHash | None = None
-    """The block at which its last lookup ended: from here on it computes."""
+    """The first block that it missed when it last asked: from here on it computes."""
     is_computing: bool = False
     """True once blocks that it computed were taken."""
     counted_blocks: int = 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash
@@ -165,12 +166,19 @@ class Worth:
     """Decides for each request, once. `links[i]` lies between levels `i` and `i + 1`."""
 
     def __init__(
-        self, links: int, block_bytes: int, tokens_per_block: float, prefill: PrefillSpeed
+        self,
+        links: int,
+        block_bytes: int,
+        tokens_per_block: float,
+        prefill: PrefillSpeed,
+        served_end: bytes = b"",
     ) -> None:
+        """`tokens_per_block`: of a block whose hash has this end; others stand for none."""
         self.links = [LinkSpeed() for _ in range(links)]
         self.prefill = prefill
         self.tokens_per_block = tokens_per_block
         self._block_bytes = block_bytes
+        self._served_end = served_end
         self._probe_due_s = -math.inf
 
     def note_offer(
@@ -181,7 +189,12 @@ class Worth:
         What the device held already comes first: what was computed is after the miss. An offer
         that is put off comes again, and longer. Each block counts when it is first offered, which
         is when it is computed: when the offer is taken at last says how fast the tier below is.
+        An offer with nothing of what was put off is another one, beside it.
         """
+        if request.put_off and request.put_off.isdisjoint(offered):
+            return
+        if self._served_end:
+            offered = [h for h in offered if h.endswith(self._served_end)]
         computed = len(offered)
         if not request.is_computing:
             if request.missed_at is None or request.missed_at not in offered:
@@ -203,10 +216,29 @@ class Worth:
             self._block_bytes / link.bytes_per_s(now_s) > patience_s for link in self.links[:level]
         )
 
-    def is_worth(self, blocks: Sequence[int], queued: Sequence[int], now_s: float) -> bool:
+    def saved_blocks(self, wanted: Sequence[BlockHash], request: Request) -> int:
+        """How many blocks need not be computed if what the request wants from below is loaded.
+
+        A window or a state is of use together with all that is before it, and the other way round.
+        """
+        end, saved = self._served_end, len(wanted)
+        if end:
+            saved = sum(h.endswith(end) for h in wanted)
+            if saved < len(wanted):
+                saved = sum(h.endswith(end) for h in chain(request.holds, request.pending))
+        return saved or len(wanted)
+
+    def is_worth(
+        self,
+        blocks: Sequence[int],
+        queued: Sequence[int],
+        now_s: float,
+        saved: int | None = None,
+    ) -> bool:
         """True if so many blocks of each level should be loaded.
 
-        `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent.
+        `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent; `saved`
+        blocks need not be computed then, or as many as are loaded.
         """
         longest_s, crossing = 0.0, 0
         for level in range(len(self.links), 0, -1):
@@ -215,7 +247,7 @@ class Worth:
                 size_bytes = (crossing + queued[level]) * self._block_bytes
                 link = self.links[level - 1]
                 longest_s = max(longest_s, link.expected_s(size_bytes, now_s))
-        return longest_s <= self._patience_s(sum(blocks))
+        return longest_s <= self._patience_s(sum(blocks) if saved is None else saved)
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """True if the last probe was long ago and nothing is on its way from this level."""

@@ -17,6 +17,7 @@ from kvcascade.manager.worth import (
     PrefillSpeed,
     Worth,
 )
+from kvcascade.tiers.base import BlockHash, BlockStatus
 
 MIB = 1 << 20
 HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING
@@ -151,11 +152,17 @@ KEYS = [key(i) for i in range(4)]
 class Slow:
     """Four blocks below a first tier of eight; a read of all of them once took `read_s`."""
 
-    def __init__(self, read_s: float, prefill_tokens_per_s: float | None = 1000.0) -> None:
+    def __init__(
+        self,
+        read_s: float,
+        prefill_tokens_per_s: float | None = 1000.0,
+        served_end: bytes = b"",
+    ) -> None:
         options = ManagerOptions(
             tokens_per_block=TOKENS,
             prefill_tokens_per_s=prefill_tokens_per_s,
             promotion_budget_slots=8,
+            served_end=served_end,
         )
         self.cascade = Cascade((8, 64), options)
         self.manager = self.cascade.manager
@@ -223,6 +230,18 @@ def test_a_slow_tier_is_not_and_nobody_waits() -> None:
     assert slow.counters.promotions_not_worth == 6
     assert slow.counters.links[0].promoted_blocks - promoted == probed
     assert not slow.manager.has_pending_work()
+
+
+@pytest.mark.parametrize(("served_end", "found"), [(b"", PENDING), (KEYS[3][-8:], MISS)])
+def test_only_blocks_that_stand_for_tokens_make_reading_worth_it(
+    served_end: bytes, found: LookupState
+) -> None:
+    """All four are read in 0.5 s; the tokens of one are computed in 0.1."""
+    slow = Slow(read_s=0.5, served_end=served_end)
+    request = Request("second")
+    assert slow.ask(request) == [PENDING] * 4
+    slow.manager.end_step()
+    assert slow.ask(request)[0] is found
 
 
 def test_a_probe_brings_blocks_that_nobody_waits_for() -> None:
@@ -294,6 +313,82 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
         manager.end_step()
     assert manager._worth.prefill.tokens_per_s is not None
     assert 7000 < manager._worth.prefill.tokens_per_s <= 11000
+
+
+WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
+"""Of a second KV group, of which only the last blocks of a prefix are loaded."""
+
+
+def test_tokens_are_saved_by_the_blocks_that_stand_for_them() -> None:
+    worth, request = Worth(1, 1 << 20, 100, PrefillSpeed(1000.0), served_end=b"\0"), Request()
+    assert worth.saved_blocks(KEYS, request) == 4
+    for block_hash in KEYS[1:] + WINDOW_KEYS[3:]:
+        request.note_pending(block_hash, 1.0)
+    status = BlockStatus(0)
+    request.holds[KEYS[0]] = status
+    assert worth.saved_blocks(KEYS[1:], request) == 3, "the one that is here is saved either way"
+    assert worth.saved_blocks(WINDOW_KEYS[3:], request) == 4, "without it none is of use"
+    assert worth.saved_blocks(WINDOW_KEYS[3:], Request()) == 1, "of what is not known, as many"
+    assert Worth(1, 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, request) == 4
+
+
+def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
+    """Reading all takes 8 s, computing 4: by the same measure as for blocks of one group."""
+    worth = Worth(1, 1 << 20, 100, PrefillSpeed(100.0), served_end=b"\0")
+    worth.links[0].sent(8 << 20, 0.0)
+    worth.links[0].landed(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
+    request = Request()
+    for block_hash in KEYS + WINDOW_KEYS:
+        request.note_pending(block_hash, 1.0)
+    saved = worth.saved_blocks(KEYS + WINDOW_KEYS, request)
+    assert saved == 4
+    assert worth.is_worth([0, 8], [0, 0], 10.0, saved)
+    assert not worth.is_worth([0, 8], [0, 0], 10.0, 3)
+
+
+@pytest.mark.parametrize("first", [KEYS, WINDOW_KEYS], ids=["full first", "window first"])
+def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> None:
+    """The whole window was asked for after the first block was missed, and is offered, too."""
+    cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS, served_end=b"\0"))
+    manager, request = cascade.manager, Request("r")
+    assert manager._worth is not None
+    for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
+        assert manager.lookup_block(block_hash, request) is MISS
+    second = WINDOW_KEYS if first is KEYS else KEYS
+    assert manager.prepare_store(first + second, request) is not None
+    cascade.now_s += 0.5
+    for _ in range(3):
+        manager.end_step()
+    assert manager._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
+
+
+def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
+    """Meanwhile the device gave blocks of a waiting request to others."""
+    cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS))
+    manager, request = cascade.manager, Request("r")
+    for missed in (KEYS[3], KEYS[0]):
+        assert manager.lookup_block(missed, request) is MISS
+        manager.end_step()
+    assert manager.prepare_store(KEYS, request) is not None
+    cascade.now_s += 0.5
+    for _ in range(3):
+        manager.end_step()
+    assert manager._worth is not None
+    assert manager._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
+
+
+def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
+    """A state, and the end of a prompt that fills no block: what is put off comes again later."""
+    worth, request = Worth(1, 1 << 20, 100, PrefillSpeed()), Request()
+    request.is_computing = True
+    worth.note_offer(KEYS[:3], request, False, 10.0)
+    request.note_put_off(KEYS[:3])
+    worth.note_offer(WINDOW_KEYS[:1], request, True, 10.0)
+    request.note_taken(WINDOW_KEYS[:1])
+    worth.note_offer(KEYS, request, True, 10.0)
+    for now in (10.5, 10.6, 11.0):
+        worth.prefill.end_step(now)
+    assert worth.prefill.tokens_per_s == 400
 
 
 def test_that_all_is_stored_says_nothing_of_what_was_put_off() -> None:

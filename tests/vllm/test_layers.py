@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.config import (
 
 from kvcascade import vllm_facts
 from kvcascade.vllm_layers import about_blocks, full_attention_group, groups_offered_once
+from kvcascade.vllm_modern import _geometry
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 PAGE = SPEC.page_size_bytes
@@ -98,6 +99,24 @@ def test_tokens_are_counted_by_the_group_whose_every_block_is_loaded() -> None:
     groups[1] = KVCacheGroupSpec(["l1"], window)
     assert full_attention_group(config, KVCacheConfig(BLOCKS, [], groups)) is None
     assert full_attention_group(config) is None
+
+
+def test_a_block_of_that_group_stands_for_its_tokens_whatever_the_others_are() -> None:
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=32
+    )
+    groups = [KVCacheGroupSpec(["l0"], window), KVCacheGroupSpec(["l1"], SPEC)]
+    kv_cache_config = KVCacheConfig(BLOCKS, [], groups)  # found on the stack, as in the connector
+    one = offloading_config(["l0"], PAGE)
+    two = replace(
+        one, groups=(OffloadingGroupConfig(16, ("l0",), 0), OffloadingGroupConfig(48, ("l1",), 1))
+    )
+    geometry = _geometry(two)
+    assert (geometry.tokens_per_block, geometry.served_end) == (3 * 48, b"\0\0\0\1")
+    assert geometry.mean_tokens == 3 * 12, "144 tokens are three blocks here and one there"
+    assert _geometry(one).served_end == b"", "there is one group: every block counts"
+    assert _geometry(one).tokens_per_block == _geometry(one).mean_tokens == 3 * 16
+    assert kv_cache_config.num_blocks == BLOCKS
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,8 @@ def test_served_tokens_are_those_of_the_prompt_with_several_groups() -> None:
         driver.take_stats()
         assert driver.metrics["vllm:kvcascade_loaded_blocks['cpu']"] == 8 + 2
         assert driver.metrics["vllm:kvcascade_served_tokens['cpu']"] == 8 * 16
+        options = driver.cascade.manager.options
+        assert (options.tokens_per_block, options.served_end) == (16, b"\0" * 4)
 
 
 def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
