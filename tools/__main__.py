@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from .commands import carry, check, gc, inspect, shm, top, verify
-from .commands.common import ExitCode
+from .commands.common import ExitCode, complain
 from .commands.output import watched
 from .commands.passed_on import pass_on
 
@@ -57,11 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in words
     try:
-        app(args=None if argv is None else list(argv), prog_name="kvcascade")
+        code = app(args=words, prog_name="kvcascade", standalone_mode=not as_json)
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+        code = ended.code
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # a wrong call: its class has no public name
+        if said is None:
+            raise
+        return complain(said(), ExitCode.USAGE, as_json)
+    return code if isinstance(code, int) else int(code is not None)
 
 
 if __name__ == "__main__":

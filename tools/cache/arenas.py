@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from ...sizes import human
@@ -17,6 +16,7 @@ from ...tiers.base import BlockHash
 from ...tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
 from ...tiers.cpu.header import HEADER_BYTES, ArenaGeometry
 from ...tiers.cpu.slot_table import SlotTable
+from . import show
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def print_arenas(arenas: Sequence[KeptArena]) -> None:
         in_use = "yes" if arena.is_live else "no"
         counts = (str(arena.blocks), str(arena.slots))
         table.add_row(arena.path.name, human(arena.size_bytes), *counts, in_use)
-    Console().print(table)
+    show.console().print(table)
 
 
 def print_dropped(dropped: Sequence[KeptArena], asked: Sequence[KeptArena]) -> None:

@@ -21,7 +21,7 @@ def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
     """All namespaces of a path."""
     for report in reports:
         console.print(Text(report.name, style="bold"))
-        console.print(f"  {', '.join(report.paths)}", style="dim", markup=False)
+        console.print(f"  {', '.join(report.paths)}", style="dim")
         if report.problem:
             console.print(Text(f"  {report.problem}", style="red"))
         if report.fingerprint:

@@ -59,8 +59,8 @@ def plot_namespace(location: Location, path: Path) -> None:
         _draw_histogram(figure.add_subplot(grid[0, column]), title, counts)
     _draw_map(figure, figure.add_subplot(grid[1, :]), maps)
     figure.suptitle(
-        found.label or found.name, x=0.015, y=0.975, ha="left", fontsize=15, fontweight="bold",
-        color=INK,
+        show.plain(found.label or found.name), x=0.015, y=0.975, ha="left", fontsize=15,
+        fontweight="bold", color=INK, parse_math=False,
     )  # fmt: skip
     figure.text(0.015, 0.91, _subtitle(found), ha="left", va="center", fontsize=9.5, color="#666")
     with os_errors(f"writing {path}"):

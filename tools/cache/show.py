@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...sizes import human
 from ...tiers.endurance import DAY_S
@@ -19,10 +21,24 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNITS = (("d", float(DAY_S)), ("h", 3600.0), ("min", 60.0))
 
 
+class _PlainConsole(Console):
+    """One to which a text is only a text: labels and paths are anybody's."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(plain(text), **options)
+
+
+def plain(text: str) -> str:
+    """With "?" for what has no picture: what a terminal obeys, and lone surrogates."""
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+
+
 def console() -> Console:
-    """Where tables go."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(width=PLAIN_WIDTH, highlight=False)
+    """Where tables go; there is no markup."""
+    found = _PlainConsole(highlight=False, markup=False, emoji=False)
+    if not found.is_terminal:
+        found.width = PLAIN_WIDTH
+    return found
 
 
 def size(count: int | float | None) -> str:

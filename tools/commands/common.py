@@ -104,9 +104,13 @@ def sentence(error: KVCascadeError) -> str:
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[None]:
-    """Every error inside ends the command: one sentence, or a JSON document, and the status."""
+    """Every error inside ends the command: one sentence, or a JSON document, and the status.
+
+    So does a polite kill, as Ctrl-C does: what is half done is cleaned up. Main thread.
+    """
     try:
-        yield
+        with terminable():
+            yield
     except CommandError as error:
         _fail(str(error), error.code, as_json)
     except KVCascadeError as error:
@@ -133,9 +137,11 @@ def answering_apart(as_json: bool) -> Iterator[None]:
 
 
 def emit(schema: str, document: dict[str, Any]) -> None:
-    """Print a JSON document on standard output."""
+    """Print a JSON document on standard output, in ASCII; a number that is none becomes null."""
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
-    print(json.dumps({**head, **document}, indent=1, ensure_ascii=False, default=str))
+    text = json.dumps({**head, **document}, default=str)
+    finite = json.loads(text, parse_constant=lambda name: None)  # "NaN", "Infinity": no JSON
+    print(json.dumps(finite, indent=1))
 
 
 def finish(code: ExitCode) -> None:

@@ -1,7 +1,9 @@
-"""Standard output that cannot be written: its reader has gone, or the disk behind it is full."""
+"""Standard output that cannot be written: its reader has gone, the disk behind it is full, or it
+has no such letters."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -64,8 +66,10 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """While this lasts, standard output is watched."""
+    """While this lasts, standard output is watched; letters it does not have become "?"."""
     before = sys.stdout
+    if isinstance(before, io.TextIOWrapper):
+        before.reconfigure(errors="replace")
     watch = Watched(before)
     sys.stdout = cast("TextIO", watch)
     try:

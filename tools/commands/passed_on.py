@@ -6,8 +6,11 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
 import typer
+
+from .common import ExitCode, complain
 
 PACKAGE = __name__.removesuffix(".commands.passed_on")
 
@@ -58,10 +61,22 @@ def pass_on(app: typer.Typer) -> None:
         )(_runner(name))
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """One that may answer a wrong call with a JSON document."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        """As `argparse` has it."""
+        if self.as_json:
+            raise typer.Exit(complain(message, ExitCode.USAGE, True))
+        super().error(message)
+
+
+def parser_of(name: str) -> Parser:
     """The parser of such a command."""
     command = PASSED_ON[name]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"kvcascade {name}",
         description=command.summary,
         epilog="\n".join(("examples:", *(f"  {example}" for example in command.examples))),
@@ -73,7 +88,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def _runner(name: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
-        arguments = parser_of(name).parse_args(context.args)
+        parser = parser_of(name)
+        parser.as_json = "--json" in context.args
+        arguments = parser.parse_args(context.args)
         raise typer.Exit(import_module(f"{PACKAGE}.{PASSED_ON[name].module}").run(arguments))
 
     return run

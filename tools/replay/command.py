@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -87,11 +88,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit("replay", report.document())
         return 0
-    from rich.console import Console
-
+    from ..cache import show
     from .rendering import print_report
 
-    print_report(report, Console())
+    print_report(report, show.console())
     return 0
 
 
@@ -121,11 +121,10 @@ def _sweep(arguments: argparse.Namespace, trace: Trace, options: ReplayOptions) 
     if arguments.json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
         return 0
-    from rich.console import Console
-
+    from ..cache import show
     from .rendering import print_sweep
 
-    print_sweep(points, Console())
+    print_sweep(points, show.console())
     return 0
 
 
@@ -181,7 +180,7 @@ def progress_bar(total: int, console: Console | None = None) -> Iterator[Callabl
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError("give a number above 0")
     return value
 

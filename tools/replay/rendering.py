@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ... import sizes
 from ...errors import os_errors
+from ..cache import show
 from .report import Quantiles, ReplayReport, TierReport
 
 UNKNOWN = "-"
@@ -161,9 +162,9 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
         )
         axes.plot(*zip(*of_policy, strict=True), marker="o", label=policy)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel(f"size of {points[0].tier} (GiB)")
+    axes.set_xlabel(f"size of {points[0].tier} (GiB)", parse_math=False)
     axes.set_ylabel("prefix-hit tokens (%)")
-    axes.set_title(points[0].report.trace)
+    axes.set_title(show.plain(points[0].report.trace), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
