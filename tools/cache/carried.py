@@ -7,15 +7,17 @@ for each, laid out like a segment's. The file is read with bounds: it may be any
 from __future__ import annotations
 
 import json
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CorruptionError, FormatError, os_errors
+from ...errors import ConfigError, CorruptionError, FormatError, os_errors
 from ...tiers.nvme.format import (
     MAX_BLOCK_BYTES,
+    MAX_DESCRIPTION_BYTES,
     MAX_SLOTS,
     PAGE_BYTES,
     SLOT_RECORD_BYTES,
@@ -48,7 +50,7 @@ class CarriedHead:
     """ISO 8601, UTC."""
 
     def header(self, room_bytes: int | None = None) -> bytes:
-        """The safetensors header, padded to whole pages or to `room_bytes`."""
+        """The safetensors header, padded to whole pages or, if it is shorter, to `room_bytes`."""
         payload = self.blocks * self.block_bytes
         end = payload + self.blocks * SLOT_RECORD_BYTES
         document = {
@@ -67,7 +69,6 @@ class CarriedHead:
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         room = room_bytes or -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
-        assert len(text) + 8 <= room, "the header only gets shorter"
         return struct.pack("<Q", room - 8) + text.ljust(room - 8)
 
 
@@ -85,13 +86,28 @@ def carried_head(description: Description, blocks: int, created: str) -> Carried
     )
 
 
+def real_file(path: Path) -> Path:
+    """The file that a path leads to, links followed, be it there or not.
+
+    Raises `ConfigError` for a pipe, a device or a folder, and the mapped form of an `OSError`.
+    """
+    with os_errors(f"looking for {path}"):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except FileNotFoundError:
+            is_file = True
+        if not is_file:
+            raise ConfigError(f"{path} is a pipe, a device or a folder; give the name of a file")
+        return path.resolve()
+
+
 class CarriedReader:
     """An export file, open for reading; one thread. Raises one of our errors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with os_errors(f"opening {path}"):
-            self._file = open_read_only(path)
+            self._file = open_read_only(real_file(path))
             try:
                 data = bytearray(min(self._file.size(), MAX_HEADER_BYTES))
                 got = self._file.preadv([memoryview(data)], 0)
@@ -148,7 +164,10 @@ def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
             blocks=blocks,
             created=str(metadata["created"]),
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+        written = head.header(length + 8)
+        fingerprint = NamespaceKey(head.label, head.fields).fingerprint
+        described = json.dumps([head.label, head.fields, head.about], indent=2)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise wrong from None
     if kind != FORMAT:
         raise wrong
@@ -161,11 +180,12 @@ def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
         0 <= blocks <= MAX_SLOTS
         and 0 < block_bytes <= MAX_BLOCK_BYTES
         and 0 < head.slots_per_segment <= MAX_SLOTS
+        and len(described) <= MAX_DESCRIPTION_BYTES - PAGE_BYTES  # `--create` writes it down
     )
     end = length + 8 + blocks * (block_bytes + SLOT_RECORD_BYTES)
-    if not sane or head.header(length + 8) != data[: 8 + length] or end != file_bytes:
+    if not sane or written != data[: 8 + length] or end != file_bytes:
         raise CorruptionError(f"{path} is damaged or cut short; export it again")
-    if NamespaceKey(head.label, head.fields).fingerprint != head.fingerprint:
+    if fingerprint != head.fingerprint:
         raise CorruptionError(f"{path} has fields that do not match its fingerprint")
     return head, length + 8
 

@@ -26,7 +26,7 @@ from ...tiers.nvme.reader import Snapshot
 from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
 from ...tiers.nvme.segments import write_all
 from .block import only_match
-from .carried import carried_head
+from .carried import carried_head, real_file
 from .opened import OpenedCache
 from .verify import Progress
 
@@ -110,8 +110,12 @@ def export(
     throttle: Throttle | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write the chosen blocks to `path`. Raises one of our errors; the file is then not there."""
-    if path.exists() and not may_replace:
+    """Write the chosen blocks to `path`, or to where it leads if it is a link.
+
+    Raises one of our errors; the file is then not there.
+    """
+    target = real_file(path)
+    if target.exists() and not may_replace:
         raise ConfigError(f"{path} is there already; give another name, or --force")
     if cache.state.was_reset():
         raise ConfigError(
@@ -124,7 +128,7 @@ def export(
     heads = prompt_heads(cache, choice.prompts)
     wanted, generations = _wanted(snapshot, choose_blocks(cache, snapshot, choice, heads))
     missing = len(heads.difference(map(head_of, snapshot.keys))) if heads else 0
-    with os_errors(f"writing {path}"), _whole_or_nothing(path) as file:
+    with os_errors(f"writing {path}"), _whole_or_nothing(target) as file:
         writer = _Writer(cache, file, wanted, generations)
         for batch in scan(cache.segments, wanted, throttle, writer.put):
             writer.done(sum(scanned.verdict is Verdict.OK for scanned in batch))
@@ -184,6 +188,7 @@ class _Writer:
         write_all(self._file, [memoryview(b"".join(there))], end)
         head = carried_head(self._description, len(there), self._created)
         header = head.header(self._room)
+        assert len(header) == self._room, "the header only gets shorter"
         write_all(self._file, [memoryview(header)], 0)
         size = end + len(there) * SLOT_RECORD_BYTES
         self._file.truncate(size)

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, os_errors
 from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.nvme.capacity import plan_capacity
+from ...tiers.nvme.filesystem import RealFileSystem
 from ...tiers.nvme.format import SegmentLayout, SlotRecord
 from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.reader import Description, Location, locate, read_description
@@ -73,7 +75,7 @@ def import_file(
     location = _target(roots, namespace, head, may_create)
     if location is not None:
         roots = _roots_of(location)
-    visitor = Visitor(roots, *_wanted(location, head), may_evict=may_evict, pause=pause)
+    visitor = Visitor(roots, *_wanted(location, head, roots), may_evict=may_evict, pause=pause)
     report = ImportReport(visitor.name, head.blocks)
     try:
         _import(visitor, carried, report, progress)
@@ -127,16 +129,26 @@ def _roots_of(location: Location) -> list[Path]:
 
 
 def _wanted(
-    location: Location | None, head: CarriedHead
+    location: Location | None, head: CarriedHead, roots: Sequence[Path]
 ) -> tuple[Description | None, WantedNamespace]:
-    """What there is of the namespace, and what shall go into it."""
-    layout = SegmentLayout(head.block_bytes, head.slots_per_segment, head.fingerprint)
+    """What there is of the namespace, and what shall go into it.
+
+    Every slot takes memory, and the file may claim any number (it may have holes): there are no
+    more of them, in a segment and in all, than an engine would have that was given all of the disk.
+    """
+    with os_errors(f"asking for the size of {roots[0]}"):
+        disk_bytes = RealFileSystem().total_bytes(roots[0])
+    blocks = min(head.blocks, len(roots) * disk_bytes // head.block_bytes)
     label, description = head.label, None
-    if location is not None:
+    if location is None:
+        most = plan_capacity(disk_bytes, head.block_bytes, 1).slots_per_segment
+        slots = min(head.slots_per_segment, most)
+        layout = SegmentLayout(head.block_bytes, slots, head.fingerprint)
+    else:
         description = read_description(location)
         layout, label = description.layout, description.label
     return description, WantedNamespace(
-        NamespaceKey(label, head.fields, head.about), layout, head.blocks
+        NamespaceKey(label, head.fields, head.about), layout, blocks
     )
 
 

@@ -25,9 +25,7 @@ from .verify import LimitOption, size_of
 if TYPE_CHECKING:
     from ..cache.export import Choice
 
-OutArgument = Annotated[
-    Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", dir_okay=False)
-]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
 InArgument = Annotated[
     Path, typer.Argument(metavar="IN.safetensors", help="A file of `kvcascade export`.")
 ]
