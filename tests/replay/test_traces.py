@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.traces import TRACES, block_references, reference
 
 from kvcascade.errors import ConfigError, FormatError, KVCascadeError
+from kvcascade.tools.replay import traces
 from kvcascade.tools.replay.simulation import hashes_of
 from kvcascade.tools.replay.traces import read_trace
 
@@ -54,7 +57,7 @@ def record_line(digests: bytes, ms: int = 0) -> str:
     return json.dumps({"t": ms, "d": 1, "n": 2 * len(digests), "b": encoded}) + "\n"
 
 
-def header(part: int = 0, version: int = 1, tokens: float = 16.0) -> str:
+def header(part: int = 0, version: int = 1, tokens: Any = 16.0) -> str:
     facts = {"kvcascade_record": version, "part": part, "tokens_per_block": tokens}
     return json.dumps(facts) + "\n"
 
@@ -103,6 +106,127 @@ def test_other_ways_to_be_wrong(tmp_path: Path) -> None:
     path.write_text(header(tokens=0) + record_line(bytes(8)))
     with pytest.raises(ConfigError, match="--block-tokens"):
         read_trace(path)
+
+
+def mooncake(**changed: object) -> str:
+    return json.dumps({"timestamp": 1, "input_length": 512, "hash_ids": [1], **changed}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        mooncake(hash_ids=[-1]),
+        mooncake(hash_ids=[2**64]),
+        mooncake(hash_ids=[1.5]),
+        mooncake(hash_ids=[[1]]),
+        mooncake(hash_ids="1"),
+        mooncake(hash_ids=None),
+        mooncake(timestamp=10**400),
+        mooncake(timestamp=math.inf),
+        mooncake(timestamp=math.nan),
+        mooncake(timestamp="1"),
+        mooncake(input_length=math.inf),
+        mooncake(input_length=-5),
+        mooncake(input_length=10**30),
+        "[" * 100_000 + "]" * 100_000 + "\n",
+        "[1, 2]\n",
+        "\n",
+    ],
+)
+def test_odd_lines_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake() + line + mooncake())
+    with pytest.raises(FormatError, match="line 2 is not a request"):
+        read_trace(path)
+    path.write_text(line)
+    with pytest.raises(FormatError, match=r"line 1 is not a request|is no trace"):
+        read_trace(path)
+
+
+ARRAYS = {
+    "meta": np.array('{"block_size_tokens": 16}'),
+    "timestamp_ms": np.array([0.0, 1.0]),
+    "input_length": np.array([16, 16]),
+    "run_offset": np.array([0, 1, 2]),
+    "run_start": np.array([1, 5]),
+    "run_len": np.array([1, 1]),
+}
+
+
+def archive(path: Path, **changed: Any) -> None:
+    """A trace of two requests with other arrays in place of its own."""
+    arrays: dict[str, Any] = {**ARRAYS, **changed}
+    np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"run_offset": np.array([0])},
+        {"run_offset": np.array([0.0, 1.0, 2.0])},
+        {"run_len": np.array([1 << 60, 1])},
+        {"run_len": np.array([1 << 22, 1]), "run_offset": np.array([0, 2, 2])},
+        {"run_len": np.array([-3, 1])},
+        {"run_len": np.array(["a", "b"])},
+        {"run_start": np.array([[1], [5]])},
+        {"meta": np.array("[]")},
+        {"meta": np.array("null")},
+        {"meta": np.array("[" * 100_000)},
+        {"input_length": np.array([16])},
+        {"input_length": np.array([16, -1])},
+        {"timestamp_ms": np.array([0.0, np.nan])},
+        {"timestamp_ms": np.array(0.0)},
+    ],
+)
+def test_odd_archives_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = tmp_path / "trace.npz"
+    archive(path)
+    assert read_trace(path).references == 2
+    archive(path, **changed)
+    with pytest.raises(FormatError, match="not such an archive"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04" + b"x" * 100])
+def test_what_is_no_archive(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "trace.npz"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="not such an archive"):
+        read_trace(path)
+    np.save(tmp_path / "plain.npy", np.zeros(3))
+    with pytest.raises(FormatError, match="not such an archive"):
+        read_trace((tmp_path / "plain.npy").rename(path))
+
+
+@pytest.mark.parametrize("tokens", ["x", [16], math.inf, math.nan, 1 << 60, -1])
+def test_a_block_of_no_size_wants_the_option(tmp_path: Path, tokens: Any) -> None:
+    path = tmp_path / "trace.npz"
+    archive(path, meta=np.array(json.dumps({"block_size_tokens": tokens})))
+    with pytest.raises(ConfigError, match="--block-tokens"):
+        read_trace(path)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(header(tokens=tokens) + record_line(bytes(8)))
+    with pytest.raises(ConfigError, match="--block-tokens"):
+        read_trace(path)
+    assert read_trace(path, block_tokens=16.0).block_tokens == 16
+
+
+def test_what_is_read_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MAX_REFERENCES", 3)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake(hash_ids=[1, 2]) * 2)
+    with pytest.raises(FormatError, match="--limit 1"):
+        read_trace(path)
+    assert read_trace(path, limit=1).references == 2
+    archive(tmp_path / "trace.npz", run_len=np.array([2, 2]))
+    with pytest.raises(FormatError, match="--limit 1"):
+        read_trace(tmp_path / "trace.npz")
+    monkeypatch.setattr(traces, "MAX_ARCHIVE_BYTES", 200)
+    with pytest.raises(FormatError, match="unpacks to more than 200 bytes"):
+        read_trace(tmp_path / "trace.npz", limit=1)
+    monkeypatch.setattr(traces, "MAX_LINE_BYTES", 1 << 20)
+    with pytest.raises(FormatError, match="a line of over"):
+        read_trace(Path("/dev/zero"))
 
 
 def test_hashes_differ_in_all_their_bits() -> None:

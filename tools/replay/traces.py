@@ -1,15 +1,20 @@
 """Reading request traces: Mooncake's JSON lines, .npz archives, and our own recordings.
 
 Block ids are prefix-chained in all of them: an equal id means an equal prefix up to and including
-that block.
+that block. A trace may be anybody's: what is none is refused, and nothing takes memory for what it
+only claims.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,19 @@ Ids = npt.NDArray[np.uint64]
 """Block ids of one request in prefix order, shape `(n,)`."""
 
 MOONCAKE_BLOCK_TOKENS = 512
+MAX_LINE_BYTES = 64 << 20
+MAX_ARCHIVE_BYTES = 4 << 30
+"""Of the arrays in an archive, unpacked."""
+MAX_TOKENS = 1 << 40
+"""Of a prompt or a block."""
+MAX_PROMPT_BLOCKS = 1 << 22
+MAX_REFERENCES = 1 << 28
+"""Blocks of all requests: 2 GiB of ids."""
+WRONG = (
+    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError,
+    ValueError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What comes of reading something that is no trace; an array of petabytes is a `MemoryError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +91,76 @@ def read_trace(path: Path, limit: int | None = None, block_tokens: float | None 
     if not any(len(request.ids) for request in requests):
         raise FormatError(f"{path} names no blocks (arrivals only); give a trace with block ids")
     tokens = trace.block_tokens if block_tokens is None else block_tokens
-    if tokens <= 0:
+    if not 0 < tokens <= MAX_TOKENS:
         raise ConfigError(f"{path} does not say how many tokens a block has; give --block-tokens")
     return Trace(trace.name, tokens, requests)
 
 
 def _read_npz(path: Path, limit: int | None) -> Trace:
     try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(each.file_size for each in archive.infolist()) > MAX_ARCHIVE_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_ARCHIVE_BYTES} bytes")
         with np.load(path) as arrays:
-            meta: dict[str, Any] = json.loads(str(arrays["meta"]))
+            tokens = _number(json.loads(str(arrays["meta"])).get("block_size_tokens"))
             names = ("timestamp_ms", "input_length", "run_offset", "run_start", "run_len")
-            times, lengths, offsets, starts, counts = (arrays[name] for name in names)
-    except (KeyError, ValueError) as error:
+            requests = _collected(_archived(*(arrays[name] for name in names)), limit)
+    except WRONG as error:
         raise FormatError(f"{path} is not such an archive ({error}); see FORMAT.md") from None
-    n = len(times) if limit is None else min(limit, len(times))
-    requests = [
-        TraceRequest(
-            float(times[i]) / 1e3,
-            int(lengths[i]),
-            _expand(starts[offsets[i] : offsets[i + 1]], counts[offsets[i] : offsets[i + 1]]),
-        )
-        for i in range(n)
-    ]
-    return Trace(path.stem, float(meta.get("block_size_tokens") or 0), requests)
+    return Trace(path.stem, tokens, requests)
 
 
-def _expand(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> Ids:
+def _archived(
+    times: npt.NDArray[Any],
+    lengths: npt.NDArray[Any],
+    offsets: npt.NDArray[Any],
+    starts: npt.NDArray[Any],
+    counts: npt.NDArray[Any],
+) -> Iterator[TraceRequest]:
+    if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (offsets, starts, counts)):
+        raise ValueError("the runs are no lists of whole numbers")
+    if np.any((counts < 0) | (counts > MAX_PROMPT_BLOCKS)):
+        raise ValueError(f"a run has less than no or more than {MAX_PROMPT_BLOCKS} blocks")
+    starts, counts = starts.astype(np.int64), counts.astype(np.int64)
+    for i in range(len(times)):
+        runs = slice(offsets[i], offsets[i + 1])
+        yield _request(float(times[i]), int(lengths[i]), _expand(starts[runs], counts[runs]))
+
+
+def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids:
     """Runs of consecutive ids, written out."""
     if len(starts) == 0:
         return np.empty(0, np.uint64)
-    total = int(counts.sum())
     ends = np.cumsum(counts)
-    steps = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
-    ids: Ids = (np.arange(total) + steps).astype(np.uint64)
+    if ends[-1] > MAX_PROMPT_BLOCKS:
+        raise ValueError(f"a request has {ends[-1]} blocks, more than {MAX_PROMPT_BLOCKS}")
+    steps = np.repeat(starts - (ends - counts), counts)
+    ids: Ids = (np.arange(len(steps)) + steps).astype(np.uint64)
     return ids
+
+
+def _collected(requests: Iterable[TraceRequest], limit: int | None) -> list[TraceRequest]:
+    """The first `limit` of them. Raises `ValueError` if their ids take too much memory."""
+    found: list[TraceRequest] = []
+    references = 0
+    for request in islice(requests, limit):
+        references += len(request.ids)
+        if references > MAX_REFERENCES:
+            raise ValueError(f"more than {MAX_REFERENCES} blocks; give --limit {len(found)}")
+        found.append(request)
+    return found
+
+
+def _request(arrived_ms: float, input_tokens: int, ids: Ids) -> TraceRequest:
+    """Raises `ValueError` for what no request has."""
+    if not math.isfinite(arrived_ms) or not 0 <= input_tokens <= MAX_TOKENS:
+        raise ValueError("its time or its length is out of all bounds")
+    return TraceRequest(arrived_ms / 1e3, input_tokens, ids)
+
+
+def _number(value: Any) -> float:
+    """0 for what is none."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MAX_TOKENS else 0.0
 
 
 def _read_lines(path: Path, limit: int | None) -> Trace:
@@ -117,44 +171,57 @@ def _read_lines(path: Path, limit: int | None) -> Trace:
         version = first[recording.FORMAT_KEY]
         raise FormatError(f"{parts[0]} has record version {version}; use the release that wrote it")
     read = _recorded if is_record else _mooncake
-    requests = [request for part in parts for request in _requests(part, read, is_record)]
-    tokens = float(first["tokens_per_block"]) if is_record else MOONCAKE_BLOCK_TOKENS
-    return Trace(path.stem, tokens, requests[:limit])
+    found = (request for part in parts for request in _requests(part, read, is_record))
+    try:
+        requests = _collected(found, limit)
+    except ValueError as error:
+        raise FormatError(f"{path} is too large: {error}") from None
+    tokens = _number(first.get("tokens_per_block")) if is_record else MOONCAKE_BLOCK_TOKENS
+    return Trace(path.stem, tokens, requests)
 
 
 def _requests(
     path: Path, read: Callable[[dict[str, Any]], TraceRequest], has_header: bool
 ) -> Iterator[TraceRequest]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if has_header and number == 1:
-                continue
-            try:
-                yield read(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                if not line.endswith(b"\n"):  # the last one of a recording that was cut off
-                    return
-                raise FormatError(
-                    f"{path} line {number} is not a request ({error!r}); see FORMAT.md"
-                ) from None
+    for number, line in enumerate(_lines(path), 1):
+        if has_header and number == 1:
+            continue
+        try:
+            request = read(json.loads(line))
+        except WRONG as error:
+            if not line.endswith(b"\n"):  # the last one of a recording that was cut off
+                return
+            raise FormatError(
+                f"{path} line {number} is not a request ({error!r}); see FORMAT.md"
+            ) from None
+        yield request
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise FormatError(f"{path} has a line of over {MAX_LINE_BYTES} bytes: no trace")
+            yield line
 
 
 def _mooncake(line: dict[str, Any]) -> TraceRequest:
     ids = np.array(line["hash_ids"], np.uint64)
-    return TraceRequest(line["timestamp"] / 1e3, int(line["input_length"]), ids)
+    if ids.ndim != 1 or ids.tolist() != line["hash_ids"]:
+        raise ValueError("hash_ids is no list of whole numbers")
+    return _request(line["timestamp"], int(line["input_length"]), ids)
 
 
 def _recorded(line: dict[str, Any]) -> TraceRequest:
     ids = np.frombuffer(base64.b64decode(line["b"], validate=True), "<u8")
-    return TraceRequest(line["t"] / 1e3, int(line["n"]), ids.astype(np.uint64))
+    return _request(line["t"], int(line["n"]), ids.astype(np.uint64))
 
 
 def _first_line(path: Path) -> dict[str, Any]:
-    with path.open("rb") as lines:
-        try:
-            found = json.loads(lines.readline())
-        except ValueError:
-            found = None
+    try:
+        found = json.loads(next(_lines(path), b""))
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
         raise FormatError(f"{path} is no trace; give a .npz, JSON lines, or a folder of recordings")
     return found
