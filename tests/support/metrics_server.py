@@ -11,14 +11,18 @@ PATH = "/metrics"
 
 
 @contextmanager
-def metrics_server(texts: list[str]) -> Iterator[str]:
-    """Gives the address, HOST:PORT; each text is served once, the last one for good."""
+def metrics_server(texts: list[str], *, has_head: bool = True) -> Iterator[str]:
+    """Gives the address, HOST:PORT; each text is served once, the last one for good.
+
+    Without a head, the text is all that is sent.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = (texts.pop(0) if len(texts) > 1 else texts[0]).encode()
-            self.send_response(200 if self.path == PATH else 404)
-            self.end_headers()
+            if has_head:
+                self.send_response(200 if self.path == PATH else 404)
+                self.end_headers()
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:

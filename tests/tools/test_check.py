@@ -246,6 +246,24 @@ def test_the_rate_is_measured_and_leaves_nothing(tmp_path: Path, is_touched: boo
         memory_rate(tmp_path / "nowhere", is_touched)
 
 
+@pytest.mark.parametrize("value", [True, 0, -1, 1.5, 1 << 60, "8", [], {"a": 1}, float("nan")])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+def test_a_model_of_odd_numbers_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    good = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(good))
+    assert kv_shape(str(tmp_path)).bytes_per_token == 2 * 32 * 4096 * 2
+    (tmp_path / "config.json").write_text(json.dumps({**good, name: value}))
+    with pytest.raises(ConfigError, match=f"has no {name}"):
+        kv_shape(str(tmp_path))
+
+
+def test_heads_without_a_size_are_refused(tmp_path: Path) -> None:
+    odd = {"num_hidden_layers": 1, "num_attention_heads": 32, "hidden_size": 31}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(ConfigError, match="has no head_dim"):
+        kv_shape(str(tmp_path))
+
+
 def test_models(tmp_path: Path) -> None:
     mla = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
            "num_attention_heads": 128, "torch_dtype": "bfloat16"}  # fmt: skip

@@ -84,6 +84,40 @@ def test_an_engine_without_our_metrics(engine: tuple[str, list[str]]) -> None:
     assert call("top", "--url", address).code == ExitCode.CANNOT_OPEN
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "SSH-2.0-OpenSSH_9.2\r\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\nvllm:kvcascade_x 1\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        "HTTP/1.1 200 OK\r\nX: " + "a" * 70_000 + "\r\n\r\n",
+        "HTTP/1.1 200 " + "a" * 60_000 + "\n",
+        "",
+    ],
+)
+def test_what_speaks_no_http_is_one_sentence(answer: str) -> None:
+    with metrics_server([answer], has_head=False) as address:
+        said = call("top", "--url", address, "--once")
+    assert said.code == ExitCode.CANNOT_OPEN and len(said.err) < 400
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["http://a b/x", "localhost:port", "http://[::1/x", ""])
+def test_what_is_no_address_is_one_sentence(url: str) -> None:
+    said = call("top", "--url", url, "--once")
+    assert said.code == ExitCode.CANNOT_OPEN and said.err.count("\n") == 1
+
+
+def test_figures_that_are_no_numbers_are_left_out(engine: tuple[str, list[str]]) -> None:
+    address, texts = engine
+    used = 'vllm:kvcascade_tier_used_ratio{tier="[/x]"}'
+    texts.append(f'{used} NaN\nvllm:kvcascade_tier_blocks{{tier="[/x]"}} +Inf\n'
+                 'vllm:kvcascade_loaded_blocks_total{tier="[/x]"} 3\n')  # fmt: skip
+    (tier,) = call("top", "--url", address, "--json").document["tiers"]
+    assert (tier["used_ratio"], tier["blocks"], tier["hits"]) == (None, None, 3)
+    assert "[/x]" in call("top", "--url", address, "--once").out
+
+
 def test_from_a_path(tmp_path: Path) -> None:
     fill(tmp_path, 20)
     (tier,) = call("top", tmp_path, "--json").document["tiers"]

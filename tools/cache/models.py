@@ -22,6 +22,8 @@ TYPE_BYTES = {
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
 MAX_CONFIG_BYTES = 16 << 20
+MAX_NUMBER = 1 << 24
+"""No layer count and no width of a model is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,9 @@ def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape
     kv_heads = heads
     if config.get("num_key_value_heads"):
         kv_heads = _number(config, "num_key_value_heads", model)
-    if config.get("head_dim"):
-        head_dim = _number(config, "head_dim", model)
-    else:
-        head_dim = _number(config, "hidden_size", model) // heads
+    if not config.get("head_dim"):
+        config = {**config, "head_dim": _number(config, "hidden_size", model) // heads}
+    head_dim = _number(config, "head_dim", model)
     per_token = attention(layers, kv_heads, head_dim).bytes_per_token(item, ranks)
     return KvShape(model, layers, per_token, f"{note}, {kv_heads}×{head_dim} per layer, {name}")
 
@@ -125,7 +126,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _number(config: Mapping[str, Any], name: str, model: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or not 0 < value <= MAX_NUMBER:
         raise ConfigError(
             f"--model: the config.json of {model} has no {name}; give --kv-bytes-per-token instead"
         )

@@ -7,11 +7,14 @@ A reading is a set of numbers at a moment; two of them make rates. Readings come
 from __future__ import annotations
 
 import errno
+import math
+import textwrap
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from ...errors import KVCascadeError, TierIOError
@@ -22,6 +25,7 @@ from .opened import opened
 
 FETCH_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 64 << 20
+MAX_REASON_CHARS = 200
 ALL = ""
 """The tier of a figure that belongs to none."""
 
@@ -84,7 +88,7 @@ class Frame:
 
 
 def parse_metrics(text: str) -> Figures:
-    """Figures of an engine's `/metrics`, summed over all labels but `tier`."""
+    """Figures of an engine's `/metrics`, summed over all labels but `tier`; finite ones only."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[tuple[str, str], float] = {}
@@ -92,7 +96,7 @@ def parse_metrics(text: str) -> Figures:
         if not family.name.startswith(PREFIX):
             continue
         for sample in family.samples:
-            if sample.name.endswith(("_bucket", "_created")):
+            if sample.name.endswith(("_bucket", "_created")) or not math.isfinite(sample.value):
                 continue
             name = sample.name.removeprefix(PREFIX).removesuffix("_total")
             key = (name, sample.labels.get("tier", ALL))
@@ -109,10 +113,11 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
         with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as answer:
             text = answer.read(MAX_METRICS_BYTES).decode("utf-8", "replace")
         figures = parse_metrics(text)
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    except (OSError, ValueError, HTTPException) as error:
+        reason = str(error.reason if isinstance(error, urllib.error.URLError) else error)
+        shown = textwrap.shorten(reason, MAX_REASON_CHARS)
         raise TierIOError(
-            errno.EIO, f"{address} gives no metrics ({reason}); is the engine up?"
+            errno.EIO, f"{address} gives no metrics ({shown}); is the engine up?"
         ) from None
     if not figures:
         raise TierIOError(
