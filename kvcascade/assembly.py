@@ -298,7 +298,7 @@ def open_cascade(
         if table is not None and table.begin(key.digest, _epoch_of(opened)):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
-        chains = chain_notes(opened[0], file_system(settings.nvme[0])) if opened else None
+        chains = chain_notes(opened[0]) if opened else None
         cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers, chains)
         undo.pop_all()
     if with_events:

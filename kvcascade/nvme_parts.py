@@ -18,7 +18,6 @@ from .manager.level import Tier
 from .named import admission_rule
 from .tiers.endurance import DayTotals
 from .tiers.nvme import tier as nvme
-from .tiers.nvme.arrays import MappedArrays
 from .tiers.nvme.chains import CHAINS, ChainLog, cells_for
 from .tiers.nvme.filesystem import FileSystem
 from .tiers.nvme.namespace import NamespaceKey
@@ -80,12 +79,12 @@ def open_nvme(
     return nvme.open_nvme_tier(config, executor, file_system)
 
 
-def chain_notes(tier: nvme.NvmeTier, file_system: FileSystem) -> ChainNotes | None:
+def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
     """Where an engine notes the order of blocks; None, and a warning, if that cannot be.
 
     `tier` is open. The array is not sealed at the end: opening shall not read all of it.
     """
-    arrays = MappedArrays(file_system, tier.namespace.state_folder, session=None)
+    arrays = tier.arrays.unsealed()
     try:
         cells = arrays(CHAINS, cells_for(tier.backend.capacity), np.uint64)
     except KVCascadeError as error:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.keys import keys
 from support.nvme_peer import Peer
-from support.nvme_rig import Rig, config_for, key
+from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
+from kvcascade.nvme_parts import chain_notes
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.capacity import Plan, index_bytes, slots_in_index
 from kvcascade.tiers.nvme.format import MAX_SLOTS, PAGE_BYTES
+from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 
 SLOTS, PER_SEGMENT = 64, 8
+RESERVE_BYTES = 1 << 20
 
 
 @given(st.integers(0, MAX_SLOTS))
@@ -80,3 +85,33 @@ def test_a_description_that_was_lost_beside_others_is_not_made_up(tmp_path: Path
         rig = Rig(config)
         assert all(rig.check(key(i)) for i in range(8))
         rig.close()
+
+
+def fill_but_for_the_reserve(fs: MemoryFileSystem, path: Path) -> None:
+    """Somebody else's data."""
+    fs.size_bytes -= fs.free_bytes(path) - RESERVE_BYTES
+
+
+def test_what_a_segment_lost_is_not_taken_out_of_the_reserve(tmp_path: Path) -> None:
+    fs = MemoryFileSystem()
+    config = replace(config_for([tmp_path], slots=32), min_free_bytes=RESERVE_BYTES)
+    rig = Rig(config, fs=fs)
+    rig.store(keys(32))
+    rig.close()
+    fs.open(rig.tier.segments.path_of(1)).truncate(PER_SEGMENT // 2 * BLOCK)
+    fill_but_for_the_reserve(fs, tmp_path)
+    rig = Rig(config, fs=fs)
+    assert fs.free_bytes(tmp_path) >= RESERVE_BYTES
+    assert sum(rig.check(block_hash) for block_hash in keys(32)) == 32 - PER_SEGMENT
+    rig.check_sums()
+    rig.close()
+
+
+def test_the_log_of_prompts_is_not_made_out_of_the_reserve(tmp_path: Path) -> None:
+    fs = MemoryFileSystem()
+    rig = Rig(replace(config_for([tmp_path]), min_free_bytes=RESERVE_BYTES), fs=fs)
+    fill_but_for_the_reserve(fs, tmp_path)
+    notes = chain_notes(rig.tier)
+    assert notes is not None and fs.free_bytes(tmp_path) >= RESERVE_BYTES
+    notes.close()
+    rig.close()

@@ -89,7 +89,7 @@ class MappedArrays:
                 try:
                     self._rewrite(path, kind, length, old)
                 except NoSpaceError as error:
-                    _log.warning("recency will not survive a restart: %s", error)
+                    _log.warning("%s will not survive a restart: %s", path.name, error)
                     return np.zeros(length, dtype=kind)
             file = self._fs.open(path)
             view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
@@ -97,6 +97,10 @@ class MappedArrays:
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
+
+    def unsealed(self) -> MappedArrays:
+        """Another source of arrays in the same directory, which a close does not look at."""
+        return MappedArrays(self._fs, self._folder, None, self._claim)
 
     def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
         """True if the array is there as it would be asked for; nothing is changed."""

@@ -63,8 +63,6 @@ class Opening:
         self._owners = namespace.owners
         self._executor = executor
         self._clock = clock
-        layout = SegmentLayout(config.block_bytes, plan.slots_per_segment, config.key.fingerprint)
-        self._segments = SegmentSet(fs, namespace.segment_folders, layout)
         self._epoch_arrays = MappedArrays(fs, namespace.shared_state_folder, session=None)
         self._budget = SpaceBudget(
             fs,
@@ -73,6 +71,8 @@ class Opening:
             config.min_free_bytes,
             config.may_remove_namespaces,
         )
+        layout = SegmentLayout(config.block_bytes, plan.slots_per_segment, config.key.fingerprint)
+        self._segments = SegmentSet(fs, namespace.segment_folders, layout, self._budget.claim)
         self._index: BlockIndex | None = None
 
     def run(self) -> NvmeTier:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,9 @@ MAX_BYTES_PER_CALL = 64 << 20
 MAX_SHORT_TRANSFERS = 1000
 """Per call; a device that keeps moving less than it was asked to is broken."""
 RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
+
+Claim = Callable[[int, int], AbstractContextManager[None]]
+"""`claim(part, bytes)`: disk space is taken inside it. Raises `NoSpaceError` if there is none."""
 
 _log = get_logger(__name__)
 
@@ -72,13 +76,20 @@ class SegmentSet:
     Transfers may come from any thread; opening, creating and closing from one at a time.
     """
 
-    def __init__(self, fs: FileSystem, folders: Sequence[Path], layout: SegmentLayout) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        folders: Sequence[Path],
+        layout: SegmentLayout,
+        claim: Claim = lambda part, growth: nullcontext(),
+    ) -> None:
         self.layout = layout
         self.repaired = 0
         """Segments whose size or header had to be put right."""
         self.unusable: set[int] = set()
         """Segments that are there but could not be opened."""
         self._fs = fs
+        self._claim = claim
         self._folders = tuple(folders)
         self._header_bytes = layout.header_bytes
         self._records_window = (layout.records_offset, layout.slots * SLOT_RECORD_BYTES)
@@ -331,7 +342,10 @@ class SegmentSet:
         _log.warning("segment %s was damaged; what it still holds is kept", self.path_of(number))
         if size > self.layout.file_bytes:
             file.truncate(self.layout.file_bytes)
-        file.preallocate(self.layout.file_bytes)
+        missing = self.layout.file_bytes - self._fs.used_bytes(self.path_of(number))
+        part = number % len(self._folders)
+        with self._claim(part, missing) if missing > 0 else nullcontext():
+            file.preallocate(self.layout.file_bytes)
         write_all(file, [memoryview(expected)], 0)
         file.sync()
 
