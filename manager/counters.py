@@ -28,7 +28,7 @@ class LinkCounters:
     demote_openings: int = 0
     """How often the tier took no writes for a while: it failed or stalled."""
     demote_no_space_blocks: int = 0
-    """Not written because the tier was full."""
+    """Not written because the tier was full, or its index for the moment."""
     demote_held_blocks: int = 0
     """Not kept: another engine had stored the same block there first."""
     promoted_blocks: int = 0

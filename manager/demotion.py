@@ -313,6 +313,7 @@ class Demoter:
             self._lower.drop(block_hash, target)
             if outcome in NOT_WANTED:
                 self.counters.demote_held_blocks += outcome is BlockOutcome.HELD
+                self.counters.demote_no_space_blocks += outcome is BlockOutcome.REFUSED
                 settled.append(source.block_id)
             else:
                 failed.append(source.block_id)

@@ -23,9 +23,15 @@ MAX_JOBS_IN_FLIGHT = 4
 """Per link and direction."""
 STALLED_S = 15.0
 """Transfers one way are under way, and none ends for so long: that counts as a failure."""
-NOT_WANTED = (BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT)
-"""Of a write: the block is below already, from before a reset of the tier there, or was found
-damaged in the tier above. Nothing failed there, and trying again is of no use."""
+NOT_WANTED = (
+    BlockOutcome.HELD,
+    BlockOutcome.GONE,
+    BlockOutcome.CORRUPT,
+    BlockOutcome.REFUSED,
+)
+"""Of a write: the block is below already, from before a reset of the tier there, was found damaged
+in the tier above, or was tried several times where others keep the room. Nothing failed there, and
+trying again is of no use."""
 WRITTEN = frozenset({BlockOutcome.OK, *NOT_WANTED})
 """Of a write: everything but failures."""
 SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})

@@ -57,6 +57,7 @@ class BlockOutcome(Enum):
     NO_SPACE = "no_space"  # the destination is full
     CANCELLED = "cancelled"  # never started
     HELD = "held"  # not written: another process stored the same block there first
+    REFUSED = "refused"  # not written: no room for a moment, though nothing failed nor is full
 
 
 class LoadStoreSpec(ABC):

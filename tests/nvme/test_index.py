@@ -14,8 +14,11 @@ from support.nvme_rig import key
 
 from kvcascade.errors import CorruptionError, FormatError
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.nvme.capacity import index_bytes
 from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.index import (
+    NO_PAGES_PAUSE_S,
+    NO_PAGES_TRIES,
     BlockIndex,
     Removal,
     Session,
@@ -205,13 +208,34 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_a_map_that_is_full_is_no_space(tmp_path: Path) -> None:
+def test_a_map_that_is_full_has_no_pages(tmp_path: Path) -> None:
     index = opened(tmp_path, map_bytes=1 << 16)
+    pauses: list[float] = []
+    index.pause = pauses.append
     rng = random.Random(1)
     puts = [(BlockHash(rng.randbytes(36)), entry(i % CAPACITY)) for i in range(2000)]
-    assert index.commit(0, (), puts) is CommitOutcome.NO_SPACE
+    assert index.commit(0, (), puts) is CommitOutcome.NO_PAGES
+    assert pauses == [NO_PAGES_PAUSE_S] * (NO_PAGES_TRIES - 1)
     assert index.count() == 0
     assert index.commit(0, (), puts[:10]) is CommitOutcome.DONE
+    index.abandon()
+
+
+def test_a_commit_waits_for_pages_until_nobody_reads_them(tmp_path: Path) -> None:
+    """Within its capacity, and beside somebody who is in a step for many commits."""
+    index = opened(tmp_path, map_bytes=index_bytes(CAPACITY))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) % 2 == 0:
+            index.refresh()
+
+    index.pause = pause
+    for turn in range(1000):
+        puts = [(key(i), entry(i, turn + 1)) for i in range(CAPACITY)]
+        assert index.commit(0, (), puts) is CommitOutcome.DONE
+    assert pauses and index.count() == CAPACITY
     index.abandon()
 
 

@@ -81,7 +81,7 @@ def test_the_first_of_two_that_store_the_same_block_wins(rig: Rig) -> None:
 def test_a_block_that_is_overwritten_before_it_is_read_is_gone(rig: Rig) -> None:
     """Its entry was read at lookup, and its slot used again since: a miss, not damage."""
     size = rig.tier.segments.layout.slots
-    rig.store(keys(size))
+    rig.store_bit_by_bit(keys(size))
     with Peer(rig.config) as other:
         other.ask("find", 0)
         evicted = rig.policy.evict(size, ())
@@ -247,7 +247,7 @@ def moved(rig: Rig) -> tuple[set[BlockHash], set[BlockHash]]:
 
 def test_what_a_reset_took_is_named_after_it(rig: Rig) -> None:
     assert moved(rig) == (set(), set())
-    rig.store(keys(6))
+    rig.store_bit_by_bit(keys(6))
     with Peer(rig.config) as other:
         other.store(range(100, 104))
         other.ask("reset")
@@ -363,7 +363,9 @@ def used_bytes(path: Path) -> int:
 def test_the_capacity_holds_for_all_together(tmp_path: Path, models: int) -> None:
     """Processes of one model, or of two, grow at once; whenever one looks, it is not too much."""
     base = config_for([tmp_path], slots=models * 3 * SLOTS, per_segment=PER_SEGMENT)
-    base = replace(base, ready_bytes=1)
+    set_aside = models * capacity.index_bytes(models * 3 * SLOTS)
+    roomy = base.capacity_bytes + set_aside * (models - 1) // models
+    base = replace(base, ready_bytes=1, capacity_bytes=roomy)
     configs = [replace(base, key=NamespaceKey(f"model-{i}", {"n": i})) for i in range(models)]
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(configs[i % models])) for i in range(3)]
@@ -375,7 +377,6 @@ def test_the_capacity_holds_for_all_together(tmp_path: Path, models: int) -> Non
             assert used_bytes(tmp_path) <= base.capacity_bytes
         for peer in peers:
             peer.kill()
-    set_aside = models * capacity.index_bytes(models * 3 * SLOTS)
     assert used_bytes(tmp_path) + set_aside > base.capacity_bytes * 3 // 4
     with Peer(configs[0]) as peer:
         peer.ask("check_sums")

@@ -129,6 +129,7 @@ class _Commands:
     def __init__(self, config: NvmeTierConfig, policy: str) -> None:
         self.clock = ManualClock()
         self.rig = Rig(config, policy=policy, clock=self.clock)
+        self.rig.tier.index.pause = self.clock.advance
 
     def store(self, *numbers: int) -> list[str]:
         outcomes = self.rig.store_bit_by_bit([key(i) for i in numbers])

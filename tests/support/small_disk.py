@@ -30,13 +30,15 @@ _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 _MOUNT = 'mount -t tmpfs -o mode=0700,size="$1" none "$2" || exit; shift; shift; exec "$@"'
 
 
-def on_small_disk(function: Callable[[Path], None], folder: Path) -> None:
-    """Call `function(folder)` where `folder` is a file system of `SIZE_BYTES`."""
+def on_small_disk(
+    function: Callable[[Path], None], folder: Path, size_bytes: int = SIZE_BYTES
+) -> None:
+    """Call `function(folder)` where `folder` is a file system of `size_bytes`."""
     if not _can_mount(folder):
         pytest.skip("this system lets no user make a mount namespace (unshare --user --mount)")
     source = function.__code__.co_filename
     call = (sys.executable, "-m", "support.small_disk", source, function.__name__, str(folder))
-    command = (*_UNSHARE, _MOUNT, "sh", str(SIZE_BYTES), str(folder), *call)
+    command = (*_UNSHARE, _MOUNT, "sh", str(size_bytes), str(folder), *call)
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )

@@ -214,7 +214,7 @@ def test_the_index_outgrows_no_engines_map(tmp_path: Path, child: Start) -> None
     with Peer(config_of(tmp_path)) as engine:
         holder = child(HELD_UP, index)
         numbers = range(100, 2000)
-        stored = next(n for n in numbers if engine.store([n]) == ["no_space"])
+        stored = next(n for n in numbers if engine.store([n]) == ["refused"])
         newest = range(stored - SLOTS // 2, stored)
         assert engine.hits(newest) > 0
         with pytest.raises(NoSpaceError, match="stopped"):

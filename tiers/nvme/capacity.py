@@ -35,10 +35,12 @@ MAX_SEGMENTS_PER_PATH = 128
 INDEX_FIXED_BYTES = 512 << 10
 INDEX_BYTES_PER_SLOT = 256
 """An entry takes 80 to 160 bytes, depending on how full the pages are."""
-INDEX_CHURN_BYTES_PER_SLOT = 2048
+INDEX_CHURN_BYTES_PER_SLOT = 3072
 INDEX_CHURN_BYTES_MAX = 24 << 20
-"""Pages that a commit replaced are used again once no process reads what was before it; measured
-over batches of 512, with a reader that looks anew every eight commits."""
+"""Pages that a commit replaced are used again once no process reads what was before it. A commit
+into a small index replaces nearly all of it, 140 bytes a slot: so this is room for 22, of all
+processes, while one of them is in a step. Of a large one a part of 8 MiB of blocks replaces about
+0.6 MiB at most. What comes faster waits (`BlockIndex.commit`)."""
 STATE_FIXED_BYTES = 128 << 10
 STATE_BYTES_PER_SLOT = 200
 """The arrays of two processes; those of a further one are left in memory if there is no room."""

@@ -28,19 +28,25 @@ class CommitOutcome(Enum):
     DONE = "done"
     STALE_EPOCH = "stale_epoch"  # the namespace was reset after the caller started
     NO_SPACE = "no_space"
+    NO_PAGES = "no_pages"  # the map is full: freed pages wait until nobody reads what was before
     IO_ERROR = "io_error"
+
+
+_FULL = (CommitOutcome.NO_SPACE, CommitOutcome.NO_PAGES)
 
 
 def outcome_of_lmdb(error: lmdb.Error) -> CommitOutcome:
     """No space, or anything else that the device or the library refused."""
-    if isinstance(error, lmdb.MapFullError) or _code(error) in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, lmdb.MapFullError):
+        return CommitOutcome.NO_PAGES
+    if _code(error) in (errno.ENOSPC, errno.EDQUOT):
         return CommitOutcome.NO_SPACE
     return CommitOutcome.IO_ERROR
 
 
 def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
     """Map an LMDB error to ours."""
-    if outcome_of_lmdb(error) is CommitOutcome.NO_SPACE:
+    if outcome_of_lmdb(error) in _FULL:
         return NoSpaceError(f"no space for the index in {path} ({error}); free some")
     if isinstance(error, lmdb.ReadersFullError):
         return InUseError(
@@ -62,7 +68,7 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
 
 def from_outcome(outcome: CommitOutcome, path: Path) -> KVCascadeError:
     """The error of a commit that was refused, where that cannot be tried again later."""
-    if outcome is CommitOutcome.NO_SPACE:
+    if outcome in _FULL:
         return NoSpaceError(
             f"no space for the index in {path}; free some, or end the process that is stopped in "
             "the middle of a look at it, then go on"

@@ -38,6 +38,7 @@ _OF_COMMIT = {
     CommitOutcome.DONE: BlockOutcome.OK,
     CommitOutcome.STALE_EPOCH: BlockOutcome.GONE,
     CommitOutcome.NO_SPACE: BlockOutcome.NO_SPACE,
+    CommitOutcome.NO_PAGES: BlockOutcome.REFUSED,
     CommitOutcome.IO_ERROR: BlockOutcome.IO_ERROR,
 }
 
@@ -67,6 +68,8 @@ class StoreCounters:
     """Blocks that another process stored first."""
     io_errors: int = 0
     no_space: int = 0
+    refused: int = 0
+    """Blocks for which the index had no page to spare."""
     refused_keys: int = 0
     removed: int = 0
     records_repaired: int = 0
@@ -479,4 +482,5 @@ def _failures(outcomes: Sequence[BlockOutcome]) -> dict[str, int]:
         "gone": outcomes.count(BlockOutcome.GONE),
         "io_errors": outcomes.count(BlockOutcome.IO_ERROR),
         "no_space": outcomes.count(BlockOutcome.NO_SPACE),
+        "refused": outcomes.count(BlockOutcome.REFUSED),
     }
