@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.nvme_rig import BLOCK, Rig, config_for
+from support.nvme_rig import BLOCK, SLOT_BYTES, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.backend import BATCHES_AHEAD
 from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, capacity_for, index_bytes, plan_capacity
 from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
@@ -25,6 +26,11 @@ from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tiers.policies import ORDERS
+
+SMALL_SEGMENT = 8
+"""Slots."""
+HEAD_BYTES = 1024
+"""More than a slot's share in the header of such a segment."""
 
 
 @pytest.mark.parametrize("durability", list(Durability))
@@ -229,6 +235,25 @@ def test_growth_is_ahead_of_need_and_off_the_thread(tmp_path: Path) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("paths", [1, 2])
+def test_nothing_leaves_for_a_burst_while_the_tier_can_grow(tmp_path: Path, paths: int) -> None:
+    """Segments are small, and as many batches as the manager starts at once come in one step."""
+    batch, executor = 2 * SMALL_SEGMENT, SteppingExecutor()
+    folders = [tmp_path / str(i) for i in range(paths)]
+    for folder in folders:
+        folder.mkdir()
+    config = config_for(folders, slots=160, per_segment=SMALL_SEGMENT)
+    ready_bytes = (SLOT_BYTES + HEAD_BYTES) * BATCHES_AHEAD * batch // paths
+    rig = Rig(replace(config, ready_bytes=ready_bytes), executor=executor)
+    for start in range(0, 160, BATCHES_AHEAD * batch):
+        executor.run_all()
+        for first in range(start, min(160, start + BATCHES_AHEAD * batch), batch):
+            rig.store(keys(first, first + batch))
+        executor.run_all()
+    assert len(rig.policy) == 160 and all(rig.check(block_hash) for block_hash in keys(160))
+    rig.close()
+
+
 def test_what_an_earlier_process_left_is_told_at_once(tmp_path: Path) -> None:
     rig = Rig(config_for([tmp_path], slots=32))
     rig.store(keys(6))
@@ -250,7 +275,7 @@ def test_a_full_disk_lowers_what_there_is(tmp_path: Path) -> None:
     assert rig.backend.get_num_possible_blocks() == 2, "it is known that no more can be made"
     assert set(rig.store(keys(10, 16))) == {BlockOutcome.OK}, "it evicts instead"
     clock.advance(RETRY_AFTER_S)
-    assert rig.backend.get_num_free_blocks() == 8, "it grows again by itself"
+    assert rig.backend.get_num_free_blocks() == 24, "it grows again by itself"
     assert rig.backend.get_num_possible_blocks() == 24
     rig.close()
 

@@ -40,6 +40,10 @@ MIN_SPREAD_BLOCKS = 16
 """Fewer blocks than this go to one path, in turn: large transfers are worth more than many."""
 REMOVALS_PER_JOB = 1024
 """So many entries that wait to leave the index are committed without waiting for a store."""
+BATCHES_AHEAD = 4
+"""Segments are asked for while fewer slots are free than so many batches take, of the largest until
+now: the manager starts that many at once, and evicts where there is no room for one."""
+MAX_AHEAD_BLOCKS = 2048
 COLD_SAMPLE_BLOCKS = 128
 COLD_SAMPLE_SHARE = 8
 """So many of the coldest blocks, or such a part of all, are looked at to find the segment that is
@@ -146,14 +150,16 @@ class NvmeBackend(Backend):
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
+        self._ahead_blocks = slots_per_segment
+        """So many slots shall be free as long as segments can be had."""
         self._tell_found: Callable[[SlotArray], None] | None = None
 
     def get_num_free_blocks(self) -> int:
         self.take_arrived()
         self._repairs.begin(self._background.repair_records)
         free = sum(map(len, self._pools))
-        if free < self._slots_per_segment:
-            self._growth.want_more()
+        if free < self._ahead_blocks:
+            self._grow_ahead(free)
             self.take_arrived()
             free = sum(map(len, self._pools))
         return free
@@ -162,10 +168,12 @@ class NvmeBackend(Backend):
         return self.get_num_free_blocks() + self._growth.may_come * self._slots_per_segment
 
     def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
-        free = self.get_num_free_blocks()
-        if len(block_hashes) > free:
-            raise NoSpaceError(f"{len(block_hashes)} slots asked for, {free} free; evict first")
-        return self._table.hand_out(self._take(len(block_hashes)))
+        n, free = len(block_hashes), self.get_num_free_blocks()
+        if n > free:
+            raise NoSpaceError(f"{n} slots asked for, {free} free; evict first")
+        self._ahead_blocks = max(self._ahead_blocks, min(BATCHES_AHEAD * n, MAX_AHEAD_BLOCKS))
+        self._grow_ahead(free - n)
+        return self._table.hand_out(self._take(n))
 
     def free(self, status: BlockStatus) -> None:
         slot = status.block_id
@@ -255,6 +263,11 @@ class NvmeBackend(Backend):
         self._pools = [ExtentPool()]
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _grow_ahead(self, free: int) -> None:
+        missing = self._ahead_blocks - free
+        if missing > 0:
+            self._growth.want_more(-(-missing // self._slots_per_segment))
 
     def _keep_up(self, policy: CachePolicy) -> bool:
         """`maintain`, but for the end of it."""

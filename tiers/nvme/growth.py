@@ -78,6 +78,8 @@ class SegmentGrowth:
         self._executor = executor
         self.clock = self._clock = clock
         self._arrived: deque[int] = deque()
+        self._target = 0
+        """So many segments are wanted."""
         self._is_running = False
         self._is_balancing = False
         self._fell_short = False
@@ -93,9 +95,11 @@ class SegmentGrowth:
             arrived.append(self._arrived.popleft())
         return arrived
 
-    def want_more(self) -> None:
-        """Start getting one segment per path, unless that is under way, done or just failed."""
-        if self._is_running or self._clock() < self._retry_at_s or not self.missing():
+    def want_more(self, n: int) -> None:
+        """Get `n` segments more than there are, and one per path at least; start with that unless
+        it is under way, done or just failed."""
+        self._target = self._segments.count + max(n, self._paths)
+        if self._is_running or self._clock() < self._retry_at_s or not self._left:
             return
         self._is_running = True
         try:
@@ -124,9 +128,7 @@ class SegmentGrowth:
     def may_come(self) -> int:
         """How many segments this process may still get; what others hold is not known before the
         first try. A microsecond: any step may ask."""
-        if self._fell_short:
-            return 0
-        return max(0, self._total - len(self._segments.unusable) - self._segments.count)
+        return 0 if self._fell_short else self._left
 
     def make(self, limit: int) -> int:
         """Get up to `limit` segments on this thread; returns how many."""
@@ -141,12 +143,18 @@ class SegmentGrowth:
         with suppress(RuntimeError):  # shutting down: it is everybody's as soon as that is done
             self._executor.submit(self._let_go, number, removals, epoch)
 
+    @property
+    def _left(self) -> int:
+        """How many segments are not this process's; the length of `missing`, without the list."""
+        return max(0, self._total - len(self._segments.unusable) - self._segments.count)
+
     # -- on an I/O thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            made = self.make(self._paths)
-            is_short = made < self._paths
+            is_short = False
+            while not is_short and (wanted := self._target - self._segments.count) > 0:
+                is_short = self.make(wanted) < wanted
             if is_short:
                 self._retry_at_s = self._clock() + RECHECK_S
             self._owners.say_hungry(is_short and self._is_below_share())
