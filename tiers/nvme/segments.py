@@ -129,14 +129,16 @@ class SegmentSet:
         return sorted(numbers)
 
     def create(self, number: int) -> None:
-        """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`."""
+        """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`.
+
+        Its name is durable, its header is with the first block that is: `open` writes a lost one.
+        """
         path = self.path_of(number)
         with os_errors(f"creating {path}"):
             file = self._fs.open(path, create=True)
             try:
                 file.preallocate(self.layout.file_bytes)
                 write_all(file, [memoryview(self.layout.header(number))], 0)
-                file.sync()
                 self._fs.sync_dir(path.parent)
             except BaseException:
                 file.close()
