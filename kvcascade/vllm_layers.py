@@ -67,10 +67,9 @@ def full_attention_group(
         return None
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    tokens = {getattr(g, "group_id", i): g.tokens_per_block for i, g in enumerate(config.groups)}
     for group_id, _, spec in _layers(config, kv_config):
         if isinstance(spec, FullAttentionSpec):
-            return group_id, tokens[group_id]
+            return group_id, numbered_groups(config)[group_id].tokens_per_block
     return None
 
 
@@ -94,9 +93,13 @@ def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) 
 
 def group_specs(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, Any, Any]]:
     """(number in the engine, group, its KV cache spec) of the groups that are offloaded."""
-    for i, group in enumerate(config.groups):
-        group_id = getattr(group, "group_id", i)
+    for group_id, group in numbered_groups(config).items():
         yield group_id, group, kv_config.kv_cache_groups[group_id].kv_cache_spec
+
+
+def numbered_groups(config: OffloadingConfig) -> dict[int, Any]:
+    """The groups that are offloaded, by their number in the engine."""
+    return {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}
 
 
 def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:

@@ -55,6 +55,7 @@ from .vllm_layers import (
     full_attention_group,
     groups_offered_once,
     kv_cache_config,
+    numbered_groups,
 )
 from .vllm_packing import group_facts, packing_of_layers
 from .vllm_pages import from_canonical, require_whole
@@ -409,7 +410,7 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
         f"dcp{parallel.dcp_size} world{parallel.world_size}",
     }
-    groups = {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}
+    groups = numbered_groups(config)
     for group_id, group in groups.items():
         layers = ",".join(group.layer_names)
         facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
