@@ -150,8 +150,9 @@ class NvmeBackend(Backend):
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
-        self._ahead_blocks = slots_per_segment
-        """So many slots shall be free as long as segments can be had."""
+        self._ahead_blocks = -(-slots_per_segment // 2)
+        """So many slots shall be free as long as segments can be had. Half a segment is time enough
+        to make one, and who stores little takes no second one of what models share."""
         self._tell_found: Callable[[SlotArray], None] | None = None
 
     def get_num_free_blocks(self) -> int:
