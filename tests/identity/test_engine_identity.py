@@ -65,7 +65,7 @@ class Place:
         """An engine; `options` are vLLM's."""
         tiers = [
             {"type": "cpu", "capacity": 64 * MIB, "arena_dir": str(self._shared)},
-            {"type": "nvme", "capacity": 1024 * MIB, "path": str(self._folder / "kv")},
+            {"type": "nvme", "capacity": 2048 * MIB, "path": str(self._folder / "kv")},
         ]
         extra = {"tiers": tiers, **({"label": label} if label else {})}
         defaults = engine_options(Path(model or self.model), DEVICE_BLOCKS, extra)
