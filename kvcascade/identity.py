@@ -37,8 +37,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
     """A word that is equal only for equal weights.
 
-    `model`: hub name or local path; `is_real`: False for weights that exist in memory only, which
-    then never share with another process. Raises `ConfigError` if local files cannot be read.
+    `model`: hub name or local path; `is_real`: False for weights that are not what lies there, and
+    then never shared with another process. Raises `ConfigError` if local files cannot be read.
     """
     if not is_real:
         return private_identity()

@@ -22,6 +22,13 @@ FIRST_STABLE_HASH_VERSION = (0, 29)
 FIRST_ADAPTER_PATH_VERSION = (0, 31)
 """From here on the path of a LoRA adapter is part of the block hash, not its name alone."""
 
+_READ_THE_MODEL = frozenset(
+    "auto hf safetensors fastsafetensors instanttensor pt npcache mistral gguf bitsandbytes "
+    "sharded_state runai_streamer runai_streamer_sharded".split()
+)
+"""Load formats of any version that read the files which the model's name stands for. Others take
+weights from a file of their own (tensorizer), a process that loaded them when those files may have
+been others (ipc_cache, modelexpress), nowhere (dummy), or wherever a plugin says."""
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
 _STATE_OPTIONS = (
     "mamba_cache_dtype",
@@ -159,14 +166,21 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool]:
-    """(model path or hub name, revision, whether the weights come from files).
+    """(model path or hub name, revision, whether the weights are what that name stands for).
 
-    Where the weights lie elsewhere, in an object store, the local path holds the rest only.
+    Where the weights lie elsewhere, in an object store, the local path holds the rest only; and
+    what ModelScope calls so is not what the Hugging Face hub's cache knows by the name.
     """
     model = config.model_config
     load_format = str(getattr(config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
-    name = getattr(model, "model_weights", None) or model.model
-    return str(name), getattr(model, "revision", None), load_format != "dummy"
+    name = str(getattr(model, "model_weights", None) or model.model)
+    is_elsewhere = _asks_modelscope() and not os.path.exists(name)
+    is_real = load_format in _READ_THE_MODEL and not is_elsewhere
+    return name, getattr(model, "revision", None), is_real
+
+
+def _asks_modelscope() -> bool:
+    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true")
 
 
 def draft_facts(config: Any) -> tuple[str, str | None] | None:

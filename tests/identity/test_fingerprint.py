@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.kv_bytes import Shape, offloading_config
@@ -176,6 +176,36 @@ def test_weights_elsewhere_are_not_those_of_the_local_folder() -> None:
     config = engine(model="/local", model_weights="s3://bucket/llama", revision=None)
     config.load_config = Stub(load_format="runai_streamer")
     assert vllm_facts.weights_facts(config) == ("s3://bucket/llama", None, True)
+
+
+@pytest.mark.parametrize("name", ["tensorizer", "ipc_cache", "modelexpress", "dummy", "a-plugin"])
+def test_files_vouch_for_no_weights_that_come_from_elsewhere(name: str) -> None:
+    config = engine(model="/local", revision=None)
+    config.load_config = Stub(load_format=name)
+    assert vllm_facts.weights_facts(config) == ("/local", None, False)
+
+
+def test_every_format_of_vllm_that_reads_the_model_is_known() -> None:
+    """One that is new and not named keeps nothing for the next start: to be looked at."""
+    loaders = pytest.importorskip("vllm.model_executor.model_loader")
+    elsewhere = {"tensorizer", "ipc_cache", "modelexpress", "dummy"}
+    for name in set(get_args(loaders.LoadFormats)) - elsewhere:
+        config = engine(model="/local", revision=None)
+        config.load_config = Stub(load_format=name)
+        assert vllm_facts.weights_facts(config)[2], name
+
+
+def test_a_name_on_modelscope_is_none_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hub's cache may hold another model's weights, or other weights, under that name."""
+    config = engine(model="org/llama", revision=None)
+    config.load_config = Stub(load_format="auto")
+    assert vllm_facts.weights_facts(config)[2]
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert not vllm_facts.weights_facts(config)[2]
+    config.model_config.model = str(tmp_path)
+    assert vllm_facts.weights_facts(config)[2], "a folder is what it is"
 
 
 def test_what_the_loader_is_told_is_part_of_it() -> None:
