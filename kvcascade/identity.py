@@ -4,7 +4,7 @@ Block hashes name tokens, not the model that made the bytes. Two engines may exc
 if everything that shapes the bytes is equal, the weights above all.
 
 Weights are identified without reading them whole: by the resolved revision of a hub model, or, for
-local files, by a digest over configuration files and, for every tensor, its name, type, shape and a
+local files, by a digest over configuration, code and, for every tensor, its name, type, shape and a
 few sampled pieces of its bytes. Training or merging changes nearly every number of a tensor, so a
 sample sees it, which sizes and headers alone do not.
 """
@@ -29,7 +29,8 @@ SAMPLES_PER_OPAQUE_FILE = 256
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the safetensors format sets itself."""
 
-_CONFIG_FILES = ("*.json",)
+_CONFIG_FILES = ("*.json", "*.py")
+"""Configuration, and the code that comes with some models: both are read whole."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -90,7 +91,7 @@ def _cached_commit(model: str, revision: str | None) -> str | None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Configuration and weights; none if the weights are in files that we do not know."""
+    """Configuration, code and weights; none if the weights are in files that we do not know."""
     weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
     configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
     return sorted(weights | configuration) if weights else []
@@ -114,7 +115,7 @@ def _digest_files(files: list[Path], folder: Path) -> str:
 
 def _pieces(path: Path, size: int) -> Iterator[bytes]:
     """What of a file goes into the digest."""
-    if path.suffix == ".json":
+    if path.suffix in (".json", ".py"):
         yield path.read_bytes()
         return
     with path.open("rb") as file:

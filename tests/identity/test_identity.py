@@ -71,6 +71,14 @@ def test_a_changed_configuration_is_another_model(model: Path) -> None:
     assert identity(model) != before
 
 
+def test_changed_code_is_another_model(model: Path) -> None:
+    """What a folder brings along may be what computes its blocks (`trust_remote_code`)."""
+    (model / "modeling_own.py").write_text("SCALE = 1.0")
+    before = identity(model)
+    (model / "modeling_own.py").write_text("SCALE = 2.0")
+    assert identity(model) != before
+
+
 @pytest.mark.parametrize(
     "header",
     [b"", b"\xff" * 8, struct.pack("<Q", 1 << 62), struct.pack("<Q", 4) + b"[1]]", b"short"],
