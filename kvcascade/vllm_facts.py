@@ -111,7 +111,7 @@ def model_facts(config: Any) -> dict[str, str]:
         "cache_dtype": str(getattr(cache, "cache_dtype", None)),
         "other_dtype_layers": str(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "hf_config": _digest(_stable(hf_config.to_dict())) if hf_config is not None else "unknown",
-        "hf_overrides": _digest(str(getattr(model, "hf_overrides", None))),
+        "hf_overrides": _digest(_lasting(getattr(model, "hf_overrides", None))),
         "hash_algorithm": str(getattr(cache, "prefix_caching_hash_algo", "unknown")),
         "attention": " ".join(
             _options(getattr(config, "attention_config", None), _ATTENTION_OPTIONS)
@@ -229,6 +229,14 @@ def hashes_change_at_restart(config: Any | None) -> bool:
 
 def _stable(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hf_config.items() if key not in _VOLATILE_HF_KEYS}
+
+
+def _lasting(value: object) -> str:
+    """As text that says the same in every process: of a function its name, not its address. What
+    it does to the model's configuration is seen there."""
+    if not callable(value):
+        return str(value)
+    return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _digest(value: object) -> str:

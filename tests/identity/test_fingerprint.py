@@ -110,6 +110,21 @@ def test_another_attention_backend_is_another_namespace(field: str, value: Any) 
     assert fingerprint(config) != fingerprint(BASE)
 
 
+def test_a_function_that_overrides_is_the_same_at_the_next_start() -> None:
+    """`hf_overrides` may be one; each process has it at another address."""
+
+    def made_anew(theta: float) -> Any:
+        def override(config: Any) -> Any:
+            config.rope_theta = theta
+            return config
+
+        return override
+
+    first, second = made_anew(1e4), made_anew(1e4)
+    assert fingerprint(engine(hf_overrides=first)) == fingerprint(engine(hf_overrides=second))
+    assert fingerprint(engine(hf_overrides=first)) != fingerprint(BASE)
+
+
 def test_another_order_of_a_state_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(engine())
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
