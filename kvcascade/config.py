@@ -56,6 +56,7 @@ VLLM_KEYS: Mapping[str, Reader] = {
     "blocks_per_chunk": optional(whole(1, MAX_BLOCKS_PER_CHUNK)),
     "offload_prompt_only": flag,
     "self_describing_kv_events": flag,
+    "sync_load_budget_bytes": whole(0, sizes.MAX_BYTES),
     "canonical_layout": _not_canonical,
 }
 """Keys of the same dictionary that vLLM reads, once the model is loaded and whatever their type:

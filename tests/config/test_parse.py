@@ -171,6 +171,7 @@ def test_vllm_keys_are_looked_at_and_passed_over() -> None:
         "blocks_per_chunk": 4,
         "offload_prompt_only": False,
         "self_describing_kv_events": True,
+        "sync_load_budget_bytes": 1 << 30,
         "canonical_layout": False,
     }
     assert set(values) == set(VLLM_KEYS)
@@ -226,6 +227,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("offload_prompt_only", "false", "true or false"),
     ("offload_prompt_only", None, "true or false"),
     ("self_describing_kv_events", 1, "true or false"),
+    ("sync_load_budget_bytes", "1GiB", "a whole number"),
     ("weights_id", " ", "leave it out"),
     ("weights_id", 1, "give a string"),
     ("cpu.prefault", 1, "true or false"),
