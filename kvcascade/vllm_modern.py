@@ -37,6 +37,7 @@ from .config import CascadeConfig, parse
 from .handlers.device import GpuBlocks
 from .manager.base import BlockEvent, LookupState
 from .manager.request import Request
+from .manager.standstill import Standstill
 from .tiers.base import BlockHash, SlotSpec
 from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, open_scheduler_side
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 
 log_beside_vllm()
 
+_HOLDERS_COME_FIRST = (0, 31)
+"""First version that looks first at waiting requests that hold device blocks."""
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
 STATS_AT_END_S = 0.1
@@ -100,6 +103,8 @@ class CascadeManager(OffloadingManager):
         self._metrics = vllm_metrics.MetricsReader(cascade.manager, tokens_per_block)
         self._stats_read_s = self._stats_due_s = 0.0
         self._live_requests = 0
+        is_left_alone = vllm_facts.vllm_version() >= _HOLDERS_COME_FIRST
+        self._standstill = None if is_left_alone else Standstill()
         self._context: ReqContext | None = None
         self._request = Request()
         self._top_get = cascade.manager.top_get
@@ -116,6 +121,8 @@ class CascadeManager(OffloadingManager):
         # Asked for every block of every waiting request at every step: the answers that can be
         # given at once are given here, as `lookup_block` does.
         if req_context is not self._context:
+            if self._standstill is not None and self._standstill.puts_off():
+                return LookupResult.RETRY
             self._switch(req_context)
         answers = self._answers
         at = answers.at
@@ -151,6 +158,7 @@ class CascadeManager(OffloadingManager):
         return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._note_progress()
         request = self._request_of(req_context)
         return _to_vllm(self._manager.prepare_load(_hashes(keys), request))
 
@@ -166,6 +174,7 @@ class CascadeManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        self._note_progress()
         output = self._manager.prepare_store(_hashes(keys), self._request_of(req_context))
         if output is None:
             return None
@@ -185,6 +194,7 @@ class CascadeManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._note_progress()
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
@@ -200,6 +210,8 @@ class CascadeManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         self._manager.end_step()
         self._context = None
+        if self._standstill is not None:
+            self._standstill.end_step()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         self._cascade.announce_found()
@@ -228,6 +240,10 @@ class CascadeManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self._cascade.close()
+
+    def _note_progress(self) -> None:
+        if self._standstill is not None:
+            self._standstill.note_progress()
 
     def _request_of(self, context: ReqContext) -> Request:
         if context is self._context:

@@ -27,6 +27,7 @@ from .base import BlockEvent, PrepareStoreOutput
 from .cascading import CascadingOffloadingManager
 from .flow import Clock
 from .request import Request
+from .standstill import Standstill
 
 WAITING_MAX = 4096
 """Requests that are remembered while they wait; the oldest is forgotten for one more."""
@@ -56,6 +57,7 @@ class AnonymousManager:
         """Stores that may still be under way, with the step after which they are not."""
         self._unsure_hashes: set[BlockHash] = set()
         self._steps = 0
+        self._standstill = Standstill()
 
     def lookup(self, block_hashes: Iterable[BlockHash]) -> int | None:
         """Blocks from the first that can be loaded; None: ask again, at most until the deadline."""
@@ -63,6 +65,8 @@ class AnonymousManager:
         self._asked = None
         if not asked:
             return 0
+        if self._standstill.puts_off():
+            return None
         if self._unsure_hashes and not self._unsure_hashes.isdisjoint(asked):
             return None
         since_s, request = self._waiting.get(asked[-1]) or (self._clock(), Request())
@@ -80,6 +84,7 @@ class AnonymousManager:
 
     def prepare_load(self, block_hashes: Iterable[BlockHash]) -> LoadStoreSpec:
         """Pin blocks of the lookup just answered; returns where the worker finds them."""
+        self._standstill.note_progress()
         key, request = self._asked or (None, Request())
         spec = self._manager.prepare_load(list(block_hashes), request)
         request.keys.clear()  # their use was counted when the request came
@@ -107,6 +112,7 @@ class AnonymousManager:
 
     def prepare_store(self, block_hashes: Iterable[BlockHash]) -> PrepareStoreOutput | None:
         """As the cascade's. What is returned may lack the end of the list."""
+        self._standstill.note_progress()
         offered = list(block_hashes)
         output = self._manager.prepare_store(offered)
         self._stored = offered[-1] if offered and output is not None else None
@@ -126,6 +132,7 @@ class AnonymousManager:
     def take_events(self) -> list[BlockEvent]:
         """What came and went since the last call; the end of a step."""
         self._steps += 1
+        self._standstill.end_step()
         while self._unsure and self._unsure[0][0] <= self._steps:
             self._complete_oldest()
         self._manager.end_step()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import deque
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,11 +298,18 @@ class SchedulerRig:
 
     def drain(self) -> None:
         """Step until every request has ended and nothing is under way."""
+        scheduler = self.scheduler
+        self.step_until(
+            lambda: not (scheduler.has_requests() or scheduler.has_unfinished_requests())
+        )
+        self._take_in(0)
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
+        """Step until something is so."""
         limit_s = monotonic() + DRAIN_LIMIT_S
-        while self.scheduler.has_requests() or self.scheduler.has_unfinished_requests():
+        while not is_so():
             assert monotonic() < limit_s, f"requests never end: {self.unfinished}"
             self.step()
-        self._take_in(0)
 
     def close(self) -> None:
         """Clean shutdown, workers first."""

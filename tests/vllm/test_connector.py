@@ -157,6 +157,34 @@ def test_the_next_turn_after_an_answer_that_fills_its_block(is_async: bool, mode
         rig.close()
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_who_holds_blocks_runs_though_an_earlier_one_needs_more_than_is_left(
+    is_async: bool, model: Path, tmp_path: Path
+) -> None:
+    """The long prompt comes up from the disk, so the next one overtakes it, and is loaded."""
+    usable, held = 39, 18
+    options = {"write_mode": "through", "offload_prompt_only": True, "weights_id": "test"}
+    extra = {"tiers": tiers(Shape(), tmp_path, cpu=24, nvme=96), **options}
+    rig = SchedulerRig(model, extra, usable + 1, is_async)
+    manager = rig.scheduler.connector.connector_scheduler.manager._cascade.manager
+    blocks = {"long": usable - held + 1, "one": 24, "two": 24, "short": held}
+    prompts = {name: [n] * blocks[name] * BLOCK_TOKENS for n, name in enumerate(blocks)}
+    try:
+        written = 0
+        for name, prompt in prompts.items():  # then the first is on the disk alone
+            rig.add(name, prompt, max_tokens=1)
+            rig.drain()
+            written += blocks[name] // 2
+            rig.step_until(lambda written=written: manager.tier_states()[1].blocks == written)
+            assert rig.scheduler.reset_prefix_cache()
+        for name in ("long", "short"):
+            rig.add(f"{name} again", [*prompts[name], 99], max_tokens=1)
+        rig.drain()
+        assert manager.counters.loaded_blocks == [held // 2, blocks["long"] // 2]
+    finally:
+        rig.close()
+
+
 @pytest.mark.skipif(not HANDS_STATES_OVER, reason="this vLLM offers states as it does the rest")
 def test_a_state_is_offered_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else is put off comes again at every step of its request."""
