@@ -39,7 +39,7 @@ bench: $(STAMP) ## measure beside vLLM's own offloading (BENCH="--quick" for two
 bench-gpu: $(STAMP) ## measure device to CPU tier and back; needs an NVIDIA GPU
 	@$(BIN)/python -m kvcascade.tools bench --only gpu $(BENCH)
 
-test: $(STAMP) ## run the whole test suite, real-engine tests included
+test: $(STAMP) ## run the tests but those that take long, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)
 
 test-vllm: ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)

@@ -85,8 +85,10 @@ class KVCascadeTier(SecondaryTierManager):
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_beside_vllm()
         self._rows = primary_kv_view.cast("B")
+        assert primary_kv_view.strides is not None, "a view has strides"
+        self._row_bytes = primary_kv_view.strides[0]  # versions as old as 0.28 do not say it
         settings = _settings(options)
-        key = _namespace_key(offloading_spec.config, settings, self._block_size_bytes)
+        key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
         self._executors: list[ThreadPoolExecutor] = []
         with ExitStack() as undo:
@@ -183,7 +185,7 @@ class KVCascadeTier(SecondaryTierManager):
     ) -> tuple[OpenTier, SoloTier]:
         stores, loads = io_threads_of(options, self._executors, undo)
         file_system = RealFileSystem(direct=str(options.direct_io) != "off")
-        tier = open_nvme(options, self._block_size_bytes, key, stores, file_system)
+        tier = open_nvme(options, self._row_bytes, key, stores, file_system)
         undo.callback(tier.close)
         link = Link(
             down=NvmeStoreHandler(tier.store, self._row, stores),
@@ -192,8 +194,8 @@ class KVCascadeTier(SecondaryTierManager):
         return tier, SoloTier(nvme_level(self.tier_type, options, tier), link, time.monotonic)
 
     def _row(self, slot: int) -> memoryview:
-        start = slot * self._block_size_bytes
-        return self._rows[start : start + self._block_size_bytes]
+        start = slot * self._row_bytes
+        return self._rows[start : start + self._row_bytes]
 
 
 def _settings(options: dict[str, Any]) -> CascadeConfig:

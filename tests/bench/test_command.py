@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcascade import config
 from kvcascade.tools import bench
 from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
 from kvcascade.tools.bench.measurement import Setup
@@ -30,11 +32,16 @@ EVERYTHING = {
 """Rows of each measurement."""
 
 
+def parser() -> argparse.ArgumentParser:
+    """That of the command."""
+    made = argparse.ArgumentParser()
+    bench.add_arguments(made)
+    return made
+
+
 def parse(*arguments: str) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser().parse_args(arguments)
 
 
 def test_arguments() -> None:
@@ -43,6 +50,16 @@ def test_arguments() -> None:
     assert bench.scale_of(parse("--quick", "--repeats", "7")).repeats == 7
     assert parse("--only", "busy", "--only", "manager").only == ["busy", "manager"]
     assert parse().out == Path("out") and parse().path is None
+
+
+def test_the_options_that_help_shows_are_right_ones() -> None:
+    (action,) = (a for a in parser()._actions if a.dest == "nvme")
+    shown = re.findall(r"\w+=\w+", str(action.help))
+    assert len(shown) == 2
+    nvme = {"type": "nvme", "capacity": "1GiB", "path": "/mnt/nvme/kv"}
+    for option in shown:
+        given = dict(parse("--nvme", option).nvme)
+        config.parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}, {**nvme, **given}]})
 
 
 @pytest.mark.parametrize(

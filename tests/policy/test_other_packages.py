@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.config import parse
+from kvcascade.manager.admission import admission_by_path
 from kvcascade.named import check_names
 from kvcascade.tiers.base import BlockStatus
 from kvcascade.tiers.policies import ENTRY_POINTS, create, known_names
 
-MODULE = """
-from kvcascade.tiers.policies.lru import LruOrder
-
-class NewestFirst(LruOrder):
-    def victims(self, limit, wanted, mask=None, window=None):
-        return super().victims(self.capacity, wanted, mask, window)[::-1][:limit]
-"""
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
+MODULE = "".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S))
+"""What the page shows: an order `NewestFirst`, and a rule `admit`."""
 KEYS = [key(i) for i in range(12)]
 
 
@@ -39,6 +37,11 @@ def test_the_configuration_takes_it_for_both_tiers(name: str, tmp_path: Path) ->
     nvme = {"type": "nvme", "capacity": "1GiB", "path": str(tmp_path / "kv"), "policy": name}
     cpu = {"type": "cpu", "capacity": "1GiB", "policy": name}
     check_names(parse({"tiers": [cpu, nvme]}, known_names()))
+
+
+def test_the_rule_beside_it_is_one(name: str) -> None:
+    rule = admission_by_path("newest_package:admit")
+    assert [uses for uses in range(1, 6) if rule.admits(KEYS[0], uses)] == [3, 4, 5]
 
 
 def test_it_orders_a_tier_in_memory(name: str) -> None:

@@ -55,9 +55,9 @@ def test_figures_of_benchmark_and_demo() -> None:
     measured = bench_document([Table("n", "t", "", [Row("c", Quantity("q", "s"))])], {})
     demonstrated = demo_document([phase("b")], {})
     for document in (measured, measured["measurements"][0], measured["measurements"][0]["rows"][0]):
-        assert document.keys() - {"format"} <= _named("bench")
+        assert document.keys() <= _named("bench")
     for document in (demonstrated, demonstrated["phases"][0]):
-        assert document.keys() - {"format"} <= _named("bench")
+        assert document.keys() <= _named("bench")
 
 
 def _named(section: str) -> set[str]:

@@ -15,7 +15,7 @@ from support.kv_bytes import Shape, offloading_config
 from support.waiting import wait_until
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext
-from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
@@ -102,6 +102,22 @@ def test_chunks_of_a_window_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="blocks_per_chunk: 2 does not work with this model"):
         Rig(tmp_path, Shape(chunk=2))
     assert kv_cache_config.num_blocks == 8
+
+
+def test_versions_whose_base_class_keeps_the_view_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 0.28: how long a row is can be seen from the view."""
+
+    def keep(self: SecondaryTierManager, _: object, view: memoryview, tier_type: str) -> None:
+        self._primary_kv_view, self.tier_type = view, tier_type
+
+    monkeypatch.setattr(SecondaryTierManager, "__init__", keep)
+    rig = Rig(tmp_path)
+    context = rig.request("a", [1])
+    rig.store(context, [1])
+    rig.load(context, [1])
+    rig.tier.shutdown()
 
 
 @pytest.fixture(params=["lru", "prefix"])

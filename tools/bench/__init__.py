@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_option,
         default=[],
         metavar="OPTION=VALUE",
-        help="an option of our NVMe tier in transfers, such as io_threads=8 or direct_io=off",
+        help="an option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false",
     )
     parser.add_argument(
         "--path",

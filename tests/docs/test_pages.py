@@ -1,0 +1,157 @@
+"""What the pages name is there: sections, files, options with their defaults, messages, modules."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from kvcascade.config import CascadeConfig, CpuTier, NvmeTier
+from kvcascade.tools.__main__ import app
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ("kvcascade", "tiers", "handlers", "manager", "tools")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+WORDS = {CascadeConfig: {"prefill_tokens_per_s": "measured", "weights_id": "found"},
+         CpuTier: {}, NvmeTier: {"segment_size": "about 1 GiB"}}  # fmt: skip
+"""Defaults that README has in words: what null then means."""
+VLLM_KEYS = {
+    "blocks_per_chunk",
+    "block_size",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+}
+NOT_OURS = {"Too many open files"}
+"""Messages of the system's."""
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of its sections in links."""
+    heads = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def links(page: Path) -> list[str]:
+    """What a page refers to, other sites left out."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return [link for link in found if "://" not in link]
+
+
+def test_links_are_found() -> None:
+    """Or the next test would look at nothing."""
+    assert sum(len(links(page)) for page in PAGES) > 25
+
+
+@EACH_PAGE
+def test_links_lead_to_files_and_sections(page: Path) -> None:
+    for link in links(page):
+        name, _, section = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not section or section in anchors(target), link
+
+
+@EACH_PAGE
+def test_modules_and_folders_that_are_named_exist(page: Path) -> None:
+    code = "|".join((*CODE, "tests"))
+    named = set(re.findall(rf"`((?:{code})/[\w/]*(?:\.py)?)[`:]", prose(page)))
+    named |= {f"{name}.py" for name in re.findall(rf"`((?:{code})/\w+)`", prose(page))}
+    for name in named:
+        paths = (ROOT / name, ROOT / name.removesuffix(".py"))
+        assert any(path.exists() for path in paths), name
+
+
+def rows(section: str) -> dict[str, str]:
+    """Of a table of README: each key, and its default."""
+    found: dict[str, str] = {}
+    for keys, defaults in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", section, re.M):
+        names, values = re.findall(r"`(\w+)`", keys), re.findall(r"`([^`]+)`", defaults)
+        found |= zip(names, values or [defaults] * len(names), strict=True)
+    return found
+
+
+def default(option: Field[Any]) -> str:
+    """As README writes it."""
+    value = option.default
+    if value is MISSING:
+        return "required"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, int | float) else f'"{value}"'
+
+
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("## Configuration", CascadeConfig),
+        ('Tier `{"type": "cpu"}`', CpuTier),
+        ('Tier `{"type": "nvme"}`', NvmeTier),
+    ],
+)
+def test_options_and_their_defaults(head: str, options: type[Any]) -> None:
+    begin = (ROOT / "README.md").read_text().partition(head)[2]
+    written = rows(re.split(r"^(?:Tier |## )", begin, maxsplit=1, flags=re.M)[0])
+    right = {each.name: default(each) for each in fields(options) if each.name != "key"}
+    right |= WORDS[options]
+    assert {name: text for name, text in written.items() if name not in VLLM_KEYS} == right
+
+
+def sentences() -> Iterator[str]:
+    """Every text in the code, with a blank where a value is put in."""
+    for folder in CODE:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (p.value if isinstance(p, ast.Constant) else " " for p in node.values)
+                    yield "".join(map(str, parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield re.sub("%[sd]", " ", node.value)
+
+
+def test_messages_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    named = set(re.findall(r"^\| `([^`]+)` ", page, re.M)) - NOT_OURS
+    assert len(named) > 20
+    known = [" ".join(text.split()) for text in sentences()]
+    for message in named:
+        parts = [part.strip() for part in message.replace("/dev/shm", "...").split("...")]
+        assert any(all(part in text for part in parts) for text in known), message
+
+
+def test_modules_for_all_layers_are_named() -> None:
+    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text())
+    (base,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BASE"
+    )
+    text = (ROOT / "ARCHITECTURE.md").read_text().partition("may be used by all")[0]
+    named = re.findall(r"`(?:kvcascade\.)?(\w+)`", text.rpartition("draws the line.")[2])
+    assert tuple(named) == base
+
+
+def test_examples_of_help_are_right_calls() -> None:
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = [
+        (command, shlex.split(line.partition(" | ")[0]))
+        for command in commands.values()
+        for line in re.findall(r"^ +kvcascade (.*)$", command.help or "", re.M)
+    ]
+    assert len(found) > 15
+    for command, words in found:
+        command.make_context(words[0], words[1:])
