@@ -617,7 +617,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Those of tiers that last are at the next start what they are now. May block, also while a
         tier rests that failed; for shutdown. True if none is left, nor on its way.
         """
-        means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
+        means = FlushMeans(self.lock, self._collect, self._look_after_tiers, self._clock, self._pause)
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()

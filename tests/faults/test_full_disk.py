@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from support.executors import SteppingExecutor
 from support.fault_rig import STEPS_MAX, FaultRig
 from support.keys import keys
 from support.nvme_peer import Peer
@@ -92,6 +94,27 @@ def test_a_full_map_takes_no_more_blocks_until_there_is_room(tmp_path: Path) -> 
     empty_the_map(rig, added)
     rig.recovers(300)
     assert rig.read(keys(0, 8)) == 8
+    rig.close()
+
+
+def test_a_flush_keeps_nobodys_pages_while_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that end together would keep one another from committing what they wait for."""
+    executor = SteppingExecutor()
+    rig = FaultRig(tmp_path, executor)
+    executor.run_all()
+    assert rig.store(keys(0, 8)) == keys(0, 8)
+    was_released: list[bool] = []
+
+    def wait(*_: object) -> None:
+        was_released.append(rig.rig.tier.directory._is_released)
+        executor.run_all()
+
+    monkeypatch.setattr(rig.down, "wait", wait)
+    assert rig.write_down()
+    assert was_released and all(was_released)
+    assert rig.counters.demoted_blocks == 8
     rig.close()
 
 
