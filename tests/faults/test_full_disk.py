@@ -111,11 +111,17 @@ def test_a_flush_keeps_nobodys_pages_while_it_waits(
         was_released.append(rig.rig.tier.directory._is_released)
         executor.run_all()
 
+    def note(*_: object) -> bool:
+        was_released.append(rig.rig.tier.directory._is_released)
+        return True
+
     monkeypatch.setattr(rig.down, "wait", wait)
     assert rig.write_down()
-    assert was_released and all(was_released)
-    assert rig.counters.demoted_blocks == 8
+    assert was_released == [True] and rig.counters.demoted_blocks == 8
+    monkeypatch.setattr(rig.down, "shutdown", note)
+    monkeypatch.setattr(rig.rig.tier.arrays, "sync", note)
     rig.close()
+    assert was_released == [True] * 3, "nor while it closes"
 
 
 # ---- the disk under the index ----------------------------------------------------------------

@@ -256,6 +256,23 @@ def test_who_looks_through_all_of_it_keeps_nobodys_pages(tmp_path: Path) -> None
     index.abandon()
 
 
+def test_who_closes_keeps_nobodys_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the disk, while others may have much to commit."""
+    index = opened(tmp_path, map_bytes=index_bytes(CAPACITY))
+    index.pause = lambda seconds: pytest.fail("a commit found no page")
+    puts = [(key(i), entry(i)) for i in range(CAPACITY)]
+    assert index.commit(0, (), puts) is CommitOutcome.DONE
+    index.refresh()
+    outcomes: set[CommitOutcome] = set()
+
+    def sync() -> None:
+        outcomes.update(index.commit(0, (), puts) for _ in range(CAPACITY))
+
+    monkeypatch.setattr(index, "sync", sync)
+    index.close(None)
+    assert outcomes == {CommitOutcome.DONE}
+
+
 @pytest.mark.parametrize("at_a_time", [1, CAPACITY // 2 - 1, CAPACITY // 2, CAPACITY, CAPACITY + 1])
 def test_nothing_is_passed_over_or_seen_twice(
     index: BlockIndex, monkeypatch: pytest.MonkeyPatch, at_a_time: int

@@ -453,6 +453,7 @@ class BlockIndex:
 
         The last to close leaves the mark by which the next one need not look at every page.
         """
+        self._txn.abort()  # while this waits for the disk, others need the pages
         try:
             with self._damage_named():
                 with self._env.begin(write=True, db=self._meta) as txn:
