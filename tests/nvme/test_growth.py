@@ -102,19 +102,19 @@ def test_a_path_that_cannot_grow_leaves_the_others_alone(
 ) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     fs = _BadPath(is_gone=is_gone)
-    rig = Rig(small_start(paths), fs=fs)
+    clock = ManualClock()
+    rig = Rig(small_start(paths), fs=fs, clock=clock)
     assert rig.tier.segments.numbers == [0, 1]
     fs.bad = paths[bad]
     good = {number for number in range(SEGMENTS) if number % 2 != bad}
     for i in range(SEGMENTS):
-        assert isinstance(rig.clock, ManualClock)
-        rig.clock.advance(RETRY_AFTER_S)
+        clock.advance(RETRY_AFTER_S)
         stored = rig.store(keys(PER_SEGMENT * i, PER_SEGMENT * (i + 1)))
         assert set(stored) == {BlockOutcome.OK}
     assert set(rig.tier.segments.numbers) == good | {bad}
     fs.bad = None
     for i in range(SEGMENTS, 2 * SEGMENTS):
-        rig.clock.advance(RETRY_AFTER_S)
+        clock.advance(RETRY_AFTER_S)
         rig.store(keys(PER_SEGMENT * i, PER_SEGMENT * (i + 1)))
     assert len(rig.tier.segments.numbers) == SEGMENTS, "it grows again when it can"
     rig.check_sums()
