@@ -505,7 +505,7 @@ class CascadingOffloadingManager(OffloadingManager):
         if self._aging:
             self._demote_aged()
         if may_evict:
-            self._look_after_tiers()
+            self._tend_tiers()
         for watch in self._watches:
             watch.check()
 
@@ -531,7 +531,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """True if calls are needed for progress that requests wait for."""
         return self._promoter.is_waited_for
 
-    def _look_after_tiers(self) -> None:
+    def _tend_tiers(self) -> None:
         """Upkeep of every tier; what other processes reset is forgotten, and all above it.
 
         From the bottom up: who resets begins at the top, so a tier that is not seen reset after one
@@ -617,7 +617,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Those of tiers that last are at the next start what they are now. May block, also while a
         tier rests that failed; for shutdown. True if none is left, nor on its way.
         """
-        means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
+        means = FlushMeans(self.lock, self._collect, self._tend_tiers, self._clock, self._pause)
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
@@ -636,6 +636,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self._is_shut_down = True
         with self.lock:
             self._refresh_recency_below()
+            self._tend_tiers()  # nothing of them is held while what follows takes its time
         has_ended = True
         for link in self._flow.links:
             for handler in (link.down, link.up):

@@ -32,6 +32,9 @@ class FlushMeans:
     """Held while anything is looked at, never while waiting."""
     collect: Callable[[], None]
     """Takes in what ended, on every link."""
+    end_step: Callable[[], None]
+    """Upkeep of the tiers: what others did is seen, and nothing is held while waiting. Who held
+    pages of a shared index until its own copies ended kept all from committing theirs."""
     clock: Clock
     pause: Callable[[float], None]
     """Waits for so many seconds of the clock."""
@@ -68,6 +71,7 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
             waited_for = demoters if demoter.may_find_room else demoters[:1]
             busy = next((one for one in waited_for if one.jobs_in_flight), None)
             waiting = set() if busy is None else busy.job_ids
+            means.end_step()
         if busy is not None and not busy.is_stalled:
             busy.wait(waiting, left_s)
         elif busy is None and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from support.executors import SteppingExecutor
 from support.fault_rig import STEPS_MAX, FaultRig
 from support.keys import keys
 from support.nvme_peer import Peer
@@ -93,6 +95,33 @@ def test_a_full_map_takes_no_more_blocks_until_there_is_room(tmp_path: Path) -> 
     rig.recovers(300)
     assert rig.read(keys(0, 8)) == 8
     rig.close()
+
+
+def test_a_flush_keeps_nobodys_pages_while_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that end together would keep one another from committing what they wait for."""
+    executor = SteppingExecutor()
+    rig = FaultRig(tmp_path, executor)
+    executor.run_all()
+    assert rig.store(keys(0, 8)) == keys(0, 8)
+    was_released: list[bool] = []
+
+    def wait(*_: object) -> None:
+        was_released.append(rig.rig.tier.directory._is_released)
+        executor.run_all()
+
+    def note(*_: object) -> bool:
+        was_released.append(rig.rig.tier.directory._is_released)
+        return True
+
+    monkeypatch.setattr(rig.down, "wait", wait)
+    assert rig.write_down()
+    assert was_released == [True] and rig.counters.demoted_blocks == 8
+    monkeypatch.setattr(rig.down, "shutdown", note)
+    monkeypatch.setattr(rig.rig.tier.arrays, "sync", note)
+    rig.close()
+    assert was_released == [True] * 3, "nor while it closes"
 
 
 # ---- the disk under the index ----------------------------------------------------------------

@@ -9,7 +9,9 @@ import pytest
 from support.nvme_rig import Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
 from kvcascade.tiers.nvme.format import parse_entry
+from kvcascade.tiers.nvme.index_errors import CommitOutcome
 
 OK = BlockOutcome.OK
 KEY = key(0)
@@ -74,3 +76,19 @@ def test_a_reset_forgets_it(rig: Rig) -> None:
     assert rig.policy.get(KEY) is not None
     rig.reset()
     assert rig.policy.get(KEY) is None
+
+
+def test_what_never_reaches_the_index_leaves_nothing_behind(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reset the index is of the old epoch until the first commit: it may be long till then,
+    on a disk that is full."""
+    with monkeypatch.context() as full:
+        full.setattr(rig.tier.index, "commit", lambda *_: CommitOutcome.NO_SPACE)
+        rig.reset()
+        for i in range(100):
+            outcomes = rig.store([key(j) for j in range(8 * i, 8 * i + 8)])
+            assert set(outcomes) == {BlockOutcome.NO_SPACE}
+        assert len(rig.tier.directory._to_sweep) <= 2 * REFRESH_EVERY_CHANGES
+    assert rig.store([key(5)]) == [OK] and rig.check(key(5))
+    rig.check_sums()

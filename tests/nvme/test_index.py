@@ -14,6 +14,7 @@ from support.nvme_rig import key
 
 from kvcascade.errors import CorruptionError, FormatError
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.nvme import index_scan
 from kvcascade.tiers.nvme.capacity import index_bytes
 from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.index import (
@@ -237,6 +238,51 @@ def test_a_commit_waits_for_pages_until_nobody_reads_them(tmp_path: Path) -> Non
         assert index.commit(0, (), puts) is CommitOutcome.DONE
     assert pauses and index.count() == CAPACITY
     index.abandon()
+
+
+def test_who_looks_through_all_of_it_keeps_nobodys_pages(tmp_path: Path) -> None:
+    """A search for slots takes seconds where there are millions, and commits wait half of one."""
+    index = opened(tmp_path, map_bytes=index_bytes(CAPACITY))
+    index.pause = lambda seconds: pytest.fail("a commit found no page")
+    puts = [(key(i), entry(i)) for i in range(CAPACITY)]
+    assert index.commit(0, (), puts) is CommitOutcome.DONE
+    index.release()
+    for found in index.keys():
+        assert found in puts and index.commit(0, (), puts) is CommitOutcome.DONE
+    for slots, generations in index.slots_and_generations():
+        assert set(slots.tolist()) == set(range(CAPACITY)) and set(generations.tolist()) == {1}
+        for _ in range(CAPACITY):
+            assert index.commit(0, (), puts) is CommitOutcome.DONE
+    index.abandon()
+
+
+def test_who_closes_keeps_nobodys_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the disk, while others may have much to commit."""
+    index = opened(tmp_path, map_bytes=index_bytes(CAPACITY))
+    index.pause = lambda seconds: pytest.fail("a commit found no page")
+    puts = [(key(i), entry(i)) for i in range(CAPACITY)]
+    assert index.commit(0, (), puts) is CommitOutcome.DONE
+    index.refresh()
+    outcomes: set[CommitOutcome] = set()
+
+    def sync() -> None:
+        outcomes.update(index.commit(0, (), puts) for _ in range(CAPACITY))
+
+    monkeypatch.setattr(index, "sync", sync)
+    index.close(None)
+    assert outcomes == {CommitOutcome.DONE}
+
+
+@pytest.mark.parametrize("at_a_time", [1, CAPACITY // 2 - 1, CAPACITY // 2, CAPACITY, CAPACITY + 1])
+def test_nothing_is_passed_over_or_seen_twice(
+    index: BlockIndex, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(index_scan, "LOT_ENTRIES", at_a_time)
+    assert not list(index.keys()) and not list(index.slots_and_generations())
+    index.commit(0, (), [(key(i), entry(i)) for i in range(CAPACITY)])
+    assert [k for k, _ in index.keys()] == sorted(key(i) for i in range(CAPACITY))
+    slots = [slot for slots, _ in index.slots_and_generations() for slot in slots.tolist()]
+    assert sorted(slots) == list(range(CAPACITY))
 
 
 def test_a_head_that_could_not_be_written_is_remembered(tmp_path: Path) -> None:

@@ -138,6 +138,34 @@ def test_a_reset_is_everybodys(rig: Rig) -> None:
         assert other.hits([*range(8), *range(100, 104), 200]) == 0
 
 
+def test_who_does_not_know_of_a_reset_yet_searches_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slot's block can be told then, and each that is asked for costs a look at the index."""
+    rig.store_bit_by_bit(keys(SLOTS // 2))
+    rig.tier.directory.refresh()
+    looks = 0
+    refresh = rig.tier.index.refresh
+
+    def noted() -> None:
+        nonlocal looks
+        looks += 1
+        refresh()
+
+    with Peer(rig.config) as other:
+        other.ask("reset")
+        other.store([7])
+        rig.tier.directory.release()
+        monkeypatch.setattr(rig.tier.index, "refresh", noted)
+        assert rig.policy.evict(4, ()) is None and rig.policy.coldest(4) == []
+        assert looks == 2
+        assert step(rig)
+        rig.store(keys(8))
+        rig.tier.directory.refresh()
+        assert len(rig.policy.coldest(8)) == 7, "one of them is the other's"
+        rig.check_sums()
+
+
 def test_a_store_of_one_who_does_not_know_of_a_reset_yet(rig: Rig) -> None:
     with Peer(rig.config) as other:
         rig.reset()

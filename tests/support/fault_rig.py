@@ -66,10 +66,8 @@ class FaultRig:
         self.top_policy = create("lru", top_slots)
         store, view = self.rig.tier.store, self.top.view
         queue = QueueOptions(clock=self.clock, wait_limit_s=HANDLER_WAIT_S)
-        link = Link(
-            NvmeStoreHandler(store, view, self.executor, queue),
-            NvmeLoadHandler(store, view, self.executor, queue),
-        )
+        self.down = NvmeStoreHandler(store, view, self.executor, queue)
+        link = Link(self.down, NvmeLoadHandler(store, view, self.executor, queue))
         tiers = [
             Tier("cpu", self.top, self.top_policy),
             Tier("nvme", self.rig.backend, self.rig.policy),

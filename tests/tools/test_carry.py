@@ -234,6 +234,28 @@ def test_a_reset_in_the_middle_ends_an_import(tmp_path: Path) -> None:
         engine.ask("check_sums")
 
 
+def test_an_import_that_waits_for_an_engine_keeps_none_of_its_pages(tmp_path: Path) -> None:
+    """What the engine commits meanwhile would find none, and be dropped."""
+    root = tmp_path / "to"
+    root.mkdir()
+    config = config_of(root)
+    with Peer(config) as engine:
+        (location,) = locations(root)
+        description = read_description(location)
+        wanted = WantedNamespace(config.key, description.layout, 4)
+        was_released: list[bool] = []
+
+        def pause(_: float) -> None:
+            was_released.append(visitor._tier.directory._is_released)
+            engine.maintain(1)
+
+        visitor = Visitor([root], description, wanted, may_evict=True, pause=pause)
+        assert visitor.store({key(1): memoryview(content(key(1)))}) == [BlockOutcome.OK]
+        visitor.close()
+        assert was_released and all(was_released)
+        assert engine.hits([1]) == 1
+
+
 def test_export_works_beside_an_engine(tmp_path: Path) -> None:
     fill(tmp_path / "from", BLOCKS)
     with Peer(config_of(tmp_path / "from")) as engine:

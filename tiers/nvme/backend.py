@@ -147,6 +147,9 @@ class NvmeBackend(Backend):
         self._pools = list(pools)
         self._growth = growth
         self._slots_per_segment = slots_per_segment
+        self._held_segments = int(np.count_nonzero(table.is_owned)) // slots_per_segment
+        """Those whose slots are known here: growth may have one more already, and to ask for more
+        than it has would be to ask for one too many."""
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
@@ -259,6 +262,7 @@ class NvmeBackend(Backend):
             self._table.is_owned[first:end] = True
             self._pool_of(first).free(first, end - first)
             self._directory.adopt(0)
+            self._held_segments += 1
 
     def close(self) -> None:
         self._pools = [ExtentPool()]
@@ -268,7 +272,8 @@ class NvmeBackend(Backend):
     def _grow_ahead(self, free: int) -> None:
         missing = self._ahead_blocks - free
         if missing > 0:
-            self._growth.want_more(-(-missing // self._slots_per_segment))
+            more = max(-(-missing // self._slots_per_segment), self._paths)
+            self._growth.want(self._held_segments + len(self._growth.adopted) + more)
 
     def _keep_up(self, policy: CachePolicy) -> bool:
         """`maintain`, but for the end of it."""
@@ -355,6 +360,7 @@ class NvmeBackend(Backend):
         for start, length in complement(slots, first, end):
             pool.free(start, length)
         self._directory.adopt(len(blocks))
+        self._held_segments += 1
         hashes = [block_hash for block_hash, _ in blocks]
         policy.adopt(hashes, slots.tolist())
         if self._tell_found is not None:
@@ -383,6 +389,7 @@ class NvmeBackend(Backend):
             self._pool_of(first).carve(first, end)
             self._table.is_used[first:end] = False
             self._table.is_owned[first:end] = False
+            self._held_segments -= 1
             removals, epoch = self._directory.take_removals(), self._directory.epoch
             growth.let_go(number, removals, epoch)
             return

@@ -1,6 +1,6 @@
 """Getting segments ahead of need, on an I/O thread: orphans first, then new ones.
 
-The manager's thread calls `poll`, `want_more` and `balance`; the work runs in the executor. A
+The manager's thread calls `poll`, `want` and `balance`; the work runs in the executor. A
 segment that cannot be made lowers what is available for a while: it is counted and logged once,
 never raised.
 
@@ -85,7 +85,8 @@ class SegmentGrowth:
         self._fell_short = False
         """The last try got fewer segments than it was to get: there is no more room for now."""
         self._retry_at_s = 0.0
-        self._make_at_s = 0.0
+        self._make_at_s = [0.0] * paths
+        """Per path: one that is full, or fails, does not keep the others from growing."""
         self._balance_at_s = 0.0
 
     def poll(self) -> list[int]:
@@ -95,10 +96,10 @@ class SegmentGrowth:
             arrived.append(self._arrived.popleft())
         return arrived
 
-    def want_more(self, n: int) -> None:
-        """Get `n` segments more than there are, and one per path at least; start with that unless
-        it is under way, done or just failed."""
-        self._target = self._segments.count + max(n, self._paths)
+    def want(self, total: int) -> None:
+        """Get segments until there are so many; start with that unless it is under way, done or
+        just failed."""
+        self._target = total
         if self._is_running or self._clock() < self._retry_at_s or not self._left:
             return
         self._is_running = True
@@ -170,7 +171,7 @@ class SegmentGrowth:
             self._index.forget_dead_readers()
             surplus = 0
             if self._owners.is_other_hungry():
-                existing, processes = len(self._segments.found()), self._owners.processes()
+                existing, processes = len(self._there()), self._owners.processes()
                 surplus = len(self._owners.segments) - -(-existing // processes)
             self.surplus = max(0, surplus)
         except (OSError, KVCascadeError) as error:
@@ -193,11 +194,11 @@ class SegmentGrowth:
         self._segments.let_go(number)
 
     def _is_below_share(self) -> bool:
-        share = len(self._segments.found()) // self._owners.processes()
+        share = len(self._there()) // self._owners.processes()
         return len(self._owners.segments) < share
 
     def _is_at_share(self) -> bool:
-        existing = len(self._segments.found())
+        existing = len(self._there())
         return len(self._owners.segments) >= -(-existing // self._owners.processes())
 
     def _get_one(self) -> bool:
@@ -205,17 +206,33 @@ class SegmentGrowth:
         missing = self.missing()
         if not missing:
             return False
-        there = set(self._segments.found())
+        there = self._there()
         if self._owners.is_other_hungry() and self._is_at_share():
             return False
         if any(self._adopt(number) for number in missing if number in there):
             return True
-        for number in missing:
-            if self._clock() < self._make_at_s:
-                return False
-            if number not in there and self._make(number):
-                return True
-        return False
+        return any(
+            self._make(number)
+            for number in missing
+            if number not in there and self._clock() >= self._make_at_s[number % self._paths]
+        )
+
+    def _there(self) -> set[int]:
+        """Numbers of the segment files in the paths that answer; the others rest."""
+        numbers: set[int] = set()
+        for part in range(self._paths):
+            try:
+                numbers.update(self._segments.found_in(part))
+            except OSError as error:
+                self._rest(part, error)
+        return numbers
+
+    def _rest(self, part: int, error: Exception) -> None:
+        """Make nothing in a path for a while."""
+        if self.failures == 0:
+            _log.warning("the NVMe tier does not grow for now: %s", error)
+        self.failures += 1
+        self._make_at_s[part] = self._clock() + RETRY_AFTER_S
 
     def _adopt(self, number: int) -> bool:
         if not self._owners.try_own(number):
@@ -233,21 +250,19 @@ class SegmentGrowth:
         return True
 
     def _make(self, number: int) -> bool:
-        """Make a segment; False if somebody else does. Gives up for a while if there is no room."""
+        """Make a segment; False if somebody else does. Leaves its path alone for a while if there
+        is no room."""
         if not self._owners.try_own(number):
             return False
-        layout = self._segments.layout
+        layout, part = self._segments.layout, number % self._paths
         try:
-            with self._budget.claim(number % self._paths, layout.file_bytes):
-                if number in self._segments.found():  # another process was faster, and is gone
+            with self._budget.claim(part, layout.file_bytes):
+                if number in self._segments.found_in(part):  # another was faster, and is gone
                     raise NoSpaceError("the segment is there already; it will be adopted")
                 self._segments.create(number)
-        except KVCascadeError as error:
+        except (OSError, KVCascadeError) as error:
             self._owners.disown(number)
-            if self.failures == 0:
-                _log.warning("the NVMe tier does not grow for now: %s", error)
-            self.failures += 1
-            self._make_at_s = self._clock() + RETRY_AFTER_S
+            self._rest(part, error)
             return False
         self._arrived.append(number)
         return True

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import lmdb
@@ -67,14 +67,13 @@ from .index_keys import (
     uses_key,
 )
 from .index_pages import check_pages
+from .index_scan import lots
 from .owners import MAX_PROCESSES
 from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
 
 GENERATIONS_PER_SESSION = 1 << 40
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_BOOT_ID_BYTES = 64
-SCAN_ENTRIES = 4096
-"""Between two moments in which other threads may run."""
 NO_PAGES_TRIES = 11
 NO_PAGES_PAUSE_S = 0.05
 """Between two tries of a commit that finds no page. Who reads holds pages for a part of a step, or
@@ -344,9 +343,9 @@ class BlockIndex:
         return np.sort(slots[kept])
 
     def keys(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """Every block and its entry, in the order of the hashes, from one snapshot."""
-        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
-            for key, value in txn.cursor():
+        """Every block and its entry, in the order of the hashes, as committed when it is read."""
+        with self._damage_named():
+            for key, value in chain.from_iterable(lots(self._env, self._blocks)):
                 entry = parse_entry(key, value)
                 if entry is not None:
                     yield key, entry
@@ -354,11 +353,10 @@ class BlockIndex:
     def slots_and_generations(
         self,
     ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
-        """Of every entry, from one snapshot, `SCAN_ENTRIES` at a time."""
-        with self._damage_named(), self._env.begin(db=self._blocks) as txn:
-            values = txn.cursor().iternext(keys=False, values=True)
-            while batch := list(islice(values, SCAN_ENTRIES)):
-                whole = (value for value in batch if len(value) == INDEX_ENTRY_BYTES)
+        """Of every entry, as committed when it is read, some at a time."""
+        with self._damage_named():
+            for lot in lots(self._env, self._blocks):
+                whole = (value for _, value in lot if len(value) == INDEX_ENTRY_BYTES)
                 table = np.frombuffer(b"".join(whole), dtype=ENTRY_TYPE)
                 yield table["slot"], table["generation"]
 
@@ -455,6 +453,7 @@ class BlockIndex:
 
         The last to close leaves the mark by which the next one need not look at every page.
         """
+        self._txn.abort()  # while this waits for the disk, others need the pages
         try:
             with self._damage_named():
                 with self._env.begin(write=True, db=self._meta) as txn:

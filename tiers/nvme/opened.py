@@ -135,6 +135,7 @@ class NvmeTier:
             with suppress(OSError, KVCascadeError):  # files may be gone, or a device broken
                 was_taken_from = self.index.was_taken_from()
                 saved = self._slots_to_save(was_taken_from)
+        directory.release()  # others go on, and what follows waits for the disk
         try:
             if not was_taken_from:  # unsealed, the policy's arrays are compared with the slots
                 self.arrays.sync()

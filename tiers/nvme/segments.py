@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -120,13 +121,12 @@ class SegmentSet:
 
     def found(self) -> list[int]:
         """Numbers of the segment files that are there, ascending."""
-        numbers: list[int] = []
-        for index, folder in enumerate(self._folders):
-            for name in self._fs.list_dir(folder):
-                number = segment_number(name)
-                if number is not None and number % len(self._folders) == index:
-                    numbers.append(number)
-        return sorted(numbers)
+        return sorted(chain.from_iterable(map(self.found_in, range(len(self._folders)))))
+
+    def found_in(self, part: int) -> list[int]:
+        """Those in one of the folders, in any order."""
+        numbers = map(segment_number, self._fs.list_dir(self._folders[part]))
+        return [n for n in numbers if n is not None and n % len(self._folders) == part]
 
     def create(self, number: int) -> None:
         """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`.

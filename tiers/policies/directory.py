@@ -72,6 +72,10 @@ class BlockDirectory(ABC):
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
         """The block in a slot, or None if the slot holds none."""
 
+    def is_readable(self) -> bool:
+        """False if nobody can tell now what lies in the slots: to search them would be in vain."""
+        return True
+
     @abstractmethod
     def clear(self) -> None:
         """Forget every block."""

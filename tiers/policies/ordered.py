@@ -121,6 +121,8 @@ class OrderedPolicy(CachePolicy):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> Pairs:
+        if not self._directory.is_readable():
+            return []
         at_slot = self._directory.at_slot
         found: dict[int, tuple[BlockHash, BlockStatus]] = {}
 

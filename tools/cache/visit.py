@@ -189,6 +189,7 @@ class Visitor:
         owners = self._tier.namespace.owners
         owners.say_hungry(True)
         try:
+            self.keep_up()  # nothing of the index is held meanwhile: engines need its pages
             for _ in range(round(HAND_OVER_WAIT_S / HAND_OVER_PAUSE_S)):
                 if self._tier.growth.make(1):
                     self.keep_up()
