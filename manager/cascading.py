@@ -376,7 +376,7 @@ class CascadingOffloadingManager(OffloadingManager):
         if not may_drop:
             self._demoters[0].demote_coldest(wanted)
             self._collect()
-            if self._demoters[0].jobs_in_flight:
+            if self._demoters[0].jobs_in_flight or self._demoters[0].may_find_room:
                 return None
             if self._demoters[0].was_cut_short:  # what it looked at need not be written
                 return wanted if self._top.make_all_room(wanted, protected, False) else None

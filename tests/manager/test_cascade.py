@@ -77,6 +77,23 @@ class TestStore:
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
         assert cascade.manager.counters.dropped_dirty_blocks == 0
 
+    def test_none_while_a_tier_in_between_makes_room(self) -> None:
+        """A slow last tier costs time, as a slow second one does, and no blocks."""
+        cascade = Cascade((4, 4, 64))
+        for start in (0, 4):
+            cascade.store(keys(start, start + 4))
+            assert cascade.manager.prepare_store(keys(8, 12)) is None
+            cascade.down[0].step()
+            cascade.manager.end_step()
+        assert cascade.down[1].queued, "what lies in the second tier is on its way to the third"
+        assert cascade.manager.prepare_store(keys(8, 12)) is None
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+        cascade.run_transfers()
+        assert cascade.manager.prepare_store(keys(8, 12)) is None, "and now the first has its turn"
+        cascade.run_transfers()
+        assert cascade.store(keys(8, 12)) == keys(8, 12)
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
     def test_a_request_is_not_put_off_for_ever(self) -> None:
         """What fits is taken then; nobody's dirty blocks are dropped for it."""
         cascade = Cascade((8, 16))
