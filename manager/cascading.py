@@ -28,7 +28,7 @@ from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
 from .flow import Clock, Flow, Link
-from .flush import FlushMeans, flush_all
+from .flush import FlushMeans, flush_all, refresh_recency_below
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
@@ -617,13 +617,17 @@ class CascadingOffloadingManager(OffloadingManager):
         Those of tiers that last are at the next start what they are now. May block, also while a
         tier rests that failed; for shutdown. True if none is left, nor on its way.
         """
-        means = FlushMeans(self.lock, self._collect, self._clock, self._pause)
+        means = FlushMeans(self.lock, self._collect, self._in_use, self._clock, self._pause)
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
             is_moving = any(demoter.jobs_in_flight for demoter in self._demoters)
             losable = (level for level in self._levels if not level.is_lasting)
             return not is_moving and not any(level.dirty_blocks for level in losable)
+
+    def _in_use(self) -> list[BlockHash]:
+        """Blocks of the first tier that workers load or requests hold, tails before heads."""
+        return [*self._workers.loads, *self._promoter.held_blocks()][::-1]
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.
@@ -635,24 +639,13 @@ class CascadingOffloadingManager(OffloadingManager):
             self.flush_dirty(deadline_s)
         self._is_shut_down = True
         with self.lock:
-            self._refresh_recency_below()
+            refresh_recency_below(self._levels, self._in_use())
         has_ended = True
         for link in self._flow.links:
             for handler in (link.down, link.up):
                 left_s = max(HANDLER_STOP_S, deadline_s - self._clock())
                 has_ended = handler.shutdown(left_s) and has_ended
         return has_ended
-
-    def _refresh_recency_below(self) -> None:
-        """What is hot at the top shall be hot below when the next process starts there.
-
-        A tier that lasts keeps its own recency, and may hold millions of blocks.
-        """
-        for upper, lower in zip(self._levels, self._levels[1:], strict=False):
-            if upper.is_lasting:
-                continue
-            hashes = [h for h, _ in upper.policy.coldest(len(upper.policy))]
-            lower.policy.touch(reversed(hashes))
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
         """The first tier holds these complete blocks already; before the first request."""

@@ -12,8 +12,9 @@ is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..handlers.base import TransferResult
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
@@ -163,6 +164,10 @@ class Promoter:
                 self._held[status.block_id] = users - 1
         request.holds.clear()
         self._end_wait(request)
+
+    def held_blocks(self) -> Iterator[BlockHash]:
+        """What requests hold, in prefix order; those of several requests come more than once."""
+        return chain.from_iterable(request.holds for request in self._waiting)
 
     def release_expired(self) -> None:
         """Let go of holds whose request has not come back within twice the deadline."""
