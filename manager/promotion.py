@@ -150,7 +150,8 @@ class Promoter:
         """Pin a ready block of the first tier for a request that waits for others."""
         slot = status.block_id
         users = self._held.get(slot, 0)
-        if block_hash not in request.holds and (users or len(self._held) < self._budget_slots):
+        has_budget = len(self._pending) + len(self._held) < self._budget_slots
+        if block_hash not in request.holds and (users or has_budget):
             status.ref_cnt += 1
             request.holds[block_hash] = status
             self._held[slot] = users + 1
