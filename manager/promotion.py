@@ -12,7 +12,7 @@ is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -58,7 +58,8 @@ class Promoter:
         self._flow = flow
         self._worth = worth
         self._undecided: dict[Request, list[BlockHash]] = {}
-        """Blocks queued in this step, of requests for which nothing was decided yet."""
+        """Blocks queued in this step, of requests for which nothing was decided yet. One that
+        several of them want belongs to each: that one gives it up says nothing for the others."""
         self._top = flow.levels[0]
         self._budget_slots = budget_slots
         self._deadline_s = deadline_s
@@ -105,6 +106,9 @@ class Promoter:
             return LookupState.MISS  # nor does it wait while others read there
         if self._flow.clock() < pending.deadline_s:
             if not request.is_waiting or request not in pending.waiters:
+                is_undecided = next(iter(pending.waiters), None) in self._undecided
+                if is_undecided and request.decision is Decision.OPEN:
+                    self._undecided.setdefault(request, []).append(block_hash)
                 pending.waiters[request] = None
                 self._begin_promotion(request)
             request.note_pending(block_hash, pending.deadline_s)
@@ -184,18 +188,20 @@ class Promoter:
             return
         now = self._flow.clock()
         wanted = {r: [h for h in hashes if h in self._pending] for r, hashes in undecided.items()}
-        by_level = {request: self._by_level(hashes) for request, hashes in wanted.items()}
-        queued = [len(queue) for queue in self._queued]
-        for blocks in by_level.values():
-            queued = [a - b for a, b in zip(queued, blocks, strict=True)]
-        for request, blocks in by_level.items():
-            saved = self._worth.saved_blocks(wanted[request], request)
+        left = set(chain.from_iterable(wanted.values()))
+        """Those of which it is still open whether anybody loads them."""
+        queued = [len(q) - n for q, n in zip(self._queued, self._by_level(left), strict=True)]
+        probed: set[BlockHash] = set()
+        for request, hashes in wanted.items():
+            blocks = self._by_level(h for h in hashes if h in left)
+            saved = self._worth.saved_blocks(hashes, request)
             if self._worth.is_worth(blocks, queued, now, saved):
                 queued = [a + b for a, b in zip(queued, blocks, strict=True)]
+                left.difference_update(hashes)
                 request.decision = Decision.LOAD
                 self._flow.counters.promotions_worth += 1
             else:
-                self._give_up(request, undecided[request], now)
+                self._give_up(request, undecided[request], now, probed)
         for level, queue in enumerate(self._queued):
             self._queued[level] = [h for h in queue if h in self._pending]
 
@@ -269,27 +275,29 @@ class Promoter:
         request.decision = Decision.RECOMPUTE
         self._flow.counters.promotions_not_worth += 1
 
-    def _give_up(self, request: Request, hashes: Sequence[BlockHash], now_s: float) -> None:
-        """The request computes what it queued; a few blocks come up all the same if it is time."""
+    def _give_up(
+        self, request: Request, hashes: Sequence[BlockHash], now_s: float, probed: set[BlockHash]
+    ) -> None:
+        """The request computes what it queued; a few blocks come up all the same if it is time, and
+        are `probed` from then on."""
         assert self._worth is not None
         self._recompute(request)
         level = max((self._pending[h].level for h in hashes if h in self._pending), default=1)
-        probes = 0
         if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
-            probes = self._worth.probe_blocks(level, now_s)
+            probed.update(hashes[: self._worth.probe_blocks(level, now_s)])
             self._flow.counters.promotion_probes += 1
-        for number, block_hash in enumerate(hashes):
+        for block_hash in hashes:
             request.missed.add(block_hash)
             request.pending.discard(block_hash)
             pending = self._pending.get(block_hash)
             if pending is not None:
                 pending.waiters.pop(request, None)
-                if not pending.waiters and number >= probes:
+                if not pending.waiters and block_hash not in probed:
                     del self._pending[block_hash]
         if not request.holds and not request.pending:
             self._end_wait(request)
 
-    def _by_level(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def _by_level(self, hashes: Iterable[BlockHash]) -> list[int]:
         """How many of these blocks on their way lie in each level."""
         blocks = [0] * len(self._queued)
         for block_hash in hashes:
