@@ -12,6 +12,7 @@ is a miss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -65,6 +66,9 @@ class Promoter:
         self._deadline_s = deadline_s
         self._pending: dict[BlockHash, Pending] = {}
         self._queued: list[list[BlockHash]] = [[] for _ in flow.levels]
+        self._due_s = [math.inf] * len(flow.levels)
+        """Per queue: before then none of its blocks is late. A long queue is looked through when
+        there is something to find, not at every step."""
         self._jobs: list[dict[int, Job]] = [{} for _ in flow.levels]
         self._breakers = [Breaker(flow.clock, deadline_s) for _ in flow.levels]
         self._held: dict[int, int] = {}
@@ -135,7 +139,7 @@ class Promoter:
         self._pending[block_hash] = Pending(deadline_s, level, level, {request: None})
         self._begin_promotion(request)
         request.note_pending(block_hash, deadline_s)
-        self._queued[level].append(block_hash)
+        self._queue(level, block_hash, deadline_s)
         if self._worth is not None and request.decision is Decision.OPEN:
             self._undecided.setdefault(request, []).append(block_hash)
         return LookupState.PENDING
@@ -332,15 +336,23 @@ class Promoter:
             for block_hash in queue:
                 self._fail(block_hash)
             return []
-        return self._in_time(queue)
+        return self._in_time(level, queue)
 
-    def _in_time(self, queue: list[BlockHash]) -> list[BlockHash]:
-        """What of a queue is still waited for."""
+    def _queue(self, level: int, block_hash: BlockHash, deadline_s: float) -> None:
+        self._queued[level].append(block_hash)
+        self._due_s[level] = min(self._due_s[level], deadline_s)
+
+    def _in_time(self, level: int, queue: list[BlockHash]) -> list[BlockHash]:
+        """What of a level's queue is still waited for."""
         now = self._flow.clock()
-        late = [h for h in queue if (p := self._pending.get(h)) is None or p.deadline_s <= now]
-        for block_hash in late:
-            self._fail(block_hash)
-        return [h for h in queue if h in self._pending] if late else queue
+        if now < self._due_s[level]:
+            return queue
+        waiting = {h: p.deadline_s for h in queue if (p := self._pending.get(h)) is not None}
+        for block_hash, deadline_s in waiting.items():
+            if deadline_s <= now:
+                self._fail(block_hash)
+        self._due_s[level] = min((d for d in waiting.values() if d > now), default=math.inf)
+        return [h for h in queue if h in self._pending]
 
     def _send(self, level: int, hashes: list[BlockHash]) -> None:
         source, target = self._flow.levels[level], self._flow.levels[level - 1]
@@ -428,7 +440,7 @@ class Promoter:
             return
         if level > 1:  # one hop done, the next one follows
             pending.level = level - 1
-            self._queued[level - 1].append(block_hash)
+            self._queue(level - 1, block_hash, pending.deadline_s)
             return
         del self._pending[block_hash]
         self.origin[status.block_id] = pending.found_in

@@ -7,6 +7,7 @@ from support.cascade import BLOCK_SIZE, Cascade, block_bytes
 from support.keys import key, keys
 
 from kvcascade.config import WriteMode
+from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
@@ -409,6 +410,25 @@ class TestPromotion:
             assert states(cascade, request, keys(0, 3)) == [PENDING] * 3
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 3)) == [HIT] * 3
+
+    def test_a_long_queue_is_not_looked_through_at_every_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(promotion, "MAX_JOBS_IN_FLIGHT", 0)
+        cascade = Cascade((64, 64), ManagerOptions(promotion_deadline_s=10.0))
+        cascade.below_only(keys(0, 32))
+        request = Request()
+        states(cascade, request, keys(0, 16))
+        cascade.now_s += 4.0
+        states(cascade, request, keys(16, 32))
+        cascade.manager.end_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(cascade.manager._promoter, "_pending", None)
+            cascade.manager.end_step()
+        for late in (16, 32):
+            cascade.now_s += 6.0
+            cascade.manager.end_step()
+            assert request.missed == set(keys(0, late))
 
     def test_hits_of_the_step_stay_while_promotions_take_slots(self) -> None:
         cascade = Cascade((4, 16), ManagerOptions(promotion_budget_slots=4))
