@@ -153,7 +153,8 @@ class CascadingOffloadingManager(OffloadingManager):
             return False
         demoter = self._demoters[index]
         demoter.demote_coldest(n)
-        if demoter.jobs_in_flight or demoter.was_cut_short or demoter.may_find_room:
+        is_moving = demoter.jobs_in_flight and not demoter.is_stalled
+        if is_moving or demoter.was_cut_short or demoter.may_find_room:
             return True
         level = self._levels[index]  # what was found to lie below already can leave at once
         return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))

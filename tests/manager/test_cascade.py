@@ -11,7 +11,7 @@ from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS, STALLED_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
@@ -94,6 +94,19 @@ class TestStore:
         cascade.run_transfers()
         assert cascade.store(keys(8, 12)) == keys(8, 12)
         assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_nobody_waits_for_a_tier_in_between_that_cannot_make_room(self) -> None:
+        """The last tier has fallen silent: what is new is worth more than what is coldest."""
+        cascade = Cascade((4, 4, 64))
+        for start in (0, 4):
+            cascade.store(keys(start, start + 4))
+            assert cascade.manager.prepare_store(keys(8, 12)) is None
+            cascade.down[0].step()
+            cascade.manager.end_step()
+        assert cascade.manager.prepare_store(keys(8, 12)) is None
+        cascade.now_s += STALLED_S
+        assert cascade.store(keys(8, 12)) == keys(8, 12)
+        assert cascade.manager.counters.dropped_dirty_blocks == 4
 
     def test_a_request_is_not_put_off_for_ever(self) -> None:
         """What fits is taken then; nobody's dirty blocks are dropped for it."""
