@@ -628,7 +628,8 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _in_use(self) -> list[BlockHash]:
         """Blocks of the first tier that workers load or requests hold, tails before heads."""
-        return [*self._workers.loads, *self._promoter.held_blocks()][::-1]
+        in_use = dict.fromkeys(chain(self._workers.loads, self._promoter.held_blocks()))
+        return list(reversed(in_use))
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.

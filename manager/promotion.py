@@ -192,8 +192,7 @@ class Promoter:
             return
         now = self._flow.clock()
         wanted = {r: [h for h in hashes if h in self._pending] for r, hashes in undecided.items()}
-        left = set(chain.from_iterable(wanted.values()))
-        """Those of which it is still open whether anybody loads them."""
+        left = set(chain.from_iterable(wanted.values()))  # open whether anybody loads them
         queued = [len(q) - n for q, n in zip(self._queued, self._by_level(left), strict=True)]
         probed: set[BlockHash] = set()
         for request, hashes in wanted.items():

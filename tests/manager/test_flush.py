@@ -134,12 +134,13 @@ def test_what_finds_no_room_below_is_tried_again_once_there_is_some() -> None:
 
 
 def in_use(cascade: Cascade) -> None:
-    """Eight dirty blocks: four are loaded by a worker, four held by a request that waits."""
+    """Eight dirty blocks: four are loaded by a worker, five held by requests that wait."""
     cascade.below_only(keys(8, 9))
     cascade.store(keys(0, 8))
     assert cascade.manager.lookup(keys(0, 4)) == 4
     cascade.manager.prepare_load(keys(0, 4))
-    assert cascade.manager.lookup(keys(4, 9), Request("waits")) is None
+    for request in (Request("waits"), Request("waits for the same")):
+        assert cascade.manager.lookup(keys(3, 9), request) is None
     cascade.manager.end_step()
     assert not cascade.policies[0].coldest(8), "all are pinned"
 
