@@ -28,7 +28,7 @@ from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
 from .flow import Clock, Flow, Link
-from .flush import FlushMeans, flush_all
+from .flush import FlushMeans, flush_all, refresh_recency_below
 from .level import Level, Pairs, Tier
 from .promotion import Promoter
 from .request import Request
@@ -153,7 +153,8 @@ class CascadingOffloadingManager(OffloadingManager):
             return False
         demoter = self._demoters[index]
         demoter.demote_coldest(n)
-        if demoter.jobs_in_flight or demoter.was_cut_short or demoter.may_find_room:
+        is_moving = demoter.jobs_in_flight and not demoter.is_stalled
+        if is_moving or demoter.was_cut_short or demoter.may_find_room:
             return True
         level = self._levels[index]  # what was found to lie below already can leave at once
         return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))
@@ -376,7 +377,7 @@ class CascadingOffloadingManager(OffloadingManager):
         if not may_drop:
             self._demoters[0].demote_coldest(wanted)
             self._collect()
-            if self._demoters[0].jobs_in_flight:
+            if self._demoters[0].jobs_in_flight or self._demoters[0].may_find_room:
                 return None
             if self._demoters[0].was_cut_short:  # what it looked at need not be written
                 return wanted if self._top.make_all_room(wanted, protected, False) else None
@@ -617,13 +618,20 @@ class CascadingOffloadingManager(OffloadingManager):
         Those of tiers that last are at the next start what they are now. May block, also while a
         tier rests that failed; for shutdown. True if none is left, nor on its way.
         """
-        means = FlushMeans(self.lock, self._collect, self._tend_tiers, self._clock, self._pause)
+        means = FlushMeans(
+            self.lock, self._collect, self._tend_tiers, self._in_use, self._clock, self._pause
+        )
         flush_all(self._demoters, means, deadline_s)
         with self.lock:
             self._collect()
             is_moving = any(demoter.jobs_in_flight for demoter in self._demoters)
             losable = (level for level in self._levels if not level.is_lasting)
             return not is_moving and not any(level.dirty_blocks for level in losable)
+
+    def _in_use(self) -> list[BlockHash]:
+        """Blocks of the first tier that workers load or requests hold, tails before heads."""
+        in_use = dict.fromkeys(chain(self._workers.loads, self._promoter.held_blocks()))
+        return list(reversed(in_use))
 
     def shutdown(self) -> bool:
         """Write what is dirty within `shutdown_flush_s`, then stop the handlers. Idempotent.
@@ -635,7 +643,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self.flush_dirty(deadline_s)
         self._is_shut_down = True
         with self.lock:
-            self._refresh_recency_below()
+            refresh_recency_below(self._levels, self._in_use())
             self._tend_tiers()  # nothing of them is held while what follows takes its time
         has_ended = True
         for link in self._flow.links:
@@ -643,17 +651,6 @@ class CascadingOffloadingManager(OffloadingManager):
                 left_s = max(HANDLER_STOP_S, deadline_s - self._clock())
                 has_ended = handler.shutdown(left_s) and has_ended
         return has_ended
-
-    def _refresh_recency_below(self) -> None:
-        """What is hot at the top shall be hot below when the next process starts there.
-
-        A tier that lasts keeps its own recency, and may hold millions of blocks.
-        """
-        for upper, lower in zip(self._levels, self._levels[1:], strict=False):
-            if upper.is_lasting:
-                continue
-            hashes = [h for h, _ in upper.policy.coldest(len(upper.policy))]
-            lower.policy.touch(reversed(hashes))
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
         """The first tier holds these complete blocks already; before the first request."""

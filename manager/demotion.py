@@ -131,15 +131,19 @@ class Demoter:
             self._taken_at_scan = self._upper.taken_blocks
             self._started_by_scan = 0
 
-    def demote_coldest(self, n: int) -> int:
+    def demote_coldest(self, n: int, in_use: Sequence[BlockHash] = ()) -> int:
         """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
 
-        What is below already, or not admitted, is settled instead: that may be nearly all of the
-        tier, so a look ends when it settled `n` blocks, or `MAX_SETTLED` (`was_cut_short`).
+        No search finds what is pinned: where that shall be written too, last of all, it is named
+        in `in_use`. What is below already, or not admitted, is settled instead: that may be nearly
+        all of the tier, so a look ends when it settled `n` blocks, or `MAX_SETTLED`
+        (`was_cut_short`).
         """
-        return self._demote_coldest(n, None, max(n, MAX_SETTLED))
+        return self._demote_coldest(n, None, max(n, MAX_SETTLED), in_use)
 
-    def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
+    def _demote_coldest(
+        self, n: int, window: int | None, max_settled: int, in_use: Sequence[BlockHash] = ()
+    ) -> int:
         """`window`: look only among that many of the coldest blocks."""
         started = settled = 0
         self.was_cut_short = self.may_find_room = False
@@ -147,7 +151,8 @@ class Demoter:
             self.was_cut_short = settled >= max_settled
             if self.was_cut_short:
                 break
-            cold = self._next_cold(min(n - started, self._batch), window)
+            limit = min(n - started, self._batch)
+            cold = self._next_cold(limit, window) or self._dirty_among(in_use)[:limit]
             sent = self._send(cold)
             if sent is None or not cold:
                 break

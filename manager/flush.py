@@ -4,6 +4,9 @@ A write that fails makes the tier below rest for some seconds, which is right wh
 served and would lose everything here: so a flush waits until the tier may be tried again, where
 that can help. It does not help where there is no room, or where a transfer never ends.
 
+What workers load and waiting requests hold is written like the rest: an engine that is stopped at
+work shall not lose what it used last.
+
 Of a tier that lasts, only what makes room for the blocks above is written: its own are not lost.
 """
 
@@ -14,8 +17,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ..tiers.base import BlockHash
 from .demotion import Demoter
 from .flow import Clock
+from .level import Level
 
 RESTS_AT_MOST = 2
 """In a row, without a block written meanwhile. The process that moves blocks is up again after one;
@@ -35,6 +40,8 @@ class FlushMeans:
     end_step: Callable[[], None]
     """Upkeep of the tiers: what others did is seen, and nothing is held while waiting. Who held
     pages of a shared index until its own copies ended kept all from committing theirs."""
+    in_use: Callable[[], list[BlockHash]]
+    """Pinned blocks of the first tier."""
     clock: Clock
     pause: Callable[[float], None]
     """Waits for so many seconds of the clock."""
@@ -65,7 +72,8 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
     while (left_s := deadline_s - means.clock()) > 0:
         with means.lock:
             means.collect()
-            sent += demoter.demote_coldest(limit + counters.demote_failed_blocks - sent)
+            limit_now = limit + counters.demote_failed_blocks - sent
+            sent += demoter.demote_coldest(limit_now, means.in_use())
             if counters.demoted_blocks > written:
                 written, rests = counters.demoted_blocks, 0
             waited_for = demoters if demoter.may_find_room else demoters[:1]
@@ -79,3 +87,16 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
             means.pause(demoter.rest_left_s)
         elif busy is not None or not (demoter.was_cut_short or demoter.may_find_room):
             return
+
+
+def refresh_recency_below(levels: Sequence[Level], in_use: Sequence[BlockHash]) -> None:
+    """What is hot at the top shall be hot below when the next process starts there.
+
+    `in_use`: pinned blocks of the first level, tails before heads. A tier that lasts keeps its own
+    recency, and may hold millions of blocks. Under the lock.
+    """
+    for upper, lower in zip(levels, levels[1:], strict=False):
+        if not upper.is_lasting:
+            idle = [block_hash for block_hash, _ in upper.policy.coldest(len(upper.policy))]
+            pinned = in_use if upper is levels[0] else ()
+            lower.policy.touch(reversed([*idle, *pinned]))

@@ -218,10 +218,10 @@ class Level:
         return self.backend.maintain(self.policy)
 
     def forget(self, in_transfers: Pairs) -> None:
-        """Another process reset the tier: forget everything but what transfers still use.
+        """The tier was reset: forget everything but what these transfers write.
 
-        Those blocks stay until their transfers end: a store has failed then, and what is read goes
-        where it was asked for.
+        Those blocks stay until their transfers end, and have failed then. Slots that others read
+        stay in use too, and are theirs to free.
         """
         self.policy.clear()
         busy = {status.block_id for status in self.backend.reset()}

@@ -12,8 +12,10 @@ is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..handlers.base import TransferResult
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
@@ -57,12 +59,16 @@ class Promoter:
         self._flow = flow
         self._worth = worth
         self._undecided: dict[Request, list[BlockHash]] = {}
-        """Blocks queued in this step, of requests for which nothing was decided yet."""
+        """Blocks queued in this step, of requests for which nothing was decided yet. One that
+        several of them want belongs to each: that one gives it up says nothing for the others."""
         self._top = flow.levels[0]
         self._budget_slots = budget_slots
         self._deadline_s = deadline_s
         self._pending: dict[BlockHash, Pending] = {}
         self._queued: list[list[BlockHash]] = [[] for _ in flow.levels]
+        self._due_s = [math.inf] * len(flow.levels)
+        """Per queue: before then none of its blocks is late. A long queue is looked through when
+        there is something to find, not at every step."""
         self._jobs: list[dict[int, Job]] = [{} for _ in flow.levels]
         self._breakers = [Breaker(flow.clock, deadline_s) for _ in flow.levels]
         self._held: dict[int, int] = {}
@@ -104,6 +110,9 @@ class Promoter:
             return LookupState.MISS  # nor does it wait while others read there
         if self._flow.clock() < pending.deadline_s:
             if not request.is_waiting or request not in pending.waiters:
+                is_undecided = next(iter(pending.waiters), None) in self._undecided
+                if is_undecided and request.decision is Decision.OPEN:
+                    self._undecided.setdefault(request, []).append(block_hash)
                 pending.waiters[request] = None
                 self._begin_promotion(request)
             request.note_pending(block_hash, pending.deadline_s)
@@ -130,7 +139,7 @@ class Promoter:
         self._pending[block_hash] = Pending(deadline_s, level, level, {request: None})
         self._begin_promotion(request)
         request.note_pending(block_hash, deadline_s)
-        self._queued[level].append(block_hash)
+        self._queue(level, block_hash, deadline_s)
         if self._worth is not None and request.decision is Decision.OPEN:
             self._undecided.setdefault(request, []).append(block_hash)
         return LookupState.PENDING
@@ -149,7 +158,8 @@ class Promoter:
         """Pin a ready block of the first tier for a request that waits for others."""
         slot = status.block_id
         users = self._held.get(slot, 0)
-        if block_hash not in request.holds and (users or len(self._held) < self._budget_slots):
+        has_budget = len(self._pending) + len(self._held) < self._budget_slots
+        if block_hash not in request.holds and (users or has_budget):
             status.ref_cnt += 1
             request.holds[block_hash] = status
             self._held[slot] = users + 1
@@ -163,6 +173,10 @@ class Promoter:
                 self._held[status.block_id] = users - 1
         request.holds.clear()
         self._end_wait(request)
+
+    def held_blocks(self) -> Iterator[BlockHash]:
+        """What requests hold, in prefix order; those of several requests come more than once."""
+        return chain.from_iterable(request.holds for request in self._waiting)
 
     def release_expired(self) -> None:
         """Let go of holds whose request has not come back within twice the deadline."""
@@ -178,18 +192,19 @@ class Promoter:
             return
         now = self._flow.clock()
         wanted = {r: [h for h in hashes if h in self._pending] for r, hashes in undecided.items()}
-        by_level = {request: self._by_level(hashes) for request, hashes in wanted.items()}
-        queued = [len(queue) for queue in self._queued]
-        for blocks in by_level.values():
-            queued = [a - b for a, b in zip(queued, blocks, strict=True)]
-        for request, blocks in by_level.items():
-            saved = self._worth.saved_blocks(wanted[request], request)
+        left = set(chain.from_iterable(wanted.values()))  # open whether anybody loads them
+        queued = [len(q) - n for q, n in zip(self._queued, self._by_level(left), strict=True)]
+        probed: set[BlockHash] = set()
+        for request, hashes in wanted.items():
+            blocks = self._by_level(h for h in hashes if h in left)
+            saved = self._worth.saved_blocks(hashes, request)
             if self._worth.is_worth(blocks, queued, now, saved):
                 queued = [a + b for a, b in zip(queued, blocks, strict=True)]
+                left.difference_update(hashes)
                 request.decision = Decision.LOAD
                 self._flow.counters.promotions_worth += 1
             else:
-                self._give_up(request, undecided[request], now)
+                self._give_up(request, undecided[request], now, probed)
         for level, queue in enumerate(self._queued):
             self._queued[level] = [h for h in queue if h in self._pending]
 
@@ -263,27 +278,29 @@ class Promoter:
         request.decision = Decision.RECOMPUTE
         self._flow.counters.promotions_not_worth += 1
 
-    def _give_up(self, request: Request, hashes: Sequence[BlockHash], now_s: float) -> None:
-        """The request computes what it queued; a few blocks come up all the same if it is time."""
+    def _give_up(
+        self, request: Request, hashes: Sequence[BlockHash], now_s: float, probed: set[BlockHash]
+    ) -> None:
+        """The request computes what it queued; a few blocks come up all the same if it is time, and
+        are `probed` from then on."""
         assert self._worth is not None
         self._recompute(request)
         level = max((self._pending[h].level for h in hashes if h in self._pending), default=1)
-        probes = 0
         if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
-            probes = self._worth.probe_blocks(level, now_s)
+            probed.update(hashes[: self._worth.probe_blocks(level, now_s)])
             self._flow.counters.promotion_probes += 1
-        for number, block_hash in enumerate(hashes):
+        for block_hash in hashes:
             request.missed.add(block_hash)
             request.pending.discard(block_hash)
             pending = self._pending.get(block_hash)
             if pending is not None:
                 pending.waiters.pop(request, None)
-                if not pending.waiters and number >= probes:
+                if not pending.waiters and block_hash not in probed:
                     del self._pending[block_hash]
         if not request.holds and not request.pending:
             self._end_wait(request)
 
-    def _by_level(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def _by_level(self, hashes: Iterable[BlockHash]) -> list[int]:
         """How many of these blocks on their way lie in each level."""
         blocks = [0] * len(self._queued)
         for block_hash in hashes:
@@ -318,15 +335,23 @@ class Promoter:
             for block_hash in queue:
                 self._fail(block_hash)
             return []
-        return self._in_time(queue)
+        return self._in_time(level, queue)
 
-    def _in_time(self, queue: list[BlockHash]) -> list[BlockHash]:
-        """What of a queue is still waited for."""
+    def _queue(self, level: int, block_hash: BlockHash, deadline_s: float) -> None:
+        self._queued[level].append(block_hash)
+        self._due_s[level] = min(self._due_s[level], deadline_s)
+
+    def _in_time(self, level: int, queue: list[BlockHash]) -> list[BlockHash]:
+        """What of a level's queue is still waited for."""
         now = self._flow.clock()
-        late = [h for h in queue if (p := self._pending.get(h)) is None or p.deadline_s <= now]
-        for block_hash in late:
-            self._fail(block_hash)
-        return [h for h in queue if h in self._pending] if late else queue
+        if now < self._due_s[level]:
+            return queue
+        waiting = {h: p.deadline_s for h in queue if (p := self._pending.get(h)) is not None}
+        for block_hash, deadline_s in waiting.items():
+            if deadline_s <= now:
+                self._fail(block_hash)
+        self._due_s[level] = min((d for d in waiting.values() if d > now), default=math.inf)
+        return [h for h in queue if h in self._pending]
 
     def _send(self, level: int, hashes: list[BlockHash]) -> None:
         source, target = self._flow.levels[level], self._flow.levels[level - 1]
@@ -414,7 +439,7 @@ class Promoter:
             return
         if level > 1:  # one hop done, the next one follows
             pending.level = level - 1
-            self._queued[level - 1].append(block_hash)
+            self._queue(level - 1, block_hash, pending.deadline_s)
             return
         del self._pending[block_hash]
         self.origin[status.block_id] = pending.found_in

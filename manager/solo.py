@@ -52,6 +52,8 @@ class _Job:
     is_load: bool
     is_partial: bool = False
     """Blocks that were asked for are not here."""
+    is_outdated: bool = False
+    """A load from before a reset: its blocks are here no more, and it alone uses their slots."""
 
     def blocks(self) -> Pairs:
         """What this job uses of the tier."""
@@ -205,7 +207,9 @@ class SoloTier:
 
     def _forget(self) -> None:
         jobs = self._jobs.values()
-        self.level.forget([pair for job in jobs for pair in job.blocks()])
+        for job in jobs:
+            job.is_outdated = job.is_load
+        self.level.forget([pair for job in jobs if not job.is_load for pair in job.blocks()])
 
     def _collect(self) -> None:
         """Take in what the handlers finished."""
@@ -265,8 +269,11 @@ class SoloTier:
         loaded: list[BlockHash] = []
         for block_hash, status, outcome in zip(job.hashes, job.statuses, outcomes, strict=True):
             status.ref_cnt -= 1
+            if job.is_outdated and status.ref_cnt == 0:
+                self.level.backend.free(status)
             if outcome is BlockOutcome.OK:
                 loaded.append(block_hash)
+            if job.is_outdated or outcome is BlockOutcome.OK:
                 continue
             if len(self._failed) >= MAX_FAILED:
                 self._failed.clear()

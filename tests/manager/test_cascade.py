@@ -7,10 +7,11 @@ from support.cascade import BLOCK_SIZE, Cascade, block_bytes
 from support.keys import key, keys
 
 from kvcascade.config import WriteMode
+from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS, STALLED_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
@@ -76,6 +77,36 @@ class TestStore:
         assert cascade.store(keys(4, 8)) == keys(4, 8)
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
         assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_none_while_a_tier_in_between_makes_room(self) -> None:
+        """A slow last tier costs time, as a slow second one does, and no blocks."""
+        cascade = Cascade((4, 4, 64))
+        for start in (0, 4):
+            cascade.store(keys(start, start + 4))
+            assert cascade.manager.prepare_store(keys(8, 12)) is None
+            cascade.down[0].step()
+            cascade.manager.end_step()
+        assert cascade.down[1].queued, "what lies in the second tier is on its way to the third"
+        assert cascade.manager.prepare_store(keys(8, 12)) is None
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+        cascade.run_transfers()
+        assert cascade.manager.prepare_store(keys(8, 12)) is None, "and now the first has its turn"
+        cascade.run_transfers()
+        assert cascade.store(keys(8, 12)) == keys(8, 12)
+        assert cascade.manager.counters.dropped_dirty_blocks == 0
+
+    def test_nobody_waits_for_a_tier_in_between_that_cannot_make_room(self) -> None:
+        """The last tier has fallen silent: what is new is worth more than what is coldest."""
+        cascade = Cascade((4, 4, 64))
+        for start in (0, 4):
+            cascade.store(keys(start, start + 4))
+            assert cascade.manager.prepare_store(keys(8, 12)) is None
+            cascade.down[0].step()
+            cascade.manager.end_step()
+        assert cascade.manager.prepare_store(keys(8, 12)) is None
+        cascade.now_s += STALLED_S
+        assert cascade.store(keys(8, 12)) == keys(8, 12)
+        assert cascade.manager.counters.dropped_dirty_blocks == 4
 
     def test_a_request_is_not_put_off_for_ever(self) -> None:
         """What fits is taken then; nobody's dirty blocks are dropped for it."""
@@ -393,6 +424,25 @@ class TestPromotion:
         cascade.run_transfers()
         assert states(cascade, request, keys(0, 3)) == [HIT] * 3
 
+    def test_a_long_queue_is_not_looked_through_at_every_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(promotion, "MAX_JOBS_IN_FLIGHT", 0)
+        cascade = Cascade((64, 64), ManagerOptions(promotion_deadline_s=10.0))
+        cascade.below_only(keys(0, 32))
+        request = Request()
+        states(cascade, request, keys(0, 16))
+        cascade.now_s += 4.0
+        states(cascade, request, keys(16, 32))
+        cascade.manager.end_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(cascade.manager._promoter, "_pending", None)
+            cascade.manager.end_step()
+        for late in (16, 32):
+            cascade.now_s += 6.0
+            cascade.manager.end_step()
+            assert request.missed == set(keys(0, late))
+
     def test_hits_of_the_step_stay_while_promotions_take_slots(self) -> None:
         cascade = Cascade((4, 16), ManagerOptions(promotion_budget_slots=4))
         cascade.below_only(keys(10, 14))
@@ -442,6 +492,20 @@ class TestPromotion:
         cascade.now_s += 1.1
         assert states(cascade, second, keys(4, 5)) == [MISS]
 
+    def test_what_is_held_and_what_is_on_its_way_share_the_budget(self) -> None:
+        """Or waiting requests could pin the whole tier, and stores would wait for slow reads."""
+        cascade = Cascade((8, 64), ManagerOptions(promotion_budget_slots=4), is_immediate=False)
+        cascade.below_only(keys(0, 4))
+        cascade.below_only(keys(4, 5))
+        cascade.store(keys(20, 24))
+        states(cascade, Request("first"), keys(0, 4))
+        second = Request("second")
+        assert states(cascade, second, [*keys(20, 24), key(4)]) == [HIT] * 4 + [RETRY]
+        cascade.manager._demoters[0].demote_coldest(4)
+        cascade.down[0].step()
+        cascade.manager.end_step()
+        assert cascade.store(keys(30, 34)) == keys(30, 34), "there is room while both wait"
+
     def test_who_must_ask_again_is_told_so_without_a_look(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -463,7 +527,7 @@ class TestPromotion:
         cascade.run_transfers()
         states(cascade, first, keys(0, 3))
         cascade.manager.prepare_load(keys(0, 3), first)
-        assert states(cascade, second, keys(4, 8)) == [PENDING] * 2 + [MISS] * 2, "one is held"
+        assert states(cascade, second, keys(4, 8)) == [PENDING] * 3 + [MISS], "none is held"
 
     def test_requests_that_share_a_prefix_share_its_promotion(self) -> None:
         cascade = Cascade((16, 64))

@@ -8,6 +8,7 @@ from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.flush import RESTS_AT_MOST
+from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 LONG_S = 100 * REST_S
@@ -130,3 +131,52 @@ def test_what_finds_no_room_below_is_tried_again_once_there_is_some() -> None:
         cascade.manager.end_step()
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S)
     assert all(cascade.holds(1, h) or cascade.holds(2, h) for h in stored[-32:])
+
+
+def in_use(cascade: Cascade) -> None:
+    """Eight dirty blocks: four are loaded by a worker, five held by requests that wait."""
+    cascade.below_only(keys(8, 9))
+    cascade.store(keys(0, 8))
+    assert cascade.manager.lookup(keys(0, 4)) == 4
+    cascade.manager.prepare_load(keys(0, 4))
+    for request in (Request("waits"), Request("waits for the same")):
+        assert cascade.manager.lookup(keys(3, 9), request) is None
+    cascade.manager.end_step()
+    assert not cascade.policies[0].coldest(8), "all are pinned"
+
+
+def test_what_is_in_use_is_written_too() -> None:
+    cascade = Cascade((16, 64))
+    in_use(cascade)
+    assert cascade.manager.flush_dirty(cascade.now_s + LONG_S)
+    assert written(cascade) == 9
+    cascade.manager.complete_load(set(keys(0, 4)))
+
+
+def test_what_is_in_use_and_failed_is_tried_again_and_written_once() -> None:
+    cascade = Cascade((16, 64))
+    in_use(cascade)
+    failing(cascade, 3)
+    start_s, counters = cascade.now_s, cascade.manager.counters.links[0]
+    assert cascade.manager.flush_dirty(start_s + LONG_S) and cascade.now_s == start_s + REST_S
+    assert written(cascade) == 9 and counters.demoted_blocks == 9
+
+
+def test_what_is_in_use_is_not_written_for_ever_into_a_small_tier() -> None:
+    cascade = Cascade((16, 2))
+    in_use_blocks = keys(0, 8)
+    cascade.store(in_use_blocks)
+    assert cascade.manager.lookup(in_use_blocks) == 8
+    cascade.manager.prepare_load(in_use_blocks)
+    cascade.manager.flush_dirty(cascade.now_s + LONG_S)
+    assert cascade.manager.counters.links[0].demoted_blocks == 8
+
+
+def test_what_was_in_use_is_the_hottest_below() -> None:
+    cascade = Cascade((16, 64), ManagerOptions(shutdown_flush_s=LONG_S))
+    cascade.store(keys(0, 8))
+    assert cascade.manager.lookup(keys(0, 2)) == 2
+    cascade.manager.prepare_load(keys(0, 2))
+    cascade.manager.shutdown()
+    order = [block_hash for block_hash, _ in cascade.policies[1].coldest(8)]
+    assert order[-2:] == [key(1), key(0)]

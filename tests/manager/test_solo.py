@@ -196,14 +196,22 @@ def test_a_reset_by_another_engine_spares_what_is_being_read() -> None:
     rig.store(1, 2)
     backend = rig.solo.level.backend
     assert isinstance(backend, MemoryBackend)
-    rig.solo.load(9, [key(1)], [0])
+    for job_id in (9, 10):
+        rig.solo.load(job_id, [key(1)], [job_id])
     backend.is_overtaken = True
     rig.solo.maintain()
-    assert not rig.solo.has(key(2)) and rig.solo.is_busy
+    assert rig.has(1, 2) == [False, False] and rig.solo.is_busy
+    rig.up.step()
+    (result,) = rig.solo.finished()
+    assert result.loaded == (key(1),) and rig.read(9) == block_bytes(key(1))
+    assert rig.solo.store(11, [key(1)], [0]) == [key(1)], "it may come anew, into the other slot"
+    rig.down.step()
+    assert [ended.job_id for ended in rig.solo.finished()] == [11]
+    rig.up.fate = lambda source, target: BlockOutcome.GONE
     rig.solo.drain()
     (result,) = rig.solo.finished()
-    assert result.loaded == (key(1),) and rig.read(0) == block_bytes(key(1))
-    assert rig.store(3, 4).is_whole and rig.has(3, 4) == [True, True], "both slots can be had"
+    assert not result.is_whole and rig.has(1) == [True]
+    assert rig.store(3).is_whole and rig.has(1, 3) == [True, True], "both slots can be had"
 
 
 def test_a_reset_leaves_nothing_to_find() -> None:

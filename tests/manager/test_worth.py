@@ -410,3 +410,40 @@ def test_a_block_that_somebody_else_waits_for_still_comes() -> None:
     slow.run()
     assert slow.ask(first) == slow.ask(second) == [HIT] * 4
     assert slow.counters.links[0].promoted_bytes == 8 * BLOCK_SIZE
+
+
+def test_who_asks_for_the_same_blocks_does_not_wait_for_what_is_not_worth_it() -> None:
+    """A batch of prompts that begin alike comes in one step."""
+    slow = Slow(read_s=0.5, served_end=KEYS[3][-8:])
+    requests = [Request(f"r{number}") for number in range(3)]
+    for request in requests:
+        assert slow.ask(request) == [PENDING] * 4
+    slow.manager.end_step()
+    assert [slow.ask(request)[0] for request in requests] == [MISS] * 3
+    assert slow.counters.promotions_not_worth == 3
+    assert not slow.manager.has_pending_work()
+
+
+def test_a_probe_is_one_however_many_ask_for_the_same_blocks() -> None:
+    slow = Slow(read_s=4.0)
+    promoted = slow.counters.links[0].promoted_blocks
+    requests = [Request("first"), Request("second")]
+    for request in requests:
+        assert slow.ask(request) == [PENDING] * 4
+    slow.manager.end_step()
+    assert [slow.ask(request)[0] for request in requests] == [MISS, MISS]
+    slow.run()
+    assert 1 <= slow.counters.links[0].promoted_blocks - promoted < 4
+    assert slow.counters.promotion_probes == 1
+
+
+def test_what_another_loads_anyway_costs_no_more() -> None:
+    """Behind what is on its way, one block alone takes longer than it saves; four do not."""
+    slow = Slow(read_s=0.5)
+    assert slow.manager._worth is not None
+    slow.manager._worth.links[0].sent(2 * BLOCK_SIZE, slow.cascade.now_s)
+    long, short = Request("long"), Request("short")
+    assert slow.ask(long) == [PENDING] * 4
+    assert slow.manager.lookup_block(KEYS[0], short) is PENDING
+    slow.manager.end_step()
+    assert slow.counters.promotions_worth == 3 and slow.counters.promotions_not_worth == 0

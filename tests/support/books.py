@@ -1,0 +1,88 @@
+"""The manager's books, counted anew: who uses which slot, what may leave, and what is announced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+
+from kvcascade.manager.flow import Job
+from kvcascade.manager.request import Request
+from kvcascade.tiers.base import BlockHash, BlockStatus
+from kvcascade.tiers.memory import MemoryBackend
+from kvcascade.tiers.policies.ordered import OrderedPolicy
+
+from .cascade import Cascade
+
+
+class Books:
+    """What the transfers under way, as the engine and the links know them, do to each slot."""
+
+    def __init__(self, cascade: Cascade, read: Collection[int], written: Collection[int]) -> None:
+        """`read` and `written`: slots of the first tier, once for each transfer of a worker."""
+        self._cascade = cascade
+        self._manager = cascade.manager
+        self.readers: list[Counter[int]] = [Counter() for _ in cascade.backends]
+        self.writing: list[set[int]] = [set() for _ in cascade.backends]
+        self.leaving: list[set[int]] = [set() for _ in cascade.backends]
+        """Slots that are copied down: neither dirty nor settled."""
+        self.readers[0].update(read)
+        self.writing[0].update(written)
+        for job in self._jobs():
+            for status in job.sources:
+                self.readers[job.source_level][status.block_id] += 1
+                if job.target_level > job.source_level:
+                    self.leaving[job.source_level].add(status.block_id)
+            self.writing[job.target_level] |= {status.block_id for status in job.targets}
+        for _, gone, kept in self._manager._workers._quarantine:
+            self.readers[0].update(status.block_id for status in kept)
+            self.writing[0] |= {status.block_id for status in gone}
+
+    def _jobs(self) -> Iterator[Job]:
+        for jobs in self._manager._promoter._jobs:
+            yield from jobs.values()
+        for demoter in self._manager._demoters:
+            yield from demoter._jobs.values()
+
+    def check(self, requests: Collection[Request], content: Callable[[BlockHash], bytes]) -> None:
+        """Every slot of every tier, and the events so far. `content`: the right bytes."""
+        promoter = self._manager._promoter
+        for request in requests:
+            self.readers[0].update(status.block_id for status in request.holds.values())
+        held = {status.block_id for request in requests for status in request.holds.values()}
+        assert set(promoter._held) == held, "held for nobody"
+        assert len(promoter._pending) + len(held) <= promoter._budget_slots, "beyond the budget"
+        self._cascade.apply_events()
+        for index, backend in enumerate(self._cascade.backends):
+            ready = set(self._check_tier(index, backend, content))
+            assert self._cascade.seen[backend.medium] == ready, "events"
+
+    def _check_tier(
+        self, index: int, backend: MemoryBackend, content: Callable[[BlockHash], bytes]
+    ) -> Iterator[BlockHash]:
+        """Gives the blocks that are ready."""
+        policy = self._cascade.policies[index]
+        assert isinstance(policy, OrderedPolicy)
+        readers, writing, blocks = self.readers[index], self.writing[index], 0
+        for status in backend._statuses:
+            slot = status.block_id
+            found = policy._directory.at_slot(slot)
+            if slot in backend._free:
+                assert found is None and not readers[slot] and slot not in writing, "in use"
+            elif found is None:
+                assert status.ref_cnt > 0 and (readers[slot] or slot in writing), "lost for ever"
+            elif status.ref_cnt < 0:
+                blocks += 1
+                assert slot in writing, "nobody writes what is waited for"
+            else:
+                blocks += 1
+                assert slot not in writing, "ready, and written to"
+                assert status.ref_cnt == readers[slot], "pins do not add up"
+                assert bytes(backend.view(slot)) == content(found[0]), "wrong bytes"
+                assert self._may_leave_some_day(index, status), "never written, never dropped"
+                yield found[0]
+        assert blocks == len(policy)
+
+    def _may_leave_some_day(self, index: int, status: BlockStatus) -> bool:
+        level, slot = self._manager._levels[index], status.block_id
+        is_settled = bool(level.settled_mask[slot])
+        return is_settled or level.is_dirty(slot) or slot in self.leaving[index]
