@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvcascade.config import CascadeConfig, CpuTier, NvmeTier
+from kvcascade.config import VLLM_KEYS, CascadeConfig, CpuTier, NvmeTier
 from kvcascade.tools.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +23,6 @@ EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 WORDS = {CascadeConfig: {"prefill_tokens_per_s": "measured", "weights_id": "found"},
          CpuTier: {}, NvmeTier: {"segment_size": "about 1 GiB"}}  # fmt: skip
 """Defaults that README has in words: what null then means."""
-VLLM_KEYS = {
-    "blocks_per_chunk",
-    "block_size",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-}
 NOT_OURS = {"Too many open files"}
 """Messages of the system's."""
 

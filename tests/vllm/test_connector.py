@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +170,16 @@ def test_who_holds_blocks_runs_though_an_earlier_one_needs_more_than_is_left(
     manager = rig.scheduler.connector.connector_scheduler.manager._cascade.manager
     blocks = {"long": usable - held + 1, "one": 24, "two": 24, "short": held}
     prompts = {name: [n] * blocks[name] * BLOCK_TOKENS for n, name in enumerate(blocks)}
+
+    def lies_below(chunks: int) -> bool:
+        return bool(manager.tier_states()[1].blocks == chunks)
+
     try:
-        written = 0
-        for name, prompt in prompts.items():  # then the first is on the disk alone
+        for number, (name, prompt) in enumerate(prompts.items(), start=1):
             rig.add(name, prompt, max_tokens=1)
             rig.drain()
-            written += blocks[name] // 2
-            rig.step_until(lambda written=written: manager.tier_states()[1].blocks == written)
+            due = sum(list(blocks.values())[:number]) // 2
+            rig.step_until(partial(lies_below, due))
             assert rig.scheduler.reset_prefix_cache()
         for name in ("long", "short"):
             rig.add(f"{name} again", [*prompts[name], 99], max_tokens=1)
