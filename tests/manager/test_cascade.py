@@ -28,6 +28,17 @@ def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[
     return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
 
 
+def full_tier_in_between() -> Cascade:
+    """Two tiers of four dirty blocks each over a third one, and four more were put off."""
+    cascade = Cascade((4, 4, 64))
+    for start in (0, 4):
+        cascade.store(keys(start, start + 4))
+        assert cascade.manager.prepare_store(keys(8, 12)) is None
+        cascade.down[0].step()
+        cascade.manager.end_step()
+    return cascade
+
+
 class TestStore:
     def test_blocks_become_hits_only_when_complete(self) -> None:
         cascade = Cascade((8, 16))
@@ -80,12 +91,7 @@ class TestStore:
 
     def test_none_while_a_tier_in_between_makes_room(self) -> None:
         """A slow last tier costs time, as a slow second one does, and no blocks."""
-        cascade = Cascade((4, 4, 64))
-        for start in (0, 4):
-            cascade.store(keys(start, start + 4))
-            assert cascade.manager.prepare_store(keys(8, 12)) is None
-            cascade.down[0].step()
-            cascade.manager.end_step()
+        cascade = full_tier_in_between()
         assert cascade.down[1].queued, "what lies in the second tier is on its way to the third"
         assert cascade.manager.prepare_store(keys(8, 12)) is None
         assert cascade.manager.counters.dropped_dirty_blocks == 0
@@ -97,12 +103,7 @@ class TestStore:
 
     def test_nobody_waits_for_a_tier_in_between_that_cannot_make_room(self) -> None:
         """The last tier has fallen silent: what is new is worth more than what is coldest."""
-        cascade = Cascade((4, 4, 64))
-        for start in (0, 4):
-            cascade.store(keys(start, start + 4))
-            assert cascade.manager.prepare_store(keys(8, 12)) is None
-            cascade.down[0].step()
-            cascade.manager.end_step()
+        cascade = full_tier_in_between()
         assert cascade.manager.prepare_store(keys(8, 12)) is None
         cascade.now_s += STALLED_S
         assert cascade.store(keys(8, 12)) == keys(8, 12)
