@@ -79,6 +79,17 @@ def test_a_search_finds_what_a_mask_leaves_in_order(share: float) -> None:
     assert list(log.scan(Search(mask=mask), start, stop)) == between
 
 
+def test_a_search_one_by_one_ends_with_the_mask() -> None:
+    slots = iter(range(1000))
+    mask = np.zeros(1000, np.bool_)
+    search = Search(lambda slot: slot != 3, mask)
+    assert search.pick(slots, 8) == [] and next(slots) == 0  # nothing was looked at
+    mask[[3, 5]] = True
+    assert search.pick(slots, 8) == [5] and next(slots) == 6
+    assert Search(None, None, window=3).pick(slots, 8) == [7, 8, 9]
+    assert Search(None, mask, window=3).pick(range(3, 9), 1) == [3]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_linked_lists_equal_ordered_dicts(seed: int) -> None:
     rng = random.Random(seed)

@@ -15,7 +15,7 @@ hot blocks leave as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -108,10 +108,9 @@ class LirsOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        search = Search(wanted, mask, window)
         hot = (entry for entry in self._stack.iterate(_S) if self._kind_of[entry] == _HOT)
-        looked_at = islice(chain(self._kinds.iterate(_Q), hot), window)
-        return list(islice(filter(search.accepts, looked_at), max(limit, 0)))
+        coldest_first = chain(self._kinds.iterate(_Q), hot)
+        return Search(wanted, mask, window).pick(coldest_first, limit)
 
     def clear(self) -> None:
         self._stack.clear()

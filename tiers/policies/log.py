@@ -9,7 +9,8 @@ compacted when it is full, which costs a pass over it once per `capacity` uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,23 @@ class Search:
         if self.mask is not None and not self.mask[slot]:
             return False
         return self.wanted is None or self.wanted(slot)
+
+    def pick(self, slots: Iterable[int], limit: int) -> list[int]:
+        """Up to `limit` accepted ones of these slots, for orders that can only go one by one."""
+        looked_at = islice(slots, self.left)
+        in_mask = looked_at if self.mask is None else self._in_mask(looked_at, self.mask)
+        accepted = in_mask if self.wanted is None else filter(self.wanted, in_mask)
+        return list(islice(accepted, max(limit, 0)))
+
+    def _in_mask(self, slots: Iterable[int], mask: SlotMask) -> Iterator[int]:
+        """Ends after the last slot of the mask: mostly a search in vain has nowhere to look."""
+        left, may_leave = int(np.count_nonzero(mask)), scalars(mask)
+        for slot in slots if left else ():
+            if may_leave[slot]:
+                yield slot
+                left -= 1
+                if not left:
+                    return
 
 
 class Marks:

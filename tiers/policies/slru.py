@@ -12,7 +12,7 @@ that has room; and a block may be pinned or protected, so that the next one leav
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -69,11 +69,8 @@ class SlruOrder(EvictionOrder):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        search = Search(wanted, mask, window)
-        looked_at = islice(
-            chain.from_iterable(map(self._segments.iterate, range(SEGMENTS))), window
-        )
-        return list(islice(filter(search.accepts, looked_at), max(limit, 0)))
+        coldest_first = chain.from_iterable(map(self._segments.iterate, range(SEGMENTS)))
+        return Search(wanted, mask, window).pick(coldest_first, limit)
 
     def clear(self) -> None:
         self._segments.clear()
