@@ -20,10 +20,10 @@ from .counters import LinkCounters
 from .flow import (
     MAX_JOBS_IN_FLIGHT,
     NOT_WANTED,
-    WRITTEN,
     Flow,
     Job,
     batch_blocks,
+    is_failed_write,
     outcomes_of,
     release_orphan,
 )
@@ -210,11 +210,12 @@ class Demoter:
             if self._lower.write_budget is not None:
                 self._lower.write_budget.ended(len(job.hashes) * self._lower.block_size)
             outcomes = outcomes_of(result, len(job.hashes))
+            is_failure = is_failed_write(self._lower, job.targets, outcomes)
             if job.is_orphan:
                 release_orphan(self._flow, job)
             else:
                 self._land(job, outcomes)
-            self._breaker.ended(not WRITTEN.issuperset(outcomes))
+            self._breaker.ended(is_failure)
             self._may_recover = BlockOutcome.NO_SPACE not in outcomes
         self._breaker.look_at_clock()
         self.counters.demote_openings = self._breaker.openings

@@ -153,6 +153,18 @@ def outcomes_of(result: TransferResult, n: int) -> Sequence[BlockOutcome]:
     return [BlockOutcome.OK if result.success else BlockOutcome.IO_ERROR] * n
 
 
+def is_failed_write(
+    level: Level, targets: Sequence[BlockStatus], outcomes: Sequence[BlockOutcome]
+) -> bool:
+    """True if blocks could not be written, and there is no other place in the tier to try."""
+    failed = [
+        target.block_id
+        for target, outcome in zip(targets, outcomes, strict=True)
+        if outcome not in WRITTEN
+    ]
+    return bool(failed) and not level.backend.avoid(failed)
+
+
 def release_orphan(flow: Flow, job: Job) -> None:
     """Give back both ends of a job that outlived a reset; the last user of a slot frees it.
 

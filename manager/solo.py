@@ -21,7 +21,15 @@ from ..tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 from .admission import PastUses
 from .base import BlockEvent
 from .breaker import Breaker
-from .flow import MAX_MOVED_BLOCKS, NOT_WANTED, SILENCE, STALLED_S, WRITTEN, Link, outcomes_of
+from .flow import (
+    MAX_MOVED_BLOCKS,
+    NOT_WANTED,
+    SILENCE,
+    STALLED_S,
+    Link,
+    is_failed_write,
+    outcomes_of,
+)
 from .level import Level, Pairs, Tier
 
 FORGET_FAILED_S = 30.0
@@ -220,7 +228,7 @@ class SoloTier:
                 if job.is_load:
                     self._reads.ended(SILENCE.issuperset(outcomes))
                 else:
-                    self._writes.ended(not WRITTEN.issuperset(outcomes))
+                    self._writes.ended(is_failed_write(self.level, job.statuses, outcomes))
                 land = self._land_load if job.is_load else self._land_store
                 loaded, is_whole = land(job, outcomes)
                 self._ended.append(

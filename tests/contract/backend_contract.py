@@ -25,6 +25,19 @@ class BackendContract:
         backend.allocate_blocks(hashes(backend.capacity - 3, start=3))
         assert backend.get_num_possible_blocks() == 0
 
+    def test_slots_that_failed_are_avoided_where_there_are_others(self, backend: Backend) -> None:
+        assert backend.worth_freeing is None
+        taken = backend.allocate_blocks(hashes(3))
+        has_others = backend.avoid([taken[0].block_id])
+        assert (backend.worth_freeing is not None) is has_others
+        if has_others:
+            backend.free_many(taken)
+            free = backend.get_num_free_blocks()
+            given = backend.allocate_blocks(hashes(free))
+            assert taken[0].block_id not in {status.block_id for status in given}
+        else:
+            assert backend.get_num_free_blocks() == backend.capacity - 3
+
     def test_what_it_was_given_is_not_told_as_found(self, backend: Backend) -> None:
         found: list[int] = []
         backend.tell_found(lambda slots: found.extend(slots.tolist()))

@@ -14,10 +14,14 @@ from kvcascade.tiers.base import Backend, CachePolicy
 from kvcascade.tiers.policies import ORDERS
 
 
+@pytest.mark.parametrize("paths", [1, 2])
 class TestNvmeBackend(BackendContract):
     @pytest.fixture
-    def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        rig = Rig(config_for([tmp_path], slots=16))
+    def backend(self, paths: int, tmp_path: Path) -> Iterator[Backend]:
+        folders = [tmp_path / str(part) for part in range(paths)]
+        for folder in folders:
+            folder.mkdir()
+        rig = Rig(config_for(folders, slots=16))
         yield rig.tier.backend
         rig.close()
 

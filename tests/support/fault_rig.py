@@ -55,12 +55,13 @@ class FaultRig:
         durability: Durability = Durability.PROCESS,
         top_slots: int = 16,
         nvme_slots: int = 64,
+        more_paths: Sequence[Path] = (),
     ) -> None:
         self.clock = TickingClock()
         self.memory_fs = MemoryFileSystem()
         self.fs = self.memory_fs if fs is None else fs
         self.executor = InlineExecutor() if executor is None else executor
-        config = replace(config_for([path], slots=nvme_slots), durability=durability)
+        config = replace(config_for([path, *more_paths], slots=nvme_slots), durability=durability)
         self.rig = Rig(config, self.executor, self.fs, clock=self.clock)
         self.top = MemoryBackend(BLOCK, top_slots, medium="CPU")
         self.top_policy = create("lru", top_slots)

@@ -28,12 +28,14 @@ from ..base import (
     LoadStoreSpec,
     Moved,
     SlotArray,
+    SlotMask,
 )
 from .directory import IndexDirectory
 from .extents import Extent, ExtentPool, complement
 from .growth import Arrival, SegmentGrowth
 from .index import Removal
 from .repairs import OnEnd, RecordRepairs
+from .resting import RestingPaths
 
 MEDIUM = "NVME"
 MIN_SPREAD_BLOCKS = 16
@@ -153,6 +155,8 @@ class NvmeBackend(Backend):
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
+        segments = len(table.is_used) // slots_per_segment
+        self._resting = RestingPaths(len(pools), segments, slots_per_segment, growth.clock)
         self._ahead_blocks = -(-slots_per_segment // 2)
         """So many slots shall be free as long as segments can be had. Half a segment is time enough
         to make one, and who stores little takes no second one of what models share."""
@@ -161,11 +165,11 @@ class NvmeBackend(Backend):
     def get_num_free_blocks(self) -> int:
         self.take_arrived()
         self._repairs.begin(self._background.repair_records)
-        free = sum(map(len, self._pools))
+        free = self._count_free()
         if free < self._ahead_blocks:
             self._grow_ahead(free)
             self.take_arrived()
-            free = sum(map(len, self._pools))
+            free = self._count_free()
         return free
 
     def get_num_possible_blocks(self) -> int:
@@ -190,6 +194,13 @@ class NvmeBackend(Backend):
         self._pool_of(slot).free(slot)
         if self._directory.pending_removals >= REMOVALS_PER_JOB:
             self.flush_removals()
+
+    @property
+    def worth_freeing(self) -> SlotMask | None:
+        return self._resting.mask
+
+    def avoid(self, slots: Sequence[int]) -> bool:
+        return self._resting.rest(np.array(slots, dtype=np.intp), self._table.is_owned)
 
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
@@ -332,6 +343,9 @@ class NvmeBackend(Backend):
     def _paths(self) -> int:
         return len(self._pools)
 
+    def _count_free(self) -> int:
+        return sum(len(self._pools[part]) for part in self._resting.awake)
+
     def _pool_of(self, slot: int) -> ExtentPool:
         return self._pools[slot // self._slots_per_segment % self._paths]
 
@@ -397,8 +411,9 @@ class NvmeBackend(Backend):
     def _take(self, n: int) -> list[Extent]:
         """Take `n` slots, evenly over the paths as far as they have room."""
         first, self._next_path = self._next_path, (self._next_path + 1) % self._paths
-        order = [self._pools[(first + i) % self._paths] for i in range(self._paths)]
-        share = n if n < MIN_SPREAD_BLOCKS else -(-n // self._paths)
+        pools = [self._pools[part] for part in self._resting.awake]
+        order = [pools[(first + i) % len(pools)] for i in range(len(pools))]
+        share = n if n < MIN_SPREAD_BLOCKS else -(-n // len(pools))
         extents: list[Extent] = []
         for limit in (share, n):  # the second round takes what the first found no room for
             for pool in order:
