@@ -28,7 +28,7 @@ from support.cache_rig import (
 from support.clock import ManualClock
 from support.nvme_rig import BLOCK, key
 
-from kvcascade.errors import NoSpaceError
+from kvcascade.errors import CorruptionError, NoSpaceError
 from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.reader import Description, IndexReader
 from kvcascade.tiers.nvme.saved_slots import pack_saved_slots, parse_saved_slots
@@ -227,6 +227,37 @@ def test_a_lost_index_is_rebuilt(tmp_path: Path, loss: str) -> None:
     assert (found["recovered"], found["corrupt"]) == (BLOCKS - 2, 1)
     assert call("verify", tmp_path).code == ExitCode.OK
     assert right_blocks(folder.parent) == set(range(BLOCKS)) - {3, 4}
+
+
+@pytest.mark.parametrize("name", [b"epoch", b"session", b"uses0"])
+@pytest.mark.parametrize("number", [1 << 40, (1 << 64) - 1])
+def test_an_index_with_an_impossible_count_is_refused_and_rebuilt(
+    tmp_path: Path, name: bytes, number: int
+) -> None:
+    folder = fill(tmp_path, BLOCKS)
+
+    def change(txn: lmdb.Transaction[bytes]) -> None:
+        txn.put(name, number.to_bytes(8, "little"))
+
+    change_index(folder, change, b"meta")
+    with pytest.raises(CorruptionError, match="--rebuild-index"):
+        UsageRig(config_of(folder.parent))
+    assert call("verify", tmp_path, "--rebuild-index").code == ExitCode.OK
+    assert right_blocks(folder.parent) == set(range(BLOCKS))
+
+
+@pytest.mark.parametrize("name", [b"totals", b"taken", b"boot", b"day"])
+def test_tallies_may_be_anything(tmp_path: Path, name: bytes) -> None:
+    folder = fill(tmp_path, BLOCKS)
+
+    def change(txn: lmdb.Transaction[bytes]) -> None:
+        txn.put(name, b"\xff" * len(txn.get(name, bytes(8))))
+
+    change_index(folder, change, b"meta")
+    rig = UsageRig(config_of(folder.parent))
+    rig.store([key(1000)])
+    assert rig.check(key(1000)) and rig.check(key(0))
+    rig.close()
 
 
 def test_damage_inside_the_index_ends_no_command_by_a_signal(tmp_path: Path) -> None:

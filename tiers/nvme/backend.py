@@ -276,7 +276,7 @@ class NvmeBackend(Backend):
             self._held_segments += 1
 
     def close(self) -> None:
-        self._pools = [ExtentPool()]
+        self._pools = [ExtentPool() for _ in self._pools]
 
     # -- inside --------------------------------------------------------------------------------
 

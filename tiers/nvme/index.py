@@ -52,6 +52,8 @@ from .index_keys import (
     FORMAT,
     IDENTITY,
     IS_LIVE,
+    MAX_EPOCH,
+    MAX_SESSION,
     META,
     NO_ENTRY,
     SESSION,
@@ -428,6 +430,8 @@ class BlockIndex:
                 txn.put(EPOCH, pack_number(self.epoch))
             number = number_in(txn.get(SESSION)) + 1
             use = number_in(txn.get(uses_key(state))) + 1
+            if self.epoch > MAX_EPOCH or max(number, use) > MAX_SESSION:
+                raise CorruptionError(damaged(self.path, "nothing happened that often"))
             txn.put(SESSION, pack_number(number))
             txn.put(uses_key(state), pack_number(use))
             saved = parse_saved_slots(txn.pop(state_key(state)))

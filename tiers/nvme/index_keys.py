@@ -39,7 +39,13 @@ assert ENTRY_TYPE.itemsize == INDEX_ENTRY_BYTES
 NO_ENTRY = b"\xff" * INDEX_ENTRY_BYTES
 """In place of what has not the size of an entry: its slot is beyond all capacities."""
 
+MAX_EPOCH = (1 << 32) - 1
+"""Slot records have room for this."""
+MAX_SESSION = (1 << 24) - 2
+"""The last one whose generations are 64-bit numbers."""
+
 _U64 = struct.Struct("<Q")
+_U64_MAX = (1 << 64) - 1
 _IDENTITY = struct.Struct("<32sII")
 _TOTALS = struct.Struct("<QQ")
 
@@ -79,8 +85,8 @@ def live_key(state: int) -> bytes:
 
 
 def pack_number(value: int) -> bytes:
-    """As it lies in the index."""
-    return _U64.pack(value)
+    """As it lies in the index. Tallies, which only damage makes so large, wrap."""
+    return _U64.pack(value & _U64_MAX)
 
 
 def number_in(value: bytes | None) -> int:
@@ -90,7 +96,7 @@ def number_in(value: bytes | None) -> int:
 
 def pack_totals(written: int, read: int) -> bytes:
     """Bytes over the life of the namespace, as they lie in the index."""
-    return _TOTALS.pack(written, read)
+    return _TOTALS.pack(written & _U64_MAX, read & _U64_MAX)
 
 
 def totals_in(value: bytes | None) -> tuple[int, int]:

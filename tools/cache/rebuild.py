@@ -15,6 +15,7 @@ from typing import Any
 from ...errors import CorruptionError, KVCascadeError
 from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
 from ...tiers.nvme.index import GENERATIONS_PER_SESSION
+from ...tiers.nvme.index_keys import MAX_EPOCH, MAX_SESSION
 from ...tiers.nvme.maintenance import Totals, exclusive, replace_index
 from ...tiers.nvme.reader import Description, SegmentReader
 from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
@@ -145,7 +146,8 @@ def _latest(
 
 def _epoch(home: Path, known: _Known, records: list[tuple[int, SlotRecord]]) -> int:
     """The epoch that is wanted now, as the store itself would find it."""
-    said = [epoch for epoch in (known.epoch, StateReader(home).epoch()) if epoch is not None]
+    both = (known.epoch, StateReader(home).epoch())
+    said = [epoch for epoch in both if epoch is not None and epoch <= MAX_EPOCH]
     if not said:
         raise CorruptionError(
             f"neither index nor state/epoch.arr of {home} say how often it was reset, so no block "
@@ -162,4 +164,5 @@ def _ask_old_index(description: Description) -> _Known:
             meta = index.meta()
     except (KVCascadeError, OSError):
         return _Known()
-    return _Known(meta.epoch, meta.session, Totals(meta.written_bytes, meta.read_bytes))
+    session = meta.session if meta.session <= MAX_SESSION else 0
+    return _Known(meta.epoch, session, Totals(meta.written_bytes, meta.read_bytes))
