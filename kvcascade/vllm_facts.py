@@ -19,8 +19,6 @@ MAX_FRAMES = 16
 """How far up the stack the engine's configuration is looked for."""
 FIRST_STABLE_HASH_VERSION = (0, 29)
 """From here on vLLM seeds sha256 block hashes with a constant."""
-FIRST_ADAPTER_PATH_VERSION = (0, 31)
-"""From here on the path of a LoRA adapter is part of the block hash, not its name alone."""
 
 _READ_THE_MODEL = frozenset(
     "auto hf safetensors fastsafetensors instanttensor pt npcache mistral gguf bitsandbytes "
@@ -152,10 +150,10 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
             "vLLM does not hash images and other media with neither prefix caching nor a processor "
             "cache; enable one of the two"
         )
-    if getattr(config, "lora_config", None) and vllm_version() < FIRST_ADAPTER_PATH_VERSION:
+    if getattr(config, "lora_config", None):  # names up to 0.30, then names and paths
         found["adapters"] = (
-            "this vLLM knows a LoRA adapter by its name alone, whatever files that names; set "
-            "weights_id to a word that you change with any adapter"
+            "vLLM knows a LoRA adapter by its name and path, whatever is in its files; set "
+            "weights_id to a word that you change with the weights and with the files of an adapter"
         )
     if getattr(cache, "calculate_kv_scales", False):
         found["scales"] = (

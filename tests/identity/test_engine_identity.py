@@ -61,13 +61,19 @@ class Place:
             shutil.copytree(self.model, cached / "snapshots" / commit)
         return cached.parent
 
-    def start(self, model: Path | str | None = None, label: str = "", **options: Any) -> Engine:
+    def start(
+        self,
+        model: Path | str | None = None,
+        label: str = "",
+        weights_id: str | None = None,
+        **options: Any,
+    ) -> Engine:
         """An engine; `options` are vLLM's."""
         tiers = [
             {"type": "cpu", "capacity": 64 * MIB, "arena_dir": str(self._shared)},
             {"type": "nvme", "capacity": 2048 * MIB, "path": str(self._folder / "kv")},
         ]
-        extra = {"tiers": tiers, **({"label": label} if label else {})}
+        extra = {"tiers": tiers, "label": label, "weights_id": weights_id}
         defaults = engine_options(Path(model or self.model), DEVICE_BLOCKS, extra)
         defaults["max_model_len"] = 2 * PROMPT_TOKENS  # fits the device at every block size
         return Engine(self._folder / "engine.log", {**defaults, **options})
@@ -117,7 +123,7 @@ def test_another_identity_hits_nothing_and_the_old_one_everything(
     place: Place, tmp_path: Path
 ) -> None:
     one, two = (make_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2))
-    with place.start(**LORA) as engine:
+    with place.start(weights_id="base and two adapters", **LORA) as engine:
         expected = cold_then_warm(engine)
         assert cold_then_warm(engine, salt="tenant a") == expected
         assert cold_then_warm(engine, salt="tenant b") == expected, "tenants share nothing"
@@ -130,12 +136,24 @@ def test_another_identity_hits_nothing_and_the_old_one_everything(
     with place.start(block_size=2 * BLOCK_TOKENS) as engine:
         assert cold_then_warm(engine) == expected
         engine.stop()
-    with place.start(**LORA) as engine:
+    with place.start(weights_id="base and two adapters", **LORA) as engine:
         all_hit(engine, expected)
         all_hit(engine, adapted[1], adapter=two)
         all_hit(engine, adapted[0], adapter=one)
         engine.stop()
     assert len(place.namespaces()) == 3
+
+
+def test_an_adapter_that_was_replaced_in_its_place_is_never_stale(
+    place: Place, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    found = []
+    for seed in (1, 2):
+        with place.start(**LORA) as engine:
+            found.append(cold_then_warm(engine, adapter=make_adapter(adapter, seed)))
+            engine.stop()
+    assert found[0] != found[1]
 
 
 @pytest.mark.soak

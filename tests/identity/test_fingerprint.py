@@ -258,15 +258,11 @@ def test_media_that_are_counted_and_not_hashed_are_never_shared() -> None:
     assert not vllm_facts.reasons_not_to_share(engine())
 
 
-@pytest.mark.parametrize(("version", "is_shared"), [((0, 30), False), ((0, 31), True)])
-def test_adapters_that_only_have_a_name_are_never_shared(
-    version: tuple[int, int], is_shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_facts, "vllm_version", lambda: version)
+def test_adapters_whose_files_nobody_looks_at_are_never_shared() -> None:
     config = engine()
     assert not vllm_facts.reasons_not_to_share(config)
     config.lora_config = Stub(max_loras=1)
-    assert list(vllm_facts.reasons_not_to_share(config)) == ([] if is_shared else ["adapters"])
+    assert list(vllm_facts.reasons_not_to_share(config)) == ["adapters"]
 
 
 def test_scales_that_each_process_finds_are_never_shared() -> None:
@@ -296,13 +292,10 @@ class TestNamespaceFacts:
     def is_shared(self, config: Any, **settings: Any) -> bool:
         return self.facts(config, **settings) == self.facts(config, **settings)
 
-    def test_what_cannot_be_told_apart_is_this_process_alone(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_cannot_be_told_apart_is_this_process_alone(self) -> None:
         assert self.is_shared(engine())
         assert not self.is_shared(with_media(0, enable_prefix_caching=False))
         assert not self.is_shared(with_media(0, enable_prefix_caching=False), weights_id="mine")
-        monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, 28))
         config = engine()
         config.lora_config = Stub(max_loras=1)
         assert not self.is_shared(config)

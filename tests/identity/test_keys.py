@@ -44,8 +44,8 @@ def test_every_block_of_another_tenant_has_another_key(request_of: dict[str, Any
 
 
 def test_an_adapter_of_the_same_name_elsewhere_has_other_keys() -> None:
-    """Up to 0.30 it has not, so nothing is shared there: see test_fingerprint.py."""
-    if vllm_facts.vllm_version() < vllm_facts.FIRST_ADAPTER_PATH_VERSION:
+    """Up to 0.30 it has not, within one engine either."""
+    if vllm_facts.vllm_version() < (0, 31):
         pytest.skip("this vLLM hashes the name alone")
     old, new = (hashes(lora_request=LoRARequest("sql", 1, f"/adapters/{v}")) for v in (1, 2))
     assert not set(old) & set(new)

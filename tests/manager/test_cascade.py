@@ -7,7 +7,7 @@ from support.cascade import BLOCK_SIZE, Cascade, block_bytes
 from support.keys import key, keys
 
 from kvcascade.config import WriteMode
-from kvcascade.manager import flush, promotion
+from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
@@ -349,18 +349,6 @@ class TestDemotion:
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 6))
         coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
         assert coldest == [key(5), key(4), key(3), key(2), key(1), key(0)]
-
-    def test_shutdown_refreshes_the_recency_of_so_many_at_most(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(flush, "MAX_REFRESHED_BLOCKS", 1)
-        cascade = Cascade((8, 16))
-        cascade.store(keys(0, 6))
-        cascade.manager.flush_dirty(cascade.now_s + 1)
-        cascade.manager.touch(keys(4, 6))
-        cascade.manager.shutdown()
-        coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
-        assert coldest == [key(5), key(3), key(2), key(1), key(0), key(4)], "the hottest one alone"
 
 
 class TestPromotion:

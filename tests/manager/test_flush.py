@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.cascade import Cascade, key
 
+from kvcascade.manager import flush
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flow import STALLED_S
@@ -180,3 +182,16 @@ def test_what_was_in_use_is_the_hottest_below() -> None:
     cascade.manager.shutdown()
     order = [block_hash for block_hash, _ in cascade.policies[1].coldest(8)]
     assert order[-2:] == [key(1), key(0)]
+
+
+def test_shutdown_refreshes_the_recency_of_so_many_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flush, "MAX_REFRESHED_BLOCKS", 1)
+    cascade = Cascade((8, 16))
+    cascade.store(keys(0, 6))
+    cascade.manager.flush_dirty(cascade.now_s + 1)
+    cascade.manager.touch(keys(4, 6))
+    cascade.manager.shutdown()
+    coldest = [block_hash for block_hash, _ in cascade.policies[1].coldest(16)]
+    assert coldest == [key(5), key(3), key(2), key(1), key(0), key(4)], "the hottest one alone"
