@@ -9,6 +9,7 @@ block in any other segment has a status too, so that it can be pinned and read, 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -50,7 +51,6 @@ COLD_SAMPLE_BLOCKS = 128
 COLD_SAMPLE_SHARE = 8
 """So many of the coldest blocks, or such a part of all, are looked at to find the segment that is
 worth least."""
-_STATUS_BYTES = 8
 
 _log = get_logger(__name__)
 
@@ -93,8 +93,10 @@ class StatusTable:
     """The status of every slot: 8 bytes each, and flags for slots of one's own and in use."""
 
     def __init__(self, capacity: int) -> None:
-        self._bytes = mmap.mmap(-1, max(1, capacity) * _STATUS_BYTES)
-        self._table = np.frombuffer(self._bytes, dtype=np.int32).reshape(-1, 2)[:capacity]
+        memory = mmap.mmap(-1, max(1, capacity) * ctypes.sizeof(BlockStatus))
+        self._table = np.frombuffer(memory, dtype=np.int32).reshape(-1, 2)[:capacity]
+        # An element of an array costs a quarter of a status of its own over the same bytes.
+        self._statuses = (BlockStatus * capacity).from_buffer(memory)
         self.used = bytearray(capacity)
         self.is_used: npt.NDArray[np.bool_] = np.frombuffer(self.used, dtype=np.bool_)
         """The same memory, as below."""
@@ -103,7 +105,7 @@ class StatusTable:
 
     def at(self, slot: int) -> BlockStatus:
         """The live status of a slot."""
-        status = BlockStatus.from_buffer(self._bytes, slot * _STATUS_BYTES)
+        status = self._statuses[slot]
         status.block_id = slot
         return status
 
