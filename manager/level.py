@@ -147,11 +147,7 @@ class Level:
         return min(n, self.backend.get_num_free_blocks())
 
     def _may_leave(self, may_drop_dirty: bool) -> SlotMask | None:
-        clean = None if may_drop_dirty or self.is_last else self.settled_mask
-        useful = self.backend.worth_freeing
-        if clean is None or useful is None:
-            return useful if clean is None else clean
-        return clean & useful
+        return None if may_drop_dirty or self.is_last else self.settled_mask
 
     def take(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
         """Allocate and insert; the blocks are not ready. There must be room."""

@@ -81,10 +81,6 @@ class SlotSpec(LoadStoreSpec):
         return "CPU"
 
 
-SlotMask = npt.NDArray[np.bool_]
-"""One flag per slot of a tier, shape `(capacity,)`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moved:
     """Blocks that came to a tier or left it without the manager's doing."""
@@ -131,15 +127,10 @@ class Backend(ABC):
         for status in statuses:
             self.free(status)
 
-    @property
-    def worth_freeing(self) -> SlotMask | None:
-        """Slots that would be given out again if they were free; None: any."""
-        return None
-
     def avoid(self, slots: Sequence[int]) -> bool:
         """Blocks could not be written there: where there is a choice, give out others for a while.
 
-        False if there are no others.
+        Until then those that become free there do not count as free. False if there are no others.
         """
         return False
 
@@ -181,6 +172,10 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional for implementers
         """Release everything; idempotent. No other method may be called afterwards."""
+
+
+SlotMask = npt.NDArray[np.bool_]
+"""One flag per slot of a tier, shape `(capacity,)`."""
 
 
 class CachePolicy(ABC):

@@ -1,4 +1,4 @@
-"""One of several paths fails: the others take the writes, and nothing is evicted for it."""
+"""One of several paths fails: the others take the writes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def fill(rig: FaultRig, first: int, end: int) -> None:
 
 def test_the_other_path_takes_the_writes(rig: FaultRig) -> None:
     fill(rig, 0, PER_SEGMENT * SEGMENTS)
-    old_in_b = {slot for slot in slots_of(rig, 0, 1000) if slot // PER_SEGMENT % 2 == 1}
-    assert len(old_in_b) > BATCH
+    assert any(slot // PER_SEGMENT % 2 == 1 for slot in slots_of(rig, 0, 1000))
     spoil(rig, (1,))
     assert rig.store(keys(1000, 1000 + BATCH)) and rig.write_down()
     lost = rig.counters.demote_failed_blocks
@@ -67,8 +66,6 @@ def test_the_other_path_takes_the_writes(rig: FaultRig) -> None:
         assert rig.read(keys(i, i + BATCH)) == BATCH
         rig.forget_top()
     assert rig.counters.demote_failed_blocks == lost and rig.counters.demote_openings == 0
-    left = {slot for slot in slots_of(rig, 0, 1000) if slot // PER_SEGMENT % 2 == 1}
-    assert len(old_in_b - left) <= BATCH, "nothing leaves where nothing can come"
     rig.clock.advance(PATH_REST_S)
     assert rig.store(keys(2000, 2000 + BATCH)) and rig.write_down()
     assert rig.counters.demote_failed_blocks > lost, "it is tried again after its rest"
@@ -94,16 +91,16 @@ def test_the_tier_rests_if_all_paths_fail(rig: FaultRig) -> None:
 
 def test_paths_rest_for_a_while() -> None:
     now_s = 100.0
-    resting = RestingPaths(3, 7, 2, lambda: now_s)
+    resting = RestingPaths(3, 2, lambda: now_s)
     own = np.ones(14, np.bool_)
     own[[4, 5, 10, 11]] = False  # of path 2 there is nothing
-    assert resting.awake == [0, 1, 2] and resting.mask is None
+    assert resting.awake == [0, 1, 2]
     assert resting.rest(np.array([2, 3]), own)
-    assert resting.awake == [0, 2] and resting.mask is not None
-    assert np.flatnonzero(~resting.mask).tolist() == [2, 3, 8, 9]
+    assert resting.awake == [0, 2]
     now_s += PATH_REST_S / 2
     assert not resting.rest(np.array([0]), own), "what is left is not this process's"
-    assert resting.awake == [0, 1, 2] and resting.mask is None
+    assert resting.awake == [0, 1, 2]
     assert resting.rest(np.array([13]), own)
+    assert resting.awake == [1, 2]
     now_s += PATH_REST_S
-    assert resting.awake == [0, 1, 2] and resting.mask is None
+    assert resting.awake == [0, 1, 2]

@@ -29,7 +29,6 @@ from ..base import (
     LoadStoreSpec,
     Moved,
     SlotArray,
-    SlotMask,
 )
 from .directory import IndexDirectory
 from .extents import Extent, ExtentPool, complement
@@ -157,8 +156,7 @@ class NvmeBackend(Backend):
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
-        segments = len(table.is_used) // slots_per_segment
-        self._resting = RestingPaths(len(pools), segments, slots_per_segment, growth.clock)
+        self._resting = RestingPaths(len(pools), slots_per_segment, growth.clock)
         self._ahead_blocks = -(-slots_per_segment // 2)
         """So many slots shall be free as long as segments can be had. Half a segment is time enough
         to make one, and who stores little takes no second one of what models share."""
@@ -196,10 +194,6 @@ class NvmeBackend(Backend):
         self._pool_of(slot).free(slot)
         if self._directory.pending_removals >= REMOVALS_PER_JOB:
             self.flush_removals()
-
-    @property
-    def worth_freeing(self) -> SlotMask | None:
-        return self._resting.mask
 
     def avoid(self, slots: Sequence[int]) -> bool:
         return self._resting.rest(np.array(slots, dtype=np.intp), self._table.is_owned)
