@@ -157,12 +157,14 @@ def is_failed_write(
     level: Level, targets: Sequence[BlockStatus], outcomes: Sequence[BlockOutcome]
 ) -> bool:
     """True if blocks could not be written, and there is no other place in the tier to try."""
+    if WRITTEN.issuperset(outcomes):
+        return False
     failed = [
         target.block_id
         for target, outcome in zip(targets, outcomes, strict=True)
         if outcome not in WRITTEN
     ]
-    return bool(failed) and not level.backend.avoid(failed)
+    return not level.backend.avoid(failed)
 
 
 def release_orphan(flow: Flow, job: Job) -> None:
