@@ -120,6 +120,10 @@ def test_every_measurement_at_the_smallest_size(
     assert all(row["samples"][OURS] for each in rows.values() for row in each if _has_ours(row))
     for name in ("manager", "lookups", "transfers", "busy"):
         assert any(VLLM in row["samples"] for row in rows[name]), name
+    recency = [row for row in rows["reopening"] if row["quantity"].startswith("recency kept")]
+    assert recency and all(row["samples"][OURS] == [100.0] for row in recency), (
+        "another measurement used blocks of the same tier"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     assert "saved" in capsys.readouterr().out
 

@@ -42,14 +42,15 @@ _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
     "manager": "what one block costs the scheduler's thread in the CPU tier",
+    "reopening": "how long a start takes, and what it keeps in memory",
     "lookups": "what a question about a block on NVMe costs the scheduler's thread",
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
-    "reopening": "how long a start takes, and what it keeps in memory",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "gpu": "device to CPU tier and back, on a machine with a GPU",
 }
-"""Name (and module) of every measurement, and what it is about."""
+"""Name (and module) of every measurement, and what it is about, in the order in which they run:
+`lookups` uses blocks of the tiers in which `reopening` looks for the order of the last use."""
 ASKED_FOR = ("gpu",)
 """Measured only if asked for by name."""
 
