@@ -37,6 +37,8 @@ class Snapshot:
     tiers: list[TierState]
     tokens_per_block: float = 0.0
     """Prompt tokens that one of the served blocks stands for."""
+    waiting_requests: int = 0
+    """Requests that wait for their turn to have blocks brought up."""
 
 
 Values = Iterator[tuple[tuple[str, ...], float]]
@@ -157,8 +159,7 @@ TOTAL_FIELDS: dict[str, str] = {
     "store_lost_blocks": "Blocks that were put off and not stored before their request ended.",
     "store_truncated_blocks": "Blocks that were not stored because they could not fit.",
     "dropped_dirty_blocks": "Blocks that left the last tier that held them, unwritten.",
-    "deadline_misses": "Pending reads that became misses by the deadline.",
-    "budget_misses": "Lookups cut short by the promotion budget.",
+    "turn_waits": "Requests that waited for their turn to have blocks read from a tier.",
     "promotions_worth": "Requests for which reading blocks was expected to beat recomputing.",
     "promotions_not_worth": "Requests that recomputed, as reading was expected to take longer.",
     "recorded_requests": "Requests written to the recording.",
@@ -167,6 +168,23 @@ TOTAL_FIELDS: dict[str, str] = {
     "resets": "Cache resets.",
     "resets_by_others": "Resets of a shared tier by other engines.",
 }
+
+
+def _recomputed(snapshot: Snapshot) -> Values:
+    for reason, blocks in snapshot.counters.recomputed_blocks.items():
+        yield (reason.value,), float(blocks)
+
+
+def _turn_waits(snapshot: Snapshot) -> Values:
+    samples = snapshot.counters.turn_waits_s
+    while samples:
+        yield (), samples.popleft()
+
+
+def _waiting(snapshot: Snapshot) -> Values:
+    yield (), float(snapshot.waiting_requests)
+
+
 _LATENCIES = {
     "demotion_seconds": ("demote_latencies_s", "Seconds that a batch took to a tier, with queues."),
     "promotion_seconds": (
@@ -224,6 +242,15 @@ METRICS: tuple[Metric, ...] = (
       for field, text in LINK_FIELDS.items()),
     *(Metric(Kind.COUNTER, field, text, (), _total(field))
       for field, text in TOTAL_FIELDS.items()),
+    Metric(Kind.COUNTER, "recomputed_blocks",
+           "Blocks that requests computed although a tier held them: larger than the promotion "
+           "budget (budget), nothing moved (deadline), or computing was expected to be faster "
+           "(not_worth).", ("reason",), _recomputed),
+    Metric(Kind.GAUGE, "waiting_requests",
+           "Requests that wait for their turn to have blocks read from a tier.", (), _waiting),
+    Metric(Kind.HISTOGRAM, "turn_wait_seconds",
+           "Seconds that a request waited for its turn to have blocks read from a tier.", (),
+           _turn_waits),
     *(Metric(Kind.HISTOGRAM, name, text, ("tier",), _latencies(field))
       for name, (field, text) in _LATENCIES.items()),
     *(Metric(Kind.GAUGE, name, text, ("tier",), _of_state(value))

@@ -45,7 +45,12 @@ class MetricsReader:
         """Called by the scheduler thread; cheap enough for once a second."""
         stats = OffloadingConnectorStats()
         manager = self._manager
-        snapshot = Snapshot(manager.counters, manager.tier_states(), self._tokens_per_block)
+        snapshot = Snapshot(
+            manager.counters,
+            manager.tier_states(),
+            self._tokens_per_block,
+            manager.waiting_requests,
+        )
         for metric in METRICS:
             for labels, value in metric.values(snapshot):
                 self._send(stats, metric, labels, value)

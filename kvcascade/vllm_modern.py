@@ -78,6 +78,8 @@ STATS_AT_END_S = 0.1
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
 """Later versions say more about an event."""
+_GROUP_BYTES = 4
+"""A key ends with the number of its KV group."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
 """Of vLLM's tiering: the same bytes of a block in another order."""
 _PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
@@ -107,10 +109,16 @@ class CascadeManager(OffloadingManager):
         self._standstill = None if is_left_alone else Standstill()
         self._context: ReqContext | None = None
         self._request = Request()
-        self._top_get = cascade.manager.top_get
-        self._answers = cascade.manager.answers
-        self._ready_at = cascade.manager.answers.ready_at
-        self._is_single = cascade.manager.is_single
+        self._lookups = cascade.manager.lookups
+        self._top_get = self._lookups.top_get
+        self._answers = self._lookups.answers
+        self._ready_at = self._lookups.answers.ready_at
+        self._is_single = self._lookups.is_single
+        self._is_put_off = False
+        """True while the lookups are of a request that has to be asked about again later."""
+        self._put_off_group = b""
+        """KV group of the last key of such a request."""
+        self._served_end = cascade.manager.options.served_end
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -123,7 +131,9 @@ class CascadeManager(OffloadingManager):
         if req_context is not self._context:
             if self._standstill is not None and self._standstill.puts_off():
                 return LookupResult.RETRY
-            self._switch(req_context)
+            self._switch(req_context, key)
+        if self._is_put_off:
+            return self._put_off(key)
         answers = self._answers
         at = answers.at
         if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
@@ -131,24 +141,37 @@ class CascadeManager(OffloadingManager):
             return _HIT
         request = self._request
         if not request.is_plain:
-            if key in request.pending:  # type: ignore[comparison-overlap]
-                return _PENDING
             if key in request.holds:  # type: ignore[comparison-overlap]
                 answers.hit(key)  # type: ignore[arg-type]
                 return _HIT
         status = self._top_get(key)  # type: ignore[arg-type]
         if status is not None:
-            state = self._manager.lookup_block(key, request)  # type: ignore[arg-type]
+            state = self._lookups.lookup_block(key, request)  # type: ignore[arg-type]
         elif self._is_single:
             answers.misses += 1
             return _MISS
         else:
-            state = self._manager.look_below(key, None, request)  # type: ignore[arg-type]
+            state = self._lookups.look_below(key, None, request)  # type: ignore[arg-type]
         if state is LookupState.MISS:
             return _MISS
         if state is LookupState.HIT:
             return _HIT
-        return _PENDING if state is LookupState.PENDING else LookupResult.RETRY
+        if state is LookupState.PENDING:
+            return _PENDING
+        self._is_put_off, self._put_off_group = True, b""
+        return self._put_off(key)
+
+    def _put_off(self, key: OffloadKey) -> LookupResult:
+        """An answer that makes the engine ask about the request again, after the fewest questions.
+
+        One RETRY in each KV group is enough. After it a prefix is searched up to the first miss,
+        and a window until as many blocks as it has are present or on their way.
+        """
+        group = key[-_GROUP_BYTES:]
+        if group != self._put_off_group:
+            self._put_off_group = group
+            return LookupResult.RETRY
+        return _PENDING if self._served_end and group != self._served_end else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Called from 0.32 on, after `prepare_load`; hence the late import."""
@@ -198,9 +221,8 @@ class CascadeManager(OffloadingManager):
         request = self._request_of(req_context)
         if self._cascade.recorder is not None:
             self._cascade.record(request, _prompt(request, req_context))
-        ends = getattr(req_context, "_offload_key_positions", None)  # from 0.31 on
-        if ends and self._cascade.chains is not None:
-            self._cascade.chains.note(ends, request.keys)  # type: ignore[arg-type]
+        if request.positions and self._cascade.chains is not None:
+            self._cascade.chains.note(request.positions, request.keys)  # type: ignore[arg-type]
         self._manager.finish_request(request)
         self._live_requests -= 1
         # An engine that goes idle now shall not sit on its last numbers.
@@ -250,19 +272,22 @@ class CascadeManager(OffloadingManager):
             return self._request
         request = state_of(context, Request)
         if request is None:
-            request = Request(context.req_id, _allowed_media(context), time.monotonic())
+            # Known from 0.31 on; vLLM adds to it.
+            positions = getattr(context, "_offload_key_positions", {})
+            request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
             self._live_requests += 1
         return request
 
-    def _switch(self, context: ReqContext) -> None:
+    def _switch(self, context: ReqContext, first: OffloadKey) -> None:
         """The lookups that follow, many in a row, are of another request.
 
         Only lookups switch: a store after the end of a step must not look like a question.
         """
         self._request = self._request_of(context)
         self._context = context
-        self._manager.begin_asking(self._request)
+        self._put_off_group = b""
+        self._is_put_off = self._lookups.begin_asking(self._request, BlockHash(first))
 
 
 class CascadeWorker(OffloadingWorker):

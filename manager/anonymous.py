@@ -3,8 +3,8 @@
 Such an engine (vLLM 0.16 to 0.19) names no requests, and says neither when one ends nor when a step
 does. What the manager wants to know is made out of what there is:
 
-- A request that waits for blocks on their way is known by the last hash of its list, which is the
-  hash of all it asks for. It is remembered until it loads, and for twice the deadline at most.
+- A request that waits for blocks is known by the last hash of its list, which is the hash of all it
+  asks for. It is remembered until it loads, or does not ask again for twice the deadline.
 - A load follows the lookup of the same request at once, so nobody relies on hits beyond the next
   lookup, and every lookup that queued something may start it: no promotion waits for a step's end.
 - Events are asked for once per step, when the step's results are in: that is its end.
@@ -48,7 +48,7 @@ class AnonymousManager:
         self._clock = clock
         self._forget_after_s = 2 * manager.options.promotion_deadline_s
         self._waiting: dict[BlockHash, tuple[float, Request]] = {}
-        """By last hash: since when, and its state; oldest first."""
+        """By last hash: when it asked last, and its state; the one that asked first comes first."""
         self._asked: tuple[BlockHash, Request] | None = None
         """The last lookup that was answered with hits."""
         self._arrived: BlockHash | None = None
@@ -69,17 +69,19 @@ class AnonymousManager:
             return None
         if self._unsure_hashes and not self._unsure_hashes.isdisjoint(asked):
             return None
-        since_s, request = self._waiting.get(asked[-1]) or (self._clock(), Request())
+        found = self._waiting.pop(asked[-1], None)
+        request = Request() if found is None else found[1]
         hits = self._manager.lookup(asked, request)
+        if hits is None or (hits and found is not None):
+            self._waiting[asked[-1]] = self._clock(), request
         if hits is None:
-            self._waiting[asked[-1]] = since_s, request
             if len(self._waiting) > WAITING_MAX:
                 self._forget(next(iter(self._waiting)))
             self._manager.end_step()
-        elif hits == 0:
-            self._forget(asked[-1])
-        else:
+        elif hits:
             self._asked = asked[-1], request
+        elif found is not None:
+            self._manager.finish_request(request)
         return hits
 
     def prepare_load(self, block_hashes: Iterable[BlockHash]) -> LoadStoreSpec:

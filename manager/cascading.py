@@ -5,9 +5,8 @@ below. Nothing here knows what a tier is made of.
 
 Threads: one lock guards everything that changes state. The scheduler thread calls the contract; a
 background thread may call `maintain` so that demotion goes on while the engine is idle. Nothing
-under the lock waits for a file: it only starts transfers and takes in finished ones. The answer
-"hit" takes no lock: while a request is asking, which begins under the lock, nothing but the
-scheduler's own calls takes a block out of the first tier.
+under the lock waits for a file: it only starts transfers and takes in finished ones. Lookups of
+blocks in the first tier take no lock (`Lookups`).
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from itertools import chain, compress
 from ..config import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import EnduranceWatch
-from .answers import Answers
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .counters import Counters
 from .demotion import Demoter
 from .flow import Clock, Flow, Link
 from .flush import FlushMeans, flush_all, refresh_recency_below
+from .holds import Holds
 from .level import Level, Pairs, Tier
-from .promotion import Promoter
+from .lookup import Lookups
+from .promotion import SPENT, Promoter
 from .request import Request
 from .state import TierState
+from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
@@ -58,7 +59,8 @@ class ManagerOptions:
     high_watermark: float = 0.5
     dirty_age_s: float = 5.0
     promotion_budget_slots: int | None = None
-    """Slots of the first tier that promotions may take or hold; None: half of them."""
+    """Slots of the first tier that promotions may take or hold; None: those that are not dirty, but
+    for a reserve, and half of them at least."""
     promotion_deadline_s: float = 10.0
     load_or_recompute: bool = True
     """Bring blocks up only where that is expected to be faster than computing them again."""
@@ -110,25 +112,35 @@ class CascadingOffloadingManager(OffloadingManager):
         if links and self.options.write_mode is not WriteMode.DEMOTE:
             self._demoters[0].on_failed = self._note_aging
         self._flow.clean_ahead = self._clean_ahead
-        budget = self.options.promotion_budget_slots or max(1, self._top.capacity // 2)
         self._worth = self._make_worth() if links else None
+        self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)
+        self._holds = Holds()
         deadline_s = self.options.promotion_deadline_s
-        self._promoter = Promoter(self._flow, budget, deadline_s, self._worth)
-        self.is_single = len(tiers) == 1
-        """True if what is not in the first tier is a miss."""
-        self.top_get = self._top.policy.get
-        """The status of a block in the first tier; for adapters that inline the plain hit."""
-        self.answers = Answers(self._top.policy.ready_at)
-        self._asking: Request | None = None
-        self._retry_at: BlockHash | None = None
-        """At this block the request that is asking was told to ask again in another step."""
-        self._knows_misses = False
-        """The request that is asking waited in an earlier step: what it misses was found out."""
+        self._promoter = Promoter(self._flow, self._holds, self._workers, deadline_s, self._worth)
+        self._turns = Turns(
+            self._flow,
+            self._promoter,
+            self._holds,
+            self._workers,
+            self._worth,
+            deadline_s,
+            self.options.promotion_budget_slots,
+            self.options.served_end,
+        )
+        self.lookups = Lookups(
+            self.lock,
+            self._flow,
+            self._promoter,
+            self._turns,
+            self._workers,
+            self._worth,
+            deadline_s if self.options.waits_for_stores else None,
+        )
+        """The questions of a step; for adapters that inline what can be answered at once."""
         self._aging: deque[tuple[float, BlockHash]] = deque(
             maxlen=AGING_PER_SLOT * self._top.capacity
         )
         """Stored blocks and when, oldest first; beyond the limit they are written as they leave."""
-        self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)
         self._evicted: list[BlockHash] = []
         self._watches = [
             EnduranceWatch(tier.name, tier.day_totals, clock) for tier in tiers if tier.day_totals
@@ -157,118 +169,18 @@ class CascadingOffloadingManager(OffloadingManager):
         if is_moving or demoter.was_cut_short or demoter.may_find_room:
             return True
         level = self._levels[index]  # what was found to lie below already can leave at once
-        return bool(level.policy.coldest(1, set(self.answers.hits()), level.settled_mask))
+        return bool(level.policy.coldest(1, set(self.lookups.answers.hits()), level.settled_mask))
 
     # ---- questions -----------------------------------------------------------------------
 
     def lookup(
         self, block_hashes: Iterable[BlockHash], request: Request | None = None
     ) -> int | None:
-        request = request or Request()
-        hits, is_waiting = 0, False
-        for block_hash in block_hashes:
-            state = self.lookup_block(block_hash, request)
-            if state is LookupState.MISS:
-                break
-            if state is LookupState.HIT:
-                hits += 1
-            else:
-                is_waiting = True
-        return None if is_waiting else hits
+        return self.lookups.lookup(block_hashes, request or Request())
 
     def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """The state of one block. A hit stays one until the end of the step, or its `prepare_load`.
-
-        Lock-free while the block is ready in the first tier, or on its way for this request.
-        """
-        if request is not self._asking:
-            self.begin_asking(request)
-        status = self.top_get(block_hash)
-        if status is not None and status.ref_cnt >= 0:
-            if request.is_plain:
-                self.answers.hit(block_hash, status.block_id + 1)
-                return LookupState.HIT
-            if block_hash in request.holds:
-                self.answers.hit(block_hash)
-                return LookupState.HIT
-        elif block_hash in request.pending:
-            return LookupState.PENDING
-        return self.look_below(block_hash, status, request)
-
-    def begin_asking(self, request: Request) -> None:
-        """The lookups that follow are for this request, until the end of the step."""
-        with self.lock:  # after it, the background leaves the first tier's blocks where they are
-            self._asking = request
-        self._retry_at = request.missed_at = None
-        self._knows_misses = request.is_waiting
-        self.answers.begin()
-        if request.pending and self._clock() >= request.pending_until_s:
-            request.forget_pending()
-
-    def look_below(
-        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
-    ) -> LookupState:
-        """`lookup_block` for what is no plain hit; `status` is what `top_get` returned."""
-        if status is None and not self._demoters:
-            return self._miss(request)
-        if status is None and self._retry_at is not None:
-            if block_hash == self._retry_at:
-                self._retry_at = None
-            elif self._knows_misses:  # whatever it is, the request is not served now
-                # The engine asks until it misses: that must not be later than it was.
-                is_miss = block_hash in request.retry_misses
-                return LookupState.MISS if is_miss else LookupState.RETRY
-        with self.lock:
-            was_waiting = request.is_waiting
-            state = self._state_below(block_hash, status, request)
-            if state is LookupState.MISS:
-                if request.missed_at is None:
-                    request.missed_at = block_hash
-                if self._retry_at is not None:
-                    request.retry_misses.add(block_hash)
-                return self._miss(request)
-            if state is not LookupState.HIT and not was_waiting:
-                self._hold_answered(request)
-            if state is LookupState.RETRY:
-                self._retry_at = block_hash
-            return state
-
-    def _state_below(
-        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
-    ) -> LookupState:
-        if status is not None and status.ref_cnt >= 0 and request.may_read(self._top.medium):
-            self.answers.hit(block_hash)
-            if request.is_waiting:
-                self._promoter.hold(request, block_hash, status)
-            return LookupState.HIT
-        if block_hash in request.missed or block_hash in self._workers.outdated:
-            return LookupState.MISS
-        state = self._promoter.ask(block_hash, request)
-        if state is not None:
-            return state
-        if status is not None and request.may_read(self._top.medium):
-            if not self.options.waits_for_stores:
-                return LookupState.MISS
-            return self._promoter.wait_for_store(block_hash, request)
-        for index, level in self._below:
-            if request.may_read(level.medium):
-                below = level.policy.get(block_hash)
-                if below is not None and below.ref_cnt >= 0:
-                    return self._promoter.start(block_hash, index, request)
-        return LookupState.MISS
-
-    def _miss(self, request: Request) -> LookupState:
-        if self._retry_at is None and not request.pending:  # else it asks again, and it counts then
-            self.answers.misses += 1
-        return LookupState.MISS
-
-    def _hold_answered(self, request: Request) -> None:
-        """The request begins to wait: the hits it was just given shall still be there then."""
-        for block_hash in self.answers.of_request():
-            status = self.top_get(block_hash)
-            if status is not None and status.ref_cnt >= 0:
-                self._promoter.hold(request, block_hash, status)
-        self.answers.leave_run()  # from now on hits are held one by one
+        """The state of one block: `Lookups.lookup_block`."""
+        return self.lookups.lookup_block(block_hash, request)
 
     # ---- loads ---------------------------------------------------------------------------
 
@@ -284,8 +196,8 @@ class CascadingOffloadingManager(OffloadingManager):
                 self._top.policy.touch(hashes)
             else:
                 request.keys.update(dict.fromkeys(hashes, False))
-                if request.waiting_since_s is not None:
-                    self._promoter.release(request)
+                if request.claim is not None:
+                    self._turns.release(request)
             return self._top.backend.get_load_store_spec(hashes, pinned)
 
     def _pin_for_load(
@@ -303,12 +215,13 @@ class CascadingOffloadingManager(OffloadingManager):
             pinned.append(status)
             slot = status.block_id
             source = origin[slot]
+            if source:  # its first load is one from below; the second one makes it the tier's own
+                origin[slot] = 0 if source == SPENT else SPENT
+                source = 0 if source == SPENT else source
+                if source and request is not None:
+                    request.sources[block_hash] = self._levels[source].medium
             loaded[source] += 1
             served[source] += block_hash.endswith(served_end)
-            if source:  # its first load is one from below
-                origin[slot] = 0
-                if request is not None:
-                    request.sources[block_hash] = self._levels[source].medium
         return pinned
 
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
@@ -321,7 +234,7 @@ class CascadingOffloadingManager(OffloadingManager):
         self, block_hashes: Sequence[BlockHash], request: Request | None = None
     ) -> PrepareStoreOutput | None:
         with self.lock:
-            get = self.top_get
+            get = self._top.policy.get
             self._evicted.clear()
             new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
             if len(new) > 1:
@@ -334,6 +247,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 self._worth.note_offer(block_hashes, request, room is not None, self._clock())
             if room is None:
                 self.counters.store_refused_busy += 1
+                self._turns.note_refused_store(len(new))
                 if request is not None:
                     request.note_put_off(new)
                 return None
@@ -358,7 +272,7 @@ class CascadingOffloadingManager(OffloadingManager):
         need = len(new)
         if need <= self._top.backend.get_num_free_blocks():
             return need
-        protected = {*offered, *self.answers.hits()}
+        protected = {*offered, *self.lookups.answers.hits()}
         may_drop = not self._demoters or self._demoters[0].is_blocked
         if need <= self._top.capacity and self._top.make_all_room(need, protected, may_drop):
             return need
@@ -441,9 +355,8 @@ class CascadingOffloadingManager(OffloadingManager):
         request was looked at and in whatever order its transfers ended.
         """
         with self.lock:
-            if request is self._asking:
-                self._asking = None
-            self._promoter.release(request)
+            self.lookups.end_request(request)
+            self._turns.finish(request)
             self.counters.store_lost_blocks += len(request.put_off)
             request.put_off.clear()
             if request.keys:
@@ -460,7 +373,9 @@ class CascadingOffloadingManager(OffloadingManager):
                     self._note_reuse(reused)
 
     def _note_reuse(self, reused: list[BlockHash]) -> None:
-        found = [(h, s) for h in reused if (s := self.top_get(h)) is not None and s.ref_cnt >= 0]
+        found = [
+            (h, s) for h in reused if (s := self._top.policy.get(h)) is not None and s.ref_cnt >= 0
+        ]
         self._top.note_reuse([status for _, status in found])
         below = self._levels[1]
         gone = [(h, s.block_id) for h, s in found if not below.holds(h)]
@@ -477,30 +392,27 @@ class CascadingOffloadingManager(OffloadingManager):
             self._workers.end_step()
             if self._worth is not None:
                 self._worth.prefill.end_step(self._clock())
-                self._promoter.decide()
+            self._turns.end_step()
             self._maintain()
             self._evicted.clear()
-            self._stop_asking()
-
-    def _stop_asking(self) -> None:
-        self.counters.lookup_misses += self.answers.misses
-        self.answers.misses = 0
-        self.answers.clear()
-        self._asking = None
+            self.lookups.end_step()
 
     def maintain(self) -> None:
         """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
         if self.lock.acquire(blocking=False):
             try:
-                self._maintain(may_evict=self._asking is None)
+                self._maintain(may_evict=not self.lookups.is_asking)
             finally:
                 self.lock.release()
 
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
-        self._promoter.release_expired()
-        if self._promoter.is_queued and may_evict:  # slots or jobs may have become free
-            self._promoter.flush(set(self.answers.hits()))
+        self._turns.release_expired()
+        if may_evict:
+            self._turns.admit()
+            if self._promoter.is_queued:  # slots or jobs may have become free
+                protected = set(self.lookups.answers.hits())
+                self._promoter.flush(protected, may_displace=self._turns.waiting > 0)
         for demoter in self._demoters:
             demoter.keep_ahead()
         if self._aging:
@@ -528,9 +440,15 @@ class CascadingOffloadingManager(OffloadingManager):
         again = due[len(due) - left :]
         self._aging.extendleft((due_s, block_hash) for block_hash in reversed(again))
 
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for their turn to have blocks brought up. Any thread."""
+        with self.lock:
+            return self._turns.waiting
+
     def has_pending_work(self) -> bool:
         """True if calls are needed for progress that requests wait for."""
-        return self._promoter.is_waited_for
+        return self._turns.is_waited_for
 
     def _tend_tiers(self) -> None:
         """Upkeep of every tier; what other processes reset is forgotten, and all above it.
@@ -585,6 +503,7 @@ class CascadingOffloadingManager(OffloadingManager):
         another process reset a tier, the engine knows nothing: it goes on with what it was given,
         and everything is reported.
         """
+        self._turns.orphan()
         jobs = self._promoter.orphan(n)
         for demoter in self._demoters:
             jobs += demoter.orphan(n)
@@ -603,7 +522,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 if count == 0:
                     level.backend.free(status)
         self._aging.clear()
-        self._stop_asking()
+        self.lookups.end_step()
         if is_own:
             self._workers.forget(workers)
 
@@ -630,7 +549,7 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _in_use(self) -> list[BlockHash]:
         """Blocks of the first tier that workers load or requests hold, tails before heads."""
-        in_use = dict.fromkeys(chain(self._workers.loads, self._promoter.held_blocks()))
+        in_use = dict.fromkeys(chain(self._workers.loads, self._holds.blocks()))
         return list(reversed(in_use))
 
     def shutdown(self) -> bool:

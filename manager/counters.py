@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 MAX_LATENCIES = 1024
 """Samples that are kept until somebody takes them; the oldest go first."""
+
+
+class Reason(StrEnum):
+    """Why a request computed blocks that a lower tier held."""
+
+    BUDGET = "budget"
+    """Its prefix is larger than the room for promotions, or no room could be made."""
+    DEADLINE = "deadline"
+    """The tier, or the worker that stored the block, did not move for `promotion_deadline_s`."""
+    NOT_WORTH = "not_worth"
+    """Computing was expected to be faster."""
 
 
 def _latencies() -> deque[float]:
@@ -66,8 +78,12 @@ class Counters:
     """Offered blocks that were not taken because they could not fit."""
     dropped_dirty_blocks: int = 0
     """Blocks that left the last place that held them without a copy below, except in the last."""
-    deadline_misses: int = 0
-    budget_misses: int = 0
+    recomputed_blocks: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """Blocks that requests computed although a tier held them."""
+    turn_waits: int = 0
+    """Requests that waited for their turn to have blocks brought up."""
+    turn_waits_s: deque[float] = field(default_factory=_latencies)
+    """Seconds that each of them waited; taken by the metrics."""
     promotions_worth: int = 0
     """Requests for which bringing blocks up was expected to be faster than computing them."""
     promotions_not_worth: int = 0

@@ -60,6 +60,8 @@ class Job:
     targets: list[BlockStatus]
     created_s: float
     """On the manager's clock."""
+    is_late: bool = False
+    """True once nobody waits for it any more, since it took too long."""
     reset_levels: int = 0
     """So many levels, from the top, were reset meanwhile: nothing is kept of this job."""
 
@@ -183,3 +185,4 @@ def release_orphan(flow: Flow, job: Job) -> None:
     elif job.target_level >= job.reset_levels:
         for block_hash, status in zip(job.hashes, job.targets, strict=True):
             flow.levels[job.target_level].drop(block_hash, status)
+            flow.lost_below(job.target_level, block_hash)  # it may have come back above meanwhile

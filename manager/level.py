@@ -132,9 +132,7 @@ class Level:
         self._was_short = evicted is None
         if evicted is None:
             return False
-        if self.on_evicted is not None:
-            self.on_evicted(evicted)
-        self.backend.free_many([status for _, status in evicted])
+        self._leave(evicted)
         return self.backend.get_num_free_blocks() >= n
 
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
@@ -145,6 +143,20 @@ class Level:
             possible = len(self.policy.coldest(n - free, protected, mask))
             self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
+
+    def make_room_of(self, n: int, protected: Container[BlockHash], first: SlotMask) -> None:
+        """Evict blocks in the slots of `first` that may be dropped, so that up to `n` are free."""
+        missing = n - self.backend.get_num_free_blocks()
+        mask = first & self.settled_mask
+        found = len(self.policy.coldest(missing, protected, mask)) if missing > 0 else 0
+        evicted = self.policy.evict(found, protected, mask) if found else None
+        if evicted is not None:
+            self._leave(evicted)
+
+    def _leave(self, evicted: Pairs) -> None:
+        if self.on_evicted is not None:
+            self.on_evicted(evicted)
+        self.backend.free_many([status for _, status in evicted])
 
     def _may_leave(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.settled_mask

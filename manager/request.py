@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash, BlockStatus
-from .worth import Decision
+
+if TYPE_CHECKING:
+    from .turns import Claim
 
 
 @dataclass(slots=True, eq=False)
@@ -18,43 +20,43 @@ class Request:
     allowed_media: frozenset[str] | None = None
     """Media this request may read from; None means all."""
     arrived_s: float = 0.0
-    """When it came, on the adapter's clock; for recordings."""
+    """When the request came, on the adapter's clock; for recordings."""
+    positions: dict[BlockHash, int] = field(default_factory=dict)
+    """Last token of each block of the prompt, as far as the engine tells; vLLM does from 0.31 on.
+    The engine owns it, and adds to it while the request lives."""
     keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks it used, in prefix order, and whether it brought them itself (or reused them): their
-    recency is set once, when it ends."""
+    """Blocks that the request used, in the order of use. True: the request stored the block; False:
+    it loaded or reused it. Their recency is set once, when the request ends."""
     missed: set[BlockHash] = field(default_factory=set)
-    """Blocks whose way up failed or took too long: a miss from now on."""
+    """Blocks that could not be brought up in time: misses for this request from now on."""
+    recomputes: bool = False
+    """True once computing was judged faster than reading: nothing is brought up for it any more."""
+
+    claim: Claim | None = None
+    """The blocks that it waits for; None while it does not wait."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
-    """Ready blocks of the first tier that are pinned while others of its prefix are on the way."""
+    """Ready blocks of the first tier that are pinned for it until it loads them."""
     pending: set[BlockHash] = field(default_factory=set)
-    """Blocks on their way up, while it waits: asked again, nothing new can be said of them."""
-    pending_until_s: float = math.inf
-    """The first of their deadlines."""
-    retry_misses: set[BlockHash] = field(default_factory=set)
-    """What was nowhere when it was first told to ask again, while it waits for that."""
-    waiting_since_s: float | None = None
-    """When a lookup was first answered "ask again"; None while it does not wait."""
+    """Blocks on their way up to the first tier that it waits for."""
+    storing_since_s: float | None = None
+    """When it first asked for a block that a worker is still storing; None: it did not."""
 
     sources: dict[BlockHash, str] = field(default_factory=dict)
     """Medium that a loaded block came from, where it is not the first tier's."""
-    has_promotions: bool = False
-    """True once a block was promoted for it while it waits."""
 
-    decision: Decision = Decision.OPEN
-    """Whether blocks are brought up for it, or computed again."""
     missed_at: BlockHash | None = None
-    """The first block that it missed when it last asked: from here on it computes."""
+    """The first block that it missed when it last asked: it computes from here on."""
     is_computing: bool = False
     """True once blocks that it computed were taken."""
     counted_blocks: int = 0
-    """Computed blocks of an offer that was put off: it comes again, and they were counted."""
+    """Blocks that were counted as computed when their offer was put off: it comes again."""
     put_offs: int = 0
-    """Times that an offer of its blocks was put off, since one was last taken."""
+    """How often an offer of its blocks was put off since one was last taken."""
     put_off: set[BlockHash] = field(default_factory=set)
-    """Blocks that were put off, and no later offer with them taken; when it ends, they are lost."""
+    """Blocks that were put off and not offered since. They are lost if the request ends now."""
 
     is_plain: bool = True
-    """True while a ready block is a hit and nothing else need be thought of."""
+    """True while a ready block is a hit and nothing else need be considered."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.allowed_media is None
@@ -63,43 +65,28 @@ class Request:
         """True if it may read from this medium."""
         return self.allowed_media is None or medium in self.allowed_media
 
-    def begin_wait(self, now_s: float) -> None:
-        """Parts of its prefix are on their way from now on."""
-        self.waiting_since_s = now_s
+    def begin_wait(self, claim: Claim) -> None:
+        """Some of its blocks must be waited for."""
+        self.claim = claim
         self.is_plain = False
 
     def end_wait(self) -> None:
-        """It is served, over, or waited too long."""
-        self.waiting_since_s = None
-        self.has_promotions = False
-        self.retry_misses.clear()
-        self.forget_pending()
+        """It is served, over, or gave up."""
+        self.claim = None
+        self.storing_since_s = None
+        self.pending.clear()
         self.is_plain = self.allowed_media is None
 
     def note_put_off(self, block_hashes: Sequence[BlockHash]) -> None:
-        """These blocks shall be offered again. Of those that the engine leaves out then, as their
-        window moved on, nothing is heard any more."""
+        """These blocks shall be offered again.
+
+        An engine never offers those again that its sliding window has passed meanwhile.
+        """
         self.put_offs += 1
         self.put_off.update(block_hashes)
 
     def note_taken(self, offered: Sequence[BlockHash]) -> None:
-        """An offer was taken: what was put off, if it is the one that comes again."""
+        """An offer was taken. It counts as the repeated one if it shares a block with it."""
         if self.put_off and not self.put_off.isdisjoint(offered):
             self.put_offs = 0
             self.put_off.difference_update(offered)
-
-    def note_pending(self, block_hash: BlockHash, deadline_s: float) -> None:
-        """The block is on its way, and this request waits for it."""
-        self.pending.add(block_hash)
-        if deadline_s < self.pending_until_s:
-            self.pending_until_s = deadline_s
-
-    def forget_pending(self) -> None:
-        """Every block is looked at anew when it is asked for."""
-        self.pending.clear()
-        self.pending_until_s = math.inf
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while parts of its prefix are on their way."""
-        return self.waiting_since_s is not None

@@ -1,12 +1,15 @@
-"""Load or recompute: is bringing blocks up expected to be faster than computing them again?
+"""Load or recompute: which of two queues is expected to serve a request first?
 
-    load       = (bytes on their way + bytes of this request) / read rate of the link
-    recompute  = tokens of these blocks / prefill speed
+    load       = (bytes ahead of it + its own) / read rate of the link
+    recompute  = (tokens ahead of it + its own) / prefill speed
+
+Ahead of it are, in one queue, blocks on their way and those of requests whose turn comes first; in
+the other one, what earlier requests still have to compute. If everybody computes, everybody waits.
 
 A request recomputes only if loading is expected to take `CONSERVATIVE` times as long: what is not
 known (nothing was read or computed yet) speaks for loading, and both measurements err to that side.
-So that a device that was slow once is not avoided for ever, now and then a few blocks are read all
-the same: a *probe*, for which nobody waits.
+A device that was slow once is not avoided for ever: now and then a few blocks are read all the
+same, for which nobody waits. That is a *probe*.
 
 Nothing here takes a time: "now" is passed in, in seconds of any monotonic clock. Used under the
 manager's lock only.
@@ -16,8 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..tiers.base import BlockHash
@@ -47,14 +48,6 @@ PREFILL_SHARE = 0.25
 STEPS_UNTIL_COMPUTED = 3
 """End of a step after which what was offered before it is computed: scheduling runs ahead by one,
 and some engines end a step after they offered, others before."""
-
-
-class Decision(Enum):
-    """What a request does with its blocks in lower tiers. Taken once."""
-
-    OPEN = "open"
-    LOAD = "load"
-    RECOMPUTE = "recompute"
 
 
 class LinkSpeed:
@@ -162,8 +155,56 @@ class PrefillSpeed:
         self._since_s = None
 
 
+class Backlog:
+    """Tokens that requests have yet to compute, as far as they are known.
+
+    A request adds what it misses when it is answered, and takes away what it offers to be stored.
+    Of a prompt whose length the engine does not tell, what lies below is known at least.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        self._left: dict[Request, float] = {}
+        self._blocks: dict[BlockHash, Request] = {}
+        """Blocks that lie below and are computed all the same, and who computes them."""
+
+    def expect(self, request: Request, tokens: float, blocks: Sequence[BlockHash] = ()) -> None:
+        """The request computes so many tokens from now on, these blocks of a lower tier included.
+
+        Replaces the tokens that were expected of it.
+        """
+        left = self._left.get(request, 0.0)
+        if tokens == left and not blocks:
+            return
+        self.tokens += tokens - left
+        self._left[request] = tokens
+        self._blocks.update(dict.fromkeys(blocks, request))
+
+    def computed(self, request: Request, tokens: float) -> None:
+        """The request has computed so many of them."""
+        left = self._left.get(request)
+        if left is not None:
+            self._left[request] = max(0.0, left - tokens)
+            self.tokens -= min(left, tokens)
+
+    def end(self, request: Request) -> None:
+        """The request computes no more."""
+        left = self._left.pop(request, None)
+        if left is not None:
+            self.tokens -= left
+            self._blocks = {h: r for h, r in self._blocks.items() if r is not request}
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """True if the block lies below, and a request computes it all the same."""
+        return block_hash in self._blocks
+
+    def shared(self, blocks: Sequence[BlockHash]) -> int:
+        """How many of these blocks a request computes already."""
+        return sum(h in self._blocks for h in blocks) if self._blocks else 0
+
+
 class Worth:
-    """Decides for each request, once. `links[i]` lies between levels `i` and `i + 1`."""
+    """Compares the two queues for one request. `links[i]` lies between levels `i` and `i + 1`."""
 
     def __init__(
         self,
@@ -176,6 +217,7 @@ class Worth:
         """`tokens_per_block`: of a block whose hash has this end; others stand for none."""
         self.links = [LinkSpeed() for _ in range(links)]
         self.prefill = prefill
+        self.backlog = Backlog()
         self.tokens_per_block = tokens_per_block
         self._block_bytes = block_bytes
         self._served_end = served_end
@@ -186,10 +228,10 @@ class Worth:
     ) -> None:
         """Blocks of a request were offered to be stored.
 
-        What the device held already comes first: what was computed is after the miss. An offer
-        that is put off comes again, and longer. Each block counts when it is first offered, which
-        is when it is computed: when the offer is taken at last says how fast the tier below is.
-        An offer with nothing of what was put off is another one, beside it.
+        An offer begins with blocks that the device held already; those that the request missed were
+        computed. An offer that is put off comes again, and longer: each block counts when it is
+        first offered, which is when it is computed. (When an offer is taken at last says how fast
+        the tier below is.) An offer that shares nothing with one that was put off stands beside it.
         """
         if request.put_off and request.put_off.isdisjoint(offered):
             return
@@ -205,6 +247,22 @@ class Worth:
         request.counted_blocks = 0 if is_taken else computed
         if new > 0:
             self.prefill.offered(new * self.tokens_per_block, now_s, is_taken)
+            self.backlog.computed(request, new * self.tokens_per_block)
+
+    def expect_computing(self, request: Request, below: Sequence[BlockHash] = ()) -> None:
+        """The request computes from its first miss to its prompt's end, or at least `below`.
+
+        What another request computes already is not computed again.
+        """
+        served = [h for h in below if h.endswith(self._served_end) and h not in self.backlog]
+        positions = request.positions
+        tokens = len(served) * self.tokens_per_block
+        start = positions.get(request.missed_at) if request.missed_at is not None else None
+        if start is not None:
+            end = positions[next(reversed(positions))]
+            tokens = max(tokens, end - start + self.tokens_per_block)
+        if tokens:
+            self.backlog.expect(request, tokens, served)
 
     def is_hopeless(self, level: int, now_s: float) -> bool:
         """True if blocks of this level come up slower, each, than they are recomputed.
@@ -216,8 +274,8 @@ class Worth:
             self._block_bytes / link.bytes_per_s(now_s) > patience_s for link in self.links[:level]
         )
 
-    def saved_blocks(self, wanted: Sequence[BlockHash], request: Request) -> int:
-        """How many blocks need not be computed if what the request wants from below is loaded.
+    def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
+        """How many blocks need not be computed if those in `wanted` are loaded, of all in `chain`.
 
         A window or a state is of use together with all that is before it, and the other way round.
         """
@@ -225,7 +283,7 @@ class Worth:
         if end:
             saved = sum(h.endswith(end) for h in wanted)
             if saved < len(wanted):
-                saved = sum(h.endswith(end) for h in chain(request.holds, request.pending))
+                saved = sum(h.endswith(end) for h in chain)
         return saved or len(wanted)
 
     def is_worth(
@@ -240,11 +298,12 @@ class Worth:
         `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent; `saved`
         blocks need not be computed then, or as many as are loaded.
         """
-        longest_s, crossing = 0.0, 0
+        longest_s, crossing, ahead = 0.0, 0, 0
         for level in range(len(self.links), 0, -1):
             crossing += blocks[level]
+            ahead += queued[level]
             if crossing:
-                size_bytes = (crossing + queued[level]) * self._block_bytes
+                size_bytes = (crossing + ahead) * self._block_bytes
                 link = self.links[level - 1]
                 longest_s = max(longest_s, link.expected_s(size_bytes, now_s))
         return longest_s <= self._patience_s(sum(blocks) if saved is None else saved)
@@ -261,7 +320,8 @@ class Worth:
         return max(1, int(min(PROBE_BYTES_MAX, slowest * PROBE_S)) // self._block_bytes)
 
     def _patience_s(self, blocks: int) -> float:
+        """How long loading so many blocks may take to be the better choice."""
         speed = self.prefill.tokens_per_s
         if speed is None:
             return math.inf
-        return CONSERVATIVE * blocks * self.tokens_per_block / speed
+        return CONSERVATIVE * (self.backlog.tokens + blocks * self.tokens_per_block) / speed

@@ -28,6 +28,7 @@ from support.waiting import wait_until
 from kvcascade.errors import InUseError, KVCascadeError
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
+from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.nvme.filesystem import RealFileSystem
@@ -209,7 +210,7 @@ class TestStall:
         assert set(stalled.ask(keys(0, 8), first)) == {LookupState.PENDING}
         stalled.clock.advance(DEADLINE_S)
         assert set(stalled.ask(keys(0, 8), first)) == {LookupState.MISS}
-        assert stalled.manager.counters.deadline_misses > 0
+        assert stalled.manager.counters.recomputed_blocks[Reason.DEADLINE] > 0
         assert set(stalled.ask(keys(8, 16), Request())) == {LookupState.MISS}, "nobody else waits"
         assert stalled.counters.promote_openings == 1
         assert stalled.counters.promote_refused_blocks == 8

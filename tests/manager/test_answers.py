@@ -58,7 +58,7 @@ def test_without_slots_every_hit_is_looked_up() -> None:
 
 def test_only_blocks_that_are_there_are_in_a_run() -> None:
     cascade = Cascade((8, 16))
-    answers = cascade.manager.answers
+    answers = cascade.manager.lookups.answers
     output = cascade.manager.prepare_store([key(i) for i in range(4)])
     assert output is not None
     assert not any(answers.ready_at), "nothing has arrived"
@@ -77,7 +77,7 @@ def test_hits_in_a_run_stay_until_the_end_of_the_step() -> None:
     cascade.manager.flush_dirty(cascade.now_s + 60)
     manager, request = cascade.manager, Request()
     assert manager.lookup_block(blocks[0], request) is LookupState.HIT
-    assert follow(manager.answers, *blocks[1:]) == [True] * 7
+    assert follow(manager.lookups.answers, *blocks[1:]) == [True] * 7
     output = manager.prepare_store([key(100)])
     assert output is None or not output.block_hashes_evicted, "all eight are promised"
     assert all(cascade.holds(0, block) for block in blocks)
@@ -96,7 +96,7 @@ def test_the_background_takes_nothing_while_a_request_is_asking() -> None:
         cascade.manager.flush_dirty(cascade.now_s + 60)
     manager = cascade.manager
     assert manager.lookup_block(below[0], Request("waits")) is LookupState.PENDING
-    manager.begin_asking(Request("asks"))
+    manager.lookups.begin_asking(Request("asks"), key(0))
     manager.maintain()
     assert cascade.policies[0].coldest(4), "all slots still hold what they held"
     assert len(cascade.policies[0]) == 4 and manager.has_pending_work()

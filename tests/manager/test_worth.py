@@ -17,7 +17,7 @@ from kvcascade.manager.worth import (
     PrefillSpeed,
     Worth,
 )
-from kvcascade.tiers.base import BlockHash, BlockStatus
+from kvcascade.tiers.base import BlockHash
 
 MIB = 1 << 20
 HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING
@@ -221,6 +221,7 @@ def test_a_slow_tier_is_not_and_nobody_waits() -> None:
     assert slow.counters.promotion_probes == 1
     probed = slow.counters.links[0].promoted_blocks - promoted
     assert 1 <= probed < 4
+    slow.manager.finish_request(probing)
     for number in range(5):
         request = Request(f"r{number}")
         for _ in range(3):  # asked again, it is not thought over again
@@ -250,7 +251,7 @@ def test_a_probe_brings_blocks_that_nobody_waits_for() -> None:
     assert slow.ask(request) == [PENDING] * 4
     slow.manager.end_step()
     assert slow.ask(request) == [MISS], "the next step computes"
-    assert not request.is_waiting
+    assert request.claim is None
     slow.run()
     assert slow.cascade.holds(0, KEYS[0]) and not slow.cascade.holds(0, KEYS[3])
 
@@ -320,16 +321,13 @@ WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
 
 
 def test_tokens_are_saved_by_the_blocks_that_stand_for_them() -> None:
-    worth, request = Worth(1, 1 << 20, 100, PrefillSpeed(1000.0), served_end=b"\0"), Request()
-    assert worth.saved_blocks(KEYS, request) == 4
-    for block_hash in KEYS[1:] + WINDOW_KEYS[3:]:
-        request.note_pending(block_hash, 1.0)
-    status = BlockStatus(0)
-    request.holds[KEYS[0]] = status
-    assert worth.saved_blocks(KEYS[1:], request) == 3, "the one that is here is saved either way"
-    assert worth.saved_blocks(WINDOW_KEYS[3:], request) == 4, "without it none is of use"
-    assert worth.saved_blocks(WINDOW_KEYS[3:], Request()) == 1, "of what is not known, as many"
-    assert Worth(1, 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, request) == 4
+    worth = Worth(1, 1 << 20, 100, PrefillSpeed(1000.0), served_end=b"\0")
+    chain = KEYS + WINDOW_KEYS[3:]
+    assert worth.saved_blocks(KEYS, KEYS) == 4
+    assert worth.saved_blocks(KEYS[1:], chain) == 3, "the one that is here is saved either way"
+    assert worth.saved_blocks(WINDOW_KEYS[3:], chain) == 4, "without it none is of use"
+    assert worth.saved_blocks(WINDOW_KEYS[3:], []) == 1, "of what is not known, as many"
+    assert Worth(1, 1 << 20, 100, PrefillSpeed(1000.0)).saved_blocks(WINDOW_KEYS, chain) == 4
 
 
 def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
@@ -337,10 +335,7 @@ def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
     worth = Worth(1, 1 << 20, 100, PrefillSpeed(100.0), served_end=b"\0")
     worth.links[0].sent(8 << 20, 0.0)
     worth.links[0].landed(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
-    request = Request()
-    for block_hash in KEYS + WINDOW_KEYS:
-        request.note_pending(block_hash, 1.0)
-    saved = worth.saved_blocks(KEYS + WINDOW_KEYS, request)
+    saved = worth.saved_blocks(KEYS + WINDOW_KEYS, KEYS + WINDOW_KEYS)
     assert saved == 4
     assert worth.is_worth([0, 8], [0, 0], 10.0, saved)
     assert not worth.is_worth([0, 8], [0, 0], 10.0, 3)

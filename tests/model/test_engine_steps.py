@@ -143,7 +143,7 @@ class Engine:
         self.cascade.now_s += self.random.choice([0.01, 0.01, 0.1, 0.5])
 
     def end_step(self, answered: list[BlockHash]) -> None:
-        for status in map(self.manager.top_get, answered):
+        for status in map(self.manager.lookups.top_get, answered):
             assert status is not None and status.ref_cnt >= 0, "a hit left within its step"
         self.manager.end_step()
 
@@ -312,8 +312,9 @@ class Engine:
             self.work()
             self.cascade.now_s += 3 * DEADLINE_S
             self.cascade.run_transfers()
-        promoter = self.manager._promoter
-        assert not (self.jobs or promoter._pending or promoter._held or promoter._waiting)
+        promoter, turns = self.manager._promoter, self.manager._turns
+        assert not (self.jobs or promoter._pending or self.manager._holds)
+        assert not (turns._queue or turns._admitted)
         self.check()
         self.manager.shutdown()
         self.check()

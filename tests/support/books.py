@@ -45,16 +45,33 @@ class Books:
 
     def check(self, requests: Collection[Request], content: Callable[[BlockHash], bytes]) -> None:
         """Every slot of every tier, and the events so far. `content`: the right bytes."""
-        promoter = self._manager._promoter
+        manager = self._manager
         for request in requests:
             self.readers[0].update(status.block_id for status in request.holds.values())
         held = {status.block_id for request in requests for status in request.holds.values()}
-        assert set(promoter._held) == held, "held for nobody"
-        assert len(promoter._pending) + len(held) <= promoter._budget_slots, "beyond the budget"
+        assert set(manager._holds._users) == held, "held for nobody"
+        assert manager._turns._taken() <= self._most(), "beyond the budget"
+        for request in requests:
+            self._check_request(request)
         self._cascade.apply_events()
         for index, backend in enumerate(self._cascade.backends):
             ready = set(self._check_tier(index, backend, content))
             assert self._cascade.seen[backend.medium] == ready, "events"
+
+    def _most(self) -> int:
+        """Slots that promotions may ever take."""
+        given = self._manager.options.promotion_budget_slots
+        return self._cascade.backends[0].capacity if given is None else given
+
+    def _check_request(self, request: Request) -> None:
+        """Only those that were admitted take room, and what they wait for is on its way."""
+        claim, promoter = request.claim, self._manager._promoter
+        if claim is None or not claim.is_admitted:
+            assert not request.holds and not request.pending, "it takes room and waits for its turn"
+        for block_hash in request.pending:
+            pending = promoter.find(block_hash)
+            assert pending is not None and request in pending.waiters, "it waits for nothing"
+            assert not pending.is_late, "it waits for what is late"
 
     def _check_tier(
         self, index: int, backend: MemoryBackend, content: Callable[[BlockHash], bytes]

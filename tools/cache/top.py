@@ -78,7 +78,8 @@ class Frame:
     tiers: list[TierFrame] = field(default_factory=list)
     misses: float | None = None
     misses_per_s: float | None = None
-    deadline_misses: float | None = None
+    waiting_requests: float | None = None
+    """Requests that wait for their turn to have blocks read."""
     corrupt_blocks: float | None = None
     dropped_dirty_blocks: float | None = None
 
@@ -172,7 +173,7 @@ def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
         tiers=[_tier_frame(name, change, now.problems.get(name)) for name in names],
         misses=change.value("lookup_misses"),
         misses_per_s=change.rate("lookup_misses"),
-        deadline_misses=change.value("deadline_misses"),
+        waiting_requests=change.value("waiting_requests"),
         corrupt_blocks=change.sum("promote_corrupt_blocks"),
         dropped_dirty_blocks=change.value("dropped_dirty_blocks"),
     )

@@ -67,7 +67,7 @@ def _line(picture: Frame) -> Table:
     facts = (
         ("misses/s", picture.misses_per_s),
         ("misses", picture.misses),
-        ("past deadline", picture.deadline_misses),
+        ("requests waiting for their turn", picture.waiting_requests),
         ("corrupt", picture.corrupt_blocks),
         ("dropped unwritten", picture.dropped_dirty_blocks),
     )

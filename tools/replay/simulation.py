@@ -59,7 +59,6 @@ class Active:
     request: Request
     hits: int = 0
     """Blocks that it loaded."""
-    ask_again_s: float = 0.0
     give_up_s: float = 0.0
     """When it stops offering the others."""
 
@@ -166,17 +165,12 @@ class Simulation:
 
     def _has_asked(self, active: Active) -> bool:
         """Ask; True if nothing is to be waited for, and the request has loaded what there is."""
-        now_s, request = self._clock.now_s, active.request
-        if request.pending and now_s < request.pending_until_s:
-            return False
-        if now_s < active.ask_again_s:
-            return False
-        hits = self._ask(active)
+        self._asked += 1
+        hits = self.manager.lookup(active.hashes, active.request)
         if hits is None:
-            active.ask_again_s = now_s if request.pending else now_s + RETRY_S
             return False
         self._load(active, hits)
-        active.hits, active.give_up_s = hits, now_s + STORE_PATIENCE_S
+        active.hits, active.give_up_s = hits, self._clock.now_s + STORE_PATIENCE_S
         self._storing.append(active)
         return True
 
@@ -192,12 +186,6 @@ class Simulation:
             self._tally.unstored_blocks += len(rest)
         self.manager.finish_request(active.request)
         return True
-
-    def _ask(self, active: Active) -> int | None:
-        """How long its cached prefix is; None: ask again."""
-        self._asked += 1
-        self.manager.begin_asking(active.request)
-        return self.manager.lookup(active.hashes, active.request)
 
     def _load(self, active: Active, hits: int) -> None:
         tally, tokens = self._tally, self._trace.block_tokens

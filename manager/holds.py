@@ -1,0 +1,62 @@
+"""Pins of ready blocks of the first tier, for requests that wait for the rest of their prefix.
+
+A held block cannot be evicted. Several requests may hold the same block; it takes one slot of the
+promotion budget all the same. Used under the manager's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..tiers.base import BlockHash, BlockStatus
+from .request import Request
+
+
+class Holds:
+    """Who holds what. `len` is the number of slots that are held."""
+
+    def __init__(self) -> None:
+        self._users: dict[int, int] = {}
+        """Slot to the number of requests that hold it."""
+        self._requests: dict[Request, None] = {}
+        """Requests that hold something, in the order in which they began."""
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._users
+
+    def pin(self, request: Request, block_hash: BlockHash, status: BlockStatus) -> None:
+        """Keep a ready block until the request loads it; no effect if the request holds it."""
+        if block_hash not in request.holds:
+            status.ref_cnt += 1
+            request.holds[block_hash] = status
+            self._requests[request] = None
+            self._users[status.block_id] = self._users.get(status.block_id, 0) + 1
+
+    def release(self, request: Request) -> None:
+        """Unpin everything that the request holds."""
+        if not request.holds:
+            return
+        for status in request.holds.values():
+            status.ref_cnt -= 1
+            users = self._users.pop(status.block_id)
+            if users > 1:
+                self._users[status.block_id] = users - 1
+        self._forget(request)
+
+    def blocks(self) -> Iterator[BlockHash]:
+        """Held blocks in prefix order; those of several requests come more than once."""
+        for request in self._requests:
+            yield from request.holds
+
+    def forget_all(self) -> None:
+        """The first tier was reset: nobody holds anything, and no pin is undone."""
+        self._users.clear()
+        for request in list(self._requests):
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        request.holds.clear()
+        del self._requests[request]

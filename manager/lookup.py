@@ -1,0 +1,227 @@
+"""Answers to "is this block there?", for the requests that a scheduler considers in a step.
+
+A hit in the first tier takes no lock: while a request is asking, which begins under the lock,
+nothing but the scheduler's own calls takes a block out of that tier. What is not there is looked
+for below, and claimed for the request (`Turns`).
+
+While a request waits, nothing new is looked for: it is *put off*, and its answers come from memory.
+
+Threads: the scheduler's. The manager's lock is held where state changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..tiers.base import BlockHash, BlockStatus
+from .answers import Answers
+from .base import LookupState
+from .counters import Reason
+from .flow import Flow
+from .promotion import Promoter
+from .request import Request
+from .turns import Turns
+from .workers import WorkerTransfers
+from .worth import Worth
+
+MAX_LOOKS_PER_STEP = 8192
+"""Blocks that one step looks for below, at 3 to 11 µs each where they are found. Requests that ask
+for more are asked again in the next step: many that come at once do not stall the others."""
+
+
+class Lookups:
+    """The questions of one step."""
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[Any],
+        flow: Flow,
+        promoter: Promoter,
+        turns: Turns,
+        workers: WorkerTransfers,
+        worth: Worth | None,
+        store_wait_s: float | None,
+    ) -> None:
+        """What requests miss is reported to `worth`: they compute it.
+
+        `store_wait_s`: a block that a worker is storing is waited for so long; None: a miss.
+        """
+        self._lock = lock
+        self._flow = flow
+        self._promoter = promoter
+        self._turns = turns
+        self._workers = workers
+        self._worth = worth
+        self._store_wait_s = store_wait_s
+        self._top = flow.levels[0]
+        self.is_single = len(flow.levels) == 1
+        """True if what is not in the first tier is a miss."""
+        self.top_get = self._top.policy.get
+        """The status of a block in the first tier; for adapters that inline the plain hit."""
+        self.answers = Answers(self._top.policy.ready_at)
+        self._asking: Request | None = None
+        self._is_put_off = False
+        """True if the request that is asking waits for an earlier question."""
+        self._looks = 0
+        """Blocks that were looked for below in this step."""
+        self._missing: list[Request] = []
+        """Requests that missed a block in this step and need not wait for others."""
+
+    @property
+    def is_asking(self) -> bool:
+        """True in the part of a step in which the first tier's blocks must stay where they are."""
+        return self._asking is not None
+
+    def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
+        """Length of the longest prefix of hits; None: ask again."""
+        hits, is_waiting = 0, False
+        for block_hash in block_hashes:
+            state = self.lookup_block(block_hash, request)
+            if self._is_put_off:
+                return None
+            if state is LookupState.MISS:
+                break
+            if state is LookupState.HIT:
+                hits += 1
+            else:
+                is_waiting = True
+        return None if is_waiting else hits
+
+    def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
+        """The state of one block. A hit stays one until the end of the step, or its `prepare_load`.
+
+        Lock-free while the block is ready in the first tier, or on its way for this request.
+        """
+        if request is not self._asking:
+            self.begin_asking(request, block_hash)
+        status = self.top_get(block_hash)
+        if status is not None and status.ref_cnt >= 0:
+            if request.is_plain:
+                self.answers.hit(block_hash, status.block_id + 1)
+                return LookupState.HIT
+            if block_hash in request.holds:
+                self.answers.hit(block_hash)
+                return LookupState.HIT
+        elif block_hash in request.pending:
+            return LookupState.PENDING
+        return self.look_below(block_hash, status, request)
+
+    def begin_asking(self, request: Request, first: BlockHash) -> bool:
+        """The lookups that follow are for this request, until the end of the step.
+
+        `first` is the first of them. True if the request is put off: it still waits for what it
+        asked for in an earlier step, so every answer is one that makes the engine ask again.
+        """
+        with self._lock:  # after it, the background leaves the first tier's blocks where they are
+            self._asking = request
+        request.missed_at = None
+        self.answers.begin()
+        claim = request.claim
+        self._is_put_off = claim is not None and self._puts_off(request, first)
+        return self._is_put_off
+
+    def look_below(
+        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
+    ) -> LookupState:
+        """`lookup_block` for what is no plain hit; `status` is what `top_get` returned.
+
+        RETRY: the whole request is put off; it need not be asked about in this step again.
+        """
+        if status is None and self.is_single:
+            self.answers.misses += 1
+            return LookupState.MISS
+        with self._lock:
+            state = self._state_below(block_hash, status, request)
+            if state is LookupState.MISS:
+                self._note_miss(block_hash, request)
+            return state
+
+    def end_step(self) -> None:
+        """The step is over, or everything was reset: nobody relies on its hits any more."""
+        if self._worth is not None:
+            for request in self._missing:
+                self._worth.expect_computing(request)
+        self._missing.clear()
+        self._flow.counters.lookup_misses += self.answers.misses
+        self.answers.misses = 0
+        self.answers.clear()
+        self._asking = None
+        self._looks = 0
+
+    def end_request(self, request: Request) -> None:
+        """The request is over."""
+        if request is self._asking:
+            self._asking = None
+
+    def _note_miss(self, block_hash: BlockHash, request: Request) -> None:
+        is_first = request.missed_at is None
+        if is_first:
+            request.missed_at = block_hash
+        claim = request.claim
+        if claim is None or (claim.is_admitted and not request.pending):  # else it asks again
+            self.answers.misses += 1
+            if is_first and not request.is_computing:
+                self._missing.append(request)
+
+    def _puts_off(self, request: Request, first: BlockHash) -> bool:
+        assert request.claim is not None
+        with self._lock:
+            return self._turns.puts_off(request.claim, first)
+
+    def _state_below(
+        self, block_hash: BlockHash, status: BlockStatus | None, request: Request
+    ) -> LookupState:
+        may_read_top = request.may_read(self._top.medium)
+        if status is not None and status.ref_cnt >= 0 and may_read_top:
+            self.answers.hit(block_hash)
+            self._turns.note_hit(block_hash, request)
+            return LookupState.HIT
+        if self._is_put_off:
+            return self._state_put_off(block_hash, request)
+        if block_hash in request.missed or block_hash in self._workers.outdated:
+            return LookupState.MISS
+        pending = self._promoter.find(block_hash)
+        if pending is not None:
+            medium = self._flow.levels[pending.found_in].medium
+            if pending.is_late or not request.may_read(medium):
+                return LookupState.MISS
+            return self._want(block_hash, 0, request)
+        if status is not None and may_read_top:
+            return self._wait_for_store(block_hash, request)
+        if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
+            return LookupState.RETRY
+        self._looks += 1
+        level = self._turns.level_below(block_hash, request)
+        return self._want(block_hash, level, request) if level else LookupState.MISS
+
+    def _state_put_off(self, block_hash: BlockHash, request: Request) -> LookupState:
+        if block_hash in request.pending:
+            return LookupState.PENDING
+        claim = request.claim
+        is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
+        return LookupState.RETRY if is_wanted else LookupState.MISS
+
+    def _want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+        claim = request.claim
+        if claim is None or claim.is_admitted:
+            if level == 0 and claim is not None and block_hash in claim.wanted:
+                return LookupState.PENDING
+            found = self.answers.of_request()
+            self.answers.leave_run()  # from now on hits are noted one by one
+            return self._turns.want(block_hash, level, request, found)
+        return self._turns.want(block_hash, level, request, ())
+
+    def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
+        """The block is being stored by a worker: pending, until the request's deadline."""
+        if self._store_wait_s is None:
+            return LookupState.MISS
+        now_s = self._flow.clock()
+        if request.storing_since_s is None:
+            request.storing_since_s = now_s
+        if now_s < request.storing_since_s + self._store_wait_s:
+            return self._want(block_hash, 0, request)
+        request.missed.add(block_hash)
+        self._flow.counters.recomputed_blocks[Reason.DEADLINE] += 1
+        return LookupState.MISS

@@ -1,0 +1,436 @@
+"""Whose blocks are brought up next, and when a request computes instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.cascade import Cascade, key
+from support.storm import GB, Asker, Machine, Storm, prompt
+
+from kvcascade.manager import lookup
+from kvcascade.manager.base import LookupState
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.counters import Reason
+from kvcascade.manager.request import Request
+from kvcascade.manager.turns import OVERTAKING_SHARE
+from kvcascade.tiers.base import BlockHash
+
+HIT, MISS, PENDING, RETRY = (
+    LookupState.HIT,
+    LookupState.MISS,
+    LookupState.PENDING,
+    LookupState.RETRY,
+)
+
+
+def keys(start: int, stop: int) -> list[BlockHash]:
+    return [key(i) for i in range(start, stop)]
+
+
+class Rig:
+    """Blocks 0 .. 63 lie below a first tier of 16, of which promotions may have eight."""
+
+    def __init__(self, **options: object) -> None:
+        given = {"promotion_budget_slots": 8, **options}
+        self.cascade = Cascade((16, 128), ManagerOptions(**given))  # type: ignore[arg-type]
+        self.manager = self.cascade.manager
+        for start in range(0, 64, 16):
+            self.cascade.below_only(keys(start, start + 16))
+
+    def ask(self, request: Request, start: int, stop: int) -> int | None:
+        """As a scheduler does, at every step of a request that waits."""
+        return self.manager.lookup(keys(start, stop), request)
+
+    def read(self) -> None:
+        """Everything that is on its way arrives."""
+        self.manager.end_step()
+        self.cascade.run_transfers()
+
+    def load(self, request: Request, start: int, stop: int) -> None:
+        """A worker loads blocks, and is done after the step."""
+        self.manager.prepare_load(keys(start, stop), request)
+        self.manager.end_step()
+        self.manager.complete_load(keys(start, stop))
+
+    def has_turn(self, request: Request) -> bool:
+        return request.claim is not None and request.claim.is_admitted
+
+
+class TestTurns:
+    def test_a_prefix_gets_its_room_whole_or_waits(self) -> None:
+        rig, first, second = Rig(), Request("first"), Request("second")
+        assert rig.ask(first, 0, 6) is rig.ask(second, 10, 16) is None
+        rig.manager.end_step()
+        assert rig.has_turn(first) and not rig.has_turn(second)
+        assert not second.holds and not second.pending, "who waits takes nothing"
+        for _ in range(3):
+            rig.read()
+            assert rig.ask(second, 10, 16) is None
+        assert rig.ask(first, 0, 6) == 6
+        rig.load(first, 0, 6)
+        rig.read()
+        assert rig.ask(second, 10, 16) == 6, "nothing of it was cut"
+        assert not any(rig.manager.counters.recomputed_blocks.values())
+
+    def test_turns_go_by_the_order_of_the_last_step(self) -> None:
+        rig = Rig()
+        busy, early, urgent = Request("busy"), Request("early"), Request("urgent")
+        rig.ask(busy, 0, 8)
+        rig.ask(early, 10, 16)
+        rig.manager.end_step()
+        rig.ask(urgent, 20, 26)  # a scheduler with priorities asks for it first
+        rig.ask(early, 10, 16)
+        rig.read()
+        rig.manager.finish_request(busy)
+        rig.manager.end_step()
+        assert rig.has_turn(urgent) and not rig.has_turn(early)
+
+    def test_a_small_request_overtakes_up_to_a_limit(self) -> None:
+        rig = Rig()
+        busy, large = Request("busy"), Request("large")
+        rig.ask(busy, 0, 2)
+        rig.ask(large, 10, 18)
+        rig.manager.end_step()
+        small = [Request(f"small {i}") for i in range(8)]
+        for i, request in enumerate(small):
+            rig.ask(large, 10, 18)
+            rig.ask(request, 20 + i, 21 + i)
+            rig.manager.end_step()
+        overtook = [rig.has_turn(request) for request in small]
+        assert overtook == [True] * (8 // OVERTAKING_SHARE) + [False] * 4
+        for _ in range(2):
+            rig.read()
+        for request in (busy, *small[:4]):
+            rig.manager.finish_request(request)
+        rig.manager.end_step()
+        assert rig.has_turn(large), "nobody else overtakes it"
+
+    def test_who_needs_what_is_on_its_way_waits_for_nobody(self) -> None:
+        rig = Rig()
+        first, large, same = Request("first"), Request("large"), Request("same")
+        rig.ask(first, 0, 6)
+        rig.ask(large, 10, 18)
+        rig.ask(same, 0, 6)
+        rig.manager.end_step()
+        assert rig.has_turn(same) and not rig.has_turn(large)
+        rig.read()
+        assert rig.ask(first, 0, 6) == rig.ask(same, 0, 6) == 6
+        assert rig.manager.counters.links[0].promoted_blocks == 6
+
+    def test_a_prefix_beyond_the_budget_takes_all_of_it_when_it_is_alone(self) -> None:
+        rig, first, huge = Rig(), Request("first"), Request("huge")
+        rig.ask(first, 0, 4)
+        rig.ask(huge, 10, 26)
+        rig.manager.end_step()
+        assert not rig.has_turn(huge)
+        rig.read()
+        rig.manager.finish_request(first)
+        rig.manager.end_step()
+        rig.read()
+        assert rig.ask(huge, 10, 26) == 8
+        assert rig.manager.counters.recomputed_blocks[Reason.BUDGET] == 8
+
+    def test_of_a_prefix_beyond_the_budget_a_window_still_fits(self) -> None:
+        """Of the second KV group only the last two blocks are needed, wherever the prefix ends."""
+        rig = Rig(served_end=b"\0")
+        window = [BlockHash(k[:-1] + b"\1") for k in keys(0, 16)]
+        rig.cascade.below_only(window)
+        request = Request("huge")
+        manager = rig.manager
+        assert [manager.lookup_block(k, request) for k in keys(0, 16)] == [PENDING] * 16
+        assert [manager.lookup_block(k, request) for k in window[15:13:-1]] == [PENDING] * 2
+        rig.read()
+        assert [manager.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
+        assert [manager.lookup_block(k, request) for k in window[5:3:-1]] == [PENDING] * 2
+        rig.read()
+        assert [manager.lookup_block(k, request) for k in keys(0, 7)] == [HIT] * 6 + [MISS]
+        assert [manager.lookup_block(k, request) for k in window[5:3:-1]] == [HIT] * 2
+
+    def test_what_the_device_holds_meanwhile_is_not_read(self) -> None:
+        rig = Rig()
+        busy, request = Request("busy"), Request("waits")
+        rig.ask(busy, 0, 8)
+        rig.ask(request, 10, 16)
+        rig.manager.end_step()
+        assert rig.ask(request, 14, 16) is None, "another request computed what is before"
+        rig.read()
+        rig.manager.finish_request(busy)
+        rig.read()
+        assert rig.ask(request, 14, 16) == 2
+        assert rig.manager.counters.links[0].promoted_blocks == 8 + 2
+
+    def test_what_the_device_lost_meanwhile_is_asked_for_anew(self) -> None:
+        rig = Rig()
+        busy, request = Request("busy"), Request("waits")
+        rig.ask(busy, 0, 8)
+        rig.ask(request, 12, 16)
+        rig.manager.end_step()
+        assert rig.ask(request, 10, 16) is None
+        rig.read()
+        rig.manager.finish_request(busy)
+        rig.read()
+        assert rig.ask(request, 10, 16) == 6
+
+    def test_a_request_that_ends_while_it_waits_leaves_nothing(self) -> None:
+        rig = Rig()
+        busy, request = Request("busy"), Request("waits")
+        rig.ask(busy, 0, 8)
+        rig.ask(request, 10, 16)
+        rig.manager.end_step()
+        assert rig.manager.waiting_requests == 1
+        rig.manager.finish_request(request)
+        rig.manager.finish_request(busy)
+        assert rig.manager.waiting_requests == 0 and not rig.manager.has_pending_work()
+        rig.read()
+        assert rig.manager.counters.links[0].promoted_blocks == 8, "it was on its way"
+
+    def test_what_nobody_waits_for_any_more_is_not_sent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvcascade.manager.promotion.MAX_JOBS_IN_FLIGHT", 0)
+        rig, request = Rig(), Request("aborted")
+        rig.ask(request, 0, 6)
+        rig.manager.end_step()
+        rig.manager.finish_request(request)
+        monkeypatch.undo()
+        rig.read()
+        assert rig.manager.counters.links[0].promoted_blocks == 0
+        assert not rig.manager._promoter.in_flight
+
+    def test_the_wait_is_counted(self) -> None:
+        rig, first, second = Rig(), Request("first"), Request("second")
+        rig.ask(first, 0, 8)
+        rig.ask(second, 10, 16)
+        rig.manager.end_step()
+        rig.cascade.now_s += 1.5
+        rig.read()
+        rig.manager.finish_request(first)
+        rig.manager.end_step()
+        counters = rig.manager.counters
+        assert (counters.turn_waits, list(counters.turn_waits_s)) == (1, [1.5])
+
+
+class TestRoom:
+    def test_where_nothing_is_dirty_nearly_all_of_the_tier_is_for_promotions(self) -> None:
+        rig = Rig(promotion_budget_slots=None)
+        rig.ask(Request("first"), 0, 8)
+        second = Request("second")
+        rig.ask(second, 10, 17)
+        rig.manager.end_step()
+        assert rig.has_turn(second), "15 of 16 slots; one is left to stores"
+
+    def test_dirty_blocks_leave_half_of_it(self) -> None:
+        rig = Rig(promotion_budget_slots=None)
+        rig.cascade.store(keys(100, 108))
+        first, second = Request("first"), Request("second")
+        rig.ask(first, 0, 5)
+        rig.ask(second, 10, 15)
+        rig.manager.end_step()
+        assert rig.has_turn(first) and not rig.has_turn(second)
+
+    def test_a_prefix_that_fits_the_tier_alone_is_not_cut_for_dirty_blocks(self) -> None:
+        rig, request = Rig(promotion_budget_slots=None), Request("large")
+        rig.cascade.store(keys(100, 110))
+        rig.ask(request, 0, 14)
+        for _ in range(4):
+            rig.read()
+        assert rig.ask(request, 0, 14) == 14
+        assert rig.manager.counters.dropped_dirty_blocks == 0
+
+    def test_what_was_loaded_leaves_first_while_others_wait(self) -> None:
+        rig = Rig(promotion_budget_slots=None)
+        rig.cascade.store(keys(100, 104))
+        rig.manager.flush_dirty(rig.cascade.now_s + 60)
+        first, second, third = (Request(str(i)) for i in range(3))
+        rig.ask(first, 0, 10)
+        rig.ask(second, 10, 20)
+        rig.ask(third, 20, 30)
+        rig.read()
+        assert rig.ask(first, 0, 10) == 10
+        rig.load(first, 0, 10)
+        rig.read()
+        assert rig.ask(second, 10, 20) == 10
+        held = [rig.cascade.holds(0, key(i)) for i in range(100, 104)]
+        assert held == [True] * 4, "blocks of the first tier's own, though they were used before"
+
+    def test_stores_that_found_no_room_come_first(self) -> None:
+        rig = Rig(promotion_budget_slots=None)
+        rig.ask(Request("first"), 0, 8)
+        rig.read()
+        rig.cascade.store(keys(100, 108))
+        assert rig.manager.prepare_store(keys(110, 113)) is None
+        second = Request("second")
+        rig.ask(second, 10, 12)
+        rig.manager.end_step()
+        assert not rig.has_turn(second)
+
+    def test_who_does_not_come_for_its_blocks_gives_its_room_back(self) -> None:
+        rig = Rig(promotion_deadline_s=10.0)
+        idle, second = Request("idle"), Request("second")
+        rig.ask(idle, 0, 8)
+        rig.ask(second, 10, 18)
+        rig.read()
+        rig.manager.end_step()
+        rig.cascade.now_s += 20.1
+        for _ in range(2):
+            rig.ask(second, 10, 18)
+            rig.read()
+        assert rig.ask(second, 10, 18) == 8
+        assert rig.ask(idle, 0, 8) in (None, 8), "it is read again, or still there"
+
+
+def test_a_prefix_that_holds_all_there_is_gets_no_more() -> None:
+    rig, request = Rig(), Request("huge")
+    rig.ask(request, 0, 8)
+    rig.read()
+    assert rig.ask(request, 0, 12) is None, "more of it is there by now"
+    rig.manager.end_step()
+    assert rig.ask(request, 0, 12) == 8
+    assert rig.manager._turns._taken() == 8
+
+
+def test_many_that_come_at_once_are_looked_for_in_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup, "MAX_LOOKS_PER_STEP", 10)
+    rig = Rig()
+    first, second, hit = Request("first"), Request("second"), Request("hit")
+    rig.cascade.store(keys(100, 102))
+    assert rig.ask(first, 0, 12) is None, "one request is never cut"
+    assert rig.manager.lookup_block(key(20), second) is RETRY
+    assert second.claim is None
+    assert rig.manager.lookup(keys(100, 102), hit) == 2, "what is there needs no look"
+    rig.manager.end_step()
+    assert rig.manager.lookup_block(key(20), second) is PENDING
+
+
+def test_waiting_ends_where_the_tier_fails() -> None:
+    rig, first, second = Rig(promotion_deadline_s=3.0), Request("first"), Request("second")
+    rig.ask(first, 0, 8)
+    rig.ask(second, 10, 16)
+    rig.manager.end_step()
+    rig.cascade.now_s += 3.1
+    rig.manager.end_step()
+    assert rig.ask(first, 0, 8) == 0, "its read is late"
+    rig.manager.end_step()
+    assert rig.ask(second, 10, 16) == 0, "nobody waits for a tier that rests"
+
+
+def test_time_that_a_turn_takes_is_not_the_tiers_silence() -> None:
+    rig, first, second = Rig(promotion_deadline_s=3.0), Request("first"), Request("second")
+    rig.ask(first, 0, 8)
+    rig.ask(second, 10, 16)
+    rig.read()
+    for _ in range(5):
+        rig.cascade.now_s += 1.0
+        assert rig.ask(first, 0, 8) == 8, "the device has no room for it"
+        assert rig.ask(second, 10, 16) is None
+        rig.manager.end_step()
+    rig.load(first, 0, 8)
+    rig.manager.end_step()
+    rig.read()
+    assert rig.ask(second, 10, 16) == 6
+
+
+class TestQueues:
+    """Blocks take 0.1 s each to read and 0.15 s to compute: 0.3 s are the limit for one alone."""
+
+    def rig(self) -> Rig:
+        rig = Rig(prefill_tokens_per_s=1000.0, tokens_per_block=150.0, promotion_budget_slots=8)
+        worth = rig.manager._worth
+        assert worth is not None
+        worth.links[0].sent(64 * 1000, 0.0)
+        worth.links[0].landed(64 * 1000, 64 * 1000, 100.0)
+        return rig
+
+    def test_the_queue_before_it_counts(self) -> None:
+        rig = self.rig()
+        requests = [Request(str(i)) for i in range(4)]
+        for i, request in enumerate(requests):
+            rig.ask(request, 10 * i, 10 * i + 5)
+        rig.manager.end_step()
+        computes = [request.recomputes for request in requests]
+        assert computes == [False, False, False, True], "2 s behind the others, or 0.75 s"
+        counters = rig.manager.counters
+        assert counters.recomputed_blocks[Reason.NOT_WORTH] == 5
+        assert counters.promotions_not_worth == 1
+
+    def test_who_computes_makes_computing_slower_for_the_others(self) -> None:
+        rig = self.rig()
+        requests = [Request(str(i)) for i in range(6)]
+        for i, request in enumerate(requests):
+            rig.ask(request, 10 * i, 10 * i + 5)
+        rig.manager.end_step()
+        computes = [request.recomputes for request in requests]
+        assert computes == [False, False, False, True, False, False]
+
+    def test_it_is_looked_at_again_while_it_waits(self) -> None:
+        rig = self.rig()
+        requests = [Request(str(i)) for i in range(6)]
+        for i, request in enumerate(requests):
+            rig.ask(request, 10 * i, 10 * i + 5)
+        rig.manager.end_step()
+        assert not requests[5].recomputes
+        rig.manager.finish_request(requests[3])
+        rig.cascade.now_s += 0.1
+        rig.manager.end_step()
+        assert requests[4].recomputes, "computing is idle now, and reading is not"
+
+    def test_blocks_that_somebody_computes_are_not_computed_twice(self) -> None:
+        rig = self.rig()
+        requests = [Request(str(i)) for i in range(6)]
+        for i, request in enumerate(requests[:3]):
+            rig.ask(request, 10 * i, 10 * i + 5)
+        for request in requests[3:]:
+            rig.ask(request, 30, 35)
+        rig.manager.end_step()
+        assert [r.recomputes for r in requests] == [False] * 3 + [True] * 3
+
+
+MACHINE = Machine()
+BLOCKS = 4 * GB // MACHINE.block_bytes
+
+
+def storm(askers: list[Asker], machine: Machine = MACHINE) -> tuple[Storm, float]:
+    """Run it; also the time of the last load over the time that a disk takes for all bytes."""
+    run = Storm(machine, askers)
+    run.run()
+    distinct = {h for asker in askers for h in asker.hashes[: asker.below]}
+    ideal_s = len(distinct) * machine.block_bytes / machine.disk_bytes_per_s
+    last_s = max(asker.loaded_s for asker in askers if asker.loaded_s is not None)
+    return run, last_s / ideal_s
+
+
+class TestStorms:
+    """64 prompts of 4 GB after a restart, over 32 GiB of memory and a disk of 10 GB/s."""
+
+    def test_all_at_once(self) -> None:
+        _, ratio = storm([Asker(0, prompt(BLOCKS), BLOCKS) for _ in range(64)])
+        assert ratio <= 1.15
+
+    def test_a_quarter_of_each_is_not_there(self) -> None:
+        _, ratio = storm([Asker(0, prompt(BLOCKS), BLOCKS * 3 // 4) for _ in range(64)])
+        assert ratio <= 1.15
+
+    def test_they_arrive_over_half_a_minute(self) -> None:
+        run, _ = storm([Asker(i * 30 / 64, prompt(BLOCKS), BLOCKS) for i in range(64)])
+        assert run.computed_blocks == 0
+        assert max(a.loaded_s - a.arrives_s for a in run.askers if a.loaded_s) <= 1.15
+
+    def test_one_prompt_is_larger_than_the_tier(self) -> None:
+        sizes = [BLOCKS * 10 if i == 20 else BLOCKS for i in range(64)]
+        _, ratio = storm([Asker(0, prompt(size), size) for size in sizes])
+        assert ratio <= 1.15
+
+    def test_a_device_for_eight_of_them_that_decode_for_long(self) -> None:
+        machine = replace(MACHINE, device_blocks=8 * BLOCKS, decode_s=20.0)
+        run, _ = storm([Asker(0, prompt(BLOCKS), BLOCKS) for _ in range(64)], machine)
+        assert max(a.served_s for a in run.askers if a.served_s is not None) <= 160.0
+        assert run.computed_blocks <= 64 * BLOCKS / 8, "what waits for the device is not computed"
+
+    def test_documents_that_several_ask_for_are_read_once(self) -> None:
+        documents = [prompt(BLOCKS) for _ in range(12)]
+        run, ratio = storm([Asker(0, documents[i % 12], BLOCKS) for i in range(64)])
+        assert ratio <= 1.15
+        assert run.manager.counters.links[0].promoted_blocks <= 12 * BLOCKS
