@@ -1,17 +1,20 @@
-"""Which vLLM versions and which kinds of model are supported, and what says so.
+"""Which vLLM versions, devices and kinds of model were run, and what says so.
 
-The one list of both; the tables of the README are made of it, and a test holds them to it. A row is
-true only as far as its evidence: tests of this tree, run as `make test-vllm VERSION=...` runs them.
+The one list of them; the status line and the tables of the README are made of it, and a test holds
+the README to it. A row is true only as far as its evidence: tests of this tree, run as
+`make test-vllm VERSION=...` runs them.
 
-    python -m kvcascade.tools.versions              print the tables
+    python -m kvcascade.tools.versions              print the status line and the tables
     python -m kvcascade.tools.versions tests 0.19.1 print the tests that are run with that version
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 BEGIN, END = "<!-- begin: python -m kvcascade.tools.versions -->", "<!-- end -->"
 
@@ -54,6 +57,20 @@ class Feature:
     proof: Proof
     evidence: tuple[str, ...]
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRun:
+    """One run on a machine with a GPU."""
+
+    device: str
+    """Name of the GPU, as its driver gives it."""
+    when: str
+    """Month and year."""
+    what: str
+    """What was run, with the versions of torch and vLLM."""
+    evidence: tuple[str, ...]
+    """Test files that passed there, relative to `tests/`."""
 
 
 _ENGINE = "vllm/test_engine_versions.py"
@@ -139,6 +156,23 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+GPU_RUNS: tuple[GpuRun, ...] = ()
+"""Runs on GPUs, the newest first; empty as long as there was none."""
+
+
+def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
+    """What was run where, one line of Markdown; versions without a gap are written as a range."""
+    spans: list[str] = []
+    for (proof, engine), group in groupby(RELEASES, lambda r: (r.proof, r.engine.split(",")[0])):
+        rows = list(group)
+        if proof is Proof.ENGINE:
+            ends = dict.fromkeys((rows[0].version, rows[-1].version))
+            spans.append(f"{' to '.join(ends)} ({engine})")
+    runs = [f"{run.device}, {run.when}: {run.what}" for run in gpu_runs]
+    gpu = "; ".join(runs) or "never yet: take the code for GPUs as untested"
+    cpu = f"the real engine ([how](#which-vllm)), vLLM {', '.join(spans)}"
+    return f"**What was run where.** CPU: {cpu}. GPU: {gpu}."
+
 
 def version_table() -> str:
     """Markdown."""
@@ -154,9 +188,11 @@ def feature_table() -> str:
     return "\n".join(rows)
 
 
-def tables() -> str:
-    """What stands between the two marks in the README."""
-    return f"{BEGIN}\n{version_table()}\n\n{feature_table()}\n{END}"
+def blocks() -> tuple[str, str]:
+    """What stands between each pair of marks in the README: the status line, then the tables."""
+    texts = (status_line(), f"{version_table()}\n\n{feature_table()}")
+    first, second = (f"{BEGIN}\n{text}\n{END}" for text in texts)
+    return first, second
 
 
 def files_for(version: str) -> list[str]:
@@ -175,7 +211,7 @@ def main(argv: list[str]) -> None:
         except KeyError as error:
             sys.exit(str(error.args[0]))
     else:
-        print(tables())
+        print(*blocks(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,13 @@ def test_links_lead_to_files_and_sections(page: Path) -> None:
         assert not section or section in anchors(target), link
 
 
+def test_every_page_of_docs_is_linked() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)
+    }
+    assert {page for page in PAGES if page.parent == ROOT / "docs"} <= linked
+
+
 @EACH_PAGE
 def test_modules_and_folders_that_are_named_exist(page: Path) -> None:
     code = "|".join((*CODE, "tests"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from kvcascade.tools.versions import (
     BEGIN,
     END,
     FEATURES,
+    GPU_RUNS,
     RELEASES,
     Feature,
+    GpuRun,
     Proof,
     Release,
+    blocks,
     files_for,
-    tables,
+    status_line,
 )
 from kvcascade.vllm_generation import SUPPORTED
 
@@ -25,10 +29,37 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS: list[Release | Feature] = [*RELEASES, *FEATURES]
 
 
-def test_the_readme_has_the_tables() -> None:
+def test_the_readme_has_the_status_line_and_the_tables() -> None:
     text = (ROOT / "README.md").read_text()
-    found = text[text.index(BEGIN) : text.index(END) + len(END)]
-    assert found == tables(), "paste what `python -m kvcascade.tools.versions` prints"
+    found = re.findall(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, re.DOTALL)
+    assert tuple(found) == blocks(), "paste what `python -m kvcascade.tools.versions` prints"
+
+
+def test_the_status_line_is_near_the_top_of_the_readme() -> None:
+    """Whoever reads one screen has read it."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.index(status_line()) < lines.index("## Two commands")
+
+
+def test_the_status_line_covers_every_version_that_was_run_and_no_other() -> None:
+    spans = re.findall(r"0\.(\d+)\.\d+(?: to 0\.(\d+)\.\d+)? \(", status_line())
+    covered = {n for first, last in spans for n in range(int(first), int(last or first) + 1)}
+    run = {int(row.version.split(".")[1]) for row in RELEASES if row.proof is Proof.ENGINE}
+    assert covered == run
+
+
+def test_the_status_line_says_what_was_run_on_gpus() -> None:
+    run = GpuRun("NVIDIA X1", "May 2031", "torch 9.9", ("gpu/test_bench.py",))
+    assert "NVIDIA X1, May 2031: torch 9.9" in status_line([run])
+    assert "never" in status_line([])
+    assert "never" not in status_line([run])
+
+
+def test_runs_on_gpus_name_tests_for_gpus() -> None:
+    for run in GPU_RUNS:
+        assert run.evidence, run
+        for name in run.evidence:
+            assert "pytest.mark.gpu" in (ROOT / "tests" / name).read_text(), name
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
