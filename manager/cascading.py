@@ -254,7 +254,8 @@ class CascadingOffloadingManager(OffloadingManager):
             if room < len(new):
                 self.counters.store_truncated_blocks += len(new) - room
                 new = new[:room]
-            statuses = self._top.take(new) if new else []
+            depth = 0 if request is None else len(request.keys)
+            statuses = self._top.take(new, depth) if new else []
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
                 request.note_taken(block_hashes)
@@ -369,7 +370,7 @@ class CascadingOffloadingManager(OffloadingManager):
                 else:
                     self._top.policy.settle(new)
                     self._top.policy.touch(reused)
-                if self._counts_uses:
+                if reused and self._demoters:
                     self._note_reuse(reused)
 
     def _note_reuse(self, reused: list[BlockHash]) -> None:
@@ -377,6 +378,8 @@ class CascadingOffloadingManager(OffloadingManager):
             (h, s) for h in reused if (s := self._top.policy.get(h)) is not None and s.ref_cnt >= 0
         ]
         self._top.note_reuse([status for _, status in found])
+        if not self._counts_uses:
+            return
         below = self._levels[1]
         gone = [(h, s.block_id) for h, s in found if not below.holds(h)]
         if self.options.write_mode is not WriteMode.DEMOTE:  # what was refused is dirty anew

@@ -81,8 +81,10 @@ class Demoter:
 
     @property
     def losable_blocks(self) -> int:
-        """Blocks in the upper tier, unless its medium keeps them."""
-        return 0 if self._upper.is_lasting else len(self._upper.policy)
+        """Blocks in the upper tier that the lower one has place for; 0 if its medium keeps them."""
+        if self._upper.is_lasting:
+            return 0
+        return min(len(self._upper.policy), self._lower.capacity)
 
     @property
     def room_blocks(self) -> int:
@@ -131,19 +133,26 @@ class Demoter:
             self._taken_at_scan = self._upper.taken_blocks
             self._started_by_scan = 0
 
-    def demote_coldest(self, n: int, in_use: Sequence[BlockHash] = ()) -> int:
+    def demote_coldest(self, n: int) -> int:
         """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
 
-        No search finds what is pinned: where that shall be written too, last of all, it is named
-        in `in_use`. What is below already, or not admitted, is settled instead: that may be nearly
-        all of the tier, so a look ends when it settled `n` blocks, or `MAX_SETTLED`
-        (`was_cut_short`).
+        What is below already, or not admitted, is settled instead: that may be nearly all of the
+        tier, so a look ends when it settled `n` blocks, or `MAX_SETTLED` (`was_cut_short`).
         """
-        return self._demote_coldest(n, None, max(n, MAX_SETTLED), in_use)
+        return self._demote_coldest(n, None, max(n, MAX_SETTLED))
 
-    def _demote_coldest(
-        self, n: int, window: int | None, max_settled: int, in_use: Sequence[BlockHash] = ()
-    ) -> int:
+    def most_useful(self, n: int, in_use: Sequence[BlockHash]) -> list[BlockHash]:
+        """Up to `n` dirty blocks, those first that are worth most at the next start.
+
+        No search finds what is pinned: `in_use` names it, tails before heads.
+        """
+        if n <= 0:
+            return []
+        idle = self._upper.policy.coldest(len(self._upper.policy), mask=self._upper.dirty_mask)
+        hottest_first = [*reversed(self._dirty_among(in_use)), *reversed(idle)]
+        return self._upper.by_use([*dict(hottest_first).items()])[:n]
+
+    def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
         """`window`: look only among that many of the coldest blocks."""
         started = settled = 0
         self.was_cut_short = self.may_find_room = False
@@ -152,7 +161,7 @@ class Demoter:
             if self.was_cut_short:
                 break
             limit = min(n - started, self._batch)
-            cold = self._next_cold(limit, window) or self._dirty_among(in_use)[:limit]
+            cold = self._next_cold(limit, window)
             sent = self._send(cold)
             if sent is None or not cold:
                 break
@@ -184,10 +193,11 @@ class Demoter:
         ]
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Start writing these blocks if they are here, idle and dirty; returns how many are left.
+        """Start writing these blocks if they are here, ready and dirty; returns how many are left.
 
         Those left are at the end of the list: offer them again.
         """
+        self.may_find_room = False
         for start in range(0, len(block_hashes), self._batch):
             if not self._may_start():
                 return len(block_hashes) - start

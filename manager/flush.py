@@ -5,7 +5,8 @@ served and would lose everything here: so a flush waits until the tier may be tr
 that can help. It does not help where there is no room, or where a transfer never ends.
 
 What workers load and waiting requests hold is written like the rest: an engine that is stopped at
-work shall not lose what it used last.
+work shall not lose what it used last. Blocks that were used often come first, and heads of prompts
+before their ends: if time runs out, what was written is of use.
 
 Of a tier that lasts, only what makes room for the blocks above is written: its own are not lost.
 """
@@ -44,7 +45,7 @@ class FlushMeans:
     """Upkeep of the tiers: what others did is seen, and nothing is held while waiting. Who held
     pages of a shared index until its own copies ended kept all from committing theirs."""
     in_use: Callable[[], list[BlockHash]]
-    """Pinned blocks of the first tier."""
+    """Pinned blocks of the first tier, tails before heads."""
     clock: Clock
     pause: Callable[[float], None]
     """Waits for so many seconds of the clock."""
@@ -72,11 +73,16 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
     # those that fail are sent anew.
     limit = demoter.losable_blocks - counters.demote_failed_blocks
     sent = rests = written = 0
+    order: list[BlockHash] = []
     while (left_s := deadline_s - means.clock()) > 0:
         with means.lock:
             means.collect()
-            limit_now = limit + counters.demote_failed_blocks - sent
-            sent += demoter.demote_coldest(limit_now, means.in_use())
+            if not order:
+                limit_now = limit + counters.demote_failed_blocks - sent
+                order = demoter.most_useful(limit_now, means.in_use())
+            left = demoter.demote(order)
+            sent += len(order) - left
+            order = order[len(order) - left :]
             if counters.demoted_blocks > written:
                 written, rests = counters.demoted_blocks, 0
             waited_for = demoters if demoter.may_find_room else demoters[:1]
@@ -88,7 +94,7 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
         elif busy is None and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
             rests += 1
             means.pause(demoter.rest_left_s)
-        elif busy is not None or not (demoter.was_cut_short or demoter.may_find_room):
+        elif busy is not None or not demoter.may_find_room:
             return
 
 

@@ -17,6 +17,9 @@ from .admission import USES_MAX, Admission, AdmitAll, PastUses, WriteBudget
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 
+RUN_BLOCKS = 64
+"""Blocks of one prompt that a shutdown writes together: they are read together, too."""
+
 _block_id = attrgetter("block_id")
 
 
@@ -66,6 +69,8 @@ class Level:
         """Of what the tier below refused; None if it does not go by uses."""
         self._uses = bytearray(self.capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
+        self._depths = np.zeros(self.capacity, dtype=np.uint32)
+        """Per slot: how many blocks of its request came before the block when it was stored."""
         self._dirty = bytearray(self.capacity)
         self._settled = bytearray(self.capacity)
         self.dirty_mask: SlotMask = np.frombuffer(self._dirty, dtype=np.bool_)
@@ -111,9 +116,18 @@ class Level:
 
     def note_reuse(self, statuses: Sequence[BlockStatus]) -> None:
         """These blocks were used again; what admission refused before may be offered now."""
-        for status in statuses:
-            slot = status.block_id
-            self._uses[slot] = min(USES_MAX, self._uses[slot] + 1)
+        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
+        self._uses_of[slots] += self._uses_of[slots] < USES_MAX
+
+    def by_use(self, blocks: Pairs) -> list[BlockHash]:
+        """Blocks that were used most come first, then those nearest to the head of their prompt.
+
+        Blocks of one prompt stay together in runs of `RUN_BLOCKS`, in the order given otherwise.
+        """
+        slots = np.fromiter((status.block_id for _, status in blocks), np.intp, len(blocks))
+        depths = self._depths[slots] // RUN_BLOCKS
+        order = np.lexsort((depths, -self._uses_of[slots].astype(np.int16)))
+        return [blocks[at][0] for at in order.tolist()]
 
     def note_refused(self, block_hash: BlockHash, slot: int) -> None:
         """The tier below does not take the block: its uses count on when it comes back."""
@@ -161,12 +175,16 @@ class Level:
     def _may_leave(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.settled_mask
 
-    def take(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
-        """Allocate and insert; the blocks are not ready. There must be room."""
+    def take(self, block_hashes: Sequence[BlockHash], depth: int = 0) -> list[BlockStatus]:
+        """Allocate and insert; the blocks are not ready. There must be room.
+
+        `depth`: how many blocks of the same prompt come before them.
+        """
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
         slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
         self._uses_of[slots] = 1
+        self._depths[slots] = np.arange(depth, depth + len(statuses), dtype=np.uint32)
         if self.past_uses is not None:
             for block_hash, slot in zip(block_hashes, slots.tolist(), strict=True):
                 if past := self.past_uses.of(block_hash):

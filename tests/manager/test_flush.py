@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.cascade import Cascade, key
 
-from kvcascade.manager import flush
+from kvcascade.manager import flush, level
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flow import STALLED_S
@@ -171,7 +171,8 @@ def test_what_is_in_use_is_not_written_for_ever_into_a_small_tier() -> None:
     assert cascade.manager.lookup(in_use_blocks) == 8
     cascade.manager.prepare_load(in_use_blocks)
     cascade.manager.flush_dirty(cascade.now_s + LONG_S)
-    assert cascade.manager.counters.links[0].demoted_blocks == 8
+    assert cascade.manager.counters.links[0].demoted_blocks == 2
+    assert [cascade.holds(1, k) for k in keys(0, 3)] == [True, True, False], "heads before tails"
 
 
 def test_what_was_in_use_is_the_hottest_below() -> None:
@@ -182,6 +183,26 @@ def test_what_was_in_use_is_the_hottest_below() -> None:
     cascade.manager.shutdown()
     order = [block_hash for block_hash, _ in cascade.policies[1].coldest(8)]
     assert order[-2:] == [key(1), key(0)]
+
+
+def test_what_is_worth_most_is_written_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time ends after eight blocks: those that two requests used, then the heads of prompts."""
+    monkeypatch.setattr(level, "RUN_BLOCKS", 2)
+    cascade = Cascade((32, 64))
+    manager = cascade.manager
+    for start in (0, 10, 20):
+        request = Request(str(start))
+        for part in range(start, start + 6, 3):
+            assert manager.prepare_store(keys(part, part + 3), request) is not None
+            manager.complete_store(set(keys(part, part + 3)))
+        manager.finish_request(request)
+    again = Request("again")
+    assert manager.lookup(keys(10, 14), again) == 4
+    manager.prepare_load(keys(10, 14), again)
+    manager.complete_load(keys(10, 14))
+    manager.finish_request(again)
+    order = manager._demoters[0].most_useful(8, ())
+    assert order == [*keys(10, 14), *keys(20, 22), *keys(0, 2)]
 
 
 def test_shutdown_refreshes_the_recency_of_so_many_at_most(

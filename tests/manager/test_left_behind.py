@@ -37,7 +37,7 @@ def test_a_shutdown_writes_each_block_once() -> None:
     cascade = Cascade((8, 4), is_immediate=True)
     cascade.store(keys(0, 8))
     cascade.manager.shutdown()
-    assert cascade.manager.counters.links[0].demoted_blocks == 8
+    assert cascade.manager.counters.links[0].demoted_blocks == 4, "as many as there is place for"
     assert [cascade.holds(1, h) for h in keys(0, 8)] == [True] * 4 + [False] * 4
 
 
