@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from . import sizes
 from .announce import Announcer
 from .chains import ChainNotes
-from .config import CascadeConfig, DirectIO, Movers, NvmeTier
+from .config import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
 from .handlers.device import DeviceCopier
 from .handlers.geometry import PageRef, WorkerLayout
 from .handlers.mover import Mover
 from .handlers.nvme_pair import NvmePairHandler
 from .logs import get_logger
-from .machine import ThisMachine, cpu_capacity
+from .machine import ThisMachine, cpu_capacity, writing
 from .manager.cascading import CascadingOffloadingManager, ManagerOptions
 from .manager.flow import Link
 from .manager.level import Tier
@@ -188,7 +188,8 @@ class Cascade:
         """Fixed facts, for an info metric: `INFO_KEYS` and their values."""
         states = self.manager.tier_states()
         tiers = ",".join(f"{state.name}:{state.capacity_blocks}" for state in states)
-        return dict(zip(self.INFO_KEYS, (tiers, str(self.settings.write_mode)), strict=True))
+        mode = str(self.manager.options.write_mode)
+        return dict(zip(self.INFO_KEYS, (tiers, mode), strict=True))
 
     def record(self, request: Request, prompt: Sequence[BlockHash]) -> None:
         """A request ended; `prompt` is the chain of its blocks. No effect without a recorder."""
@@ -356,17 +357,24 @@ def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometr
 
 
 def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
+    written = writing(settings, ThisMachine())
+    if written is not None:
+        logger.info("kvcascade: %s", written)
     return ManagerOptions(
-        write_mode=settings.write_mode,
+        write_mode=WriteMode.DEMOTE if written is None else written.mode,
         on_reset=settings.on_reset,
         low_watermark=float(settings.cpu.low_watermark.part),
         high_watermark=float(settings.cpu.high_watermark.part),
         dirty_age_s=settings.dirty_age_s,
-        promotion_budget_slots=sizes.budget_blocks(
-            settings.promotion_budget, top.capacity, top.block_size
+        promotion_budget_slots=(
+            None
+            if settings.promotion_budget is None
+            else sizes.budget_blocks(settings.promotion_budget, top.capacity, top.block_size)
         ),
         promotion_deadline_s=settings.promotion_deadline_s,
-        shutdown_flush_s=settings.shutdown_flush_s,
+        shutdown_flush_s=(
+            DEFAULT_FLUSH_S if settings.shutdown_flush_s is None else settings.shutdown_flush_s
+        ),
         load_or_recompute=settings.load_or_recompute,
         prefill_tokens_per_s=settings.prefill_tokens_per_s,
     )

@@ -71,6 +71,7 @@ ELSEWHERE = {
 }
 """Keys of the tiers that come with vLLM, and what says the same here."""
 
+DEFAULT_FLUSH_S = 20.0
 MAX_TIERS = 8
 MAX_IO_THREADS = 64
 
@@ -233,18 +234,20 @@ class CascadeConfig:
     """Empty: the options stand at the top."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
     """From the fastest down; the first is the only `CpuTier`."""
-    write_mode: Annotated[WriteMode, choice(WriteMode)] = WriteMode.DEMOTE
-    """When a block is written to the tier below."""
+    write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
+    """When a block is written to the tier below; `None`: see `machine.writing`."""
     dirty_age_s: Annotated[float, seconds] = 5.0
     """In mode `back`: how long a block may be dirty."""
     on_reset: Annotated[OnReset, choice(OnReset)] = OnReset.INVALIDATE
     """What `reset_cache` does to the blocks that are there."""
-    shutdown_flush_s: Annotated[float, seconds] = 20.0
-    """How long a shutdown may take to write dirty blocks."""
+    shutdown_flush_s: Annotated[float | None, optional(seconds)] = None
+    """How long a shutdown may take to write dirty blocks; `None`: what the engine is given, or
+    `DEFAULT_FLUSH_S` where it does not say."""
     promotion_deadline_s: Annotated[float, deadline] = 10.0
     """After this long a pending read is a miss."""
-    promotion_budget: Annotated[Budget, sized(sizes.parse_budget)] = Share(Fraction(1, 2))
-    """Slots of the first tier that promotions may hold at a time."""
+    promotion_budget: Annotated[Budget | None, optional(sized(sizes.parse_budget))] = None
+    """Slots of the first tier that promotions may hold at a time; `None`: nearly all that are not
+    dirty, and at least half."""
     load_or_recompute: Annotated[bool, flag] = True
     """Read blocks only where that is expected to be faster than computing them again."""
     prefill_tokens_per_s: Annotated[float | None, optional(rate)] = None

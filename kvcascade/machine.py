@@ -19,7 +19,7 @@ from typing import final
 import psutil
 
 from .cgroup import group_memory
-from .config import CascadeConfig, CpuTier, NvmeTier
+from .config import CascadeConfig, CpuTier, NvmeTier, WriteMode
 from .options import At
 from .sizes import Share, Size, human
 
@@ -30,6 +30,8 @@ HUGETLBFS = "hugetlbfs"
 MEMORY_FILE_SYSTEMS = frozenset({HUGETLBFS, "tmpfs", "ramfs"})
 MIN_CAPACITY_BYTES = 8192
 """No tier holds a block in less: a header, and a page."""
+BACK_RATIO = 2
+"""An NVMe tier so many times as large as the CPU tier keeps a copy of whatever that holds."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
@@ -180,6 +182,46 @@ def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
     problem = f"is on {kind or 'an unknown file system'}, so that what lies in memory is written"
     remedy = "to a disk as well; give a folder in shared memory, such as /dev/shm"
     return [str(At(f"{config.cpu.key}.arena_dir").wrong(str(folder), f"{problem} {remedy}"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """When blocks are written down, and what that means where an engine stops."""
+
+    mode: WriteMode
+    why: str
+    """Clause about the reason."""
+    may_lose: str
+    """Clause about what a stop without notice loses."""
+
+    def __str__(self) -> str:
+        return f'write_mode is "{self.mode}" ({self.why}); {self.may_lose}'
+
+
+def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
+    """The write mode of a configuration on a machine; None if there is only one tier.
+
+    Without one that is given, blocks are written back early where that costs no more writes: each
+    block is written once in either mode, unless the tier below is so small that it loses blocks
+    that are still above.
+    """
+    if not config.nvme:
+        return None
+    mode, why = config.write_mode, "as configured"
+    if mode is None:
+        is_large = nvme_capacity(config.nvme[0], machine) >= BACK_RATIO * cpu_capacity(
+            config.cpu, machine
+        )
+        mode = WriteMode.BACK if is_large else WriteMode.DEMOTE
+        than = "at least" if is_large else "less than"
+        why = f"{config.nvme[0].key} is {than} {BACK_RATIO} times as large as {config.cpu.key}"
+    may_lose = {
+        WriteMode.DEMOTE: "an engine that is killed loses all that is in the CPU tier only",
+        WriteMode.BACK: "an engine that is killed loses what was stored in its last "
+        f"{config.dirty_age_s:g} s",
+        WriteMode.THROUGH: "an engine that is killed loses what was not written yet",
+    }[mode]
+    return Writing(mode, why, may_lose)
 
 
 def cpu_capacity(tier: CpuTier, machine: Machine) -> int:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import vllm_facts, vllm_packing
 from .assembly import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
-from .config import CascadeConfig
+from .config import DEFAULT_FLUSH_S, CascadeConfig
 from .identity import is_shareable, private_identity, weights_identity
 from .logs import get_logger
 from .vllm_refusals import refuse_useless
 
 logger = get_logger(__name__)
+
+STOP_S = 2.0
+"""What an engine needs to stop beside writing what is dirty."""
 
 
 def log_beside_vllm() -> None:
@@ -75,6 +80,25 @@ def warn_of_privacy(
         )
 
 
+def with_time_to_flush(
+    settings: CascadeConfig, engine_config: Any | None
+) -> tuple[CascadeConfig, str | None]:
+    """Let a shutdown take as long as vLLM lets it; also what to say if that is no time at all."""
+    given_s = vllm_facts.seconds_to_stop(engine_config)
+    if not settings.nvme or given_s is None:
+        return settings, None
+    if given_s > 0:
+        if settings.shutdown_flush_s is None:
+            settings = replace(settings, shutdown_flush_s=max(1.0, given_s - STOP_S))
+        return settings, None
+    needed_s = math.ceil((settings.shutdown_flush_s or DEFAULT_FLUSH_S) + STOP_S)
+    return settings, (
+        "kvcascade: vLLM kills this engine as soon as it is asked to stop (--shutdown-timeout 0), "
+        f"so nothing is written down then; to have that done, start it with --shutdown-timeout "
+        f"{needed_s}"
+    )
+
+
 def open_scheduler_side(
     settings: CascadeConfig,
     geometry: Geometry,
@@ -96,6 +120,9 @@ def open_scheduler_side(
     """
     refuse_useless(engine_config)
     warn_of_privacy(settings, engine_config, facts, model)
+    settings, said = with_time_to_flush(settings, engine_config)
+    if said is not None:
+        logger.info(said)
     return open_cascade(
         settings,
         geometry,

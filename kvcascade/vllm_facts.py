@@ -215,6 +215,12 @@ def pipeline_depth(config: Any | None) -> int:
     return max(3, stages + 2) + 1
 
 
+def seconds_to_stop(config: Any | None) -> int | None:
+    """How long vLLM lets an engine live that it was asked to stop; None: this vLLM has no such
+    setting."""
+    return getattr(config, "shutdown_timeout", None)
+
+
 def hashes_change_at_restart(config: Any | None) -> bool:
     """True if block hashes differ in every process, so that persistence is of no use."""
     if os.environ.get("PYTHONHASHSEED") not in (None, "", "random"):

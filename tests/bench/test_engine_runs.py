@@ -17,6 +17,7 @@ from kvcascade.tools.bench.engine_runs import (
     FreshRounds,
     Prompt,
     Runs,
+    Servers,
     fresh_prompts,
     one_pass,
     written_bytes,
@@ -28,7 +29,8 @@ SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 
 
 def runs(tmp_path: Path, on_cpu: bool = True) -> Runs:
-    return Runs(tmp_path, tmp_path / "model", SCALE, on_cpu, lambda line: None)
+    servers = Servers(tmp_path, on_cpu, lambda line: None)
+    return Runs(servers, tmp_path / "model", SCALE)
 
 
 def test_a_pass_uses_every_prefix_twice_with_the_others_between() -> None:

@@ -17,56 +17,55 @@ from kvcascade.tools.demo.results import (
     LOADED_BLOCKS,
     READ_BYTES,
     DemoError,
-    Metrics,
-    Reply,
     problems,
 )
 from kvcascade.tools.demo.runner import BLOCK_TOKENS, Demo, Settings
-from kvcascade.tools.demo.workload import Shape, Turn
+from kvcascade.tools.demo.workload import Shape
+from kvcascade.tools.server import Completion
 
 SHAPE = Shape(conversations=4, prefix_tokens=64, answer_tokens=2)
 
 
-class PretendEngine:
+class PretendServer:
     """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe."""
 
-    def __init__(self, calls: list[str], broken: str) -> None:
+    def __init__(self, options: Mapping[str, Any], calls: list[str], broken: str) -> None:
         self.calls = calls
         self.broken = broken
-        self.options: Mapping[str, Any] = {}
+        self.has_cascade = "kv_transfer_config" in options
         self.requests = 0
 
-    def start(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        self.options = options
-        self.calls.append(self._mode)
-        return {"start_s": 1.0, "version": "0"}
+    def ready(self) -> float:
+        self.calls.append("cascade" if self.has_cascade else "no offloading")
+        return 1.0
 
-    def generate(
-        self, turns: Sequence[Turn], prompts: Sequence[Sequence[int]], answer_tokens: int
-    ) -> list[Reply]:
-        self.requests += len(turns)
+    def version(self) -> str:
+        return "0"
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
+    ) -> list[Completion]:
+        self.requests += len(prompts)
         cached = BLOCK_TOKENS if self._has_nvme else 0
         return [
-            Reply(turn, len(prompt), cached, 0.1, self._tokens(prompt, answer_tokens))
-            for turn, prompt in zip(turns, prompts, strict=True)
+            Completion(len(prompt), cached, 0.1, self._tokens(prompt, answer_tokens))
+            for prompt in prompts
         ]
 
     def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
         self.calls.append("send")
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> dict[str, float]:
         loaded = float(self.requests if self._has_nvme else 0)
         wrong = 1.0 if self.broken == "counts" else 0.0
-        return Metrics(
-            {
-                DEVICE_HITS: wrong,
-                f"{LOADED_BLOCKS}{{tier=nvme}}": loaded,
-                f"{READ_BYTES}{{tier=nvme}}": loaded * 4096,
-            }
-        )
+        return {
+            DEVICE_HITS: wrong,
+            f"{LOADED_BLOCKS}{{tier=nvme}}": loaded,
+            f"{READ_BYTES}{{tier=nvme}}": loaded * 4096,
+        }
 
-    def shared_memory(self) -> frozenset[str]:
-        return frozenset()
+    def process_numbers(self) -> list[int]:
+        return []
 
     def stop(self) -> None:
         self.calls.append("stop")
@@ -76,17 +75,11 @@ class PretendEngine:
         return 3
 
     @property
-    def _mode(self) -> str:
-        transfer = self.options.get("kv_transfer_config", {})
-        extra = transfer.get("kv_connector_extra_config", {})
-        return str(extra.get("write_mode", "no offloading"))
-
-    @property
     def _has_nvme(self) -> bool:
-        return self._mode != "no offloading" and self.broken != "nvme"
+        return self.has_cascade and self.broken != "nvme"
 
     def _tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        is_wrong = self.broken == "tokens" and self._mode == "back"
+        is_wrong = self.broken == "tokens" and self.has_cascade
         return (sum(prompt) % 997 + is_wrong,) * count
 
 
@@ -96,9 +89,9 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
     printed = io.StringIO()
 
     @contextmanager
-    def launch(name: str) -> Iterator[PretendEngine]:
+    def launch(name: str, options: Mapping[str, Any]) -> Iterator[PretendServer]:
         calls.append(name)
-        yield PretendEngine(calls, broken)
+        yield PretendServer(options, calls, broken)
 
     settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
     reporter = Reporter(Console(file=printed, width=100))
@@ -110,10 +103,10 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
 def test_phases(tmp_path: Path) -> None:
     demo, calls, printed = run(tmp_path)
     assert calls == [
-        *("engine-a.log", "no offloading", "stop"),
-        *("engine-b.log", "demote", "stop"),
-        *("engine-c.log", "back", "pause", "send", "pause", "kill"),
-        *("engine-d.log", "back", "stop"),
+        *("server-a.log", "no offloading", "stop"),
+        *("server-b.log", "cascade", "pause", "stop"),
+        *("server-c.log", "cascade", "pause", "send", "pause", "kill"),
+        *("server-d.log", "cascade", "pause", "stop"),
     ]
     assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4]
     assert problems(demo.phases) == []
@@ -130,8 +123,8 @@ def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> No
 
 def test_wrong_tokens_are_counted(tmp_path: Path) -> None:
     demo, _, _ = run(tmp_path, "tokens")
-    assert [phase.wrong_tokens for phase in demo.phases] == [0, 0, 16, 8]
-    assert len(problems(demo.phases)) == 2
+    assert [phase.wrong_tokens for phase in demo.phases] == [0, 24, 16, 8]
+    assert len(problems(demo.phases)) == 3
 
 
 def test_nothing_from_nvme_is_a_failure(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import lmdb
 import pytest
 from safetensors import safe_open
 from support.cache_rig import call, flip
-from support.server_rig import Server, write_tokenizer
+from support.server_rig import Server
 
 from kvcascade.metrics import METRICS, PREFIX, Kind
 from kvcascade.tiers.nvme.format import parse_record
 from kvcascade.tools.commands.common import ExitCode
 from kvcascade.tools.model import make_llama
+from kvcascade.tools.server import write_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -109,10 +110,8 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
             {"type": "nvme", "capacity": 200 * BLOCK_BYTES, "path": str(disk), "min_free": 0},
         ],
     }
-    options = ["--max-model-len", "2048", "--num-gpu-blocks-override", "80"]
-    options += ["--served-model-name", "model"]
     router = Router()
-    with Server(tmp_path / "server.log", model, extra, *options) as server:
+    with Server(tmp_path / "server.log", model, extra, num_gpu_blocks_override=80) as server:
         first = [server.complete(prompt(0))]
         settle(server, everything_is_written)
         carried = _export_one_prompt(disk, tmp_path / "prompt.safetensors")
@@ -130,13 +129,13 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         assert len(router.held["CPU"]) == held
         _check_metrics(metrics)
         _check_commands(server, disk, metrics)
-        server.stop()
+        server.process.stop()
         opened = [line for line in server.log().splitlines() if "kvcascade opened" in line]
         assert len(opened) == 1
         assert all(f"{fact}=" in opened[0] for fact in ("policy", "pages", "fingerprint"))
 
     router = Router()
-    with Server(tmp_path / "again.log", model, extra, *options) as server:
+    with Server(tmp_path / "again.log", model, extra, num_gpu_blocks_override=80) as server:
         settle(server, everything_is_written)
         router.take(server)
         assert router.held["STORAGE"] == on_disk(disk), "what an earlier server left is announced"

@@ -10,8 +10,8 @@ import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
 from kvcascade.tools.bench.engine_runs import CPU_TIERING
-from kvcascade.tools.demo.engine import is_on_cpu
 from kvcascade.tools.model import make_llama
+from kvcascade.tools.server import is_on_cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -47,6 +47,7 @@ MEASUREMENTS = {
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
+    "restart": "what a server computes again after a restart, and how it serves a storm",
     "gpu": "device to CPU tier and back, on a machine with a GPU",
 }
 """Name (and module) of every measurement, and what it is about, in the order in which they run:
@@ -208,7 +209,7 @@ def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
     """The measurements that are made: those asked for, or what belongs to the scale."""
     if only:
         return [name for name in MEASUREMENTS if name in only]
-    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine")
+    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "restart")
     return [name for name in MEASUREMENTS if name not in left_out]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from functools import partial
 
-from ..demo.engine import is_on_cpu
+from ..server import is_on_cpu, write_tokenizer
 from .measurement import Case, Measurement, Setup
 from .results import NONE, OURS, VLLM, Goal, Quantity
 from .scale import BLOCK_TOKENS, EngineScale
@@ -18,7 +18,7 @@ CACHED = Quantity("after a restart: cached tokens", "tokens", is_more_better=Tru
 def cases(setup: Setup) -> Generator[Case, None, None]:
     """Long prefixes that come again; blocks of which half never do."""
     from ..model import make_llama
-    from .engine_runs import VOCABULARY, Runs
+    from .engine_runs import VOCABULARY, Runs, Servers
 
     scale = setup.scale.engine
     positions = scale.prompt_tokens_max
@@ -29,7 +29,8 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         vocab=VOCABULARY,
         max_positions=positions,
     )
-    runs = Runs(setup.folder, model, scale, is_on_cpu(), setup.say)
+    write_tokenizer(model, VOCABULARY)
+    runs = Runs(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
     with runs.side_by_side((OURS, VLLM, NONE)) as engines:
         yield Case(
             f"prompts of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens that never come again",
@@ -77,8 +78,9 @@ MEASUREMENT = Measurement(
     "vLLM with a small Llama of random weights in processes of its own, one request at a time, "
     "without offloading, with vLLM's TieringOffloadingSpec and its fs tier, and with ours. Device "
     "and CPU tier hold a part of what a pass uses. No reuse: prompts that never come again, a few "
-    "at a time in turns, of engines that run side by side. After a restart: a clean shutdown, a "
-    "new process. Starts and warm-up are not timed, their bytes count. A p95 here is the slowest "
+    "at a time in turns, of engines that run side by side. After a restart: SIGTERM after 8 s of "
+    "rest, with vLLM's default flags, and a new server. Starts and warm-up are not timed, their "
+    "bytes count. A p95 here is the slowest "
     f"request: there are {EngineScale().fresh} in a round without reuse, and "
     f"{2 * EngineScale().prefixes} in a pass.",
     quantities(),

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import disk
-from ..demo.engine import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, EngineProcess
-from ..demo.results import DemoError
-from ..demo.workload import Turn
 from ..quantiles import quantile
+from ..server import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, ServerError, ServerProcess
 from .measurement import Say
 from .results import NONE, OURS, VLLM, BenchError
 from .scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
@@ -40,6 +38,9 @@ IDLE_AFTER_S = 1.2
 """An engine polls, on the cores of the others, until it has heard nothing for a second
 (`vllm.distributed.device_communicators.shm_broadcast.SpinCondition`)."""
 NVME_BYTES_MIN = 128 << 20
+REST_S = 8.0
+"""Between the last answer and SIGTERM: with vLLM's default flags an engine gets no time to write
+what is in memory only."""
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
@@ -125,22 +126,117 @@ class FreshRounds:
         return self._ask(others).figures("no reuse")
 
 
-class Runs:
-    """Engines of every contender over one model and one folder each."""
+class Servers:
+    """Servers of every contender, one folder on the disk for each."""
 
-    def __init__(self, folder: Path, model: Path, scale: EngineScale, on_cpu: bool, say: Say):
-        self._folder, self._model, self._scale = folder, model, scale
-        self._on_cpu, self._say = on_cpu, say
+    def __init__(self, folder: Path, on_cpu: bool, say: Say) -> None:
+        self._folder = folder
+        self._on_cpu = on_cpu
+        self._say = say
         self._started = 0
 
+    @contextmanager
+    def running(
+        self, contender: str, options: dict[str, Any], warm_up: Sequence[Prompt] = ()
+    ) -> Iterator[ServerProcess]:
+        """A server that answers; it is stopped by SIGTERM, unless it was stopped or killed."""
+        self._started += 1
+        self._say(f"{contender}: starting server {self._started}")
+        log = self._folder / f"server-{self._started}.log"
+        environment = {**ENVIRONMENT, **(_cpu_environment() if self._on_cpu else {})}
+        try:
+            with ServerProcess(log, options, environment) as server:
+                server.ready()
+                server.complete_all(warm_up, ANSWER_TOKENS, 1)
+                self._say(f"{contender}: server {self._started} answers")
+                yield server
+                if server.is_running:
+                    server.stop()
+        except ServerError as error:
+            raise BenchError(str(error)) from error
+
+    @contextmanager
+    def disk(self, contender: str) -> Iterator[Path]:
+        """An empty folder for what it writes."""
+        folder = self._folder / f"kv-{contender}"
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def options(
+        self, model: Path, tokens_max: int, device_blocks: int, extra: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Arguments of a server; `extra`: see `offloading`."""
+        found: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "max_model_len": tokens_max,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": device_blocks,
+        }
+        if not self._on_cpu:
+            found |= GPU_OPTIONS
+        if extra is not None:
+            found["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        return found
+
+    def offloading(
+        self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """`kv_connector_extra_config` of a contender; `nvme`: more of our tier on disk."""
+        if contender == NONE:
+            return None
+        if contender == VLLM:
+            own = {"spec_name": "TieringOffloadingSpec"}
+            if self._on_cpu:
+                own = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
+            return {
+                **own,
+                "cpu_bytes_to_use": cpu_bytes,
+                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+            }
+        assert contender == OURS
+        tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
+        return {
+            "spec_name": "CascadeOffloadingSpec",
+            "spec_module_path": "kvcascade.spec",
+            "tiers": [{"type": "cpu", "capacity": cpu_bytes}, tier],
+        }
+
+
+class Runs:
+    """Servers of every contender over one model."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        model: Path,
+        scale: EngineScale,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._servers = servers
+        self._model = model
+        self._scale = scale
+        self._sleep = sleep
+        self._warmed = 0
+
     def prefixes(self, contender: str) -> dict[str, float]:
-        """Two passes, a clean restart, one more pass; bytes written."""
-        with self._disk(contender) as disk_folder:
+        """Two passes, a restart, one more pass; bytes written."""
+        with self._servers.disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, self._scale.cpu_share)
             figures: dict[str, float] = {}
             with self._engine(contender, options) as engine:
                 for name in ("first pass", "second pass"):
                     figures |= self._ask(engine, one_pass(self._scale)).figures(name)
+                self._sleep(REST_S)
             with self._engine(contender, options) as engine:
                 last = self._ask(engine, one_pass(self._scale))
             figures |= last.figures("after a restart")
@@ -154,7 +250,7 @@ class Runs:
         with ExitStack() as running:
             rounds: dict[str, FreshRounds] = {}
             for name in contenders:
-                folder = running.enter_context(self._disk(name))
+                folder = running.enter_context(self._servers.disk(name))
                 start = partial(
                     self._asked, name, self._options(name, folder, self._scale.cpu_share)
                 )
@@ -167,19 +263,20 @@ class Runs:
         again = fresh_prompts(self._scale, "again", count)
         once = fresh_prompts(self._scale, "once", count)
         mixed = [prompt for pair in zip(again, once, strict=True) for prompt in pair]
-        with self._disk(contender) as disk_folder:
+        with self._servers.disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, 3.0, admission="second_touch")
             with self._engine(contender, options) as engine:
                 for prompts in (mixed, again):
                     self._ask(engine, prompts)
+                self._sleep(REST_S)
             with self._engine(contender, options) as engine:
                 cached = self._ask(engine, again).cached_tokens
             written = written_bytes(contender, disk_folder)
         return {"written to disk": written / 2**20, "after a restart: cached tokens": cached}
 
-    def _ask(self, engine: EngineProcess, prompts: Sequence[Prompt]) -> Answers:
+    def _ask(self, server: ServerProcess, prompts: Sequence[Prompt]) -> Answers:
         began = time.monotonic()
-        replies = [engine.generate([Turn(0, 1)], [p], ANSWER_TOKENS)[0] for p in prompts]
+        replies = server.complete_all(prompts, ANSWER_TOKENS, 1)
         total_s = time.monotonic() - began
         cached = sum(reply.cached_tokens for reply in replies)
         return Answers([reply.ttft_s for reply in replies], total_s, cached)
@@ -189,89 +286,29 @@ class Runs:
         with self._engine(contender, options) as engine:
             yield partial(self._ask, engine)
 
-    @contextmanager
-    def _engine(self, contender: str, options: dict[str, Any]) -> Iterator[EngineProcess]:
-        self._started += 1
-        self._say(f"{contender}: starting engine {self._started}")
-        log = self._folder / f"engine-{self._started}.log"
-        environment = {**ENVIRONMENT, **(_cpu_environment() if self._on_cpu else {})}
-        try:
-            with EngineProcess(log, environment) as engine:
-                engine.start(options)
-                # Memory, kernels: what comes only once comes now.
-                self._ask(engine, fresh_prompts(self._scale, f"warm up {self._started}", 2))
-                self._say(f"{contender}: engine {self._started} answers")
-                yield engine
-                engine.stop()
-        except DemoError as error:
-            raise BenchError(str(error)) from error
-
-    @contextmanager
-    def _disk(self, contender: str) -> Iterator[Path]:
-        folder = self._folder / f"kv-{contender}"
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _engine(
+        self, contender: str, options: dict[str, Any]
+    ) -> AbstractContextManager[ServerProcess]:
+        """Memory, kernels: what comes only once comes with the prompts that warm it up."""
+        self._warmed += 1
+        warm_up = fresh_prompts(self._scale, f"warm up {self._warmed}", 2)
+        return self._servers.running(contender, options, warm_up)
 
     def _options(
         self, contender: str, folder: Path, cpu_share: float, admission: str = "all"
     ) -> dict[str, Any]:
         """Arguments of an engine."""
         scale = self._scale
-        options: dict[str, Any] = {
-            "model": str(self._model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "max_model_len": scale.prompt_tokens_max,
-            "max_num_batched_tokens": scale.prompt_tokens_max,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": scale.prompt_tokens_max // BLOCK_TOKENS
-            + DEVICE_SPARE_BLOCKS,
-            "disable_log_stats": False,
-        }
-        if not self._on_cpu:
-            options |= GPU_OPTIONS
-        extra = self._offloading(contender, folder, int(cpu_share * scale.pass_blocks), admission)
-        if extra is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
-        return options
-
-    def _offloading(
-        self, contender: str, folder: Path, cpu_blocks: int, admission: str
-    ) -> dict[str, Any] | None:
-        cpu_bytes = cpu_blocks * self._scale.block_bytes
-        if contender == NONE:
-            return None
-        if contender == VLLM:
-            own = {"spec_name": "TieringOffloadingSpec"}
-            if self._on_cpu:
-                own = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
-            return {
-                **own,
-                "cpu_bytes_to_use": cpu_bytes,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
-            }
-        assert contender == OURS
-        nvme = {
-            "type": "nvme",
-            "capacity": max(NVME_BYTES_MIN, 8 * self._scale.pass_blocks * self._scale.block_bytes),
-            "path": str(folder),
-            "admission": admission,
-            "min_free": 0,
-        }
-        return {
-            "spec_name": "CascadeOffloadingSpec",
-            "spec_module_path": "kvcascade.spec",
-            "tiers": [{"type": "cpu", "capacity": cpu_bytes}, nvme],
-        }
+        stored_bytes = scale.pass_blocks * scale.block_bytes
+        nvme = {"capacity": max(NVME_BYTES_MIN, 8 * stored_bytes), "admission": admission}
+        cpu_bytes = int(cpu_share * scale.pass_blocks) * scale.block_bytes
+        options = self._servers.options(
+            self._model,
+            scale.prompt_tokens_max,
+            scale.prompt_tokens_max // BLOCK_TOKENS + DEVICE_SPARE_BLOCKS,
+            self._servers.offloading(contender, folder, cpu_bytes, nvme),
+        )
+        return options | {"max_num_batched_tokens": scale.prompt_tokens_max}
 
 
 def _cpu_environment() -> dict[str, str]:

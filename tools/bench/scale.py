@@ -44,6 +44,32 @@ class EngineScale:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartScale:
+    """The model, and documents that are asked for before and after a restart."""
+
+    layers: int = 12
+    hidden: int = 512
+    documents: int = 12
+    document_blocks: int = 59
+    requests: int = 36
+    device_documents: int = 4
+    """Documents that the device holds."""
+    clients: tuple[int, ...] = (4, 8, 16, 32)
+    small_cpu_bytes: int = 128 * MIB
+    large_cpu_bytes: int = 2 * GIB
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """No prompt with its answer is longer."""
+        return (self.document_blocks + 2) * BLOCK_TOKENS
+
+    @property
+    def document_bytes(self) -> int:
+        """Keys and values in float32, half as many KV heads as heads."""
+        return self.document_blocks * 2 * 4 * BLOCK_TOKENS * self.layers * self.hidden // 2
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Sizes of all measurements."""
 
@@ -67,6 +93,7 @@ class Scale:
     quiet_bursts: int
     """How often that lookup is timed without transfers."""
     engine: EngineScale = EngineScale()
+    restart: RestartScale = RestartScale()
     engine_repeats: int = 1
     is_whole: bool = False
     """True if the engine is started too, which takes minutes, without being asked for."""
@@ -113,5 +140,15 @@ SMOKE = Scale(
     burst_blocks=16,
     quiet_bursts=8,
     engine=EngineScale(2, 256, prefixes=2, prefix_blocks=4, fresh=2, fresh_rounds=1, cpu_share=1.0),
+    restart=RestartScale(
+        2,
+        256,
+        documents=2,
+        document_blocks=4,
+        requests=4,
+        clients=(2,),
+        small_cpu_bytes=4 * MIB,
+        large_cpu_bytes=8 * MIB,
+    ),
 )
 """For tests: every measurement, as small as it can be."""

@@ -1,9 +1,10 @@
 """`kvcascade demo`: the main job with a real engine, end to end.
 
-A small Llama answers chats that share long system prompts, four times over: without offloading,
-with the cascade, after a restart, after `kill -9`. A table says where the prompt tokens came from
-and how long the first token took; the same goes to `demo.json` and `demo.png`. The exit status is
-0 only if no token differs from the reference, and blocks came back from NVMe wherever they must.
+A small Llama answers chats that share long system prompts over HTTP, four times over: without
+offloading, with the cascade, after SIGTERM, after `kill -9`. A table says where the prompt tokens
+came from and how long the first token took; the same goes to `demo.json` and `demo.png`. The exit
+status is 0 only if no token differs from the reference, and blocks came back from NVMe wherever
+they must.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
     if lacks(NEEDED, "demo", arguments.json):
         return ExitCode.MISSING
-    from .results import DemoError
+    from ..server import ServerError
 
     try:
         with terminable(), answering_apart(arguments.json):
             found = _run(arguments.out.absolute(), arguments.keep)
-    except DemoError as error:
+    except ServerError as error:
         return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\ndemo")
     except KeyboardInterrupt:
         return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\ndemo")
@@ -62,7 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, show and save; returns what was saved."""
     from ..model import make_llama
-    from .engine import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, EngineProcess, is_on_cpu
+    from ..server import (
+        CPU_ENVIRONMENT,
+        ENVIRONMENT,
+        GPU_OPTIONS,
+        ServerProcess,
+        is_on_cpu,
+        write_tokenizer,
+    )
     from .report import Reporter
     from .runner import Demo, Settings
     from .workload import Shape
@@ -73,12 +81,17 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     kv.mkdir(parents=True)
     shape = Shape()
     model = make_llama(work / "model", vocab=shape.vocabulary)
+    write_tokenizer(model, shape.vocabulary)
     on_cpu = is_on_cpu()
     settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
     reporter = Reporter()
-    reporter.say(f"kvcascade demo: four engines, one after another; their logs are in {work}")
-    demo = Demo(settings, lambda name: EngineProcess(work / name, environment), reporter)
+    reporter.say(f"kvcascade demo: four servers, one after another; their logs are in {work}")
+    demo = Demo(
+        settings,
+        lambda name, options: ServerProcess(work / name, options, environment),
+        reporter,
+    )
     try:
         demo.run()
     finally:

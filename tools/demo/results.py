@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..quantiles import quantile
+from ..server import Completion, ServerError
 from .workload import Turn
 
 FORMAT = 1
@@ -21,7 +22,7 @@ DEVICE_HITS = "vllm:prefix_cache_hits"
 HITS_BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 
 
-class DemoError(Exception):
+class DemoError(ServerError):
     """The demo could not do its work; the message says what happened and where to look."""
 
 
@@ -34,8 +35,13 @@ class Reply:
     cached_tokens: int
     """Prompt tokens that were not computed, as the engine reported them with the answer."""
     ttft_s: float
-    """From the arrival at the engine's front end to the first token there."""
+    """From the sending of the request to the arrival of the first token."""
     tokens: tuple[int, ...]
+
+    @classmethod
+    def to(cls, turn: Turn, answer: Completion) -> Reply:
+        """What a server answered to a turn."""
+        return cls(turn, answer.prompt_tokens, answer.cached_tokens, answer.ttft_s, answer.tokens)
 
 
 @dataclass(frozen=True, slots=True)

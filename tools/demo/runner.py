@@ -1,9 +1,9 @@
-"""The demo's four phases: which engine answers which requests, and how each engine ends.
+"""The demo's four phases: which server answers which requests, and how each server ends.
 
-(a) an engine without offloading gives the reference; (b) the cascade meets a workload that fits
-neither on the GPU nor in the CPU tier, and is shut down cleanly; (c) a new process finds the blocks
-again, adds a turn to every conversation, and is killed in the middle of a request; (d) one more
-process finds what the killed one had written.
+(a) A server without offloading gives the reference. (b) The cascade meets a workload that fits
+neither on the GPU nor in the CPU tier, and is stopped as an orchestrator stops it: by SIGTERM, with
+vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every conversation,
+and is killed in the middle of a request. (d) One more server finds what the killed one had written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..server import Completion
 from . import disk
 from .report import Reporter
 from .results import (
@@ -35,8 +36,8 @@ BLOCK_TOKENS = 32
 WIDTH = 2
 """Requests that are sent together."""
 DIRTY_AGE_S = 0.5
-IDLE_BEFORE_KILL_S = 3 * DIRTY_AGE_S
-"""Mode `back` promises to have written everything by then."""
+IDLE_BEFORE_STOP_S = 4 * DIRTY_AGE_S
+"""Blocks are written `DIRTY_AGE_S` after they were stored: all of them are on disk by then."""
 KILL_AFTER_S = 0.1
 """Into the requests that the kill interrupts."""
 LONG_ANSWER = 4
@@ -58,33 +59,30 @@ class Settings:
     engine_options: Mapping[str, Any] | None = None
     """More arguments for the engine, such as its share of the GPU."""
 
-    def engine(self, write_mode: str | None) -> dict[str, Any]:
-        """Arguments of the engine; without a write mode it has no offloading."""
+    def server(self, has_cascade: bool) -> dict[str, Any]:
+        """Arguments of the server."""
         options: dict[str, Any] = {
             "model": str(self.model),
-            "skip_tokenizer_init": True,
             "dtype": "float32",
             "max_model_len": 32 * -(-self.shape.prompt_tokens_max // 32),
             "enforce_eager": True,
             "enable_prefix_caching": True,
             "block_size": BLOCK_TOKENS,
             "num_gpu_blocks_override": self.gpu_blocks,
-            "disable_log_stats": False,
             **(self.engine_options or {}),
         }
-        if write_mode is not None:
+        if has_cascade:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": self._cascade(write_mode),
+                "kv_connector_extra_config": self._cascade(),
             }
         return options
 
-    def _cascade(self, write_mode: str) -> dict[str, Any]:
+    def _cascade(self) -> dict[str, Any]:
         return {
             "spec_name": "CascadeOffloadingSpec",
             "spec_module_path": "kvcascade.spec",
-            "write_mode": write_mode,
             "dirty_age_s": DIRTY_AGE_S,
             "tiers": [
                 {"type": "cpu", "capacity": self.cpu_capacity},
@@ -98,33 +96,37 @@ class Settings:
         }
 
 
-class Engine(Protocol):
-    """What a phase needs of an engine process."""
+class Server(Protocol):
+    """What a phase needs of a server."""
 
-    def start(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the engine."""
+    def ready(self) -> float:
+        """Wait until it answers; returns the seconds since its start."""
         ...
 
-    def generate(
-        self, turns: Sequence[Turn], prompts: Sequence[Sequence[int]], answer_tokens: int
-    ) -> list[Reply]:
-        """Send requests together and wait for all answers."""
+    def version(self) -> str:
+        """The version of vLLM."""
+        ...
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
+    ) -> list[Completion]:
+        """Ask for all prompts, so many at a time."""
         ...
 
     def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
         """Send requests and do not wait."""
         ...
 
-    def metrics(self) -> Metrics:
-        """The engine's counters."""
+    def metrics(self) -> dict[str, float]:
+        """Growth of its counters."""
         ...
 
-    def shared_memory(self) -> frozenset[str]:
-        """Its files in shared memory."""
+    def process_numbers(self) -> list[int]:
+        """Of all its processes."""
         ...
 
     def stop(self) -> None:
-        """A clean shutdown."""
+        """SIGTERM."""
         ...
 
     def kill(self) -> int:
@@ -132,8 +134,8 @@ class Engine(Protocol):
         ...
 
 
-Launch = Callable[[str], AbstractContextManager[Engine]]
-"""Makes an engine process; the name is that of its log."""
+Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
+"""Starts a server: the name of its log, and its arguments."""
 
 
 class Demo:
@@ -160,11 +162,11 @@ class Demo:
         order, turns = self._workload.order, self.settings.shape.turns
         most = [turn for number in range(1, turns) for turn in order(number)]
         last = order(turns)
-        self._phase("a", "no offloading", [*most, *last], None)
-        self._phase("b", "cascade", most, "demote")
+        self._phase("a", "no offloading", [*most, *last], has_cascade=False)
+        self._phase("b", "cascade", most)
         again = order(turns - 1, "again")
-        self._phase("c", "restarted", [*again, *last], "back", is_killed=True)
-        self._phase("d", "after kill -9", order(turns, "again"), "back")
+        self._phase("c", "after SIGTERM", [*again, *last], is_killed=True)
+        self._phase("d", "after kill -9", order(turns, "again"))
         return self.phases
 
     def _phase(
@@ -172,24 +174,27 @@ class Demo:
         key: str,
         title: str,
         turns: Sequence[Turn],
-        write_mode: str | None,
+        *,
+        has_cascade: bool = True,
         is_killed: bool = False,
     ) -> None:
         say = self._reporter.say
         written = disk.written_bytes(self.settings.kv)
-        mode = f', write mode "{write_mode}"' if write_mode else ""
-        say(f"({key}) {title}: starting an engine{mode}")
-        with self._launch(f"engine-{key}.log") as engine:
-            started = engine.start(self.settings.engine(write_mode))
-            self.engine_version = started["version"]
-            say(f"    ready after {started['start_s']:.1f} s; {len(turns)} requests")
-            replies = self._answer(engine, turns, is_reference=write_mode is None)
-            metrics, shared = engine.metrics(), engine.shared_memory()
+        say(f"({key}) {title}: starting a server")
+        with self._launch(f"server-{key}.log", self.settings.server(has_cascade)) as server:
+            start_s = server.ready()
+            self.engine_version = server.version()
+            say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
+            replies = self._answer(server, turns, is_reference=not has_cascade)
+            metrics = Metrics(server.metrics())
+            shared = disk.shared_memory_of(server.process_numbers())
+            if has_cascade:
+                self._pause(IDLE_BEFORE_STOP_S)
             if is_killed:
-                self._kill(engine, turns)
+                self._kill(server, turns)
             else:
-                say("    shutting down")
-                engine.stop()
+                say("    SIGTERM")
+                server.stop()
         phase = Phase(
             key=key,
             title=title,
@@ -197,32 +202,33 @@ class Demo:
             sources=_sources(key, replies, metrics),
             wrong_tokens=sum(wrong_tokens(r.tokens, self._tokens(r.turn)) for r in replies),
             reference_ttft=times(self._reference[reply.turn].ttft_s for reply in replies),
-            start_s=started["start_s"],
+            start_s=start_s,
             written_bytes=disk.written_bytes(self.settings.kv) - written,
             read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
-            needs_nvme=write_mode is not None,
+            needs_nvme=has_cascade,
             leftovers=disk.left_behind(shared),
         )
         self.phases.append(phase)
         say(f"    {_summary(phase)}")
 
-    def _answer(self, engine: Engine, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
+    def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
         """Send all requests; every phase builds its prompts on the answers of the reference."""
         replies: list[Reply] = []
         with self._reporter.requests(len(turns)) as count:
             for wave in waves(turns, WIDTH):
-                answered = engine.generate(wave, self._prompts(wave), self._answer_tokens)
+                prompts = self._prompts(wave)
+                completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
+                answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
                 if is_reference:
                     self._reference.update((reply.turn, reply) for reply in answered)
                 replies += answered
                 count(len(answered))
         return replies
 
-    def _kill(self, engine: Engine, turns: Sequence[Turn]) -> None:
-        self._pause(IDLE_BEFORE_KILL_S)
-        engine.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
+    def _kill(self, server: Server, turns: Sequence[Turn]) -> None:
+        server.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
         self._pause(KILL_AFTER_S)
-        self._reporter.say(f"    kill -9 of all {engine.kill()} processes, with requests running")
+        self._reporter.say(f"    kill -9 of all {server.kill()} processes, with requests running")
 
     @property
     def _answer_tokens(self) -> int:

