@@ -26,7 +26,7 @@ from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import Worth
 
-MAX_LOOKS_PER_STEP = 8192
+MAX_LOOKS_PER_STEP = 4096
 """Blocks that one step looks for below, at 3 to 11 µs each where they are found. Requests that ask
 for more are asked again in the next step: many that come at once do not stall the others."""
 
