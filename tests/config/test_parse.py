@@ -90,10 +90,10 @@ def test_defaults() -> None:
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
     assert nvme.movers is Movers.PROCESS
-    assert (config.write_mode, config.on_reset) == (WriteMode.DEMOTE, OnReset.INVALIDATE)
-    assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, 20.0)
+    assert (config.write_mode, config.on_reset) == (None, OnReset.INVALIDATE)
+    assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, None)
     assert (config.promotion_deadline_s, config.label) == (10.0, "")
-    assert config.promotion_budget == Share(Fraction(1, 2))
+    assert config.promotion_budget is None
     assert config.weights_id is None
     assert (config.load_or_recompute, config.prefill_tokens_per_s, config.record) == (
         True,

@@ -20,8 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = ("kvcascade", "tiers", "handlers", "manager", "tools")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-WORDS = {CascadeConfig: {"prefill_tokens_per_s": "measured", "weights_id": "found"},
-         CpuTier: {}, NvmeTier: {"segment_size": "about 1 GiB"}}  # fmt: skip
+WORDS: dict[type[Any], dict[str, str]] = {
+    CascadeConfig: {
+        "write_mode": "by size",
+        "promotion_budget": "nearly all",
+        "shutdown_flush_s": "vLLM's",
+        "prefill_tokens_per_s": "measured",
+        "weights_id": "found",
+    },
+    CpuTier: {},
+    NvmeTier: {"segment_size": "about 1 GiB"},
+}
 """Defaults that README has in words: what null then means."""
 NOT_OURS = {"Too many open files"}
 """Messages of the system's."""

@@ -399,4 +399,4 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         assert driver.metrics["vllm:kvcascade_served_tokens['nvme']"] > 0
         (info,) = driver.manager.config_info()
         assert set(info) == {"kvcascade_tiers", "kvcascade_write_mode"}
-        assert info["kvcascade_write_mode"] == "demote"
+        assert info["kvcascade_write_mode"] == "back", "by size"
