@@ -19,7 +19,7 @@ HIT, MISS = "hit, index in page cache", "miss, index in page cache"
 AGAIN, AGAIN_AS_HIT = "asked again while pending", "  beside vLLM's plain hit"
 STEPS = "steps before it is on its way"
 CPU_FACTOR = 5
-"""Slots of the CPU tier per block asked for: half of them may be promoted."""
+"""Slots of the CPU tier per block asked for: all that is asked for gets room."""
 READ_BYTES = 4 << 20
 VLLM_FILES = 4096
 """Blocks in vLLM's `fs` tier: one file each, and two folders."""

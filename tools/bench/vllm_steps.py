@@ -120,17 +120,19 @@ def _begin(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> Asking:
 
 
 def _ask(engine: Engine, asking: Asking) -> None:
-    """Look up a request's blocks; begin to load them if all are there."""
+    """Look up a request's blocks, as vLLM does up to the first miss; begin to load them if all are
+    there."""
     if asking.load is not None:
         return
     lookup, context = engine.manager.lookup, asking.context
-    is_ready = True
+    answers: set[LookupResult] = set()
     for key in asking.keys:
-        answer = lookup(key, context)
-        if answer is LookupResult.MISS:
-            raise BenchError("a block that was stored is not there any more")
-        is_ready = is_ready and answer is LookupResult.HIT
-    if is_ready:
+        answers.add(lookup(key, context))
+        if LookupResult.MISS in answers:
+            break
+    if answers == {LookupResult.MISS}:
+        raise BenchError("a block that was stored is not there any more")
+    if answers == {LookupResult.HIT}:
         spec = engine.manager.prepare_load(asking.keys, context)
         asking.load = engine.load(asking.blocks, spec)
 
