@@ -210,7 +210,8 @@ class CascadeManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        self._manager.complete_store(cast(Collection[BlockHash], keys), success)
+        request = state_of(req_context, Request)  # it may have ended
+        self._manager.complete_store(cast(Collection[BlockHash], keys), success, request)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._request_of(req_context)  # it waits from now on

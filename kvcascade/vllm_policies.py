@@ -9,11 +9,12 @@ statuses; which chunk leaves next is decided by the same orders as in the cascad
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
+from .manager.request import Request, runs_from_the_end
 from .tiers.base import BlockHash
 from .tiers.policies import order_class
 from .tiers.policies.ordered import tag_of
@@ -66,11 +67,15 @@ class _OrderPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: object = None,
     ) -> None:
-        for keys in key_groups:
-            self._order.settle(self._slots(key for key in keys if key in insertion_only_keys))
-            self._order.touch(self._slots(key for key in keys if key in reused_keys))
-            if self._order.wants_chains and keys:
-                self._order.chain(self._slots(keys)[::-1], len(keys))
+        request = Request(positions=getattr(req_context, "_offload_key_positions", {}))
+        hashes = [BlockHash(key) for group in key_groups for key in group]
+        keys = cast(list[OffloadKey], request.in_prompt_order(hashes))
+        if self._order.wants_chains and keys:
+            self._order.chain(self._slots(keys)[::-1], len(keys))
+            return
+        used = [key for key in keys if key in insertion_only_keys or key in reused_keys]
+        for new, run in runs_from_the_end(used, insertion_only_keys.__contains__):
+            (self._order.settle if new else self._order.touch)(self._slots(run))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
         def may_leave(slot: int) -> bool:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 
 from ..config import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
@@ -31,7 +31,7 @@ from .holds import Holds
 from .level import Level, Pairs, Tier
 from .lookup import Lookups
 from .promotion import SPENT, Promoter
-from .request import Request
+from .request import Request, runs_from_the_end
 from .state import TierState
 from .turns import Turns
 from .workers import WorkerTransfers
@@ -259,9 +259,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._workers.stores.update(zip(new, statuses, strict=True))
             if request is not None:
                 request.note_taken(block_hashes)
-                if len(new) < len(block_hashes):
-                    request.keys.update(dict.fromkeys(block_hashes, False))
-                request.keys.update(dict.fromkeys(new, True))
+                request.note_stored(block_hashes, new)
             evicted, self._evicted = self._evicted, []
             spec = self._top.backend.get_load_store_spec(new, statuses)
             return PrepareStoreOutput(new, spec, evicted)
@@ -311,7 +309,12 @@ class CascadingOffloadingManager(OffloadingManager):
             or any(demoter.jobs_in_flight for demoter in self._demoters)
         )
 
-    def complete_store(self, block_hashes: Collection[BlockHash], success: bool = True) -> None:
+    def complete_store(
+        self,
+        block_hashes: Collection[BlockHash],
+        success: bool = True,
+        request: Request | None = None,
+    ) -> None:
         with self.lock:
             stored: list[BlockHash] = []
             slots: list[int] = []
@@ -335,9 +338,9 @@ class CascadingOffloadingManager(OffloadingManager):
             if self._worth is not None and not self._workers.stores:
                 self._worth.prefill.all_stored(self._clock())
             if stored and self._demoters and self.options.write_mode is not WriteMode.DEMOTE:
-                # A worker reports a set: slots, taken in prefix order, bring that order back.
-                in_order = sorted(zip(slots, stored, strict=True))
-                self._note_aging([block_hash for _, block_hash in in_order])
+                # A worker reports a set; slots were taken in the order of the offers.
+                in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
+                self._note_aging(request.in_prompt_order(in_order) if request else in_order)
 
     def _note_aging(self, block_hashes: Sequence[BlockHash]) -> None:
         now = self._clock()
@@ -352,8 +355,8 @@ class CascadingOffloadingManager(OffloadingManager):
     def finish_request(self, request: Request) -> None:
         """The request ended (transfers may still be under way): set the recency of its blocks.
 
-        Once per request and in prefix order, so that tails leave before heads however often the
-        request was looked at and in whatever order its transfers ended.
+        Once per request and in the order of its prompt, so that tails leave before heads however
+        often the request was looked at, and in whatever order blocks were offered or transferred.
         """
         with self.lock:
             self.lookups.end_request(request)
@@ -362,16 +365,19 @@ class CascadingOffloadingManager(OffloadingManager):
             request.put_off.clear()
             if request.keys:
                 used, request.keys = request.keys, {}
-                new = list(compress(used, used.values()))
-                reused = [h for h in used if not used[h]] if len(new) < len(used) else []
+                in_order = request.in_prompt_order(used)
                 # Below, blocks come down long after: an order would take that for a return.
                 if self._top.policy.wants_chains:
-                    self._top.policy.note_chain(list(used))
+                    self._top.policy.note_chain(in_order)
                 else:
-                    self._top.policy.settle(new)
-                    self._top.policy.touch(reused)
-                if reused and self._demoters:
-                    self._note_reuse(reused)
+                    self._set_recency(in_order, used)
+                if self._demoters and not all(used.values()):
+                    self._note_reuse([h for h in used if not used[h]])
+
+    def _set_recency(self, in_order: Sequence[BlockHash], is_new: Mapping[BlockHash, bool]) -> None:
+        """The end of the prompt comes first, so that it is the first to leave."""
+        for new, run in runs_from_the_end(in_order, is_new.__getitem__):
+            (self._top.policy.settle if new else self._top.policy.touch)(run)
 
     def _note_reuse(self, reused: list[BlockHash]) -> None:
         found = [

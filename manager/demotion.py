@@ -128,7 +128,8 @@ class Demoter:
         left = window - self._started_by_scan
         started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
         self._started_by_scan += started
-        is_idle = len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self.was_cut_short
+        may_go_on = self.was_cut_short or self.may_find_room
+        is_idle = len(self._jobs) < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
             self._taken_at_scan = self._upper.taken_blocks
             self._started_by_scan = 0
@@ -160,7 +161,9 @@ class Demoter:
             self.was_cut_short = settled >= max_settled
             if self.was_cut_short:
                 break
-            limit = min(n - started, self._batch)
+            limit = self._next_size(n - started)
+            if limit == 0:
+                break
             cold = self._next_cold(limit, window)
             sent = self._send(cold)
             if sent is None or not cold:
@@ -198,13 +201,14 @@ class Demoter:
         Those left are at the end of the list: offer them again.
         """
         self.may_find_room = False
-        for start in range(0, len(block_hashes), self._batch):
-            if not self._may_start():
-                return len(block_hashes) - start
-            part = block_hashes[start : start + self._batch]
+        left = len(block_hashes)
+        while left and self._may_start() and (size := self._next_size(left)):
+            start = len(block_hashes) - left
+            part = block_hashes[start : start + size]
             if self._send(self._dirty_among(reversed(part))) is None:
-                return len(block_hashes) - start
-        return 0
+                break
+            left -= size
+        return left
 
     def collect(self) -> int:
         """Take in what the handler finished; returns how many jobs ended."""
@@ -234,6 +238,16 @@ class Demoter:
     def orphan(self, levels: int) -> list[Job]:
         """So many levels were reset: jobs in flight there will be forgotten when they land."""
         return [job for job in self._jobs.values() if job.orphan(levels)]
+
+    def _next_size(self, n: int) -> int:
+        """How many of `n` blocks the next job may take. A tier that can still grow evicts nothing:
+        it gets as many as it has room for now, and with 0 the rest is for a later step."""
+        n, backend = min(n, self._batch), self._lower.backend
+        free = backend.get_num_free_blocks()
+        if free >= n or backend.get_num_possible_blocks() <= free:
+            return n
+        self.may_find_room = free == 0
+        return free
 
     def _may_start(self) -> bool:
         return len(self._jobs) < MAX_JOBS_IN_FLIGHT and not self._breaker.is_open

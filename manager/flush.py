@@ -29,6 +29,8 @@ a device that fails three times is not waited for."""
 MAX_REFRESHED_BLOCKS = 1 << 17
 """Of a tier that ends with its process the hottest, at 5 µs each where the collector was frozen and
 15 where it was not; the others are as hot below as when they were written there."""
+ROOM_POLL_S = 0.001
+"""Between two looks at whether a tier that grows has room by now."""
 PASSES_PER_LINK = 2
 """A link that found no room below is tried again once the next one has made some."""
 
@@ -94,7 +96,9 @@ def _flush(demoters: Sequence[Demoter], means: FlushMeans, deadline_s: float) ->
         elif busy is None and rests < RESTS_AT_MOST and demoter.may_recover_within(left_s):
             rests += 1
             means.pause(demoter.rest_left_s)
-        elif busy is not None or not demoter.may_find_room:
+        elif busy is None and demoter.may_find_room:
+            means.pause(ROOM_POLL_S)
+        else:
             return
 
 

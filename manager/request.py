@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeVar
 
 from ..tiers.base import BlockHash, BlockStatus
 
 if TYPE_CHECKING:
     from .turns import Claim
+
+
+Hash = TypeVar("Hash", bound=bytes)
+
+
+def runs_from_the_end(
+    in_order: Iterable[Hash], is_new: Callable[[Hash], bool]
+) -> list[tuple[bool, list[Hash]]]:
+    """Neighbours that are alike new or reused, the last ones of the prompt first.
+
+    If recency is set run by run, tails leave before heads.
+    """
+    return [(new, list(run)) for new, run in groupby(in_order, is_new)][::-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +39,7 @@ class Request:
     """Last token of each block of the prompt, as far as the engine tells; vLLM does from 0.31 on.
     The engine owns it, and adds to it while the request lives."""
     keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks that the request used, in the order of use. True: the request stored the block; False:
+    """Blocks that the request used, in the order named. True: the request stored the block; False:
     it loaded or reused it. Their recency is set once, when the request ends."""
     missed: set[BlockHash] = field(default_factory=set)
     """Blocks that could not be brought up in time: misses for this request from now on."""
@@ -61,6 +75,20 @@ class Request:
     def __post_init__(self) -> None:
         self.is_plain = self.allowed_media is None
 
+    def in_prompt_order(self, block_hashes: Collection[BlockHash]) -> list[BlockHash]:
+        """Blocks of the request, the head of its prompt first.
+
+        An engine may offer a later block first. A block without a position follows the one before
+        it in the order given.
+        """
+        positions = self.positions
+        if not positions:
+            return list(block_hashes)
+        if not all(map(positions.__contains__, block_hashes)):
+            last = 0
+            positions = {h: (last := self.positions.get(h, last)) for h in block_hashes}
+        return sorted(block_hashes, key=positions.__getitem__)
+
     def may_read(self, medium: str) -> bool:
         """True if it may read from this medium."""
         return self.allowed_media is None or medium in self.allowed_media
@@ -76,6 +104,17 @@ class Request:
         self.storing_since_s = None
         self.pending.clear()
         self.is_plain = self.allowed_media is None
+
+    def note_stored(self, offered: Sequence[BlockHash], new: Sequence[BlockHash]) -> None:
+        """It offered blocks, and `new` ones of them are being stored.
+
+        What is known of a block stays: to offer again what it stored is no use, and a block that
+        it reused, and stores again since it left, was used.
+        """
+        noted, keys = dict.fromkeys(offered, False) | dict.fromkeys(new, True), self.keys
+        if keys:
+            noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}
+        keys.update(noted)
 
     def note_put_off(self, block_hashes: Sequence[BlockHash]) -> None:
         """These blocks shall be offered again.

@@ -261,11 +261,11 @@ class CachePolicy(ABC):
         It may be called more than once or not at all, and the blocks may never come.
         """
 
-    def settle(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
-        """The order, in prefix order, of blocks that one request inserted bit by bit.
+    @abstractmethod
+    def settle(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Blocks that one request inserted bit by bit, in the order of its prompt.
 
-        Not a use: a policy that goes by recency puts them in this order (the first is the most
-        recent afterwards), one that counts uses counts none.
+        Not a use: among blocks that were never used since, the last one leaves first afterwards.
         """
 
     @abstractmethod

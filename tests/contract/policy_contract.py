@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -151,6 +151,23 @@ class PolicyContract:
         evicted = policy.evict(3, ())
         assert evicted is not None
         assert {h for h, _ in evicted} == {key(7), key(6), key(5)}
+
+    @pytest.mark.parametrize(
+        "offered", [range(8), [7, 6, 5, 4, 3, 2, 1, 0], [4, 0, 6, 2, 5, 1, 7, 3]]
+    )
+    def test_blocks_inserted_bit_by_bit_leave_tail_first(
+        self, policy: CachePolicy, offered: Sequence[int]
+    ) -> None:
+        statuses = [BlockStatus(0, slot) for slot in range(8)]
+        for number in offered:
+            policy.insert(key(number), statuses[number])
+        in_order = [key(number) for number in range(8)]
+        if policy.wants_chains:
+            policy.note_chain(in_order)
+        else:
+            policy.settle(in_order)
+        gone = [policy.evict(1, ()) for _ in range(8)]
+        assert [h for pairs in gone for h, _ in pairs or ()] == in_order[::-1]
 
     def test_insert_many_is_in_prefix_order(self, policy: CachePolicy) -> None:
         statuses = [BlockStatus(0, slot) for slot in range(8)]

@@ -30,6 +30,8 @@ RETRY_AFTER_S = 30.0
 """After a segment could not be made."""
 RECHECK_S = 1.0
 """Between two looks for an orphan."""
+PATIENCE_S = 5.0
+"""A try that takes longer is one of a device that hangs: room is made by evicting meanwhile."""
 BALANCE_EVERY_S = 1.0
 """Between two looks at whether another process needs segments."""
 
@@ -81,6 +83,7 @@ class SegmentGrowth:
         self._target = 0
         """So many segments are wanted."""
         self._is_running = False
+        self._began_s = 0.0
         self._is_balancing = False
         self._fell_short = False
         """The last try got fewer segments than it was to get: there is no more room for now."""
@@ -102,7 +105,7 @@ class SegmentGrowth:
         self._target = total
         if self._is_running or self._clock() < self._retry_at_s or not self._left:
             return
-        self._is_running = True
+        self._is_running, self._began_s = True, self._clock()
         try:
             self._executor.submit(self._run)
         except RuntimeError:  # the executor is shutting down
@@ -127,9 +130,10 @@ class SegmentGrowth:
 
     @property
     def may_come(self) -> int:
-        """How many segments this process may still get; what others hold is not known before the
-        first try. A microsecond: any step may ask."""
-        return 0 if self._fell_short else self._left
+        """How many segments this process may still get soon; what others hold is not known before
+        the first try. A microsecond: any step may ask."""
+        is_hanging = self._is_running and self._clock() >= self._began_s + PATIENCE_S
+        return 0 if self._fell_short or is_hanging else self._left
 
     def make(self, limit: int) -> int:
         """Get up to `limit` segments on this thread; returns how many."""

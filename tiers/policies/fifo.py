@@ -27,6 +27,9 @@ class FifoOrder(EvictionOrder):
     def touch(self, slots: Sequence[int]) -> None:
         pass
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self._queue.append(slots)
+
     def remove(self, slots: Sequence[int]) -> None:
         self._queue.discard(slots)
 

@@ -84,6 +84,17 @@ class LirsOrder(EvictionOrder):
             if was_in_stack:
                 self._limit_hot()
 
+    def settle(self, slots: Sequence[int]) -> None:
+        # As many of them stay hot as were; the least recent ones are in Q.
+        kinds = sorted(self._kind_of[slot] for slot in slots)
+        for kind, slot in zip(kinds, slots, strict=True):
+            if slot in self._stack:
+                self._stack.remove(_S, slot)
+            self._stack.append(_S, slot)
+            self._kinds.remove(self._kind_of[slot], slot)
+            self._append(kind, slot)
+        self._prune()
+
     def remove(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._kinds.remove(self._kind_of[slot], slot)

@@ -70,7 +70,8 @@ class EvictionOrder(ABC):
     def touch(self, slots: Sequence[int]) -> None:
         """A use of slots that are present, least recent first."""
 
-    def settle(self, slots: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
+    @abstractmethod
+    def settle(self, slots: Sequence[int]) -> None:
         """These were inserted bit by bit and belong in this order, least recent first; no use."""
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:  # noqa: B027 - most need not know

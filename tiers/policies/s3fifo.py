@@ -94,6 +94,11 @@ class S3FifoOrder(EvictionOrder):
             if uses[slot] < USES_MAX:
                 uses[slot] += 1
 
+    def settle(self, slots: Sequence[int]) -> None:
+        self._small.append([slot for slot in slots if slot in self._small])
+        self._main.append([slot for slot in slots if slot in self._main])
+        self._searched = _NOT_SEARCHED
+
     def remove(self, slots: Sequence[int]) -> None:
         self._small.discard(slots)
         self._main.discard(slots)

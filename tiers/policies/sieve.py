@@ -36,14 +36,17 @@ class SieveOrder(EvictionOrder):
         self._laps = (self._used.within(0, 0), self._used.within(1, 255))
 
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        tail = self._queue.tail
-        self._queue.append(slots)
-        if self._queue.tail != tail + len(slots):  # it was compacted
-            self._searched = None
+        self.settle(slots)
         self._mark(slots, 0)
 
     def touch(self, slots: Sequence[int]) -> None:
         self._mark(slots, 1)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        tail = self._queue.tail
+        self._queue.append(slots)
+        if self._queue.tail != tail + len(slots):  # it was compacted
+            self._searched = None
 
     def remove(self, slots: Sequence[int]) -> None:
         self._queue.discard(slots)

@@ -55,6 +55,13 @@ class SlruOrder(EvictionOrder):
                 segments.remove(above, falling)
                 self._append(above - 1, falling)
 
+    def settle(self, slots: Sequence[int]) -> None:
+        # They keep their places in each segment among them, the least recent in the lowest one.
+        segments = sorted(self._segment_of[slot] for slot in slots)
+        self.remove(slots)
+        for segment, slot in zip(segments, slots, strict=True):
+            self._append(segment, slot)
+
     def remove(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._segments.remove(self._segment_of[slot], slot)
