@@ -22,7 +22,8 @@ from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.bench import gpu_device
 from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import Contender, Device, Room
+from kvcascade.tools.bench.gpu_device import Contender, Device, Make, Room
+from kvcascade.tools.bench.results import VLLM
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -127,7 +128,10 @@ class MemoryDevice(Device):
         pages = [tensor.numpy() for tensor in tensors]
         return Contender(CpuDeviceCopier(pages, layout, slots, InlineExecutor()), is_pinned=True)
 
-    def vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    def others(self) -> Mapping[str, Make]:
+        return {VLLM: self._vllm}
+
+    def _vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
         shape = Shape("", len(tensors), tensors[0].shape[1])
         geometry = ArenaGeometry(slots, shape.block_bytes, 1)
         memory = np.zeros((slots, geometry.slot_bytes), dtype=np.uint8)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 from ...handlers.geometry import PageRef, TensorLayout, WorkerLayout
 from ...handlers.hazards import Direction
@@ -35,7 +36,7 @@ from .gpu_moves import (
     rate,
 )
 from .measurement import Case, Figures, Measurement, Setup
-from .results import LIMIT, OURS, VLLM, Goal, Quantity
+from .results import LIMIT, OURS, Goal, Quantity
 
 COUNTS = (1, 16, 256, 4096)
 """Blocks of a transfer."""
@@ -46,6 +47,7 @@ MEMORY_SHARE = 0.8
 BESIDE_BLOCKS = 64
 """Of the transfers that run beside kernels, and of the one whose bytes are compared."""
 
+GIB = 1 << 30
 PINNED = "CPU memory is pinned"
 
 
@@ -93,13 +95,19 @@ def need(shape: Shape, count: int) -> Room:
 def lacking(shape: Shape, count: int, free: Room) -> str:
     """What is too little for transfers of so many blocks; empty: nothing."""
     wanted = need(shape, count)
-    for place, needed, there in (
-        ("GPU memory", wanted.device, free.device),
-        ("/dev/shm", wanted.shared, free.shared),
-        ("memory", wanted.memory, free.memory),
+    larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
+    for place, needed, there, remedy in (
+        ("GPU memory", wanted.device, free.device, "end what uses the GPU"),
+        (
+            "/dev/shm",
+            wanted.shared,
+            free.shared,
+            f"give a container --shm-size of {larger}, or remount it with that size",
+        ),
+        ("memory", wanted.memory, free.memory, "end what uses memory"),
     ):
         if needed > MEMORY_SHARE * there:
-            return f"{human(needed)} of {place} are too much of {human(there)}"
+            return f"{human(needed)} of {place} are too much of {human(there)}; {remedy}"
     return ""
 
 
@@ -122,15 +130,21 @@ class Bench:
         tensors = [device.pages(self._room, shape.page_bytes) for _ in range(shape.layers)]
         layout = shape.layout(self._room, geometry)
         some = self._transfer(self._beside)
-        for name, made in (
-            (OURS, partial(device.ours, tensors, layout, arena.slots)),
-            (VLLM, partial(device.vllm, tensors, self._room)),
-        ):
-            contender: Contender = made()
+        makers: dict[str, Callable[[], Contender]] = {
+            OURS: partial(device.ours, tensors, layout, arena.slots),
+            **{name: partial(make, tensors, self._room) for name, make in device.others().items()},
+        }
+        for name, make in makers.items():
+            contender = make()
             undo.callback(contender.copier.shutdown)
             self._movers[name] = Mover(contender.copier)
             self._is_pinned[name] = contender.is_pinned
             check(self._movers[name], tensors, some)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, ours first."""
+        return tuple(self._movers)
 
     def pinned(self, name: str) -> Figures:
         """Whether all of a contender's CPU memory is."""
@@ -167,6 +181,8 @@ class Bench:
 def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, None]:
     """Every shape, from one block to as many as fit; what does not fit is named."""
     device = device or CudaDevice()
+    for note in device.notes():
+        setup.note(note)
     for shape in SHAPES:
         free = device.room()
         lacks = {count: lacking(shape, count, free) for count in COUNTS}
@@ -176,12 +192,27 @@ def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, N
             with ExitStack() as undo:
                 yield from _measured(Bench(device, shape, fitting[-1], undo), shape, fitting)
         for count in COUNTS[len(fitting) :]:
+            setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
+def all_cases(setup: Setup) -> Generator[Case, None, None]:
+    """Transfers, then all tiers without an engine, then the engine where there is one."""
+    yield from cases(setup)
+    from . import round_trip
+
+    yield from round_trip.cases(setup)
+    if find_spec("vllm"):
+        from . import engine
+
+        yield from engine.cases_on_gpu(setup)
+    else:
+        setup.note("vLLM is not installed: its engine is not started; see the round trip instead")
+
+
 def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
-    names = (OURS, VLLM)
+    names = bench.names
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:
         contenders = {name: partial(bench.costs, name, count) for name in names}
@@ -217,7 +248,8 @@ MEASUREMENT = Measurement(
     "gpu",
     "GPU: scattered blocks between the device and CPU memory",
     "Blocks and slots drawn at random, one transfer after another, each asked after until it has "
-    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; limit: one copy of as many "
+    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; per page: this worker's "
+    "batched copy of single pages, where vLLM is not installed; limit: one copy of as many "
     "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
     "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
     "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own "
@@ -225,5 +257,5 @@ MEASUREMENT = Measurement(
     f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
     f"{COVERED_LEAST} of the chain's time, so that its rate says nothing.",
     quantities(),
-    cases,
+    all_cases,
 )
