@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ from kvcascade.tools.bench.scale import SMOKE
 
 SMALL = Shape("small", 3, 4096)
 BLOCKS = 24
-indices = pytest.mark.parametrize("index", [LMDB, RECORDS])
+with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")
+indices = pytest.mark.parametrize("index", [pytest.param(LMDB, marks=with_lmdb), RECORDS])
 
 
 @indices

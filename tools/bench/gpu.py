@@ -24,6 +24,10 @@ from .gpu_moves import (
     COVERED_LEAST,
     HEAR_LONGEST,
     MEANWHILE,
+    PACED,
+    PACED_HEAR,
+    PACED_S,
+    PACED_SUBMIT,
     RATE,
     STEP_S,
     SUBMIT,
@@ -33,6 +37,7 @@ from .gpu_moves import (
     beside,
     check,
     costs,
+    paced,
     rate,
 )
 from .measurement import Case, Figures, Measurement, Setup
@@ -169,6 +174,15 @@ class Bench:
         start_chain = self._device.start_chain
         return _both_ways(lambda way: beside(mover, way, transfer, size, start_chain, time.sleep))
 
+    def paced(self, name: str, step_s: float) -> Figures:
+        """Many transfers in both directions, asked after as seldom as an engine does."""
+        mover, transfer = self._movers[name], self._transfer(self._beside)
+        size, start = self._beside * self._shape.block_bytes, self._device.start_chain
+        clock, pause = time.perf_counter, time.sleep
+        return _both_ways(
+            lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
+        )
+
     def _transfer(self, count: int) -> Transfer:
         return Transfer.scattered(count, self._room, self._room)
 
@@ -223,6 +237,11 @@ def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Ca
     yield Case(
         f"{shape.label}: beside kernels", {name: partial(bench.beside, name) for name in names}
     )
+    for step_s in PACED_S:
+        yield Case(
+            f"{shape.label}: {step_s * 1e3:g} ms between calls",
+            {name: partial(bench.paced, name, step_s) for name in names},
+        )
 
 
 def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
@@ -241,6 +260,9 @@ def quantities() -> tuple[Quantity, ...]:
             Quantity(BESIDE[way], "×", (Goal(0.9, is_least=True),), is_more_better=True),
             Quantity(MEANWHILE[way], "GB/s", is_more_better=True),
         ]
+    for key, name in PACED.items():
+        found.append(Quantity(name, "GB/s", is_more_better=True))
+        found += [Quantity(each[key], "ms") for each in (PACED_SUBMIT, PACED_HEAR)]
     return tuple(found)
 
 
@@ -255,7 +277,9 @@ MEASUREMENT = Measurement(
     "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own "
     f"over its rate alone, while transfers of {BESIDE_BLOCKS} blocks are asked after and submitted "
     f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
-    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing.",
+    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing. Between calls: transfers "
+    f"of {BESIDE_BLOCKS} blocks that are submitted together and asked after as seldom as in an "
+    "engine's step, until the last one is heard of.",
     quantities(),
     all_cases,
 )
