@@ -128,7 +128,7 @@ def test_a_store_sees_what_the_compute_stream_was_given_before(open_arena: OpenA
         copier.shutdown()
 
 
-def test_a_load_comes_after_what_the_compute_stream_writes_to_its_target(
+def test_a_load_comes_after_what_is_written_to_its_target(
     open_arena: OpenArena,
 ) -> None:
     """The engine zeroes blocks before it hands them out: that must not undo the load."""
