@@ -36,7 +36,7 @@ demo: $(STAMP) ## run the main job end to end and print what came from where
 bench: $(STAMP) ## measure beside vLLM's own offloading (BENCH="--quick" for two minutes)
 	@$(BIN)/python -m kvcascade.tools bench $(BENCH)
 
-bench-gpu: $(STAMP) ## measure all tiers on an NVIDIA GPU, and the engine there; says what it left out
+bench-gpu: $(STAMP) ## measure all tiers on an NVIDIA GPU, and say what was left out
 	@$(BIN)/python -m kvcascade.tools bench --only gpu $(BENCH)
 
 sanitize-gpu: $(STAMP) ## run the small GPU tests under compute-sanitizer; needs an NVIDIA GPU

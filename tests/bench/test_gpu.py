@@ -251,6 +251,12 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
     assert len(rows) == 2 * (1 + 4 + 2 * 6) + 8 * (3 + 2) + 2
+    device.said = ("vLLM is not here",)
+    notes: list[str] = []
+    for _ in gpu.cases(Setup(tmp_path, SMOKE, lambda line: None, note=notes.append), device):
+        pass
+    assert notes[0] == "vLLM is not here"
+    assert "256 blocks are not measured" in notes[1] and "--shm-size" in notes[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -114,6 +114,8 @@ class MemoryDevice(Device):
 
     def __init__(self, room: Room) -> None:
         self.free = room
+        self.said: tuple[str, ...] = ()
+        """Its notes."""
         self.released = 0
 
     def room(self) -> Room:
@@ -127,6 +129,9 @@ class MemoryDevice(Device):
     ) -> Contender:
         pages = [tensor.numpy() for tensor in tensors]
         return Contender(CpuDeviceCopier(pages, layout, slots, InlineExecutor()), is_pinned=True)
+
+    def notes(self) -> Sequence[str]:
+        return self.said
 
     def others(self) -> Mapping[str, Make]:
         return {VLLM: self._vllm}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
-BARE, BARE_NEEDED = ("gpu", "round_trip"), ("torch", "rich")
+BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
 """Measurements that run without vLLM, LMDB and msgspec, and what those need."""
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
@@ -50,12 +50,13 @@ MEASUREMENTS = {
     "busy": "the same while the scheduler's thread never rests",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "restart": "what a server computes again after a restart, and how it serves a storm",
-    "gpu": "device to CPU tier and back, on a machine with a GPU; then round_trip",
+    "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
+    "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
 }
 """Name (and module) of every measurement, and what it is about, in the order in which they run:
 `lookups` uses blocks of the tiers in which `reopening` looks for the order of the last use."""
-ASKED_FOR = ("gpu", "round_trip")
+ASKED_FOR = BARE
 """Measured only if asked for by name."""
 
 
@@ -217,9 +218,11 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
 
 def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
-    """The measurements that are made: those asked for, or what belongs to the scale."""
+    """The measurements that are made: those asked for, or what belongs to the scale. With `gpu`
+    comes all that a machine with a GPU is asked first."""
     if only:
-        return [name for name in MEASUREMENTS if name in only]
+        asked = {*only, *BARE} if "gpu" in only else {*only}
+        return [name for name in MEASUREMENTS if name in asked]
     left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "restart")
     return [name for name in MEASUREMENTS if name not in left_out]
 

@@ -14,8 +14,6 @@ from .scale import BLOCK_TOKENS, EngineScale
 if TYPE_CHECKING:
     from .engine_runs import Runs
 
-GPU_SCALE = EngineScale(layers=24, hidden=1024, prefix_blocks=120)
-"""About 100 KiB of KV cache a token, and prompts of 4,000 tokens."""
 NOT_SLOWER = (Goal(1.0, VLLM),)
 NO_COST = (Goal(1.03, NONE),)
 CACHED = Quantity("after a restart: cached tokens", "tokens", is_more_better=True)
@@ -26,14 +24,14 @@ UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),
 def cases(setup: Setup) -> Generator[Case, None, None]:
     """Long prefixes that come again; blocks of which half never do."""
     scale = setup.scale.engine
-    runs = _runs(setup, scale)
+    runs = make_runs(setup, scale)
     with runs.side_by_side((OURS, VLLM, NONE)) as engines:
         yield Case(
             f"prompts of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens that never come again",
             engines,
             repeats=scale.fresh_rounds,
         )
-    yield _prefixes(runs, scale, setup.scale.engine_repeats)
+    yield prefixes_case(runs, scale, setup.scale.engine_repeats)
     yield Case(
         "half of the blocks used once; ours with second_touch",
         {name: partial(runs.half_once, name) for name in (OURS, VLLM)},
@@ -45,13 +43,8 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
     )
 
 
-def cases_on_gpu(setup: Setup) -> Generator[Case, None, None]:
-    """Long prefixes with a model that is worth a GPU: cold, warm, and after a restart, once."""
-    scale = GPU_SCALE if setup.scale.is_whole else setup.scale.engine
-    yield _prefixes(_runs(setup, scale), scale, repeats=1)
-
-
-def _runs(setup: Setup, scale: EngineScale) -> Runs:
+def make_runs(setup: Setup, scale: EngineScale) -> Runs:
+    """Servers of every contender over a model of this scale, which is made."""
     from ..model import make_llama
     from .engine_runs import VOCABULARY, Runs, Servers
 
@@ -67,7 +60,8 @@ def _runs(setup: Setup, scale: EngineScale) -> Runs:
     return Runs(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
 
 
-def _prefixes(runs: Runs, scale: EngineScale, repeats: int) -> Case:
+def prefixes_case(runs: Runs, scale: EngineScale, repeats: int) -> Case:
+    """Two passes over all prefixes, and one after a restart."""
     return Case(
         f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",
         {name: partial(runs.prefixes, name) for name in (NONE, OURS, VLLM)},

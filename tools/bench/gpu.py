@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 from ...handlers.geometry import PageRef, TensorLayout, WorkerLayout
 from ...handlers.hazards import Direction
@@ -211,20 +210,6 @@ def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, N
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
-def all_cases(setup: Setup) -> Generator[Case, None, None]:
-    """Transfers, then all tiers without an engine, then the engine where there is one."""
-    yield from cases(setup)
-    from . import round_trip
-
-    yield from round_trip.cases(setup)
-    if find_spec("vllm"):
-        from . import engine
-
-        yield from engine.cases_on_gpu(setup)
-    else:
-        setup.note("vLLM is not installed: its engine is not started; see the round trip instead")
-
-
 def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
     names = bench.names
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
@@ -281,5 +266,5 @@ MEASUREMENT = Measurement(
     f"of {BESIDE_BLOCKS} blocks that are submitted together and asked after as seldom as in an "
     "engine's step, until the last one is heard of.",
     quantities(),
-    all_cases,
+    cases,
 )

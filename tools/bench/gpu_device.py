@@ -135,7 +135,7 @@ class CudaDevice(Device):
         if not torch.cuda.is_available():
             raise BenchError(
                 "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
-                "a torch that was built for CUDA"
+                "a torch that was built for CUDA, or `--only round_trip` here, without one"
             )
         self._others, self._notes = _others()
         self._compute = _cuda().Stream()
