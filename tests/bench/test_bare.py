@@ -44,7 +44,7 @@ for name in [n for n in sys.modules if n.partition(".")[0] not in allowed and n 
 def allowed() -> tuple[str, ...]:
     """Modules of the seven packages and of what they need, as their metadata says."""
     found: set[str] = set()
-    waiting = list(SEVEN)
+    waiting: list[str] = [*SEVEN]
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name in found:
