@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,21 @@ def test_it_says_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = run(round_trip.MEASUREMENT, setup).rows
     assert len(rows) == 5 and all(row.samples[OURS] for row in rows)
     assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize(("free_mib", "blocks"), [(1 << 20, 64), (64, 8), (8, 0)])
+def test_it_takes_no_more_than_there_is(
+    free_mib: int, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(round_trip, "SHAPE", Shape("one MiB", 1, 1 << 20))
+    usage = SimpleNamespace(free=free_mib << 20)
+    monkeypatch.setattr(round_trip, "psutil", SimpleNamespace(disk_usage=lambda path: usage))
+    scale = replace(SMOKE, transfer_bytes=64 << 20)
+    setup = Setup(tmp_path / "folder", scale, lambda line: None, note=notes.append)
+    cases = list(round_trip.cases(setup, "cpu"))
+    assert [case.label.split()[0] for case in cases] == ([str(blocks)] if blocks else [])
+    assert any("--shm-size" in note for note in notes) is (blocks < 64)
 
 
 class Halted(RoundTrip):

@@ -15,9 +15,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import psutil
+
+from ....sizes import human
 from ....tiers.base import BlockHash
 from ....tiers.cpu import ArenaGeometry
-from ..gpu import Shape
+from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ..gpu import MEMORY_SHARE, Shape
 from ..measurement import Case, Figures, Measurement, Setup
 from ..raw import drop_page_cache
 from ..results import OURS, BenchError, Quantity
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 SHAPE = Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10)
 REQUEST_BYTES = 16 * MIB
 BLOCKS_MIN = 4
+DISK_FACTOR = 4
+"""Bytes on the disk per byte of blocks: segments are made ahead, and in whole."""
 GIGA = 1e9
 CPU, CUDA = "cpu", "cuda"
 
@@ -46,9 +52,7 @@ class RoundTrip:
         """`device`: `"cuda"` or `"cpu"`; `index`: see `disk_tier`."""
         self._folder, self._device, self._shape = folder, device, shape
         self._blocks, self._index = blocks, index
-        # Half of the CPU tier may be promoted into.
-        spare = WINDOW * max(1, REQUEST_BYTES // shape.block_bytes)
-        self._geometry = ArenaGeometry(2 * blocks + spare, shape.block_bytes, 1)
+        self._geometry = ArenaGeometry(_slots_for(shape, blocks), shape.block_bytes, 1)
 
     def __call__(self) -> Figures:
         """Go all the way once. Raises `BenchError` if a byte differs or a block is missing."""
@@ -109,6 +113,32 @@ class RoundTrip:
         return [Part(keys[at : at + size], places[at : at + size]) for at in starts]
 
 
+def _slots_for(shape: Shape, blocks: int) -> int:
+    """Of the CPU tier: half of it may be promoted into."""
+    asked_for = WINDOW * max(1, REQUEST_BYTES // shape.block_bytes)
+    return 2 * blocks + min(blocks, asked_for)
+
+
+def _fitting(setup: Setup, wanted: int) -> int:
+    """Blocks for which there is room; says so where those are fewer than wanted."""
+    shared = psutil.disk_usage(DEFAULT_ARENA_DIR).free
+    disk = psutil.disk_usage(str(setup.folder.parent)).free
+    blocks = wanted
+    while blocks >= BLOCKS_MIN:
+        arena = _slots_for(SHAPE, blocks) * SHAPE.block_bytes
+        on_disk = DISK_FACTOR * blocks * SHAPE.block_bytes
+        if arena <= MEMORY_SHARE * shared and on_disk <= MEMORY_SHARE * disk:
+            break
+        blocks //= 2
+    if blocks < wanted:
+        setup.note(
+            f"{wanted:,} blocks have no room for a round trip: {human(shared)} of "
+            f"{DEFAULT_ARENA_DIR} and {human(disk)} of the disk are free; give a container a "
+            "larger --shm-size, or another --path"
+        )
+    return blocks if blocks >= BLOCKS_MIN else 0
+
+
 def _key(number: int) -> BlockHash:
     return BlockHash(hashlib.sha256(f"round trip {number}".encode()).digest())
 
@@ -142,7 +172,9 @@ def cases(setup: Setup, device: str = "") -> Generator[Case, None, None]:
             f"lmdb is not installed: the index of the NVMe tier is {index}; "
             "pip install lmdb to measure with the tier's own"
         )
-    blocks = max(BLOCKS_MIN, setup.scale.transfer_bytes // SHAPE.block_bytes)
+    blocks = _fitting(setup, max(BLOCKS_MIN, setup.scale.transfer_bytes // SHAPE.block_bytes))
+    if not blocks:
+        return
     trip = RoundTrip(setup.folder / "tier", device, SHAPE, blocks, index)
     label = f"{blocks:,} blocks of {SHAPE.block_bytes // MIB} MiB; device: {device}; index: {index}"
     yield Case(label, {OURS: partial(_in_fresh_folder, trip, setup.folder / "tier")}, QUANTITIES)
