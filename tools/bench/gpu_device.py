@@ -137,8 +137,8 @@ class CudaDevice(Device):
                 "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
                 "a torch that was built for CUDA, or `--only round_trip` here, without one"
             )
+        self._compute = _cuda().Stream()  # the driver is ready from here on
         self._others, self._notes = _others()
-        self._compute = _cuda().Stream()
         self._matrix = torch.eye(MATRIX, device=DEVICE, dtype=torch.float16)
         _cuda().synchronize()
         self._kernels = CHAIN_KERNELS_MIN
