@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*.txt))
 
-.PHONY: help setup demo bench bench-gpu test test-vllm lint format soak wheel clean
+.PHONY: help setup demo bench bench-gpu sanitize-gpu test test-vllm lint format soak wheel clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +36,11 @@ demo: $(STAMP) ## run the main job end to end and print what came from where
 bench: $(STAMP) ## measure beside vLLM's own offloading (BENCH="--quick" for two minutes)
 	@$(BIN)/python -m kvcascade.tools bench $(BENCH)
 
-bench-gpu: $(STAMP) ## measure device to CPU tier and back; needs an NVIDIA GPU
+bench-gpu: $(STAMP) ## measure all tiers on an NVIDIA GPU, and say what was left out
 	@$(BIN)/python -m kvcascade.tools bench --only gpu $(BENCH)
+
+sanitize-gpu: $(STAMP) ## run the small GPU tests under compute-sanitizer; needs an NVIDIA GPU
+	@$(BIN)/python -m pytest -q -rs -m slow tests/gpu/test_sanitizer.py $(PYTEST)
 
 test: $(STAMP) ## run the tests but those that take long, real-engine tests included
 	@$(BIN)/python -m pytest -q $(PYTEST)

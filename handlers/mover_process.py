@@ -14,7 +14,7 @@ from functools import partial
 
 from ..tiers.base import BlockOutcome, SlotSpec
 from ..tiers.nvme.backend import Background, NvmeSpec
-from ..tiers.nvme.index import Removal
+from ..tiers.nvme.index_port import Removal
 from ..tiers.nvme.repairs import OnEnd
 from ..tiers.nvme.store import BlockStore
 from .base import OffloadingHandler, TransferResult, TransferSpec

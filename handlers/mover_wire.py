@@ -15,7 +15,7 @@ import numpy as np
 
 from ..tiers.base import BlockHash, BlockOutcome, SlotArray
 from ..tiers.nvme.attach import Attachment
-from ..tiers.nvme.index import Removal
+from ..tiers.nvme.index_port import Removal
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")

@@ -12,7 +12,7 @@ from functools import partial
 
 from ..tiers.base import BlockOutcome, SlotArray, SlotSpec
 from ..tiers.nvme.backend import NvmeSpec
-from ..tiers.nvme.index import Removal
+from ..tiers.nvme.index_port import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import TransferSpec
 from .bounce import ArenaBounce

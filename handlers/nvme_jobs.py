@@ -20,7 +20,7 @@ from time import monotonic
 from ..logs import get_logger
 from ..tiers.base import BlockOutcome
 from ..tiers.nvme.backend import NvmeSpec
-from ..tiers.nvme.index import Removal
+from ..tiers.nvme.index_port import Removal
 from .base import OffloadingHandler, TransferResult, TransferSpec
 
 DEFAULT_MAX_JOBS = 16

@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 
 from ..tiers.base import BlockOutcome
 from ..tiers.nvme.backend import NvmeSpec
-from ..tiers.nvme.index import Removal
+from ..tiers.nvme.index_port import Removal
 from ..tiers.nvme.store import BlockStore
 from .base import TransferSpec
 from .bounce import BounceBuffers

@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
-from hypothesis import HealthCheck, settings
 from support.children import Start, children
 
 # Before anything imports vLLM: it must neither look for models outside nor report its use.
@@ -16,15 +16,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
 
-_COMMON = settings(
-    deadline=None,  # time is the machine's business, not the property's
-    derandomize=False,
-    print_blob=True,  # a failure prints what replays it: @reproduce_failure(...)
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile("test", _COMMON, max_examples=60)
-settings.register_profile("soak", _COMMON, max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+def _load_profile() -> None:
+    from hypothesis import HealthCheck, settings
+
+    common = settings(
+        deadline=None,  # time is the machine's business, not the property's
+        derandomize=False,
+        print_blob=True,  # a failure prints what replays it: @reproduce_failure(...)
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.register_profile("test", common, max_examples=60)
+    settings.register_profile("soak", common, max_examples=2000)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+
+# tests/gpu runs where hypothesis and pytest-timeout are not installed.
+if find_spec("hypothesis"):
+    _load_profile()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the option of pytest-timeout where that plugin is missing: options are strict."""
+    if not find_spec("pytest_timeout"):
+        parser.addini("timeout", "limit per test in seconds; needs pytest-timeout")
 
 
 @cache

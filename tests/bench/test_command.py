@@ -52,6 +52,12 @@ def test_arguments() -> None:
     assert parse().out == Path("out") and parse().path is None
 
 
+def test_a_gpu_is_asked_everything_it_is_there_for() -> None:
+    assert bench.names_of(["gpu"], FULL) == ["gpu", "round_trip", "gpu_engine"]
+    assert bench.names_of(["busy", "round_trip"], FULL) == ["busy", "round_trip"]
+    assert not {"gpu", "round_trip", "gpu_engine"} & {*bench.names_of(None, FULL)}
+
+
 def test_the_options_that_help_shows_are_right_ones() -> None:
     (action,) = (a for a in parser()._actions if a.dest == "nvme")
     shown = re.findall(r"\w+=\w+", str(action.help))
@@ -85,6 +91,8 @@ def test_facts(tmp_path: Path) -> None:
     assert machine["cores"] >= 1 and machine["memory_bytes"] > 0 and machine["file_system"]
     line = headline({"machine": machine, "versions": versions})
     assert versions["kvcascade"] in line and "\n" not in line
+    free = machine["shared_memory_free_bytes"] / 2**30
+    assert f"{free:.1f} GiB free in /dev/shm" in line
 
 
 def test_facts_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvcascade.config import parse
 from kvcascade.tiers.policies import known_names
+from kvcascade.tools.bench import gpu_engine
 from kvcascade.tools.bench.engine import MEASUREMENT
 from kvcascade.tools.bench.engine_runs import (
     Answers,
@@ -22,8 +23,9 @@ from kvcascade.tools.bench.engine_runs import (
     one_pass,
     written_bytes,
 )
+from kvcascade.tools.bench.measurement import Setup
 from kvcascade.tools.bench.results import NONE, OURS, VLLM
-from kvcascade.tools.bench.scale import BLOCK_TOKENS, EngineScale
+from kvcascade.tools.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 
@@ -82,6 +84,26 @@ def test_an_engine_is_asked_a_few_rounds_and_stopped_before_the_next_one_starts(
             events.append("round")
     each = ["start", *["round"] * SCALE.fresh_rounds_an_engine, "stop"]
     assert events == each + each
+
+
+def test_tokens_are_held_against_those_of_the_engine_asked_first(tmp_path: Path) -> None:
+    asked = runs(tmp_path)
+    first = Answers([1.0], 1.0, 0, [(1, 2, 3), (4, 5, 6)])
+    again = Answers([1.0], 1.0, 9, [(1, 2, 3), (4, 5, 7)])
+    short = Answers([1.0], 1.0, 9, [(1, 2), (4, 5, 6)])
+    assert asked._unlike([first, first]) == 0
+    assert asked._unlike([again, short]) == 2
+
+
+def test_the_engine_on_a_gpu_is_left_out_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    setup = Setup(tmp_path, SMOKE, lambda line: None, note=notes.append)
+    monkeypatch.setattr(gpu_engine, "find_spec", lambda name: None if name == "vllm" else name)
+    assert not list(gpu_engine.cases(setup))
+    (note,) = notes
+    assert "vllm not found" in note and "lmdb" not in note
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

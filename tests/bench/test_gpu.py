@@ -4,6 +4,7 @@ on a device that is ordinary memory."""
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Set
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,9 @@ from kvcascade.tools.bench.gpu_moves import (
     BESIDE,
     HEAR_LONGEST,
     MEANWHILE,
+    PACED,
+    PACED_HEAR,
+    PACED_SUBMIT,
     RATE,
     SUBMIT,
     SUBMIT_LONGEST,
@@ -35,6 +39,7 @@ from kvcascade.tools.bench.gpu_moves import (
     beside,
     check,
     costs,
+    paced,
 )
 from kvcascade.tools.bench.measurement import Figures, Setup, run
 from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, BenchError, Row
@@ -159,6 +164,29 @@ def test_what_ended_before_the_first_kernel_does_not_count() -> None:
     assert found == {BESIDE[Direction.STORE]: None, MEANWHILE[Direction.STORE]: 0.0}
 
 
+@both_ways
+@pytest.mark.parametrize("step_s", gpu_moves.PACED_S)
+def test_transfers_that_are_seldom_asked_after(way: Direction, step_s: float) -> None:
+    """Four of 110 ms each: the last one is heard of at the first call after its end."""
+    clock = ManualClock()
+    link = Link(clock, job_s=0.11, submit_s=(0.001, 0.004, 0.0), hear_s=0.002)
+    chains: list[float] = []
+
+    def start_chain() -> Kernels:
+        chains.append(clock())
+        return Kernels(clock, CHAIN_S, clock() + CHAIN_S)
+
+    size = gpu_moves.PACED_BYTES // 4
+    found = paced(Mover(link), way, TRANSFER, size, step_s, start_chain, clock, clock.advance)
+    key = (way, step_s)
+    steps = math.ceil((0.001 + 4 * 0.11 - 0.005) / (step_s + 0.002))
+    took_s = 0.005 + steps * (step_s + 0.002)
+    assert found[PACED[key]] == pytest.approx(4 * size / took_s / 1e9)
+    assert found[PACED_SUBMIT[key]] == pytest.approx(4.0)
+    assert found[PACED_HEAR[key]] == pytest.approx(2.0)
+    assert len(chains) > 1, "kernels run all the time"
+
+
 class Forgetful(CpuDeviceCopier):
     """Brings back one byte of another value."""
 
@@ -189,6 +217,7 @@ def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu, "SHAPES", (SMALL, Shape("joined", 1, 4096)))
     monkeypatch.setattr(gpu, "COUNTS", (1, 16, 256))
     monkeypatch.setattr(gpu_moves, "BYTES_PER_TIMING", 1)
+    monkeypatch.setattr(gpu_moves, "PACED_JOBS_MAX", 2)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # no time is taken here that it could disturb
     measurement = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))
     return list(run(measurement, Setup(folder, SMOKE, lambda line: None)).rows)
@@ -197,7 +226,7 @@ def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = MemoryDevice(ENDLESS)
     rows = measure(device, tmp_path, monkeypatch)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 4)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 4 + 2 * 6)
     for row in rows:
         contenders = set(row.samples)
         if row.quantity.name in RATE.values():
@@ -221,7 +250,13 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
-    assert len(rows) == 2 * (1 + 4) + 8 * (3 + 2) + 2
+    assert len(rows) == 2 * (1 + 4 + 2 * 6) + 8 * (3 + 2) + 2
+    device.said = ("vLLM is not here",)
+    notes: list[str] = []
+    for _ in gpu.cases(Setup(tmp_path, SMOKE, lambda line: None, note=notes.append), device):
+        pass
+    assert notes[0] == "vLLM is not here"
+    assert "256 blocks are not measured" in notes[1] and "--shm-size" in notes[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -22,8 +22,7 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.capacity import index_bytes
 from kvcascade.tiers.nvme.format import IndexEntry
 from kvcascade.tiers.nvme.growth import RECHECK_S, RETRY_AFTER_S
-from kvcascade.tiers.nvme.index import Removal
-from kvcascade.tiers.nvme.index_errors import CommitOutcome
+from kvcascade.tiers.nvme.index_port import CommitOutcome, Removal
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 

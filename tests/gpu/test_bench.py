@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvcascade.tools.bench import gpu
+from kvcascade.tools.bench import gpu, gpu_moves
+from kvcascade.tools.bench.gpu import Shape
+from kvcascade.tools.bench.gpu_device import CudaDevice
 from kvcascade.tools.bench.gpu_moves import BESIDE, RATE
 from kvcascade.tools.bench.measurement import Setup, run
-from kvcascade.tools.bench.results import LIMIT, OURS, VLLM
+from kvcascade.tools.bench.results import LIMIT, OURS
+from kvcascade.tools.bench.round_trip import RoundTrip
+from kvcascade.tools.bench.round_trip.disk_tier import LMDB, RECORDS
 from kvcascade.tools.bench.scale import SMOKE
 
 pytestmark = pytest.mark.gpu
+with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")
 
 
-def test_every_contender_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contender_has_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want_shared: Callable[[int], None]
+) -> None:
+    want_shared(256 << 20)
     shapes = [replace(shape, layers=min(shape.layers, 4)) for shape in gpu.SHAPES]
     monkeypatch.setattr(gpu, "SHAPES", shapes)
     monkeypatch.setattr(gpu, "COUNTS", (1, 16))
-    rows = run(gpu.MEASUREMENT, Setup(tmp_path, SMOKE, lambda line: None)).rows
-    assert len(rows) == len(shapes) * (1 + 8 * 2 + 4)
+    monkeypatch.setattr(gpu_moves, "PACED_BYTES", 1 << 30)
+    notes: list[str] = []
+    setup = Setup(tmp_path, SMOKE, lambda line: None, note=notes.append)
+    rows = run(gpu.MEASUREMENT, setup).rows
+    both = {OURS, *CudaDevice().others()}
+    assert len(both) == 2 or notes, "what does not run is said"
+    assert len(rows) == len(shapes) * (1 + 8 * 2 + 4 + 2 * 6)
     for row in rows:
         name, contenders = row.quantity.name, set(row.samples)
         if name in BESIDE.values():
-            assert contenders <= {OURS, VLLM}, "transfers may be too short here"
+            assert contenders <= both, "transfers may be too short here"
         else:
-            assert contenders == {OURS, VLLM, *([LIMIT] if name in RATE.values() else [])}, row
+            assert contenders == {*both, *([LIMIT] if name in RATE.values() else [])}, row
         if name == gpu.PINNED:
-            assert row.samples == {OURS: [100.0], VLLM: [100.0]}
+            assert row.samples == {each: [100.0] for each in both}
+
+
+@pytest.mark.parametrize("index", [RECORDS, pytest.param(LMDB, marks=with_lmdb)])
+def test_all_tiers_without_an_engine(
+    index: str, tmp_path: Path, want_shared: Callable[[int], None]
+) -> None:
+    want_shared(256 << 20)
+    shape = Shape("small", 8, 64 << 10)
+    found = RoundTrip(tmp_path / "tier", "cuda", shape, 64, index)()
+    print({name: round(figure or 0, 3) for name, figure in found.items()})
+    assert all(figure and figure > 0 for figure in found.values())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -38,17 +38,19 @@ LARGE = {
 STAGING_BYTES = 16 << 20
 
 
+OpenArena = Callable[[Case], AbstractContextManager[Arena]]
+
+
 @pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder in shared memory that nobody else uses: files on a disk may not be pinned for long
-    (Linux refuses it for file systems that write back), and an arena never lies there."""
-    with TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
+def open_arena(shared: Path, want_shared: Callable[[int], None]) -> OpenArena:
+    """Opens an arena for a case, in shared memory of its own."""
 
+    def opened(case: Case) -> Arena:
+        want_shared(case.geometry.data_bytes)
+        role = ArenaRole.scheduler(expect_workers=False)
+        return Arena.open(case.geometry, "gpu-test", role, arena_dir=str(shared))
 
-def open_arena(case: Case, shared: Path) -> Arena:
-    role = ArenaRole.scheduler(expect_workers=False)
-    return Arena.open(case.geometry, "gpu-test", role, arena_dir=str(shared))
+    return opened
 
 
 def to_device(pages: np.typing.NDArray[np.int8], gap: int) -> torch.Tensor:
@@ -100,16 +102,16 @@ def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
 
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "unpinned"])
 @pytest.mark.parametrize("name", [*NAMED_CASES, *LARGE])
-def test_moves_the_pages(name: str, is_pinned: bool, shared: Path) -> None:
+def test_moves_the_pages(name: str, is_pinned: bool, open_arena: OpenArena) -> None:
     case = {**NAMED_CASES, **LARGE}[name]
-    with open_arena(case, shared) as arena:
+    with open_arena(case) as arena:
         for seed in range(2 if name in LARGE else 6):
             check(case, arena, seed, is_pinned)
 
 
-def test_a_store_sees_what_the_compute_stream_was_given_before(shared: Path) -> None:
+def test_a_store_sees_what_the_compute_stream_was_given_before(open_arena: OpenArena) -> None:
     case = LARGE["llama_8b"]
-    with open_arena(case, shared) as arena:
+    with open_arena(case) as arena:
         devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
         copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
         cuda: Any = torch.cuda
@@ -126,10 +128,32 @@ def test_a_store_sees_what_the_compute_stream_was_given_before(shared: Path) -> 
         copier.shutdown()
 
 
-def test_asking_alone_brings_a_job_of_many_operations_to_its_end(shared: Path) -> None:
+def test_a_load_comes_after_what_is_written_to_its_target(
+    open_arena: OpenArena,
+) -> None:
+    """The engine zeroes blocks before it hands them out: that must not undo the load."""
+    case = LARGE["llama_8b"]
+    with open_arena(case) as arena:
+        devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
+        copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
+        arena.slots[:128] = 7
+        cuda: Any = torch.cuda
+        cuda._sleep(200_000_000)
+        for device in devices:
+            device.zero_()
+        ids, slots = list(range(128)), np.arange(128, dtype=np.int32)
+        copier.submit_load(1, GpuBlocks.of(ids, [128], [0]), slots)
+        assert copier.get_finished() == [], "submitting does not wait for the device"
+        copier.wait({1})
+        for device in devices:
+            assert (device[:128] == 7).all() and not device[128:].any()
+        copier.shutdown()
+
+
+def test_asking_alone_brings_a_job_of_many_operations_to_its_end(open_arena: OpenArena) -> None:
     case = LARGE["mla"]
     cuda: Any = torch.cuda
-    with open_arena(case, shared) as arena:
+    with open_arena(case) as arena:
         tensors = case.tensors(np.random.default_rng(0))
         devices = [to_device(t, 0) for t in tensors]
         copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
@@ -149,9 +173,9 @@ def test_asking_alone_brings_a_job_of_many_operations_to_its_end(shared: Path) -
         copier.shutdown()
 
 
-def test_jobs_of_both_directions_on_one_block_keep_their_order(shared: Path) -> None:
+def test_jobs_of_both_directions_on_one_block_keep_their_order(open_arena: OpenArena) -> None:
     case = LARGE["mla"]
-    with open_arena(case, shared) as arena:
+    with open_arena(case) as arena:
         devices = [to_device(t, 0) for t in case.tensors(np.random.default_rng(0))]
         copier = CudaDeviceCopier(devices, case.layout, arena.slots, staging_bytes=STAGING_BYTES)
         want = [device[:64].cpu() for device in devices]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drawn_layouts import cases
 from support.kv_layouts import (
     NAMED_CASES,
     Case,
-    cases,
     make_job,
     model_load,
     model_store,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kv_layouts import NAMED_CASES, Case, cases, make_job, one_group, page_places
+from support.drawn_layouts import cases
+from support.kv_layouts import NAMED_CASES, Case, make_job, one_group, page_places
 
 from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import GpuBlocks

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drawn_layouts import cases
 from support.kv_layouts import (
     NAMED_CASES,
     Case,
-    cases,
     make_job,
     may_change_mask,
     model_load,

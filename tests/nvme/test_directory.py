@@ -11,7 +11,7 @@ from support.nvme_rig import Rig, config_for, content, key
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
 from kvcascade.tiers.nvme.format import parse_entry
-from kvcascade.tiers.nvme.index_errors import CommitOutcome
+from kvcascade.tiers.nvme.index_port import CommitOutcome
 
 OK = BlockOutcome.OK
 KEY = key(0)

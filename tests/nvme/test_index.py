@@ -21,15 +21,14 @@ from kvcascade.tiers.nvme.index import (
     NO_PAGES_PAUSE_S,
     NO_PAGES_TRIES,
     BlockIndex,
-    Removal,
     Session,
     attach_index,
     open_index,
 )
 from kvcascade.tiers.nvme.index_environment import open_environment
-from kvcascade.tiers.nvme.index_errors import CommitOutcome
 from kvcascade.tiers.nvme.index_file import DATA_NAME
 from kvcascade.tiers.nvme.index_keys import IndexIdentity
+from kvcascade.tiers.nvme.index_port import CommitOutcome, Removal
 from kvcascade.tiers.nvme.saved_slots import SavedSlots
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)

@@ -13,7 +13,7 @@ from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
-from kvcascade.tiers.nvme.index_errors import CommitOutcome
+from kvcascade.tiers.nvme.index_port import CommitOutcome
 
 SLOTS = 32
 POLICIES = ["lru", "arc", "s3fifo", "prefix"]

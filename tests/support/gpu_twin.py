@@ -22,7 +22,8 @@ from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.bench import gpu_device
 from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import Contender, Device, Room
+from kvcascade.tools.bench.gpu_device import Contender, Device, Make, Room
+from kvcascade.tools.bench.results import VLLM
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -113,6 +114,8 @@ class MemoryDevice(Device):
 
     def __init__(self, room: Room) -> None:
         self.free = room
+        self.said: tuple[str, ...] = ()
+        """Its notes."""
         self.released = 0
 
     def room(self) -> Room:
@@ -127,7 +130,13 @@ class MemoryDevice(Device):
         pages = [tensor.numpy() for tensor in tensors]
         return Contender(CpuDeviceCopier(pages, layout, slots, InlineExecutor()), is_pinned=True)
 
-    def vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    def notes(self) -> Sequence[str]:
+        return self.said
+
+    def others(self) -> Mapping[str, Make]:
+        return {VLLM: self._vllm}
+
+    def _vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
         shape = Shape("", len(tensors), tensors[0].shape[1])
         geometry = ArenaGeometry(slots, shape.block_bytes, 1)
         memory = np.zeros((slots, geometry.slot_bytes), dtype=np.uint8)

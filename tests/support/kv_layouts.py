@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import strategies as st
 
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.geometry import PageRef, TensorLayout, WorkerLayout
@@ -102,32 +101,6 @@ NAMED_CASES = {
     "shared_tensor_in_group": Case((64,), (0,), ((PageRef(0, 16), PageRef(0, 48)),), 2),
     "group_without_layers": Case((32,), (0,), ((), (PageRef(0, 32),)), 2),
 }
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any layout of up to three groups over up to four tensors."""
-    pages = tuple(draw(st.lists(st.integers(1, 96), min_size=1, max_size=4)))
-    gaps = tuple(draw(st.sampled_from([0, 0, 8, 13])) for _ in pages)
-    groups = []
-    for _ in range(draw(st.integers(1, 3))):
-        tensors = draw(st.lists(st.integers(0, len(pages) - 1), min_size=1, max_size=4))
-        groups.append(
-            tuple(
-                PageRef(t, draw(st.sampled_from([pages[t], max(1, pages[t] // 2)])))
-                for t in tensors
-            )
-        )
-    world = draw(st.integers(1, 3))
-    return Case(
-        pages,
-        gaps,
-        tuple(groups),
-        draw(st.sampled_from([1, 2, 4])),
-        world,
-        draw(st.integers(0, world - 1)),
-        draw(st.sampled_from([0, 7, 4096])),
-    )
 
 
 def make_job(case: Case, rng: np.random.Generator) -> Job:

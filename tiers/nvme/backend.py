@@ -33,7 +33,7 @@ from ..base import (
 from .directory import IndexDirectory
 from .extents import Extent, ExtentPool, complement
 from .growth import Arrival, SegmentGrowth
-from .index import Removal
+from .index_port import Removal
 from .repairs import OnEnd, RecordRepairs
 from .resting import RestingPaths
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +34,12 @@ from ..base import BlockHash, BlockStatus
 from ..policies.directory import BlockDirectory
 from ..policies.order import scalars
 from .format import parse_entry
-from .index import BlockIndex, Removal
+from .index_port import Removal
 from .record_pages import RecordPages
 from .segments import SegmentSet
+
+if TYPE_CHECKING:
+    from .index import BlockIndex
 
 REFRESH_EVERY_CHANGES = 64
 """Renew the held transaction after so many puts and pops, so that it pins few old pages."""

@@ -16,15 +16,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...errors import KVCascadeError, NoSpaceError
 from ...logs import get_logger
 from ..base import BlockHash
 from .capacity import SpaceBudget
-from .index import BlockIndex, Removal
+from .index_port import Removal
 from .moved import MovedBlocks
 from .owners import Owners
 from .segments import SegmentSet
+
+if TYPE_CHECKING:
+    from .index import BlockIndex
 
 RETRY_AFTER_S = 30.0
 """After a segment could not be made."""

@@ -41,7 +41,7 @@ from ..base import BlockHash
 from .clean_mark import write_mark
 from .format import FORMAT_VERSION, INDEX_ENTRY_BYTES, IndexEntry, parse_entry, slot_in_entry
 from .index_environment import forget_former_self, open_environment
-from .index_errors import CommitOutcome, from_lmdb, outcome_of_lmdb
+from .index_errors import from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_keys import (
     BLOCKS,
@@ -69,6 +69,7 @@ from .index_keys import (
     uses_key,
 )
 from .index_pages import check_pages
+from .index_port import CommitOutcome, Removal, SlotTest
 from .index_scan import lots
 from .owners import MAX_PROCESSES
 from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
@@ -84,15 +85,6 @@ movers shared two cores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
-    """An entry that shall go, if it is still the one that was meant."""
-
-    key: BlockHash
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Session:
     """One opening of an index by one process."""
 
@@ -104,9 +96,6 @@ class Session:
     """None if the last process with this state number did not close cleanly, or there was none."""
     proven_from: int
     """Slot records with a smaller generation may be older than the entries: a loss of power."""
-
-
-SlotTest = Callable[[int], bool]
 
 
 class BlockIndex:

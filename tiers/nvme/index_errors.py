@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from enum import Enum
 from pathlib import Path
 
 import lmdb
@@ -18,18 +17,9 @@ from ...errors import (
     from_os_error,
 )
 from .index_file import damaged
+from .index_port import CommitOutcome
 
 MAX_ERRNO = 4096
-
-
-class CommitOutcome(Enum):
-    """What became of a commit."""
-
-    DONE = "done"
-    STALE_EPOCH = "stale_epoch"  # the namespace was reset after the caller started
-    NO_SPACE = "no_space"
-    NO_PAGES = "no_pages"  # the map is full: freed pages wait until nobody reads what was before
-    IO_ERROR = "io_error"
 
 
 _FULL = (CommitOutcome.NO_SPACE, CommitOutcome.NO_PAGES)

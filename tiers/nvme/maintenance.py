@@ -27,7 +27,7 @@ from .index import (
     BlockIndex,
     attach_index,
 )
-from .index_errors import CommitOutcome, from_lmdb, from_outcome
+from .index_errors import from_lmdb, from_outcome
 from .index_file import DATA_NAME
 from .index_keys import (
     BLOCKS,
@@ -45,6 +45,7 @@ from .index_keys import (
     pack_totals,
     state_key,
 )
+from .index_port import CommitOutcome
 from .namespace import LOCK, OWNERS, REMOVAL_WAIT_S, described_layout
 from .owners import MAX_PROCESSES, Owners
 from .reader import Description

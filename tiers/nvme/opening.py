@@ -28,12 +28,12 @@ from .growth import SegmentGrowth
 from .index import (
     GENERATIONS_PER_SESSION,
     BlockIndex,
-    Removal,
     Session,
     open_index,
 )
 from .index_file import DATA_NAME, damaged
 from .index_keys import IndexIdentity
+from .index_port import Removal
 from .namespace import Namespace, describe_namespace
 from .opened import NvmeTier, NvmeTierConfig, StartReport
 from .owners import MAX_PROCESSES

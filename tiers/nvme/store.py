@@ -24,8 +24,7 @@ from ...errors import ErrorKind, KVCascadeError, from_os_error
 from ...logs import get_logger
 from ..base import BlockHash, BlockOutcome
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
-from .index import BlockIndex, Removal
-from .index_errors import CommitOutcome
+from .index_port import CommitOutcome, IndexPort, Removal
 from .segments import MissingSegmentError, SegmentSet
 from .turns import Turns
 
@@ -91,7 +90,7 @@ class BlockStore:
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: IndexPort,
         segments: SegmentSet,
         durability: Durability,
         first_generation: int,

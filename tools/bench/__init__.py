@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
+BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
+"""Measurements that run without vLLM, LMDB and msgspec, and what those need."""
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
@@ -48,11 +50,13 @@ MEASUREMENTS = {
     "busy": "the same while the scheduler's thread never rests",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "restart": "what a server computes again after a restart, and how it serves a storm",
-    "gpu": "device to CPU tier and back, on a machine with a GPU",
+    "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
+    "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
+    "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
 }
 """Name (and module) of every measurement, and what it is about, in the order in which they run:
 `lookups` uses blocks of the tiers in which `reopening` looks for the order of the last use."""
-ASKED_FOR = ("gpu",)
+ASKED_FOR = BARE
 """Measured only if asked for by name."""
 
 
@@ -101,7 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; returns the exit status."""
-    needed = (*NEEDED, "matplotlib") if arguments.plot else NEEDED
+    is_bare = set(arguments.only or MEASUREMENTS) <= set(BARE)
+    needed: tuple[str, ...] = BARE_NEEDED if is_bare else NEEDED
+    needed = (*needed, "matplotlib") if arguments.plot else needed
     if lacks(needed, "bench", arguments.json):
         return ExitCode.MISSING
     from ...errors import KVCascadeError
@@ -155,13 +161,19 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         "is_quick": bool(arguments.quick),
         "repeats": scale.repeats,
         "nvme": dict(arguments.nvme),
+        "notes": [],
     }
+
+    def note(line: str) -> None:
+        facts["notes"].append(line)
+        reporter.print(f"note: {line}")
+
     reporter.print(f"kvcascade bench: {headline(facts)}")
     tables: list[Table] = []
     try:
         for name in names:
             with reporter.measuring(name):
-                setup = Setup(folder / name, scale, reporter.progress, dict(arguments.nvme))
+                setup = Setup(folder / name, scale, reporter.progress, dict(arguments.nvme), note)
                 tables.append(measure(name, setup))
             reporter.table(tables[-1])
             facts["seconds"] = round(time.monotonic() - began, 1)
@@ -206,9 +218,11 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
 
 def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
-    """The measurements that are made: those asked for, or what belongs to the scale."""
+    """The measurements that are made: those asked for, or what belongs to the scale. With `gpu`
+    comes all that a machine with a GPU is asked first."""
     if only:
-        return [name for name in MEASUREMENTS if name in only]
+        asked = {*only, *BARE} if "gpu" in only else {*only}
+        return [name for name in MEASUREMENTS if name in asked]
     left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "restart")
     return [name for name in MEASUREMENTS if name not in left_out]
 

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..server import is_on_cpu, write_tokenizer
 from .measurement import Case, Measurement, Setup
 from .results import NONE, OURS, VLLM, Goal, Quantity
 from .scale import BLOCK_TOKENS, EngineScale
 
+if TYPE_CHECKING:
+    from .engine_runs import Runs
+
 NOT_SLOWER = (Goal(1.0, VLLM),)
 NO_COST = (Goal(1.03, NONE),)
 CACHED = Quantity("after a restart: cached tokens", "tokens", is_more_better=True)
 
+UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
+
 
 def cases(setup: Setup) -> Generator[Case, None, None]:
     """Long prefixes that come again; blocks of which half never do."""
+    scale = setup.scale.engine
+    runs = make_runs(setup, scale)
+    with runs.side_by_side((OURS, VLLM, NONE)) as engines:
+        yield Case(
+            f"prompts of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens that never come again",
+            engines,
+            repeats=scale.fresh_rounds,
+        )
+    yield prefixes_case(runs, scale, setup.scale.engine_repeats)
+    yield Case(
+        "half of the blocks used once; ours with second_touch",
+        {name: partial(runs.half_once, name) for name in (OURS, VLLM)},
+        (
+            Quantity("written to disk", "MiB", (Goal(0.5, VLLM),)),
+            CACHED,
+        ),
+        repeats=1,
+    )
+
+
+def make_runs(setup: Setup, scale: EngineScale) -> Runs:
+    """Servers of every contender over a model of this scale, which is made."""
     from ..model import make_llama
     from .engine_runs import VOCABULARY, Runs, Servers
 
-    scale = setup.scale.engine
     positions = scale.prompt_tokens_max
     model = make_llama(
         setup.folder / "model",
@@ -30,26 +57,16 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         max_positions=positions,
     )
     write_tokenizer(model, VOCABULARY)
-    runs = Runs(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
-    with runs.side_by_side((OURS, VLLM, NONE)) as engines:
-        yield Case(
-            f"prompts of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens that never come again",
-            engines,
-            repeats=scale.fresh_rounds,
-        )
-    yield Case(
+    return Runs(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
+
+
+def prefixes_case(runs: Runs, scale: EngineScale, repeats: int) -> Case:
+    """Two passes over all prefixes, and one after a restart."""
+    return Case(
         f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",
-        {name: partial(runs.prefixes, name) for name in (OURS, VLLM, NONE)},
-        repeats=setup.scale.engine_repeats,
-    )
-    yield Case(
-        "half of the blocks used once; ours with second_touch",
-        {name: partial(runs.half_once, name) for name in (OURS, VLLM)},
-        (
-            Quantity("written to disk", "MiB", (Goal(0.5, VLLM),)),
-            CACHED,
-        ),
-        repeats=1,
+        {name: partial(runs.prefixes, name) for name in (NONE, OURS, VLLM)},
+        quantities(),
+        repeats=repeats,
     )
 
 
@@ -67,7 +84,7 @@ def quantities() -> tuple[Quantity, ...]:
             Quantity(f"{name}: TTFT p95", "ms", goals),
             Quantity(f"{name}: total", "s", goals),
         ]
-    found.append(CACHED)
+    found += [CACHED, UNLIKE]
     found.append(Quantity("written to disk", "MiB", (Goal(1.0, VLLM),)))
     return tuple(found)
 

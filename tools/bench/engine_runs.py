@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Answers:
     ttft_s: Sequence[float]
     total_s: float
     cached_tokens: int
+    tokens: Sequence[Sequence[int]] = ()
+    """What was answered, by prompt."""
 
     def figures(self, name: str) -> dict[str, float]:
         """Rows of the table."""
@@ -227,20 +230,25 @@ class Runs:
         self._scale = scale
         self._sleep = sleep
         self._warmed = 0
+        self._first_pass: Sequence[Sequence[int]] = ()
+        """Tokens of the first pass of all: every other pass asks the same."""
 
     def prefixes(self, contender: str) -> dict[str, float]:
-        """Two passes, a restart, one more pass; bytes written."""
+        """Two passes, a restart, one more pass; bytes written, tokens compared."""
+        passes: list[Answers] = []
         with self._servers.disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, self._scale.cpu_share)
             figures: dict[str, float] = {}
             with self._engine(contender, options) as engine:
                 for name in ("first pass", "second pass"):
-                    figures |= self._ask(engine, one_pass(self._scale)).figures(name)
+                    passes.append(self._ask(engine, one_pass(self._scale)))
+                    figures |= passes[-1].figures(name)
                 self._sleep(REST_S)
             with self._engine(contender, options) as engine:
                 last = self._ask(engine, one_pass(self._scale))
             figures |= last.figures("after a restart")
             figures["after a restart: cached tokens"] = last.cached_tokens
+            figures["tokens unlike those of the engine asked first"] = self._unlike([*passes, last])
             figures["written to disk"] = written_bytes(contender, disk_folder) / 2**20
         return figures
 
@@ -274,12 +282,25 @@ class Runs:
             written = written_bytes(contender, disk_folder)
         return {"written to disk": written / 2**20, "after a restart: cached tokens": cached}
 
+    def _unlike(self, passes: Sequence[Answers]) -> float:
+        """Tokens that differ from the first engine's first pass, in all of these passes."""
+        self._first_pass = self._first_pass or passes[0].tokens
+        return float(
+            sum(
+                a != b
+                for answers in passes
+                for expected, found in zip(self._first_pass, answers.tokens, strict=True)
+                for a, b in zip_longest(expected, found)
+            )
+        )
+
     def _ask(self, server: ServerProcess, prompts: Sequence[Prompt]) -> Answers:
         began = time.monotonic()
         replies = server.complete_all(prompts, ANSWER_TOKENS, 1)
         total_s = time.monotonic() - began
         cached = sum(reply.cached_tokens for reply in replies)
-        return Answers([reply.ttft_s for reply in replies], total_s, cached)
+        answered = [reply.tokens for reply in replies]
+        return Answers([reply.ttft_s for reply in replies], total_s, cached, answered)
 
     @contextmanager
     def _asked(self, contender: str, options: dict[str, Any]) -> Iterator[Ask]:

@@ -23,6 +23,10 @@ from .gpu_moves import (
     COVERED_LEAST,
     HEAR_LONGEST,
     MEANWHILE,
+    PACED,
+    PACED_HEAR,
+    PACED_S,
+    PACED_SUBMIT,
     RATE,
     STEP_S,
     SUBMIT,
@@ -32,10 +36,11 @@ from .gpu_moves import (
     beside,
     check,
     costs,
+    paced,
     rate,
 )
 from .measurement import Case, Figures, Measurement, Setup
-from .results import LIMIT, OURS, VLLM, Goal, Quantity
+from .results import LIMIT, OURS, Goal, Quantity
 
 COUNTS = (1, 16, 256, 4096)
 """Blocks of a transfer."""
@@ -46,6 +51,7 @@ MEMORY_SHARE = 0.8
 BESIDE_BLOCKS = 64
 """Of the transfers that run beside kernels, and of the one whose bytes are compared."""
 
+GIB = 1 << 30
 PINNED = "CPU memory is pinned"
 
 
@@ -93,13 +99,19 @@ def need(shape: Shape, count: int) -> Room:
 def lacking(shape: Shape, count: int, free: Room) -> str:
     """What is too little for transfers of so many blocks; empty: nothing."""
     wanted = need(shape, count)
-    for place, needed, there in (
-        ("GPU memory", wanted.device, free.device),
-        ("/dev/shm", wanted.shared, free.shared),
-        ("memory", wanted.memory, free.memory),
+    larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
+    for place, needed, there, remedy in (
+        ("GPU memory", wanted.device, free.device, "end what uses the GPU"),
+        (
+            "/dev/shm",
+            wanted.shared,
+            free.shared,
+            f"give a container --shm-size of {larger}, or remount it with that size",
+        ),
+        ("memory", wanted.memory, free.memory, "end what uses memory"),
     ):
         if needed > MEMORY_SHARE * there:
-            return f"{human(needed)} of {place} are too much of {human(there)}"
+            return f"{human(needed)} of {place} are too much of {human(there)}; {remedy}"
     return ""
 
 
@@ -122,15 +134,21 @@ class Bench:
         tensors = [device.pages(self._room, shape.page_bytes) for _ in range(shape.layers)]
         layout = shape.layout(self._room, geometry)
         some = self._transfer(self._beside)
-        for name, made in (
-            (OURS, partial(device.ours, tensors, layout, arena.slots)),
-            (VLLM, partial(device.vllm, tensors, self._room)),
-        ):
-            contender: Contender = made()
+        makers: dict[str, Callable[[], Contender]] = {
+            OURS: partial(device.ours, tensors, layout, arena.slots),
+            **{name: partial(make, tensors, self._room) for name, make in device.others().items()},
+        }
+        for name, make in makers.items():
+            contender = make()
             undo.callback(contender.copier.shutdown)
             self._movers[name] = Mover(contender.copier)
             self._is_pinned[name] = contender.is_pinned
             check(self._movers[name], tensors, some)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, ours first."""
+        return tuple(self._movers)
 
     def pinned(self, name: str) -> Figures:
         """Whether all of a contender's CPU memory is."""
@@ -155,6 +173,15 @@ class Bench:
         start_chain = self._device.start_chain
         return _both_ways(lambda way: beside(mover, way, transfer, size, start_chain, time.sleep))
 
+    def paced(self, name: str, step_s: float) -> Figures:
+        """Many transfers in both directions, asked after as seldom as an engine does."""
+        mover, transfer = self._movers[name], self._transfer(self._beside)
+        size, start = self._beside * self._shape.block_bytes, self._device.start_chain
+        clock, pause = time.perf_counter, time.sleep
+        return _both_ways(
+            lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
+        )
+
     def _transfer(self, count: int) -> Transfer:
         return Transfer.scattered(count, self._room, self._room)
 
@@ -167,6 +194,8 @@ class Bench:
 def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, None]:
     """Every shape, from one block to as many as fit; what does not fit is named."""
     device = device or CudaDevice()
+    for note in device.notes():
+        setup.note(note)
     for shape in SHAPES:
         free = device.room()
         lacks = {count: lacking(shape, count, free) for count in COUNTS}
@@ -176,12 +205,13 @@ def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, N
             with ExitStack() as undo:
                 yield from _measured(Bench(device, shape, fitting[-1], undo), shape, fitting)
         for count in COUNTS[len(fitting) :]:
+            setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
 def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
-    names = (OURS, VLLM)
+    names = bench.names
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:
         contenders = {name: partial(bench.costs, name, count) for name in names}
@@ -192,6 +222,11 @@ def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Ca
     yield Case(
         f"{shape.label}: beside kernels", {name: partial(bench.beside, name) for name in names}
     )
+    for step_s in PACED_S:
+        yield Case(
+            f"{shape.label}: {step_s * 1e3:g} ms between calls",
+            {name: partial(bench.paced, name, step_s) for name in names},
+        )
 
 
 def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
@@ -210,6 +245,9 @@ def quantities() -> tuple[Quantity, ...]:
             Quantity(BESIDE[way], "×", (Goal(0.9, is_least=True),), is_more_better=True),
             Quantity(MEANWHILE[way], "GB/s", is_more_better=True),
         ]
+    for key, name in PACED.items():
+        found.append(Quantity(name, "GB/s", is_more_better=True))
+        found += [Quantity(each[key], "ms") for each in (PACED_SUBMIT, PACED_HEAR)]
     return tuple(found)
 
 
@@ -217,13 +255,16 @@ MEASUREMENT = Measurement(
     "gpu",
     "GPU: scattered blocks between the device and CPU memory",
     "Blocks and slots drawn at random, one transfer after another, each asked after until it has "
-    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; limit: one copy of as many "
+    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; per page: this worker's "
+    "batched copy of single pages, where vLLM is not installed; limit: one copy of as many "
     "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
     "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
     "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own "
     f"over its rate alone, while transfers of {BESIDE_BLOCKS} blocks are asked after and submitted "
     f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
-    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing.",
+    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing. Between calls: transfers "
+    f"of {BESIDE_BLOCKS} blocks that are submitted together and asked after as seldom as in an "
+    "engine's step, until the last one is heard of.",
     quantities(),
     cases,
 )

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ from ...handlers.hazards import Direction
 from ...machine import ThisMachine
 from ...tiers.cpu.arena import DEFAULT_ARENA_DIR
 from .gpu_moves import Chain
-from .results import BenchError
+from .page_copies import Batch, driver_batch
+from .results import PAGES, VLLM, BenchError
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +57,10 @@ class Contender:
     is_pinned: bool
 
 
+Make = Callable[[Sequence["torch.Tensor"], int], Contender]
+"""`make(tensors, slots)`, with CPU memory for so many blocks."""
+
+
 class Device(ABC):
     """A device that holds a KV cache."""
 
@@ -72,8 +79,12 @@ class Device(ABC):
         """Our copier between the tensors and the slots of an arena."""
 
     @abstractmethod
-    def vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
-        """vLLM's worker over the same tensors, with as much CPU memory."""
+    def others(self) -> Mapping[str, Make]:
+        """Contenders beside ours: name, and what makes one over the same tensors."""
+
+    def notes(self) -> Sequence[str]:
+        """Sentences about what is not measured here, and why."""
+        return ()
 
     @abstractmethod
     def plain_copies(self, size: int) -> Mapping[Direction, Callable[[], None]]:
@@ -124,9 +135,10 @@ class CudaDevice(Device):
         if not torch.cuda.is_available():
             raise BenchError(
                 "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
-                "a torch that was built for CUDA"
+                "a torch that was built for CUDA, or `--only round_trip` here, without one"
             )
-        self._compute = _cuda().Stream()
+        self._compute = _cuda().Stream()  # the driver is ready from here on
+        self._others, self._notes = _others()
         self._matrix = torch.eye(MATRIX, device=DEVICE, dtype=torch.float16)
         _cuda().synchronize()
         self._kernels = CHAIN_KERNELS_MIN
@@ -156,11 +168,11 @@ class CudaDevice(Device):
         copier = CudaDeviceCopier(tensors, layout, slots, registration=registration)
         return Contender(copier, registration.is_pinned)
 
-    def vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
-        from .vllm_device import VllmCopier
+    def others(self) -> Mapping[str, Make]:
+        return self._others
 
-        copier = VllmCopier(tensors, slots)
-        return Contender(copier, copier.is_pinned)
+    def notes(self) -> Sequence[str]:
+        return self._notes
 
     def plain_copies(self, size: int) -> Mapping[Direction, Callable[[], None]]:
         import torch
@@ -182,6 +194,36 @@ class CudaDevice(Device):
 
     def release(self) -> None:
         _cuda().empty_cache()
+
+
+def _others() -> tuple[dict[str, Make], list[str]]:
+    """vLLM's worker, or what stands in for it; and what to say about that."""
+    if find_spec("vllm"):
+        return {VLLM: _vllm}, []
+    try:
+        batch = driver_batch()
+    except BenchError as error:
+        return {}, [f"vLLM is not installed, and nothing stands in for its worker: {error}"]
+    note = (
+        "vLLM is not installed: a batched copy of single pages, as its worker makes it, stands in; "
+        "pip install vllm to measure its worker"
+    )
+    return {PAGES: partial(_pages, batch)}, [note]
+
+
+def _vllm(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    from .vllm_device import VllmCopier
+
+    copier = VllmCopier(tensors, slots)
+    return Contender(copier, copier.is_pinned)
+
+
+def _pages(batch: Batch, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    from ...handlers.host_register import cuda_registration
+    from .page_copies import PageCopier
+
+    registration = cuda_registration(tensors[0].device)
+    return Contender(PageCopier(tensors, slots, batch, registration), registration.is_pinned)
 
 
 def _cuda() -> Any:

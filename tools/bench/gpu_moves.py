@@ -47,6 +47,17 @@ SUBMIT_LONGEST = {way: f"{name}: submit, longest" for way, name in RATE.items()}
 HEAR_LONGEST = {way: f"{name}: get_finished, longest" for way, name in RATE.items()}
 BESIDE = {Direction.STORE: "kernels beside stores", Direction.LOAD: "kernels beside loads"}
 MEANWHILE = {Direction.STORE: "stores beside kernels", Direction.LOAD: "loads beside kernels"}
+PACED_S = (0.02, 0.15)
+"""A decoding step, and a prefill step: times between an engine's calls."""
+PACED_BYTES = 4 << 30
+PACED_JOBS_MAX = 64
+PACED = {
+    (way, step_s): f"{name}, {step_s * 1e3:g} ms between calls, beside kernels"
+    for way, name in ((Direction.STORE, "stores"), (Direction.LOAD, "loads"))
+    for step_s in PACED_S
+}
+PACED_SUBMIT = {key: f"{name}: submit, longest" for key, name in PACED.items()}
+PACED_HEAR = {key: f"{name}: get_finished, longest" for key, name in PACED.items()}
 
 Clock = Callable[[], float]
 """Seconds."""
@@ -198,6 +209,46 @@ def beside(
     return {
         BESIDE[way]: alone_s / during_s if covered >= COVERED_LEAST else None,
         MEANWHILE[way]: len(ended) * size / during_s / GIGA,
+    }
+
+
+def paced(
+    mover: Mover,
+    way: Direction,
+    transfer: Transfer,
+    size: int,
+    step_s: float,
+    start_chain: Callable[[], Chain],
+    clock: Clock,
+    pause: Callable[[float], None],
+) -> Figures:
+    """Transfers that are submitted together and asked after every `step_s`, beside kernels.
+
+    The time is rounded up to whole steps: what ended is heard of at the next call.
+    """
+    count = max(1, min(PACED_JOBS_MAX, PACED_BYTES // size))
+    chain = start_chain()
+    began, submit_s, hear_s = clock(), 0.0, 0.0
+    for _ in range(count):
+        asked = clock()
+        mover.submit(way, transfer)
+        submit_s = max(submit_s, clock() - asked)
+    while mover.under_way:
+        pause(step_s)
+        if chain.has_ended():
+            chain = start_chain()
+        asked = clock()
+        mover.hear()
+        hear_s = max(hear_s, clock() - asked)
+        if asked - began > TRANSFER_TIMEOUT_S:
+            raise BenchError(f"transfers did not end within {TRANSFER_TIMEOUT_S:.0f} s")
+    took_s = clock() - began
+    chain.seconds()
+    key = (way, step_s)
+    return {
+        PACED[key]: count * size / took_s / GIGA,
+        PACED_SUBMIT[key]: submit_s * 1e3,
+        PACED_HEAR[key]: hear_s * 1e3,
     }
 
 

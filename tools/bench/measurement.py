@@ -35,6 +35,8 @@ class Setup:
     say: Say
     nvme: Mapping[str, Any] = field(default_factory=dict)
     """Options of our NVMe tier in transfers, beside those that a measurement sets."""
+    note: Say = lambda line: None
+    """Takes a sentence that stays with the results: what is not measured, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import os_errors
-from .results import LIMIT, NONE, OURS, VLLM
+from .results import LIMIT, NONE, OURS, PAGES, VLLM
 
 INK, FAINT = "#222222", "#dddddd"
-COLOURS = {OURS: "#1b4965", VLLM: "#e07a5f", LIMIT: "#c9c9c9", NONE: "#81b29a"}
+COLOURS = {OURS: "#1b4965", VLLM: "#e07a5f", PAGES: "#f2b5a0", LIMIT: "#c9c9c9", NONE: "#81b29a"}
 NAMES = {
     OURS: "kvcascade",
     VLLM: "vLLM's own",
+    PAGES: "copy per page",
     LIMIT: "limit of the machine",
     NONE: "without offloading",
 }

@@ -12,13 +12,13 @@ from rich.status import Status
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .results import CONTENDERS, LIMIT, NONE, OURS, VLLM, Row, Table
+from .results import CONTENDERS, LIMIT, NONE, OURS, PAGES, VLLM, Row, Table
 
 PLAIN_WIDTH = 132
 """Columns where the output is not a terminal."""
 PLAIN_EVERY_S = 5.0
 """Lines of progress come at most this often where the output is not a terminal."""
-TITLES = {OURS: "ours", VLLM: "vLLM", LIMIT: "limit", NONE: "none"}
+TITLES = {OURS: "ours", VLLM: "vLLM", PAGES: "per page", LIMIT: "limit", NONE: "none"}
 NOTHING = "–"
 
 

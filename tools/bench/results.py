@@ -13,10 +13,10 @@ from typing import Any
 FORMAT = 1
 """Version of the JSON document."""
 
-OURS, VLLM, LIMIT, NONE = "ours", "vllm", "limit", "none"
-CONTENDERS = (OURS, VLLM, LIMIT, NONE)
-"""Who is measured: kvcascade, what vLLM ships, what the machine can do at best, and an engine
-without offloading."""
+OURS, VLLM, PAGES, LIMIT, NONE = "ours", "vllm", "pages", "limit", "none"
+CONTENDERS = (OURS, VLLM, PAGES, LIMIT, NONE)
+"""Who is measured: kvcascade, what vLLM ships, a batched copy of single pages in its place, what
+the machine can do at best, and an engine without offloading."""
 
 
 class BenchError(Exception):

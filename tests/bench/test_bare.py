@@ -1,0 +1,128 @@
+"""What runs with few packages: tests/gpu and the GPU benchmark, in processes that find no others.
+
+Such a process finds the standard library, seven packages, and what these declare to need.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.children import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SEVEN = ("torch", "numpy", "psutil", "xxhash", "typer", "rich", "pytest")
+OURS = ("kvcascade", "tests", "support", "conftest", "gpu")
+TIMEOUT_S = 300.0
+
+HOOK = """
+import sys
+from importlib.machinery import PathFinder
+allowed = {*sys.stdlib_module_names, *%r}
+class Few(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if not name.startswith("_sysconfigdata") and name.partition(".")[0] not in allowed:
+            return None
+        return PathFinder.find_spec(name, path, target)
+own = ("BuiltinImporter", "FrozenImporter")
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") in own] + [Few]
+for name in [n for n in sys.modules if n.partition(".")[0] not in allowed and n != "__main__"]:
+    del sys.modules[name]
+"""
+
+
+@cache
+def allowed() -> tuple[str, ...]:
+    """Modules of the seven packages and of what they need, as their metadata says."""
+    found: set[str] = set()
+    waiting: list[str] = [*SEVEN]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        found.add(name)
+        with suppress(PackageNotFoundError):  # what this platform does not need
+            for line in requires(name) or ():
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    waiting.append(needed.name)
+    return tuple(
+        module
+        for module, names in packages_distributions().items()
+        if any(canonicalize_name(name) in found for name in names)
+    )
+
+
+def bare(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code where only those modules are found."""
+    hook = HOOK % ((*allowed(), *OURS),)
+    return subprocess.run(
+        [sys.executable, "-c", hook + code, *arguments],
+        cwd=ROOT,
+        env=environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("name", ["vllm", "lmdb", "msgspec", "hypothesis", "safetensors"])
+def test_other_packages_are_not_found(name: str) -> None:
+    done = bare(
+        "from importlib.util import find_spec\n"
+        "assert find_spec('numpy') and find_spec(sys.argv[1]) is None",
+        name,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpu_tests_are_collected() -> None:
+    code = "import pytest\nraise SystemExit(pytest.main(sys.argv[1:]))"
+    done = bare(code, "-q", "-p", "no:cacheprovider", "--collect-only", "tests/gpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("::test_") > 30
+
+
+def test_benchmark_modules_are_imported() -> None:
+    modules = ("gpu", "gpu_device", "gpu_moves", "page_copies", "round_trip", "report", "machine")
+    code = (
+        "from importlib import import_module\n"
+        "for name in sys.argv[1:]: import_module('kvcascade.tools.bench.' + name)\n"
+        "import kvcascade.handlers.device_cuda"
+    )
+    done = bare(code, *modules)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_drives_all_tiers(tmp_path: Path) -> None:
+    """With the index in memory, on whatever device there is."""
+    code = (
+        "from dataclasses import replace\n"
+        "from kvcascade.tools import __main__ as tools\n"
+        "from kvcascade.tools.bench import scale\n"
+        "scale.QUICK = replace(scale.SMOKE, repeats=1)\n"
+        "raise SystemExit(tools.main(sys.argv[1:]))"
+    )
+    done = bare(code, "bench", "--quick", "--only", "round_trip", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert any("lmdb" in note for note in found["notes"])
+    (measured,) = found["measurements"]
+    assert all(row["median"]["ours"] > 0 for row in measured["rows"])
+
+
+def test_the_command_names_what_is_missing(tmp_path: Path) -> None:
+    code = (
+        "from kvcascade.tools import __main__ as tools\nraise SystemExit(tools.main(sys.argv[1:]))"
+    )
+    done = bare(code, "bench", "--only", "busy", "--out", str(tmp_path))
+    assert done.returncode == 6 and "vllm not found" in done.stderr

@@ -1,0 +1,51 @@
+"""What is made of the output of `compute-sanitizer`, which the CPU has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.sanitizer import judge, run_sanitizer
+
+BEGIN = "========= COMPUTE-SANITIZER\n"
+CLEAN = BEGIN + "....   [100%]\n4 passed in 9.00s\n========= ERROR SUMMARY: 0 errors\n"
+WRONG = BEGIN + "========= Invalid __global__ read\nF\n========= ERROR SUMMARY: 3 errors\n"
+REFUSED = BEGIN + "========= Error: Device not supported\n"
+NOT_BEGUN = (
+    BEGIN + "========= Target application terminated before first instrumented API call\n"
+    "========= ERROR SUMMARY: 0 errors\n"
+)
+
+
+def test_clean_and_wrong() -> None:
+    assert judge(CLEAN).is_checked and judge(CLEAN).errors == 0
+    assert judge(WRONG).is_checked and judge(WRONG).errors == 3
+    assert "Invalid" in judge(WRONG).words
+
+
+@pytest.mark.parametrize("output", [REFUSED, NOT_BEGUN, "cannot start\n", ""])
+def test_what_was_not_checked_is_not_called_clean(output: str) -> None:
+    verdict = judge(output)
+    assert not verdict.is_checked
+    last = output.splitlines()[-1:]
+    assert not last or last[0] in verdict.words
+
+
+def test_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    verdict = run_sanitizer(["--version"])
+    assert not verdict.is_checked and "not installed" in verdict.words
+
+
+def test_it_is_run_over_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that runs what it is given, and finds nothing."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        "#!/bin/bash\necho ========= COMPUTE-SANITIZER\n"
+        'while [[ $1 == --* ]]; do shift; done\n"$@"\n'
+        "echo '========= ERROR SUMMARY: 0 errors'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    case = "tests/bench/test_sanitizer_output.py::test_clean_and_wrong"
+    assert run_sanitizer([case, "-p", "no:cacheprovider"]).is_checked
