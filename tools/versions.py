@@ -169,7 +169,10 @@ def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
             ends = dict.fromkeys((rows[0].version, rows[-1].version))
             spans.append(f"{' to '.join(ends)} ({engine})")
     runs = [f"{run.device}, {run.when}: {run.what}" for run in gpu_runs]
-    gpu = "; ".join(runs) or "never yet: take the code for GPUs as untested"
+    gpu = (
+        "; ".join(runs)
+        or "never yet: take the code for GPUs as untested ([how to run it on one](docs/gpu.md))"
+    )
     cpu = f"the real engine ([how](#which-vllm)), vLLM {', '.join(spans)}"
     return f"**What was run where.** CPU: {cpu}. GPU: {gpu}."
 
