@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.users import unprivileged
 
-from kvcascade.config import parse
+from kvcascade.config import WriteMode, parse
 from kvcascade.errors import ConfigError
 from kvcascade.machine import (
     Disk,
@@ -23,6 +23,7 @@ from kvcascade.machine import (
     cpu_capacity,
     doubts,
     nvme_capacity,
+    writing,
 )
 
 GIB = 2**30
@@ -354,3 +355,34 @@ def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
         (folder / "deep" / "data").write_bytes(os.urandom(1 << 20))
     (namespace / "namespace.json").write_text(json.dumps({}))
     assert 1 << 20 <= machine.used_by_namespaces(tmp_path) < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("nvme", "given", "mode"),
+    [
+        ("16GiB", {}, WriteMode.BACK),
+        ("15GiB", {}, WriteMode.DEMOTE),
+        ("16GiB", {"write_mode": "demote"}, WriteMode.DEMOTE),
+        ("15GiB", {"write_mode": "through"}, WriteMode.THROUGH),
+        ("15GiB", {"write_mode": "back"}, WriteMode.BACK),
+    ],
+)
+def test_the_write_mode_goes_by_the_sizes(
+    nvme: str, given: dict[str, str], mode: WriteMode
+) -> None:
+    tiers = [
+        {"type": "cpu", "capacity": "8GiB"},
+        {"type": "nvme", "capacity": nvme, "path": "/mnt/0/kv"},
+    ]
+    found = writing(parse({"tiers": tiers, **given}), Twin())
+    assert found is not None and found.mode is mode
+    assert ("as configured" in found.why) == bool(given)
+
+
+def test_a_share_of_the_disk_is_compared_in_bytes() -> None:
+    found = writing(configured({"capacity": "8GiB"}, capacity="1%"), Twin())
+    assert found is not None and found.mode is WriteMode.DEMOTE
+
+
+def test_one_tier_has_no_write_mode() -> None:
+    assert writing(parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}]}), Twin()) is None
