@@ -209,11 +209,10 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
         return None
     mode, why = config.write_mode, "as configured"
     if mode is None:
-        is_large = nvme_capacity(config.nvme[0], machine) >= BACK_RATIO * cpu_capacity(
-            config.cpu, machine
+        mode = write_mode_for(
+            cpu_capacity(config.cpu, machine), nvme_capacity(config.nvme[0], machine)
         )
-        mode = WriteMode.BACK if is_large else WriteMode.DEMOTE
-        than = "at least" if is_large else "less than"
+        than = "at least" if mode is WriteMode.BACK else "less than"
         why = f"{config.nvme[0].key} is {than} {BACK_RATIO} times as large as {config.cpu.key}"
     may_lose = {
         WriteMode.DEMOTE: "an engine that is killed loses all that is in the CPU tier only",
@@ -222,6 +221,11 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
         WriteMode.THROUGH: "an engine that is killed loses what was not written yet",
     }[mode]
     return Writing(mode, why, may_lose)
+
+
+def write_mode_for(cpu_bytes: int, nvme_bytes: int) -> WriteMode:
+    """The mode where none is given."""
+    return WriteMode.BACK if nvme_bytes >= BACK_RATIO * cpu_bytes else WriteMode.DEMOTE
 
 
 def cpu_capacity(tier: CpuTier, machine: Machine) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .config import Admission, CascadeConfig, NvmeTier, parse
+from .config import Admission, CascadeConfig, parse
 from .machine import Machine, check_machine
 from .manager.admission import Admission as AdmissionRule
 from .manager.admission import AdmitAll, AdmitSecondTouch, admission_by_path
@@ -16,13 +16,13 @@ SPEC_NAME = "CascadeOffloadingSpec"
 """What that connector knows us by."""
 
 
-def admission_rule(tier: NvmeTier) -> AdmissionRule:
-    """The rule that a tier's `admission` names. Raises `ConfigError`."""
-    if tier.admission is Admission.ALL:
+def admission_rule(name: str) -> AdmissionRule:
+    """The rule that an `admission` names. Raises `ConfigError`."""
+    if name == Admission.ALL:
         return AdmitAll()
-    if tier.admission is Admission.SECOND_TOUCH:
+    if name == Admission.SECOND_TOUCH:
         return AdmitSecondTouch()
-    return admission_by_path(tier.admission)
+    return admission_by_path(name)
 
 
 def check_names(config: CascadeConfig) -> None:
@@ -30,7 +30,7 @@ def check_names(config: CascadeConfig) -> None:
     order_class(config.cpu.policy)
     for tier in config.nvme:
         order_class(tier.policy)
-        admission_rule(tier)
+        admission_rule(tier.admission)
 
 
 def checked(extra_config: Mapping[str, object], machine: Machine) -> CascadeConfig:

@@ -108,7 +108,7 @@ def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
         name,
         tier.backend,
         policy,
-        admission_rule(options),
+        admission_rule(options.admission),
         write_budget=_write_budget(options, totals),
         day_totals=totals,
     )

@@ -1,20 +1,20 @@
 """The command line: `kvcascade COMMAND`, or `python -m kvcascade.tools COMMAND`.
 
 Options are declared in `commands/`, which imports nothing heavy; what a command does is imported
-when it runs. `bench`, `demo` and `replay` keep their own parsers and are handed their arguments.
+when it runs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
-from .commands import carry, check, gc, inspect, shm, top, verify
+from .commands import bench, carry, check, demo, gc, inspect, replay, shm, top, verify, version
 from .commands.common import ExitCode, complain
 from .commands.output import watched
-from .commands.passed_on import pass_on
 
 EPILOG = (
     "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
@@ -24,7 +24,6 @@ EPILOG = (
 
 app = typer.Typer(
     name="kvcascade",
-    help="Multi-tier KV-cache offloading for vLLM: look into caches, repair and carry them.",
     epilog=EPILOG,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
@@ -39,7 +38,28 @@ app.command("export")(carry.export)
 app.command("import")(carry.import_)
 app.command("check")(check.check)
 app.add_typer(shm.app, name="shm")
-pass_on(app)
+app.command("replay")(replay.replay)
+app.command("bench")(bench.bench)
+app.command("demo")(demo.demo)
+app.command("version")(version.print_version)
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        is_eager=True,
+        callback=version.print_version_and_end,
+        help="Print the version and end.",
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def plain(context: typer.Context, show_version: VersionOption = False) -> None:
+    """Multi-tier KV-cache offloading for vLLM: look into caches, repair and carry them."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -15,10 +14,13 @@ import torch
 
 from kvcascade import config
 from kvcascade.tools import bench
+from kvcascade.tools.__main__ import main
+from kvcascade.tools.bench import BenchOptions
 from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
 from kvcascade.tools.bench.measurement import Setup
 from kvcascade.tools.bench.results import OURS, VLLM, Table
 from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
+from kvcascade.tools.commands import bench as command
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
@@ -32,57 +34,62 @@ EVERYTHING = {
 """Rows of each measurement."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """That of the command."""
-    made = argparse.ArgumentParser()
-    bench.add_arguments(made)
-    return made
-
-
-def parse(*arguments: str) -> argparse.Namespace:
-    """What the command line says."""
-    return parser().parse_args(arguments)
-
-
 def test_arguments() -> None:
-    assert bench.scale_of(parse()) == FULL
-    assert bench.scale_of(parse("--quick")) == QUICK
-    assert bench.scale_of(parse("--quick", "--repeats", "7")).repeats == 7
-    assert parse("--only", "busy", "--only", "manager").only == ["busy", "manager"]
-    assert parse().out == Path("out") and parse().path is None
+    assert bench.scale_of(BenchOptions()) == FULL
+    assert bench.scale_of(BenchOptions(quick=True)) == QUICK
+    assert bench.scale_of(BenchOptions(quick=True, repeats=7)).repeats == 7
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[BenchOptions] = []
+
+    def run(options: BenchOptions) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    assert main(["bench"]) == 0
+    words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
+    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json"
+    assert main([*words.split(), *more.split()]) == 0
+    nvme = {"io_threads": 8, "policy": "arc"}
+    places = (Path("/mnt"), Path("here"), Path("x.png"))
+    assert asked == [
+        BenchOptions(),
+        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True),
+    ]
 
 
 def test_a_gpu_is_asked_everything_it_is_there_for() -> None:
     assert bench.names_of(["gpu"], FULL) == ["gpu", "round_trip", "gpu_engine"]
     assert bench.names_of(["busy", "round_trip"], FULL) == ["busy", "round_trip"]
-    assert not {"gpu", "round_trip", "gpu_engine"} & {*bench.names_of(None, FULL)}
+    assert not {"gpu", "round_trip", "gpu_engine"} & {*bench.names_of((), FULL)}
 
 
-def test_the_options_that_help_shows_are_right_ones() -> None:
-    (action,) = (a for a in parser()._actions if a.dest == "nvme")
-    shown = re.findall(r"\w+=\w+", str(action.help))
+def test_the_options_that_help_shows_are_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    shown = set(re.findall(r"\b(?:io_threads|direct_io)=\w+", capsys.readouterr().out))
     assert len(shown) == 2
     nvme = {"type": "nvme", "capacity": "1GiB", "path": "/mnt/nvme/kv"}
-    for option in shown:
-        given = dict(parse("--nvme", option).nvme)
+    for name, _, value in (option.partition("=") for option in shown):
+        given = {name: json.loads(value)}
         config.parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}, {**nvme, **given}]})
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["extra"]]
+    "wrong",
+    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["extra"], ["--nvme", "x"]],
 )
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(*wrong)
-    assert ended.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    assert main(["bench", *wrong]) == ExitCode.USAGE
+    assert "Usage: kvcascade bench" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "NEEDED", ("kvcascade", "no_such_module"))
-    assert bench.run(parse()) == ExitCode.MISSING
+    assert bench.run(BenchOptions()) == ExitCode.MISSING
     assert "no_such_module not found" in capsys.readouterr().err
 
 
@@ -116,9 +123,9 @@ def test_facts_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_measurement_at_the_smallest_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "scale_of", lambda arguments: SMOKE)
+    monkeypatch.setattr(bench, "scale_of", lambda options: SMOKE)
     log_level, handler = os.environ.get(LOG_LEVEL), signal.getsignal(signal.SIGTERM)
-    assert bench.run(parse("--out", str(tmp_path))) == 0, capsys.readouterr().err
+    assert bench.run(BenchOptions(out=tmp_path)) == 0, capsys.readouterr().err
     assert os.environ.get(LOG_LEVEL) == log_level, "engines started later would be silent"
     assert signal.getsignal(signal.SIGTERM) == handler
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -144,18 +151,18 @@ def test_a_picture_without_a_place_is_refused_before_anything_is_measured(
 
     monkeypatch.setattr(bench, "measure", measure)
     out = tmp_path / "out"
-    picture = str(tmp_path / "no" / "bench.png")
-    assert bench.run(parse("--out", str(out), "--plot", picture)) == ExitCode.USAGE
+    picture = tmp_path / "no" / "bench.png"
+    assert bench.run(BenchOptions(out=out, plot=picture)) == ExitCode.USAGE
     assert "--plot" in capsys.readouterr().err and not list(out.iterdir())
     (tmp_path / "file").write_text("")
-    assert bench.run(parse("--out", str(tmp_path / "file"))) == ExitCode.CANNOT_OPEN
+    assert bench.run(BenchOptions(out=tmp_path / "file")) == ExitCode.CANNOT_OPEN
 
 
 def test_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "scale_of", lambda arguments: SMOKE)
-    assert bench.run(parse("--only", "lookups", "--out", str(tmp_path), "--json")) == 0
+    monkeypatch.setattr(bench, "scale_of", lambda options: SMOKE)
+    assert bench.run(BenchOptions(only=("lookups",), out=tmp_path, as_json=True)) == 0
     said = capfd.readouterr()
     head = {"schema": "kvcascade.bench", "schema_version": SCHEMA_VERSION}
     assert json.loads(said.out) == {**head, **json.loads((tmp_path / "bench.json").read_text())}

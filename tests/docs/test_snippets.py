@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import typer
 from support.bench_file import write_bench
 from support.cache_rig import call, fill
 from support.metrics_server import PATH, metrics_server
@@ -21,8 +22,8 @@ from support.nvme_rig import key
 from kvcascade.config import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.policies import known_names
+from kvcascade.tools.__main__ import app
 from kvcascade.tools.commands.common import ExitCode
-from kvcascade.tools.commands.passed_on import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -30,6 +31,7 @@ CACHE = "/mnt/nvme/kv"
 RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
+DISK = "/mnt/nvme"
 NOT_RUN = {"bench", "demo"}
 """Commands with tests of their own that take minutes: their arguments are read."""
 
@@ -149,7 +151,7 @@ def test_every_command_works(
         elif "vllm" in words:
             _check_serve(words)
         elif words[1] in NOT_RUN:
-            parser_of(words[1]).parse_args(words[2:])
+            _parse(words)
         else:
             answer = call(*(_here(word, sandbox, metrics_url) for word in words[1:]))
             assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS), f"{command}\n{answer}"
@@ -162,10 +164,17 @@ def test_every_command_in_running_text_exists(page: Path) -> None:
         assert answer.code == ExitCode.OK, f"kvcascade {name}\n{answer}"
 
 
+def _parse(words: Sequence[str]) -> None:
+    """A wrong call raises."""
+    command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+    command.make_context(words[1], list(words[2:]))
+
+
 def _here(word: str, sandbox: Path, metrics_url: str) -> str:
     """A word of a command, with the places of the docs replaced by those of the sandbox."""
     word = word.replace(CACHE, str(sandbox / "kv")).replace(METRICS, metrics_url)
     word = key(0).hex() if word == BLOCK_HASH else word
+    word = str(sandbox) if word == DISK else word
     return word.replace(RECORDING, str(sandbox / "trace.jsonl"))
 
 

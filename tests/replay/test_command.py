@@ -15,9 +15,17 @@ from kvcascade.errors import FormatError
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.replay.command import progress_bar
-from kvcascade.tools.replay.models import MODELS, kv_bytes_per_token
-from kvcascade.tools.replay.options import TierOptions, parse_tier, with_bench
-from kvcascade.tools.replay.virtual import Speed
+from kvcascade.tools.replay.options import parse_tier
+from kvcascade.tools.replay.rates import (
+    ASSUMED_CPU,
+    ASSUMED_READ,
+    ASSUMED_WRITE,
+    DiskRates,
+    measured_rates,
+    rates_of_bench,
+    with_rates,
+)
+from kvcascade.tools.replay.virtual import Rate, RateSource
 
 
 @pytest.fixture
@@ -112,11 +120,14 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--tier", "cpu=1MiB"], "use one of llama-3.1-8b"),
-        (["--model", "gpt-9", "--tier", "cpu=1MiB"], "'gpt-9' is not known"),
+        (["--tier", "cpu=1MiB"], "give --model"),
+        (["--model", "gpt-9", "--tier", "cpu=1MiB"], "'gpt-9' is no folder with a config.json"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu"], "write it as NAME=SIZE"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,best"], "'best' is not known"),
-        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,reed=4"], "'reed=4'"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,reed=4"], "'reed'"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,write_budget=x"], "DWPD"),
+        (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,admission=x"], "admission 'x'"),
+        ([*CALL, "--write-mode", "never"], "use one of demote, back, through"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=lots"], "'lots'"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,latency=x"], "give seconds"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1000"], "hold no block"),
@@ -134,17 +145,55 @@ def test_wrong_calls(
     assert problem in said and said.count("\n") == 1
 
 
-def test_speeds_from_a_benchmark(tmp_path: Path) -> None:
+def test_rates_from_a_benchmark(tmp_path: Path) -> None:
     """Those of the nearest block size; two disks at once are faster than the one of a tier."""
     rates = {"64 KiB blocks": 1.0, "512 KiB blocks": 2.5, "512 KiB blocks, two paths": 9.0}
     path = tmp_path / "bench.json"
     write_bench(path, lambda case: rates.get(case, 4.0))
-    tiers = [TierOptions("cpu", 1), TierOptions("nvme", 1), parse_tier("far=1KiB,read=1GB")]
-    top, nvme, far = with_bench(tiers, path, 400_000)
-    assert top.read == Speed()
-    assert nvme.read == nvme.write == Speed(2.5e9)
-    assert (far.read, far.write) == (Speed(1e9), Speed(2.5e9))
-    assert with_bench(tiers, path, 100 << 20)[1].read == Speed(4e9)
+    of_bench = Rate(2.5e9, 0.0, RateSource.BENCH)
+    assert rates_of_bench(path, 400_000) == DiskRates(of_bench, of_bench)
+    assert rates_of_bench(path, 100 << 20).read.bytes_per_s == 4e9
+
+
+def test_a_given_rate_comes_first_and_a_disk_says_nothing_of_memory() -> None:
+    bench = Rate(2.5e9, 0.0, RateSource.BENCH)
+    given = [parse_tier(text) for text in ("cpu=1KiB", "a=1KiB,latency=0.5", "b=1KiB,read=1GB")]
+    top, a, b = with_rates(given, DiskRates(bench, bench))
+    assert top.read == ASSUMED_CPU
+    assert a.read == a.write == Rate(2.5e9, 0.5, RateSource.BENCH)
+    assert (b.read, b.write) == (Rate(1e9, 0.0, RateSource.GIVEN), bench)
+
+
+def test_rates_are_assumed_and_said_to_be(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["--kv-bytes-per-token", "2", "--tier", "cpu=60KiB", "--tier", "nvme=1MiB"]
+    assert main(["replay", trace, *call, "--json"]) == 0
+    top, nvme = json.loads(capsys.readouterr().out)["tiers"]
+    assert (top["read"]["bytes_per_s"], top["read"]["source"]) == (20e9, "assumed")
+    assert top["write"] is None
+    for key, rate in (("read", ASSUMED_READ), ("write", ASSUMED_WRITE)):
+        assert nvme[key] == {
+            "bytes_per_s": rate.bytes_per_s,
+            "latency_s": rate.latency_s,
+            "source": "assumed",
+        }
+    assert main(["replay", trace, *call]) == 0
+    assert "assumed" in capsys.readouterr().out
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    rates = measured_rates(tmp_path, 5000, total_bytes=1 << 20)
+    assert rates.read.source is rates.write.source is RateSource.MEASURED
+    assert 1e5 < rates.write.bytes_per_s < 1e12 and 1e5 < rates.read.bytes_per_s < 1e12
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_to_measure_that_is_not_there(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = str(tmp_path / "gone")
+    assert main(["replay", trace, *CALL, "--path", gone]) == ExitCode.CANNOT_OPEN
+    said = capsys.readouterr().err
+    assert gone in said and said.count("\n") == 1
 
 
 def test_a_file_without_transfers_is_refused(tmp_path: Path) -> None:
@@ -152,10 +201,32 @@ def test_a_file_without_transfers_is_refused(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"measurements": []}'):
         path.write_text(text)
         with pytest.raises(FormatError, match="--only transfers"):
-            with_bench([TierOptions("cpu", 1)], path, 400_000)
+            rates_of_bench(path, 400_000)
 
 
-def test_models() -> None:
-    assert kv_bytes_per_token("llama-3.1-8b") == 131_072
-    assert kv_bytes_per_token("deepseek-v3") == 70_272
-    assert all(shape.bytes_per_token() > 0 for shape in MODELS.values())
+def test_the_model_of_a_config_file(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}))
+    for model in (config, tmp_path):
+        call = ["--model", str(model), "--tier", "cpu=1GiB", "--json", "--limit", "2"]
+        assert main(["replay", trace, *call]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["block_bytes"] == 512 * 2 * 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "mode"),
+    [
+        ("120KiB", [], "back"),
+        ("119KiB", [], "demote"),
+        ("1MiB", ["--write-mode", "through"], "through"),
+    ],
+)
+def test_the_write_mode_is_that_of_an_engine(
+    trace: str, size: str, given: list[str], mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = ["--tier", "cpu=60KiB", "--tier", f"nvme={size}", "--kv-bytes-per-token", "2"]
+    assert main(["replay", trace, *tiers, *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["write_mode"] == mode

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from support.traces import TRACES, reference
 
+from kvcascade.config import WriteMode
 from kvcascade.errors import ConfigError
-from kvcascade.tools.replay.options import ReplayOptions, TierOptions, parse_tier
+from kvcascade.tools.replay.options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.report import Quantiles, ReplayReport
 from kvcascade.tools.replay.simulation import replay
 from kvcascade.tools.replay.traces import Trace, TraceRequest, read_trace
+from kvcascade.tools.replay.virtual import Rate
 
 TAU = "tau_airline_toolagent"
 BLOCK_TOKENS = 16
@@ -96,7 +98,7 @@ def test_three_tiers() -> None:
 
 
 def test_the_same_run_gives_the_same_report() -> None:
-    slow = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=1KB").read)
+    slow = replace(tier("nvme", 1 << 14), read=Rate(1e3))
     given = options(tier("cpu", 200), slow, prefill=100.0)
     assert replay(conversations(), given) == replay(conversations(), given)
 
@@ -132,7 +134,7 @@ def test_the_time_to_the_first_token_counts_the_wait_for_a_tier() -> None:
     """Half of the first prompt comes up in the latency of the disk; the second pushed it there."""
     first, second = prompts([40, 80])
     again = replace(first, arrived_s=1000.0)
-    disk = replace(tier("nvme", 1 << 12), read=parse_tier("x=1MiB,read=1TB,latency=0.125").read)
+    disk = replace(tier("nvme", 1 << 12), read=Rate(1e12, 0.125))
     trace = Trace("disk", BLOCK_TOKENS, [first, second, again])
     report = replay(trace, options(tier("cpu", 100), disk, prefill=640.0))
     assert [one.hit_blocks for one in report.tiers] == [20, 20]
@@ -149,7 +151,7 @@ def test_every_request_is_told_of_as_progress() -> None:
 
 def test_a_slow_disk_is_not_waited_for() -> None:
     """Reading a block takes 1.6 s, computing it 0.016 s."""
-    slow = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=10").read)
+    slow = replace(tier("nvme", 1 << 14), read=Rate(10.0))
     given = options(tier("cpu", 200), slow, prefill=1000.0)
     wise = replay(conversations(), given)
     stubborn = replay(conversations(), replace(given, load_or_recompute=False))
@@ -162,7 +164,7 @@ def test_a_slow_disk_is_not_waited_for() -> None:
 
 
 def test_a_latency_makes_short_prompts_not_worth_it() -> None:
-    far = replace(tier("nvme", 1 << 14), read=parse_tier("x=1MiB,read=1MB,latency=0.5").read)
+    far = replace(tier("nvme", 1 << 14), read=Rate(1e6, 0.5))
     report = replay(conversations(count=5), options(tier("cpu", 64), far, prefill=1000.0))
     (even,) = report.break_even
     assert even.least_tokens == pytest.approx(500, rel=0.01)
@@ -178,3 +180,33 @@ def test_the_report_is_json() -> None:
     document = json.loads(json.dumps(report.document()))
     assert document["hit_tokens"] == report.hit_tokens
     assert [t["name"] for t in document["tiers"]] == ["cpu", "nvme"]
+
+
+@pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
+def test_written_early_every_block_is_written_once(mode: WriteMode) -> None:
+    """Demotion leaves the CPU tier's share for a stop."""
+    given = options(tier("cpu", 200), tier("nvme", 1 << 14))
+    late = replay(conversations(), given)
+    early = replay(conversations(), replace(given, write_mode=mode))
+    assert early.tiers[0].dirty_blocks == 0 < late.tiers[0].dirty_blocks <= 200
+    assert early.tiers[1].write_amplification == 1.0
+    rest = late.tiers[0].dirty_blocks * late.block_bytes
+    assert late.tiers[1].written_bytes + rest == early.tiers[1].written_bytes
+
+
+def test_second_touch_writes_what_came_again() -> None:
+    """Each session's first block is asked for in every turn, its last one once."""
+    disk = replace(tier("nvme", 1 << 14), admission="second_touch")
+    given = replace(options(tier("cpu", 1 << 12), disk), write_mode=WriteMode.THROUGH)
+    report = replay(conversations(), given)
+    assert report.tiers[1].write_amplification == pytest.approx(5 / 6)
+
+
+def test_the_budget_of_a_day_holds_and_comes_back() -> None:
+    trace = Trace("days", BLOCK_TOKENS, prompts([40] * 6))
+    days = [replace(one, arrived_s=day * 50_000.0) for day, one in enumerate(trace.requests)]
+    disk = replace(tier("nvme", 1 << 12), write_budget_bytes=60 * BLOCK_TOKENS)
+    given = replace(options(tier("cpu", 1 << 12), disk), write_mode=WriteMode.THROUGH)
+    report = replay(replace(trace, requests=days[:2]), given)
+    assert report.tiers[1].demoted_blocks == 60
+    assert replay(replace(trace, requests=days), given).tiers[1].demoted_blocks > 120

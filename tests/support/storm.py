@@ -16,7 +16,7 @@ from kvcascade.manager.request import Request
 from kvcascade.manager.standstill import Standstill
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
-from kvcascade.tools.replay.virtual import SlotBackend, Speed, TimedHandler, VirtualClock
+from kvcascade.tools.replay.virtual import Rate, SlotBackend, TimedHandler, VirtualClock
 
 GB = 10**9
 STEP_S = 0.01
@@ -85,8 +85,8 @@ class Storm:
         distinct = {h for asker in askers for h in asker.hashes[: asker.below]}
         low = SlotBackend(size, len(distinct) + 4096, "NVME")
         low_policy = create("lru", low.capacity)
-        self.up = TimedHandler(size, Speed(machine.disk_bytes_per_s), self.clock)
-        self.down = TimedHandler(size, Speed(machine.disk_bytes_per_s), self.clock)
+        self.up = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
+        self.down = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
         self.manager = CascadingOffloadingManager(
             [Tier("cpu", top, create("lru", top.capacity)), Tier("nvme", low, low_policy)],
             [Link(self.down, self.up)],

@@ -14,20 +14,30 @@ from support.cache_rig import ROOT, call, fill
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.common import ExitCode, answering_apart, emit
-from kvcascade.tools.commands.passed_on import PASSED_ON, parser_of
 
-OURS = ("inspect", "top", "verify", "gc", "export", "import", "check")
+OURS = (
+    *("inspect", "top", "verify", "gc", "export", "import", "check"),
+    *("replay", "bench", "demo", "version"),
+)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
-    assert capsys.readouterr().out.startswith(f"kvcascade {__version__}, Python 3.")
+    said = capsys.readouterr().out
+    assert said.startswith(f"kvcascade {__version__}, Python 3.")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_no_command_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "Usage: kvcascade" in capsys.readouterr().out
 
 
 def test_help_lists_every_command() -> None:
     answer = call("--help")
     assert answer.code == 0
-    assert all(name in answer.out for name in (*OURS, "bench", "demo", "version"))
+    assert all(name in answer.out for name in OURS)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -37,19 +47,15 @@ def test_help_of_every_command_has_examples(name: str) -> None:
     assert f"kvcascade {name} " in answer.out and "--json" in answer.out
 
 
-@pytest.mark.parametrize("name", ["bench", "demo"])
-def test_commands_with_their_own_parser_get_their_arguments(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, "--help"]) == 0
-    assert f"usage: kvcascade {name}" in capsys.readouterr().out
-    assert main([name, "--no-such-option"]) == ExitCode.USAGE
-    assert "--no-such-option" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "wrong",
-    [[], ["frobnicate"], ["version", "extra"], ["inspect"], ["inspect", ".", "--frobnicate"]],
+    [
+        ["frobnicate"],
+        ["bench", "--no-such-option"],
+        ["version", "extra"],
+        ["inspect"],
+        ["inspect", ".", "--frobnicate"],
+    ],
 )
 def test_wrong_calls(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(wrong) == ExitCode.USAGE
@@ -78,17 +84,6 @@ def test_a_start_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_every_command_passed_on_has_a_summary() -> None:
-    assert all(command.summary for command in PASSED_ON.values())
-
-
-@pytest.mark.parametrize("name", PASSED_ON)
-def test_help_of_commands_with_their_own_parser_has_examples_that_parse(name: str) -> None:
-    assert f"kvcascade {name}" in parser_of(name).format_help().partition("options:")[2]
-    for example in PASSED_ON[name].examples:
-        parser_of(name).parse_args(example.split()[2:])
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_for_the_shell(shell: str) -> None:
     assert "_KVCASCADE_COMPLETE" in completed(shell, f"source_{shell}")
@@ -99,6 +94,8 @@ def test_what_is_completed() -> None:
     assert completed("bash", "complete_bash", **words).split() == ["inspect"]
     words = {"COMP_WORDS": "kvcascade import --ma", "COMP_CWORD": "2"}
     assert completed("bash", "complete_bash", **words).split() == ["--make-room"]
+    words = {"COMP_WORDS": "kvcascade bench --only re", "COMP_CWORD": "3"}
+    assert completed("bash", "complete_bash", **words).split() == ["reopening", "restart"]
 
 
 def completed(shell: str, what: str, **more: str) -> str:

@@ -7,14 +7,14 @@ shown, and is no failure: the exit status says only whether the measurements cou
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,70 +60,44 @@ ASKED_FOR = BARE
 """Measured only if asked for by name."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    listed = "; ".join(f"{name}: {summary}" for name, summary in MEASUREMENTS.items())
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, under two minutes")
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=tuple(MEASUREMENTS),
-        metavar="NAME",
-        help=f"this measurement only (may be given more than once). {listed}",
-    )
-    parser.add_argument(
-        "--repeats", type=_count, metavar="N", help="how often everything is measured"
-    )
-    parser.add_argument(
-        "--nvme",
-        action="append",
-        type=_option,
-        default=[],
-        metavar="OPTION=VALUE",
-        help="an option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false",
-    )
-    parser.add_argument(
-        "--path",
-        type=Path,
-        metavar="FOLDER",
-        help="a folder on the disk to measure (default: the one of --out)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out"),
-        metavar="FOLDER",
-        help="where bench.json goes (default: out)",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="also draw the results (needs kvcascade[plot])"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document, progress on standard error"
-    )
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the command was asked for."""
+
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    """Names of measurements; empty: those that belong to the scale."""
+    repeats: int | None = None
+    nvme: Mapping[str, Any] = field(default_factory=dict)
+    """Options of our NVMe tier."""
+    path: Path | None = None
+    """A folder on the disk to measure; None: that of `out`."""
+    out: Path = Path("out")
+    plot: Path | None = None
+    as_json: bool = False
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: BenchOptions) -> int:
     """Run the benchmark; returns the exit status."""
-    is_bare = set(arguments.only or MEASUREMENTS) <= set(BARE)
+    is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
     needed: tuple[str, ...] = BARE_NEEDED if is_bare else NEEDED
-    needed = (*needed, "matplotlib") if arguments.plot else needed
-    if lacks(needed, "bench", arguments.json):
+    needed = (*needed, "matplotlib") if options.plot else needed
+    if lacks(needed, "bench", options.as_json):
         return ExitCode.MISSING
     from ...errors import KVCascadeError
     from .results import BenchError
 
     try:
         with _only_errors_of_vllm(), terminable():
-            with answering_apart(arguments.json):
-                found = _run(arguments)
+            with answering_apart(options.as_json):
+                found = _run(options)
     except BenchError as error:
-        return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\nbench")
+        return complain(str(error), ExitCode.PROBLEMS, options.as_json, "\nbench")
     except KVCascadeError as error:
-        return complain(sentence(error), code_of(error), arguments.json, "\nbench")
+        return complain(sentence(error), code_of(error), options.as_json, "\nbench")
     except KeyboardInterrupt:
-        return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\nbench")
-    if arguments.json:
+        return complain("interrupted", ExitCode.INTERRUPTED, options.as_json, "\nbench")
+    if options.as_json:
         emit("bench", found)
     return ExitCode.OK
 
@@ -144,23 +118,23 @@ def _only_errors_of_vllm() -> Iterator[None]:
             del os.environ[_LOG_LEVEL]
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+def _run(options: BenchOptions) -> dict[str, Any]:
     """Measure, show and save; returns what was saved."""
     from .machine import headline, machine_facts, version_facts
     from .measurement import Setup
     from .report import Reporter
     from .results import document
 
-    out, folder = _folders(arguments)
-    scale = scale_of(arguments)
-    names = names_of(arguments.only, scale)
+    out, folder = _folders(options)
+    scale = scale_of(options)
+    names = names_of(options.only, scale)
     reporter, began = Reporter(), time.monotonic()
     facts: dict[str, Any] = {
         "machine": machine_facts(folder),
         "versions": version_facts(),
-        "is_quick": bool(arguments.quick),
+        "is_quick": options.quick,
         "repeats": scale.repeats,
-        "nvme": dict(arguments.nvme),
+        "nvme": dict(options.nvme),
         "notes": [],
     }
 
@@ -173,7 +147,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         for name in names:
             with reporter.measuring(name):
-                setup = Setup(folder / name, scale, reporter.progress, dict(arguments.nvme), note)
+                setup = Setup(folder / name, scale, reporter.progress, dict(options.nvme), note)
                 tables.append(measure(name, setup))
             reporter.table(tables[-1])
             facts["seconds"] = round(time.monotonic() - began, 1)
@@ -182,42 +156,42 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
     reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
     found = document(tables, facts)
-    if arguments.plot:
+    if options.plot:
         from .plot import plot
 
-        plot(found, arguments.plot)
-        reporter.print(f"saved {arguments.plot}")
+        plot(found, options.plot)
+        reporter.print(f"saved {options.plot}")
     return found
 
 
-def _folders(arguments: argparse.Namespace) -> tuple[Path, Path]:
+def _folders(options: BenchOptions) -> tuple[Path, Path]:
     """Where results go, and an empty one to measure in. Raises the mapped form of an `OSError`,
     and `ConfigError` if the picture has no place, which is often in the former."""
     from ...errors import os_errors
 
-    out: Path = arguments.out.absolute()
-    folder = (arguments.path or out).absolute() / "kvcascade-bench"
+    out: Path = options.out.absolute()
+    folder = (options.path or out).absolute() / "kvcascade-bench"
     with os_errors(f"making {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    check_place("--plot", arguments.plot)
+    check_place("--plot", options.plot)
     with os_errors(f"making {folder}"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     return out, folder
 
 
-def scale_of(arguments: argparse.Namespace) -> Scale:
-    """How much the arguments ask for."""
+def scale_of(options: BenchOptions) -> Scale:
+    """How much is asked for."""
     from dataclasses import replace
 
     from .scale import FULL, QUICK
 
-    scale = QUICK if arguments.quick else FULL
-    n = arguments.repeats
+    scale = QUICK if options.quick else FULL
+    n = options.repeats
     return replace(scale, repeats=n, engine_repeats=min(n, scale.engine_repeats)) if n else scale
 
 
-def names_of(only: Sequence[str] | None, scale: Scale) -> list[str]:
+def names_of(only: Sequence[str], scale: Scale) -> list[str]:
     """The measurements that are made: those asked for, or what belongs to the scale. With `gpu`
     comes all that a machine with a GPU is asked first."""
     if only:
@@ -244,20 +218,3 @@ def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
     from .results import document
 
     path.write_text(json.dumps(document(tables, facts), indent=1, ensure_ascii=False) + "\n")
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, sign, value = text.partition("=")
-    if not (name and sign):
-        raise argparse.ArgumentTypeError("give it as OPTION=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:  # a word
-        return name, value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("give a number from 1 up")
-    return value

@@ -77,6 +77,9 @@ ArenaDirOption = Annotated[
     Path, typer.Option("--arena-dir", metavar="DIR", help="Where engines keep their CPU tiers.")
 ]
 ARENA_DIR = Path("/dev/shm")
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Where results, logs and files go.")
+]
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade\\[plot])."),

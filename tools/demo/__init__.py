@@ -9,7 +9,6 @@ they must.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -27,35 +26,20 @@ NEEDED = ("vllm", "rich", "matplotlib")
 """Modules that the demo needs and the package does not."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--out`, `--keep` and `--json`."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out"),
-        metavar="FOLDER",
-        help="where results, logs and working files go (default: out)",
-    )
-    parser.add_argument("--keep", action="store_true", help="leave the NVMe tier's files there")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document, progress on standard error"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(out: Path, keep: bool, as_json: bool) -> int:
     """Run the demo; returns the exit status."""
-    if lacks(NEEDED, "demo", arguments.json):
+    if lacks(NEEDED, "demo", as_json):
         return ExitCode.MISSING
     from ..server import ServerError
 
     try:
-        with terminable(), answering_apart(arguments.json):
-            found = _run(arguments.out.absolute(), arguments.keep)
+        with terminable(), answering_apart(as_json):
+            found = _run(out.absolute(), keep)
     except ServerError as error:
-        return complain(str(error), ExitCode.PROBLEMS, arguments.json, "\ndemo")
+        return complain(str(error), ExitCode.PROBLEMS, as_json, "\ndemo")
     except KeyboardInterrupt:
-        return complain("interrupted", ExitCode.INTERRUPTED, arguments.json, "\ndemo")
-    if arguments.json:
+        return complain("interrupted", ExitCode.INTERRUPTED, as_json, "\ndemo")
+    if as_json:
         emit("demo", found)
     return ExitCode.PROBLEMS if found["problems"] else ExitCode.OK
 

@@ -1,131 +1,148 @@
-"""`kvcascade replay TRACE`: size the tiers with your own traffic, without an engine.
-
-    kvcascade replay trace.jsonl --model llama-3.1-8b --tier cpu=64GiB,lru --tier nvme=1TiB,lru
-    kvcascade replay /var/log/kv --model llama-3.1-8b --tier cpu=64GiB --tier nvme=1TiB,lru \\
-        --bench out/bench.json --prefill-tokens-per-s 9000
-    kvcascade replay trace.npz --model qwen3-32b --tier cpu=64GiB \\
-        --sweep cpu=16GiB,32GiB,64GiB,128GiB --policies lru,arc,s3fifo --plot curve.png
-"""
+"""`kvcascade replay`: size the tiers with your own traffic, without an engine."""
 
 from __future__ import annotations
 
-import argparse
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigError, KVCascadeError
-from ..commands.common import ExitCode, check_place, code_of, complain, emit, sentence
+from ...config import WriteMode
+from ...errors import ConfigError
+from ..commands.common import CommandError, ExitCode, check_place, emit
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .options import ReplayOptions, TierOptions
+    from .options import GivenTier, ReplayOptions, TierOptions
+    from .rates import DiskRates
     from .rendering import SweepPoint
     from .traces import Trace
 
-DEFAULT_BENCH_HELP = "speeds of the lower tiers as `kvcascade bench` measured them (bench.json)"
+
+@dataclass(frozen=True, slots=True)
+class ReplayCall:
+    """What the command was asked for."""
+
+    trace: Path
+    tiers: tuple[str, ...]
+    """As `NAME=SIZE[,POLICY][,KEY=VALUE]...`, top first."""
+    model: str | None = None
+    kv_bytes_per_token: int | None = None
+    block_tokens: float | None = None
+    """None: as the trace says."""
+    prefill_tokens_per_s: float | None = None
+    load_or_recompute: bool = True
+    write_mode: str | None = None
+    """None: as an engine chooses it, by the sizes of the tiers."""
+    bench: Path | None = None
+    path: Path | None = None
+    """A folder on a disk whose rates are measured."""
+    speed_up: float = 1.0
+    limit: int | None = None
+    sweep: str | None = None
+    policies: str | None = None
+    csv: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (__doc__ or "").partition("\n\n")[2]
-    add = parser.add_argument
-    add("trace", type=Path, help="Mooncake JSON lines, an .npz trace, or a folder of recordings")
-    add("--tier", action="append", required=True, metavar="NAME=SIZE[,POLICY][,read=BYTES]"
-        "[,write=BYTES][,latency=SECONDS]", help="a tier, top first; rates are bytes per second, "
-        "without them transfers take no time")  # fmt: skip
-    add("--model", help="a model known by name, for the bytes of KV cache per token")
-    add("--kv-bytes-per-token", type=_positive_int, metavar="N", help="instead of --model")
-    add("--block-tokens", type=_positive, metavar="N", help="instead of what the trace says")
-    add("--prefill-tokens-per-s", type=_positive, metavar="N", help="of your engine; without it "
-        "nothing is said about TTFT, and everything found is loaded")  # fmt: skip
-    add("--no-load-or-recompute", action="store_true", help="load even where computing is faster")
-    add("--bench", type=Path, metavar="FILE", help=DEFAULT_BENCH_HELP)
-    add("--speed-up", type=_positive, default=1.0, metavar="N", help="replay faster than recorded")
-    add("--limit", type=_positive_int, metavar="N", help="only the first N requests")
-    add("--sweep", metavar="NAME=SIZE,SIZE,...", help="a run for each size of a tier")
-    add("--policies", metavar="NAME,NAME,...", help="and for each policy of that tier")
-    add("--csv", type=Path, metavar="FILE", help="save the sweep")
-    add("--plot", type=Path, metavar="PNG", help="draw the sweep (needs kvcascade[plot])")
-    add("--json", action="store_true", help="print one JSON document")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    try:
-        return _run(arguments)
-    except KVCascadeError as error:
-        return complain(sentence(error), code_of(error), arguments.json, "replay")
-    except ModuleNotFoundError as error:
-        said = f"{error.name} is not installed; use pip install 'kvcascade[plot]'"
-        return complain(said, ExitCode.MISSING, arguments.json, "replay")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(call: ReplayCall) -> None:
+    """Run the command. Raises one of our errors, or `CommandError`."""
     from .traces import read_trace
 
-    is_sweep = bool(arguments.sweep or arguments.policies)
-    if (arguments.csv or arguments.plot) and not is_sweep:
+    is_sweep = bool(call.sweep or call.policies)
+    if (call.csv or call.plot) and not is_sweep:
         raise ConfigError("--csv and --plot save a sweep; add --sweep or --policies")
-    check_place("--csv", arguments.csv)
-    check_place("--plot", arguments.plot)
-    if arguments.plot:
-        import_module("matplotlib")  # said now rather than after every run
-    trace = read_trace(arguments.trace, arguments.limit, arguments.block_tokens)
-    options = _options(arguments, trace)
+    check_place("--csv", call.csv)
+    check_place("--plot", call.plot)
+    if call.plot and find_spec("matplotlib") is None:  # said now rather than after every run
+        said = "matplotlib is not installed; use pip install 'kvcascade[plot]'"
+        raise CommandError(said, ExitCode.MISSING)
+    trace = read_trace(call.trace, call.limit, call.block_tokens)
+    options = _options(call, trace)
     if is_sweep:
-        return _sweep(arguments, trace, options)
+        _sweep(call, trace, options)
+        return
     from .simulation import replay
 
     with progress_bar(len(trace.requests)) as advance:
         report = replay(trace, options, advance)
-    if arguments.json:
+    if call.as_json:
         emit("replay", report.document())
-        return 0
+        return
     from ..cache import show
     from .rendering import print_report
 
     print_report(report, show.console())
-    return 0
 
 
-def _options(arguments: argparse.Namespace, trace: Trace) -> ReplayOptions:
-    from .models import kv_bytes_per_token
-    from .options import ReplayOptions, parse_tier, with_bench
+def _options(call: ReplayCall, trace: Trace) -> ReplayOptions:
+    from .options import ReplayOptions, parse_tier
+    from .rates import with_rates
 
-    if arguments.kv_bytes_per_token:
-        per_token = arguments.kv_bytes_per_token
-    else:
-        per_token = kv_bytes_per_token(arguments.model or "")
-    tiers = [parse_tier(text) for text in arguments.tier]
-    if arguments.bench:
-        tiers = with_bench(tiers, arguments.bench, max(1, round(per_token * trace.block_tokens)))
+    given = [parse_tier(text) for text in call.tiers]
+    per_token = _bytes_per_token(call)
+    block_bytes = max(1, round(per_token * trace.block_tokens))
     return ReplayOptions(
-        tuple(tiers),
+        with_rates(given, _disk_rates(call, block_bytes)),
         per_token,
-        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
-        load_or_recompute=not arguments.no_load_or_recompute,
-        speed_up=arguments.speed_up,
+        prefill_tokens_per_s=call.prefill_tokens_per_s,
+        load_or_recompute=call.load_or_recompute,
+        write_mode=_write_mode(call.write_mode, given),
+        speed_up=call.speed_up,
     )
 
 
-def _sweep(arguments: argparse.Namespace, trace: Trace, options: ReplayOptions) -> int:
-    points = list(_points(arguments, trace, options))
-    _save(points, arguments.csv, arguments.plot)
-    if arguments.json:
+def _write_mode(name: str | None, tiers: Sequence[GivenTier]) -> WriteMode:
+    from ...machine import write_mode_for
+
+    if name is not None:
+        if name not in {*WriteMode}:
+            known = ", ".join(WriteMode)
+            raise ConfigError(f"--write-mode: {name!r} is not known; use one of {known}.")
+        return WriteMode(name)
+    if len(tiers) == 1:
+        return WriteMode.DEMOTE
+    return write_mode_for(tiers[0].capacity_bytes, tiers[1].capacity_bytes)
+
+
+def _bytes_per_token(call: ReplayCall) -> int:
+    from ..cache.models import kv_shape
+
+    if call.kv_bytes_per_token is not None:
+        return call.kv_bytes_per_token
+    if call.model is None:
+        raise ConfigError("the model is not known; give --model or --kv-bytes-per-token")
+    return kv_shape(call.model).bytes_per_token
+
+
+def _disk_rates(call: ReplayCall, block_bytes: int) -> DiskRates:
+    from ..bench.results import BenchError
+    from .rates import DiskRates, measured_rates, rates_of_bench
+
+    if call.bench:
+        return rates_of_bench(call.bench, block_bytes)
+    if not call.path:
+        return DiskRates()
+    try:
+        return measured_rates(call.path, block_bytes)
+    except BenchError as error:
+        raise CommandError(str(error), ExitCode.PROBLEMS) from None
+
+
+def _sweep(call: ReplayCall, trace: Trace, options: ReplayOptions) -> None:
+    points = list(_points(call, trace, options))
+    _save(points, call.csv, call.plot)
+    if call.as_json:
         emit("replay-sweep", {"points": [point.document() for point in points]})
-        return 0
+        return
     from ..cache import show
     from .rendering import print_sweep
 
     print_sweep(points, show.console())
-    return 0
 
 
 def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
@@ -138,19 +155,17 @@ def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> N
         write_png(points, png)
 
 
-def _points(
-    arguments: argparse.Namespace, trace: Trace, options: ReplayOptions
-) -> Iterator[SweepPoint]:
+def _points(call: ReplayCall, trace: Trace, options: ReplayOptions) -> Iterator[SweepPoint]:
     from .options import check_policies, parse_sizes
     from .rendering import SweepPoint
     from .simulation import replay
 
     first = options.tiers[0]
-    name, sizes = parse_sizes(arguments.sweep) if arguments.sweep else (first.name, [])
+    name, sizes = parse_sizes(call.sweep) if call.sweep else (first.name, [])
     tiers = {tier.name: tier for tier in options.tiers}
     if name not in tiers:
         raise ConfigError(f"--sweep: there is no tier {name!r}; name one of {', '.join(tiers)}.")
-    policies = arguments.policies.split(",") if arguments.policies else [tiers[name].policy]
+    policies = call.policies.split(",") if call.policies else [tiers[name].policy]
     runs = [
         replace(tiers[name], capacity_bytes=size, policy=policy)
         for policy in check_policies(policies)
@@ -176,17 +191,3 @@ def progress_bar(total: int, console: Console | None = None) -> Iterator[Callabl
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=total)
         yield lambda requests: bar.advance(task, requests)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("give a number above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("give a whole number from 1 up")
-    return value

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import ConfigError
-
 BF16_BYTES = 2
 
 
@@ -54,13 +52,3 @@ MODELS = {
     "deepseek-v3": latent(61, 512, 64),
 }
 """By the name that `--model` takes."""
-
-
-def kv_bytes_per_token(model: str) -> int:
-    """In bfloat16. Raises `ConfigError` naming what there is."""
-    if model not in MODELS:
-        known = ", ".join(MODELS)
-        raise ConfigError(
-            f"--model: {model!r} is not known; use one of {known}, or --kv-bytes-per-token."
-        )
-    return MODELS[model].bytes_per_token()

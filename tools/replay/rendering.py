@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ... import sizes
 from ...errors import os_errors
 from ..cache import show
 from .report import Quantiles, ReplayReport, TierReport
+from .virtual import Rate
 
 UNKNOWN = "-"
 
@@ -24,8 +26,13 @@ TIER_ROWS: dict[str, Callable[[TierReport], str]] = {
     "demoted into": lambda tier: f"{tier.demoted_blocks:,}",
     "promoted from": lambda tier: f"{tier.promoted_blocks:,}",
     "evicted": lambda tier: f"{tier.evicted_blocks:,}",
+    "dirty at the end": lambda tier: f"{tier.dirty_blocks:,}",
     "written": lambda tier: sizes.human(tier.written_bytes),
     "read": lambda tier: sizes.human(tier.read_bytes),
+    "read rate": lambda tier: _rate(tier.read),
+    "write rate": lambda tier: _rate(tier.write),
+    "admission": lambda tier: tier.admission,
+    "write budget": lambda tier: _budget(tier.write_budget_bytes),
     "write amplification": lambda tier: _figure(tier.write_amplification, ".2f"),
     "drive writes per day": lambda tier: _figure(tier.drive_writes_per_day, ".2f"),
 }
@@ -88,12 +95,13 @@ def _tier_table(report: ReplayReport) -> Table:
 
 def _facts(report: ReplayReport) -> list[tuple[str, str]]:
     facts = [
+        ("write mode", str(report.write_mode)),
         ("prefix-hit tokens", f"{report.hit_tokens:,} ({report.hit_ratio:.2%} of the prompts)"),
         ("not stored", f"{report.unstored_blocks:,} blocks"),
         ("lost unwritten", f"{report.dropped_dirty_blocks:,} blocks"),
     ]
     if report.prefill_s_saved is None:
-        facts.append(("prefill and TTFT", "unknown: give --prefill-tokens-per-s"))
+        facts.append(("prefill saved, TTFT", "unknown: give --prefill-tokens-per-s"))
     else:
         facts += [
             ("prefill saved", f"{report.prefill_s_saved:,.0f} s"),
@@ -170,6 +178,19 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
     figure.tight_layout()
     with os_errors(f"writing {path}"):
         figure.savefig(path, format="png")
+
+
+def _rate(rate: Rate | None) -> str:
+    """As `3 GB/s + 0.1 ms, assumed`."""
+    if rate is None:
+        return UNKNOWN
+    shown = "instant" if math.isinf(rate.bytes_per_s) else f"{rate.bytes_per_s / 1e9:.3g} GB/s"
+    latency = f" + {rate.latency_s * 1e3:g} ms" if rate.latency_s else ""
+    return f"{shown}{latency}, {rate.source}"
+
+
+def _budget(bytes_per_day: int | None) -> str:
+    return "none" if bytes_per_day is None else f"{sizes.human(bytes_per_day)} in 24 h"
 
 
 def _quantiles(found: Quantiles | None) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...config import WriteMode
 from ..quantiles import quantile
+from .virtual import Rate
 
 FORMAT = 1
 """Version of the JSON document."""
@@ -18,9 +20,16 @@ class TierReport:
 
     name: str
     policy: str
+    read: Rate
+    write: Rate | None
+    """Into this tier; None for the first one, where stores take no time."""
+    admission: str
+    write_budget_bytes: int | None
     capacity_bytes: int
     capacity_blocks: int
     resident_blocks: int
+    dirty_blocks: int
+    """At the end, in no tier below: a kill would lose them, a shutdown would write them."""
     hit_blocks: int
     """Blocks that requests loaded from here."""
     hit_tokens: int
@@ -76,6 +85,7 @@ class ReplayReport:
     block_tokens: float
     block_bytes: int
     trace_s: float
+    write_mode: WriteMode
     input_tokens: int
     hit_tokens: int
     stored_blocks: int

@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...config import WriteMode
 from ...errors import ConfigError
+from ...manager.admission import WriteBudget
 from ...manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
 from ...manager.request import Request
+from ...named import admission_rule
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
 from ...tiers.policies import create
 from .options import ReplayOptions, TierOptions
 from .report import BreakEven, Quantiles, ReplayReport, TierReport
 from .traces import Ids, Trace, TraceRequest
-from .virtual import SlotBackend, TimedHandler, VirtualClock
+from .virtual import DailyWrites, SlotBackend, TimedHandler, VirtualClock
 
 RETRY_S = 0.25
 """A request that waits for room asks again after this, if nothing happens before."""
@@ -107,6 +110,7 @@ class Simulation:
             self._begin(arrival)
             progress(1)
         self._pass_until(None)
+        self._write_what_is_due()
         return self._report()
 
     # ---- time ----------------------------------------------------------------------------
@@ -125,6 +129,18 @@ class Simulation:
             raise AssertionError("a request never ends")
         if until_s is not None:
             self._clock.now_s = max(self._clock.now_s, until_s)
+
+    def _write_what_is_due(self) -> None:
+        """After the last request: blocks whose time has come are written, as in an idle engine."""
+        if self._options.write_mode is WriteMode.DEMOTE:
+            return
+        for _ in range(MAX_ROUNDS):
+            before = self.manager.counters.links[0].demoted_blocks
+            self._clock.now_s += self.manager.options.dirty_age_s
+            self._step()
+            self._pass_until(None)
+            if self.manager.counters.links[0].demoted_blocks == before:
+                return
 
     def _step(self) -> None:
         self._is_full = False
@@ -209,33 +225,44 @@ class Simulation:
     # ---- before and after ----------------------------------------------------------------
 
     def _make_manager(self, tiers: Sequence[TierOptions]) -> CascadingOffloadingManager:
-        made: list[Tier] = []
-        for tier in tiers:
-            capacity = tier.capacity_bytes // self.block_bytes
-            if capacity < 1:
-                raise ConfigError(
-                    f"--tier {tier.name}: {tier.capacity_bytes} bytes hold no block of "
-                    f"{self.block_bytes} bytes; raise its size."
-                )
-            seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
-            backend = SlotBackend(seen_bytes, capacity, tier.name)
-            made.append(Tier(tier.name, backend, create(tier.policy, capacity)))
+        seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
+        writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
+        made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
         links: list[Link] = []
-        for tier in tiers[1:]:
-            down = TimedHandler(self.block_bytes, tier.write, self._clock)
+        for tier, written in list(zip(tiers, writes, strict=True))[1:]:
+            down = TimedHandler(self.block_bytes, tier.write, self._clock, written.wrote)
             up = TimedHandler(self.block_bytes, tier.read, self._clock)
             self._handlers += [down, up]
             links.append(Link(down, up))
         given = self._options
         options = ManagerOptions(
             write_mode=given.write_mode,
-            promotion_budget_slots=max(1, int(made[0].backend.capacity * given.promotion_budget)),
             load_or_recompute=given.load_or_recompute,
             prefill_tokens_per_s=given.prefill_tokens_per_s,
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
         return CascadingOffloadingManager(made, links, options, self._clock)
+
+    def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
+        capacity = tier.capacity_bytes // self.block_bytes
+        if capacity < 1:
+            raise ConfigError(
+                f"--tier {tier.name}: {tier.capacity_bytes} bytes hold no block of "
+                f"{self.block_bytes} bytes; raise its size."
+            )
+        seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
+        budget: WriteBudget | None = None
+        if tier.write_budget_bytes is not None:
+            blocks = tier.write_budget_bytes // self.block_bytes
+            budget = WriteBudget(blocks * seen_bytes, written.totals)
+        return Tier(
+            tier.name,
+            SlotBackend(seen_bytes, capacity, tier.name),
+            create(tier.policy, capacity),
+            admission_rule(tier.admission),
+            budget,
+        )
 
     def _report(self) -> ReplayReport:
         counters, tally = self.manager.counters, self._tally
@@ -251,6 +278,7 @@ class Simulation:
             trace_s=self._trace.duration_s / self._options.speed_up,
             input_tokens=tally.input_tokens,
             hit_tokens=tally.saved_tokens,
+            write_mode=self._options.write_mode,
             stored_blocks=counters.stored_blocks,
             dropped_dirty_blocks=counters.dropped_dirty_blocks,
             unstored_blocks=counters.store_truncated_blocks + tally.unstored_blocks,
@@ -282,9 +310,14 @@ class Simulation:
         return TierReport(
             name=tier.name,
             policy=tier.policy,
+            read=tier.read,
+            write=tier.write if level else None,
+            admission=tier.admission,
+            write_budget_bytes=tier.write_budget_bytes,
             capacity_bytes=tier.capacity_bytes,
             capacity_blocks=state.capacity_blocks,
             resident_blocks=state.blocks,
+            dirty_blocks=state.dirty_blocks,
             hit_blocks=counters.loaded_blocks[level],
             hit_tokens=self._tally.hit_tokens[level],
             demoted_blocks=link.demoted_blocks if link else 0,

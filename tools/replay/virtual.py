@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from ...errors import NoSpaceError
 from ...handlers.base import OffloadingHandler, TransferResult, TransferSpec
+from ...tiers import endurance
 from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, SlotSpec
+from ...tiers.endurance import DayTotals
 
 NEVER_S = math.inf
 
@@ -29,16 +32,43 @@ class VirtualClock:
         return self.now_s
 
 
+class RateSource(StrEnum):
+    """How a rate is known."""
+
+    GIVEN = "given"
+    BENCH = "from --bench"
+    MEASURED = "measured"
+    ASSUMED = "assumed"
+
+
 @dataclass(frozen=True, slots=True)
-class Speed:
+class Rate:
     """What moving bytes costs in one direction: `latency_s` a batch, then a rate."""
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
+    source: RateSource = RateSource.GIVEN
 
     def time_s(self, size_bytes: int) -> float:
         """Seconds for one batch."""
         return self.latency_s + size_bytes / self.bytes_per_s
+
+
+class DailyWrites:
+    """What was written into a tier in the last 24 hours of the clock."""
+
+    def __init__(self, block_bytes: int, clock: VirtualClock) -> None:
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._record = b""
+
+    def wrote(self, blocks: int) -> None:
+        """So many more were written."""
+        self._record = endurance.add(self._record, self._clock.now_s, blocks * self._block_bytes, 0)
+
+    def totals(self) -> DayTotals:
+        """The sums of the day that ends now."""
+        return endurance.day_totals(self._record, self._clock.now_s)
 
 
 class SlotBackend(Backend):
@@ -81,9 +111,17 @@ class SlotBackend(Backend):
 class TimedHandler(OffloadingHandler):
     """One direction of a link: batches one after the other, each as long as its bytes take."""
 
-    def __init__(self, block_size: int, speed: Speed, clock: VirtualClock) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        rate: Rate,
+        clock: VirtualClock,
+        on_landed: Callable[[int], None] = lambda blocks: None,
+    ) -> None:
+        """`on_landed` is told of so many blocks when their job has ended."""
         self._block_size = block_size
-        self._speed = speed
+        self._rate = rate
+        self._on_landed = on_landed
         self._clock = clock
         self._free_s = 0.0
         self._jobs: deque[tuple[float, TransferResult]] = deque()
@@ -97,7 +135,7 @@ class TimedHandler(OffloadingHandler):
         source = spec[0]
         assert isinstance(source, SlotSpec)
         size_bytes = len(source.slots) * self._block_size
-        time_s = self._speed.time_s(size_bytes)
+        time_s = self._rate.time_s(size_bytes)
         self._free_s = max(self._free_s, self._clock.now_s) + time_s
         self._jobs.append((self._free_s, TransferResult(job_id, True, size_bytes, time_s)))
         return True
@@ -106,6 +144,7 @@ class TimedHandler(OffloadingHandler):
         ended: list[TransferResult] = []
         while self._jobs and self._jobs[0][0] <= self._clock.now_s:
             ended.append(self._jobs.popleft()[1])
+            self._on_landed(ended[-1].size_bytes // self._block_size)
         return ended
 
     def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:

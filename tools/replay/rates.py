@@ -1,0 +1,113 @@
+"""How fast the tiers of a replay move bytes, and how that is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ...errors import FormatError, os_errors
+from ..bench.labels import DOWN, TRANSFERS, UP, transfer_block_bytes
+from ..bench.raw import RawDisk
+from ..bench.results import OURS
+from .options import GivenTier, TierOptions
+from .virtual import Rate, RateSource
+
+ASSUMED_CPU = Rate(20e9, 0.0, RateSource.ASSUMED)
+"""PCIe 4 x16 gives 25 GB/s, PCIe 5 about 55, two cores of a CPU platform 6 to 16."""
+ASSUMED_READ = Rate(3e9, 1e-4, RateSource.ASSUMED)
+ASSUMED_WRITE = Rate(1e9, 1e-4, RateSource.ASSUMED)
+"""One NVMe drive for data centres, writes that go on."""
+MEASURED_BYTES = 512 << 20
+MEASURED_THREADS = 4
+PAGE_BYTES = 4096
+CALL_BYTES_MAX = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """Of every tier below the first."""
+
+    read: Rate = ASSUMED_READ
+    write: Rate = ASSUMED_WRITE
+
+
+def with_rates(given: Sequence[GivenTier], disk: DiskRates) -> tuple[TierOptions, ...]:
+    """Every direction gets a rate: the given one, else of `disk`, in the first tier of memory."""
+    assumed = DiskRates(ASSUMED_CPU, ASSUMED_CPU)
+    return tuple(_with_rates(tier, disk if n else assumed) for n, tier in enumerate(given))
+
+
+def _with_rates(tier: GivenTier, rates: DiskRates) -> TierOptions:
+    def of(bytes_per_s: float | None, other: Rate) -> Rate:
+        if bytes_per_s is not None:
+            return Rate(bytes_per_s, tier.latency_s or 0.0, RateSource.GIVEN)
+        if tier.latency_s is not None:
+            return Rate(other.bytes_per_s, tier.latency_s, other.source)
+        return other
+
+    return TierOptions(
+        tier.name,
+        tier.capacity_bytes,
+        tier.policy,
+        of(tier.read_bytes_per_s, rates.read),
+        of(tier.write_bytes_per_s, rates.write),
+        tier.admission,
+        tier.write_budget_bytes,
+    )
+
+
+def rates_of_bench(path: Path, block_bytes: int) -> DiskRates:
+    """As `kvcascade bench` measured them; of its block sizes the nearest one is taken.
+
+    Raises `FormatError`, or the mapped form of an `OSError`.
+    """
+    with os_errors(f"reading {path}"):
+        text = path.read_text()
+    try:
+        rows = [
+            row
+            for measurement in json.loads(text)["measurements"]
+            if measurement["name"] == TRANSFERS
+            for row in measurement["rows"]
+        ]
+        return DiskRates(*(_nearest(rows, kind, block_bytes) for kind in (UP, DOWN)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(
+            f"{path} holds no measured transfers ({error!r}); give what "
+            "`kvcascade bench --only transfers` wrote"
+        ) from None
+
+
+def _nearest(rows: Sequence[dict[str, Any]], kind: str, block_bytes: int) -> Rate:
+    """Of our rates of one kind, that of the block size nearest to the one asked for."""
+    rates = {
+        size: float(row["median"][OURS])
+        for row in rows
+        if row["quantity"] == kind and (size := transfer_block_bytes(row["case"]))
+    }
+    if not rates:
+        raise ValueError(f"nothing about {kind}")
+    nearest = min(rates, key=lambda size: abs(math.log(size / block_bytes)))
+    return Rate(rates[nearest] * 1e9, 0.0, RateSource.BENCH)
+
+
+def measured_rates(folder: Path, block_bytes: int, total_bytes: int = MEASURED_BYTES) -> DiskRates:
+    """What the disk of a folder gives by itself: direct writes, then reads of as many bytes.
+
+    The files are gone afterwards. Raises `BenchError` if the disk takes no direct I/O, and the
+    mapped form of an `OSError`.
+    """
+    pages = max(1, min(block_bytes, CALL_BYTES_MAX) // PAGE_BYTES)
+    with (
+        os_errors(f"measuring the disk of {folder}"),
+        TemporaryDirectory(prefix="kvcascade-rates-", dir=folder) as made,
+        closing(RawDisk([Path(made)], pages * PAGE_BYTES, total_bytes)) as disk,
+    ):
+        write, read = disk.rates(MEASURED_THREADS)
+    return DiskRates(*(Rate(rate, 0.0, RateSource.MEASURED) for rate in (read, write)))
