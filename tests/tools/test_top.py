@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.cache_rig import call, fill, fill_two
 from support.metrics_server import metrics_server
 from support.nvme_rig import BLOCK
 
-from kvcascade.tools.cache.top import Reading, frame, parse_metrics, read_url
+from kvcascade.tools.cache.top import Frame, Reading, TierFrame, frame, parse_metrics, read_url
 from kvcascade.tools.cache.top_view import render
 from kvcascade.tools.commands.common import ExitCode
 
@@ -141,3 +143,17 @@ def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) ->
     shown = call("top", tmp_path, "--once")
     assert shown.code == ExitCode.PROBLEMS and "--rebuild-index" in " ".join(shown.out.split())
     assert call("top", folders[0], "--once").code == ExitCode.CANNOT_OPEN
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_tier_takes_two_lines(width: int) -> None:
+    """A name and its state, and the figures."""
+    names = [f"meta-llama--Llama-3.1-8B-Instruct-{number}a2b3c4d5e6f" for number in (1, 2)]
+    shown = StringIO()
+    figures = {"blocks": 1e6, "used_ratio": 0.5, "dirty_ratio": 0.1, "up_bytes_per_s": 3e9}
+    tiers = tuple(TierFrame(name, **figures) for name in names)
+    Console(file=shown, width=width).print(render(Frame("http://host:8000", tiers)))
+    lines = [line for line in shown.getvalue().splitlines() if line.strip()]
+    assert all(sum(name in line for line in lines) == 1 for name in names)
+    assert sum("1,000,000" in line for line in lines) == 2
+    assert len(lines) == 1 + 2 + 2 + 2, "title, names, head of the table, figures"

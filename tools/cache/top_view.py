@@ -30,24 +30,33 @@ def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn
 
 
 def render(picture: Frame) -> Group:
-    """One picture."""
-    table = show.columns(f"kvcascade top: {picture.source}", "tier", *NUMBERS, "", right=NUMBERS)
-    for tier in picture.tiers:
-        table.add_row(*_cells(tier))
-    problems = [
-        Text(f"  {tier.tier}: {tier.problem}", style="red")
-        for tier in picture.tiers
-        if tier.problem
-    ]
-    return Group(table, *problems, _line(picture))
+    """One picture: a line for each tier's name and state, and the figures by its number.
+
+    Names of namespaces are longer than what figures leave of a line.
+    """
+    table = show.columns("", "", *NUMBERS, right=("", *NUMBERS))
+    table.collapse_padding = True
+    lines: list[Text] = []
+    for number, tier in enumerate(picture.tiers, 1):
+        table.add_row(str(number), *_cells(tier))
+        name = Text(f"  {number} {show.plain(tier.tier)}  {_state(tier)}", no_wrap=True)
+        name.overflow = "ellipsis"
+        lines.append(name)
+        if tier.problem:
+            lines.append(Text(f"    {show.plain(tier.problem)}", style="red"))
+    title = Text(show.plain(f"kvcascade top: {picture.source}"), style="italic")
+    return Group(title, *lines, table, _line(picture))
 
 
-def _cells(tier: TierFrame) -> list[str | Text]:
+def _state(tier: TierFrame) -> str:
     used, dirty = tier.used_ratio, tier.dirty_ratio
     state = "" if used is None else f"{show.bar(used, 10)} {used:.0%} used"
     state += "" if dirty is None else f", {dirty:.0%} dirty"
-    cells: list[str | Text] = [
-        tier.tier,
+    return state + (", takes no writes" if tier.is_blocked else "")
+
+
+def _cells(tier: TierFrame) -> list[str]:
+    return [
         _count(tier.blocks),
         _count(tier.hits_per_s),
         _count(tier.tokens_per_s),
@@ -57,9 +66,7 @@ def _cells(tier: TierFrame) -> list[str | Text]:
         _time(tier.down_latency_s),
         _count(tier.pending_blocks),
         show.NOTHING if tier.budget_left_bytes is None else show.size(tier.budget_left_bytes),
-        Text(state + (", takes no writes" if tier.is_blocked else "")),
     ]
-    return cells
 
 
 def _line(picture: Frame) -> Table:
