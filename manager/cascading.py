@@ -110,7 +110,7 @@ class CascadingOffloadingManager(OffloadingManager):
         low, high = self.options.low_watermark, self.options.high_watermark
         self._demoters = [Demoter(self._flow, i, low, high) for i in range(len(links))]
         if links and self.options.write_mode is not WriteMode.DEMOTE:
-            self._demoters[0].on_failed = self._note_aging
+            self._demoters[0].on_put_off = self._note_aging
         self._flow.clean_ahead = self._clean_ahead
         self._worth = self._make_worth() if links else None
         self._workers = WorkerTransfers(self._top.backend, self.options.steps_until_flushed)

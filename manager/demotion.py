@@ -60,8 +60,9 @@ class Demoter:
         self._started_by_scan = 0
         self._found: list[BlockHash] = []
         """What the last search found beyond the job it was for, coldest first."""
-        self.on_failed: Callable[[list[BlockHash]], None] | None = None
-        """Told which blocks a device failed to take; there was room for them."""
+        self.on_put_off: Callable[[list[BlockHash]], None] | None = None
+        """Told which blocks were not written and should be tried again: their device failed, or
+        there was room for a part of their job."""
         self._jobs: dict[int, Job] = {}
         self._breaker = flow.writes[index + 1]
         self._may_recover = True
@@ -269,6 +270,8 @@ class Demoter:
         if room == 0:
             self.may_find_room = self._flow.clean_ahead(self._index + 1, len(wanted))
             return None
+        if room < len(wanted) and self.on_put_off is not None:
+            self.on_put_off([block_hash for block_hash, _ in wanted[room:]])
         wanted = wanted[:room]
         wanted.reverse()
         hashes = [block_hash for block_hash, _ in wanted]
@@ -352,8 +355,8 @@ class Demoter:
         self._lower.set_dirty(written)
         self._upper.set_settled(settled)
         self._upper.set_dirty(failed)
-        if again and self.on_failed is not None:
-            self.on_failed(again)
+        if again and self.on_put_off is not None:
+            self.on_put_off(again)
         self._flow.emit(stored, self._lower, removed=False)
         self.counters.demoted_blocks += len(stored)
         self.counters.demoted_bytes += len(stored) * self._lower.block_size

@@ -342,6 +342,14 @@ class TestDemotion:
         cascade.manager.flush_dirty(cascade.now_s + 1)
         assert sum(cascade.holds(1, key(i)) for i in range(8)) == 6
 
+    def test_what_was_cut_off_a_job_is_tried_again(self) -> None:
+        options = ManagerOptions(write_mode=WriteMode.THROUGH)
+        cascade = Cascade((16, 4, 64), options, is_immediate=True)
+        cascade.store(keys(0, 6))
+        for _ in range(4):
+            cascade.manager.maintain()
+        assert all(cascade.holds(1, key(i)) or cascade.holds(2, key(i)) for i in range(6))
+
     def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
         cascade = Cascade((8, 16))
         cascade.store(keys(0, 6))

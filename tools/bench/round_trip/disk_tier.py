@@ -80,10 +80,9 @@ def _with_lmdb(wanted: Wanted) -> DiskTier:
     size = wanted.blocks * wanted.block_bytes
     config = NvmeTierConfig(
         paths=(wanted.folder,),
-        capacity_bytes=int(3 * size * METADATA_FACTOR) + SPARE_BYTES,
+        capacity_bytes=int(size * METADATA_FACTOR) + SPARE_BYTES,
         block_bytes=wanted.block_bytes,
         key=wanted.key,
-        ready_bytes=2 * size,  # more than whole segments leave over: none is made meanwhile
     )
     with ExitStack() as undo:
         executor: Executor = undo.enter_context(ThreadPoolExecutor(1, "kvcascade-bench-index"))
