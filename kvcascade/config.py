@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from . import sizes
+from .errors import ConfigError
 from .options import (
     At,
     Reader,
@@ -24,6 +25,7 @@ from .options import (
     flag,
     folder,
     folders,
+    noting,
     optional,
     policy_name,
     rate,
@@ -78,6 +80,7 @@ MAX_IO_THREADS = 64
 _SIZE_REMEDY = 'give a size such as "64GiB" or "50%"'
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
 _TIERS_REMEDY = 'give a list that begins with {"type": "cpu", "capacity": "64GiB"}'
+TIER_TYPES = ("cpu", "nvme")
 _ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
 
 
@@ -198,15 +201,19 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
         raise at.wrong(value, f"is not a list of tiers; {_TIERS_REMEDY}")
     if len(value) > MAX_TIERS:
         raise at.wrong(value, f"has {len(value)} tiers; give {MAX_TIERS} at most")
-    tiers = tuple(_tier(at.item(index), item, index) for index, item in enumerate(value))
+    tiers: list[TierConfig] = []
+    for index, item in enumerate(value):
+        with noting(at.noted):
+            tiers.append(_tier(at.item(index), item, index))
     owners: dict[Path, str] = {}
     for tier in tiers:
         for path in tier.path if isinstance(tier, NvmeTier) else ():
-            if path in owners:
-                clash = f"is used by {owners[path]} already; give a folder that is used once"
-                raise At(f"{tier.key}.path").wrong(str(path), clash)
-            owners[path] = tier.key
-    return tiers
+            clash = f"is used by {owners.get(path)} already; give a folder that is used once"
+            with noting(at.noted):
+                if path in owners:
+                    raise At(f"{tier.key}.path").wrong(str(path), clash)
+                owners[path] = tier.key
+    return tuple(tiers)
 
 
 def _tier(at: At, value: Any, index: int) -> TierConfig:
@@ -214,6 +221,10 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
         raise at.wrong(value, 'is not a tier; write it as {"type": ..., "capacity": ...}')
     if "type" not in value:
         raise at.below("type").missing(_ORDER_REMEDY)
+    if value["type"] not in TIER_TYPES:
+        expected = " or ".join(map(repr, TIER_TYPES))
+        key = at.below("type").key
+        raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
     if value["type"] != ("nvme" if index else "cpu"):
         raise at.below("type").wrong(value["type"], f"is not what comes here; {_ORDER_REMEDY}")
     options = {name: option for name, option in value.items() if name != "type"}
@@ -272,23 +283,37 @@ class CascadeConfig:
 
 
 def parse(
-    extra_config: Mapping[str, object], policies: Collection[str] = POLICIES
+    extra_config: Mapping[str, object],
+    policies: Collection[str] = POLICIES,
+    noted: list[str] | None = None,
 ) -> CascadeConfig:
     """Read `kv_connector_extra_config`; raises `ConfigError`, touches nothing.
 
     `policies` are the names that are known; a policy may also be given as "package.module:Class".
+    With a list to note problems in, what can be read is read all the same (`options.noting`).
     """
     if not isinstance(extra_config, Mapping):
         remedy = 'is not a dictionary; give {"tiers": [...], ...}'
         raise At("kv_connector_extra_config").wrong(extra_config, remedy)
-    top = At("", tuple(policies))
+    check_vllm_keys(extra_config, noted)
+    ours: dict[str, object] = {}
     for key, value in extra_config.items():
-        if key in ELSEWHERE:
-            raise At(key).unknown(value, f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here")
-        if key in VLLM_KEYS:
-            VLLM_KEYS[key](At(key), value)
-    if None not in (extra_config.get("block_size"), extra_config.get("blocks_per_chunk")):
-        problem = "says the same as blocks_per_chunk; leave one of them out"
-        raise At("block_size").wrong(extra_config["block_size"], problem)
-    ours = {key: value for key, value in extra_config.items() if key not in VLLM_KEYS}
-    return read_options(CascadeConfig, top, ours, also=VLLM_KEYS)
+        if key not in VLLM_KEYS and key not in ELSEWHERE:
+            ours[key] = value
+        with noting(noted):
+            if key in ELSEWHERE:
+                remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
+                raise At(key).unknown(value, remedy)
+    return read_options(CascadeConfig, At("", tuple(policies), noted), ours, also=VLLM_KEYS)
+
+
+def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:
+    """Raise `ConfigError` for the first of `VLLM_KEYS` with a wrong value, or note all."""
+    for key, read in VLLM_KEYS.items():
+        if key in extra_config:
+            with noting(noted):
+                read(At(key), extra_config[key])
+    with noting(noted):
+        if None not in (extra_config.get("block_size"), extra_config.get("blocks_per_chunk")):
+            problem = "says the same as blocks_per_chunk; leave one of them out"
+            raise At("block_size").wrong(extra_config["block_size"], problem)

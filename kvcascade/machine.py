@@ -20,7 +20,7 @@ import psutil
 
 from .cgroup import group_memory
 from .config import CascadeConfig, CpuTier, NvmeTier, WriteMode
-from .options import At
+from .options import At, noting
 from .sizes import Share, Size, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
@@ -149,28 +149,38 @@ def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
     return sum(disk.total for disk in _disks(tier, machine))
 
 
-def check_machine(config: CascadeConfig, machine: Machine) -> None:
-    """Raise `ConfigError` for the first option that does not fit the machine."""
-    with _looking_at(At(f"{config.cpu.key}.arena_dir"), config.cpu.arena_dir):
-        _check_cpu(config.cpu, machine)
-    check_nvme(config, machine)
+def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
+    """Raise `ConfigError` for the first option that does not fit the machine, or note all."""
+    for tier in config.tiers[:1]:
+        if isinstance(tier, CpuTier):  # what cannot be read is not there where problems are noted
+            at = At(f"{tier.key}.arena_dir")
+            with noting(noted), _looking_at(at, tier.arena_dir):
+                _check_cpu(tier, machine)
+    check_nvme(config, machine, noted)
     if config.record is not None:
-        _check_folder(At("record"), config.record, machine)
+        with noting(noted):
+            _check_folder(At("record"), config.record, machine)
 
 
-def check_nvme(config: CascadeConfig, machine: Machine) -> None:
+def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
     """`check_machine` for the tiers on disk alone."""
     owners: dict[object, Path] = {}
     for tier in config.nvme:
         at = At(f"{tier.key}.path")
         for path in tier.path:
-            _check_folder(at, path, machine)
-            with _looking_at(at, path):
-                owner = owners.setdefault(machine.identity(path), path)
-            if owner is not path:
-                raise at.wrong(str(path), f"is the same folder as {owner}; give every folder once")
-        with _looking_at(at, tier.path[0]):
+            with noting(noted):
+                _check_path(at, path, machine, owners)
+        with noting(noted), _looking_at(at, tier.path[0]):
             _check_disks(tier, machine)
+
+
+def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]) -> None:
+    """A folder for a tier that no other path is; `owners`: paths so far by identity."""
+    _check_folder(at, path, machine)
+    with _looking_at(at, path):
+        owner = owners.setdefault(machine.identity(path), path)
+    if owner is not path:
+        raise at.wrong(str(path), f"is the same folder as {owner}; give every folder once")
 
 
 def doubts(config: CascadeConfig, machine: Machine) -> list[str]:

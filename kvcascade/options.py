@@ -3,7 +3,8 @@
 A configuration class is a frozen dataclass whose options are `Annotated[type, reader]`; the default
 is the field's default, and an option without one must be given (its annotation then also holds what
 to tell whoever left it out). `read_options` makes such an object of a dictionary. Every problem is
-a `ConfigError` of one sentence that names key, value and remedy.
+a `ConfigError` of one sentence that names key, value and remedy. The first one is raised, or all
+are noted in a list (`noting`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -37,14 +39,16 @@ class At:
     """Full key, such as "tiers[1].capacity"; empty at the top."""
     policies: Collection[str] = ()
     """Names of the replacement policies that are known."""
+    noted: list[str] | None = field(default=None, compare=False)
+    """Where problems are noted; None: the first one is raised."""
 
     def below(self, name: str) -> At:
         """The place of an option of this place."""
-        return At(f"{self.key}.{name}" if self.key else name, self.policies)
+        return replace(self, key=f"{self.key}.{name}" if self.key else name)
 
     def item(self, index: int) -> At:
         """The place of an item of the list at this place."""
-        return At(f"{self.key}[{index}]", self.policies)
+        return replace(self, key=f"{self.key}[{index}]")
 
     def wrong(self, value: object, problem: str) -> ConfigError:
         """The sentence about a value that is not allowed; `problem` ends with the remedy."""
@@ -57,6 +61,22 @@ class At:
     def missing(self, remedy: str) -> ConfigError:
         """The sentence about an option that must be given."""
         return ConfigError(f"{self.key} is missing; {remedy}.")
+
+
+class IncompleteError(ConfigError):
+    """A configuration object that cannot be made: what is wrong with it has been noted."""
+
+
+@contextmanager
+def noting(noted: list[str] | None) -> Iterator[None]:
+    """Note a problem that comes up inside, so that others come up, too; None: let it pass."""
+    try:
+        yield
+    except ConfigError as error:
+        if noted is None:
+            raise
+        if not isinstance(error, IncompleteError):
+            noted.append(str(error))
 
 
 Reader = Callable[[At, Any], object]
@@ -82,7 +102,7 @@ def choice(choices: type[StrEnum]) -> Reader:
         if not isinstance(value, str) or value not in list(choices):
             raise at.wrong(
                 value,
-                f"is not known{_did_you_mean(value, list(choices))}; use {_either(list(choices))}",
+                f"is not known{did_you_mean(value, list(choices))}; use {_either(list(choices))}",
             )
         return choices(value)
 
@@ -97,7 +117,7 @@ def choice_or_name(choices: type[StrEnum]) -> Reader:
             return value
         if not isinstance(value, str) or value not in list(choices):
             known = _either(list(choices))
-            hint = _did_you_mean(value, list(choices))
+            hint = did_you_mean(value, list(choices))
             raise at.wrong(value, f'is not known{hint}; use {known}, or "package.module:name"')
         return choices(value)
 
@@ -171,7 +191,7 @@ def policy_name(at: At, value: Any) -> str:
     """Reader of the name of a replacement policy, or of a class that is one."""
     if isinstance(value, str) and (value in at.policies or _DOTTED_NAME.fullmatch(value)):
         return value
-    hint = _did_you_mean(value, at.policies)
+    hint = did_you_mean(value, at.policies)
     known = _either([*at.policies])
     raise at.wrong(value, f'is no policy{hint}; use {known}, or a class as "package.module:Class"')
 
@@ -198,19 +218,28 @@ def folders(at: At, value: Any) -> tuple[Path, ...]:
 def read_options(
     cls: Callable[..., Config], at: At, given: Mapping[str, object], also: Collection[str]
 ) -> Config:
-    """Make a configuration object of a dictionary; `also`: allowed keys that are not read here."""
+    """Make a configuration object of a dictionary; `also`: allowed keys that are not read here.
+
+    Raises `ConfigError`: for the first problem, or where problems are noted and what must be given
+    is not there.
+    """
     readers, hints = _options(cls)
     for name, value in given.items():
         if name not in readers:
             known = ", ".join([*readers, *sorted(also)])
-            close = _did_you_mean(name, [*readers, *also])
-            raise at.below(str(name)).unknown(value, f"{close}; known are {known}")
-    for name in readers:
-        if name in hints and name not in given:
-            raise at.below(name).missing(hints[name])
-    values: dict[str, Any] = {
-        name: readers[name](at.below(name), value) for name, value in given.items()
-    }
+            close = did_you_mean(name, [*readers, *also])
+            with noting(at.noted):
+                raise at.below(str(name)).unknown(value, f"{close}; known are {known}")
+    for name in hints:
+        if name not in given:
+            with noting(at.noted):
+                raise at.below(name).missing(hints[name])
+    values: dict[str, Any] = {}
+    for name in filter(readers.__contains__, given):
+        with noting(at.noted):
+            values[name] = readers[name](at.below(name), given[name])
+    if not hints.keys() <= values.keys():
+        raise IncompleteError(f"{at.key} lacks what it needs")
     return cls(key=at.key, **values)
 
 
@@ -219,12 +248,12 @@ def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
     annotations = get_type_hints(cls, include_extras=True)
     readers: dict[str, Reader] = {}
     remedies: dict[str, str] = {}
-    for field in fields(cls):
-        extras: Sequence[Any] = getattr(annotations[field.name], "__metadata__", ())
+    for each in fields(cls):
+        extras: Sequence[Any] = getattr(annotations[each.name], "__metadata__", ())
         if extras:
-            readers[field.name] = extras[0]
-            if field.default is MISSING:
-                remedies[field.name] = extras[1]
+            readers[each.name] = extras[0]
+            if each.default is MISSING:
+                remedies[each.name] = extras[1]
     return readers, remedies
 
 
@@ -247,7 +276,8 @@ def _shown(value: object) -> str:
     return written if short else f"{written[:_SHOWN_CHARACTERS]}…"
 
 
-def _did_you_mean(value: object, known: Collection[str]) -> str:
+def did_you_mean(value: object, known: Collection[str]) -> str:
+    """Clause that names the known word which is most like a value; empty if none is."""
     close = difflib.get_close_matches(str(value).lower(), known, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 

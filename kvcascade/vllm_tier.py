@@ -31,19 +31,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from . import vllm_facts
-from .config import CascadeConfig, NvmeTier, OnReset, parse
-from .errors import ConfigError
+from .config import CascadeConfig, NvmeTier, OnReset
 from .handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
 from .logs import get_logger
-from .machine import ThisMachine, check_nvme
+from .machine import ThisMachine
 from .manager.flow import Link
 from .manager.solo import SoloTier
+from .named import checked_tier
 from .nvme_parts import io_threads_of, nvme_level, open_nvme
 from .tiers.base import BlockHash
 from .tiers.nvme.filesystem import RealFileSystem
 from .tiers.nvme.namespace import NamespaceKey
 from .tiers.nvme.tier import NvmeTier as OpenTier
-from .tiers.policies import known_names
 from .vllm_common import log_beside_vllm, namespace_facts, warn_of_privacy
 from .vllm_later import set_state, state_of
 from .vllm_modern import in_prompt_order, shape_facts, to_vllm_event
@@ -87,7 +86,7 @@ class KVCascadeTier(SecondaryTierManager):
         self._rows = primary_kv_view.cast("B")
         assert primary_kv_view.strides is not None, "a view has strides"
         self._row_bytes = primary_kv_view.strides[0]  # versions as old as 0.28 do not say it
-        settings = _settings(options)
+        settings = checked_tier(options, ThisMachine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
         self._executors: list[ThreadPoolExecutor] = []
@@ -196,22 +195,6 @@ class KVCascadeTier(SecondaryTierManager):
     def _row(self, slot: int) -> memoryview:
         start = slot * self._row_bytes
         return self._rows[start : start + self._row_bytes]
-
-
-def _settings(options: dict[str, Any]) -> CascadeConfig:
-    """The options as a configuration of ours; vLLM's CPU tier stands where ours would be."""
-    about: dict[str, Any] = {
-        name: options.pop(name) for name in ("label", "weights_id", "on_reset") if name in options
-    }
-    options.pop("locality", None)
-    tiers = [{"type": "cpu", "capacity": 1}, {"type": "nvme", **options}]
-    config: dict[str, Any] = {"tiers": tiers, **about}
-    try:
-        settings = parse(config, known_names())
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("tiers[1]", "secondary_tiers.KVCascadeTier")) from None
-    check_nvme(settings, ThisMachine())
-    return settings
 
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cache_rig import ROOT, call
 from support.users import unprivileged
+from typer.testing import CliRunner
 
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.machine import ThisMachine
 from kvcascade.named import checked
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tiers.nvme.capacity import plan_capacity
+from kvcascade.tools.__main__ import app
 from kvcascade.tools.cache.check import (
     OPEN_S,
     SCAN_S_PER_ENTRY,
     BlockShape,
+    CheckReport,
     check,
     memory_rate,
-    read_config,
 )
 from kvcascade.tools.cache.models import kv_shape
+from kvcascade.tools.cache.transfer import EXTRA, FIELDS, read_config
 from kvcascade.tools.commands.common import ExitCode, check_place
 
 MIB = 1 << 20
@@ -41,7 +47,8 @@ def config(tmp_path: Path) -> Path:
         ],
     }
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"kv_connector_extra_config": extra}))
+    whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", EXTRA: extra}
+    path.write_text(json.dumps(whole))
     return path
 
 
@@ -71,7 +78,7 @@ def test_a_kept_arena_holds_its_table_too(config: Path, tmp_path: Path) -> None:
     """Each slot has a record in it: with small blocks that is room for hundreds of them."""
     tiers = json.loads(config.read_text())["kv_connector_extra_config"]["tiers"]
     change(config, tiers=[{**tiers[0], "persist": True}, {**tiers[1], "segment_size": "8MiB"}])
-    cpu, nvme = check(config, BlockShape(16, 256)).tiers
+    cpu, nvme = looked_at(config, BlockShape(16, 256)).tiers
     kept = ArenaGeometry.fit(64 * MIB, 4096, 1, kept=True)
     assert cpu.blocks == kept.slots < ArenaGeometry.fit(64 * MIB, 4096, 1).slots
     assert nvme.segments == plan_capacity(256 * MIB, 4096, 1, 2048).segments
@@ -163,7 +170,7 @@ def test_what_an_engine_could_not_import_is_named(
     answer = call("check", config, "--json")
     assert answer.code == ExitCode.PROBLEMS and "no_such_package" in answer.document["problem"]
     with pytest.raises(ConfigError, match="no_such_package"):
-        checked(read_config(config), ThisMachine())
+        checked(read_config(config).extra, ThisMachine())
 
 
 @pytest.mark.parametrize(
@@ -171,15 +178,15 @@ def test_what_an_engine_could_not_import_is_named(
     [
         ('{"kv_connector": "OfloadingConnector", %s}', 'use "OffloadingConnector"'),
         ('{"kv_transfer_config": {"kv_connector": 3, %s}}', 'use "OffloadingConnector"'),
-        ('{"spec_name": "CascadeOfloadingSpec", %s}', 'use "CascadeOffloadingSpec"'),
+        ('{"spec_name": "CascadeOfloadingSpec", %s}', "expected 'CascadeOffloadingSpec' or"),
         ('{"write_mode": "back", "write_mode": "through", %s}', "give every key once"),
     ],
 )
 def test_what_vllm_would_take_otherwise_is_named(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text % '"tiers": [{"type": "cpu", "capacity": "1MiB"}]')
-    problem = call("check", path, "--json").document["problem"]
-    assert said in problem and "no JSON" not in problem
+    problems = call("check", path, "--json").document["problems"]
+    assert any(said in problem for problem in problems) and "no JSON" not in str(problems)
 
 
 def test_what_is_hardly_meant_is_said_and_fits(config: Path, tmp_path: Path) -> None:
@@ -190,6 +197,225 @@ def test_what_is_hardly_meant_is_said_and_fits(config: Path, tmp_path: Path) -> 
     (doubt,) = answer.document["doubts"]
     assert doubt.startswith("spec_name is missing") and "spec_name" in call("check", path).out
     assert call("check", config, "--json").document["doubts"] == []
+
+
+def looked_at(path: Path, shape: BlockShape | None, **how: Any) -> CheckReport:
+    """What a file comes to."""
+    return check(read_config(path), shape, **how)
+
+
+WHOLE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "a"}
+CPU_ONLY = {"spec_name": "CascadeOffloadingSpec", "tiers": [{"type": "cpu", "capacity": "1MiB"}]}
+GONE = object()
+TIERING = {
+    "spec_name": "TieringOffloadingSpec",
+    "cpu_bytes_to_use": 1 << 20,
+    "eviction_policy": "S3FifoPolicy",
+    "cache_policy_module_path": "kvcascade.vllm_policies",
+}
+
+
+@pytest.fixture(params=[True, False], ids=["vllm", "no vllm"])
+def has_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With the installed vLLM, and as if there were none: whether there is one."""
+    if request.param:
+        pytest.importorskip("vllm")
+    else:
+        for name in [name for name in sys.modules if name.startswith("vllm.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "vllm", None)
+    return bool(request.param)
+
+
+def problems_of(path: Path, extra: object = CPU_ONLY, **options: object) -> list[str]:
+    """What `check` says of a whole `--kv-transfer-config`."""
+    document = {**WHOLE, EXTRA: extra, **options}
+    path.write_text(json.dumps({key: document[key] for key in document if document[key] != GONE}))
+    answer = call("check", path, "--json")
+    assert answer.code == (ExitCode.PROBLEMS if answer.document["problems"] else ExitCode.OK)
+    return list(answer.document["problems"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("kv_role", "kv_bth", 'did you mean "kv_both"'),
+        ("kv_role", GONE, 'give "kv_both"'),
+        ("kv_role", None, 'use "kv_both"'),
+        ("kv_connector", GONE, 'give "OffloadingConnector"'),
+        ("kv_conector", "OffloadingConnector", 'did you mean "kv_connector"'),
+        (EXTRA, [], "is no object"),
+        (EXTRA, GONE, "is missing"),
+        ("kv_port", "high", "whole number"),
+        ("kv_load_failure_policy", "ignore", 'use "recompute" or "fail"'),
+        ("tiers", [], "move it there"),
+    ],
+)
+def test_the_whole_object_is_looked_at(
+    tmp_path: Path, has_vllm: bool, key: str, value: object, said: str
+) -> None:
+    path = tmp_path / "config.json"
+    assert problems_of(path) == []
+    (problem,) = problems_of(path, **{key: value})
+    assert problem.startswith(key) and said in problem
+
+
+def test_what_only_vllm_knows_is_its_own_to_say(tmp_path: Path) -> None:
+    """Of its class in this version: a key that is gone, and a type of its choice."""
+    theirs = pytest.importorskip("vllm.config").KVTransferConfig
+    fields = set(inspect.signature(theirs).parameters)
+    assert set(WHOLE) | {EXTRA} <= fields
+    for key in FIELDS - fields:
+        (problem,) = problems_of(tmp_path / "config.json", **{key: 1})
+        assert problem.startswith(key)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path, has_vllm: bool) -> None:
+    (tmp_path / "file").touch()
+    tiers = [
+        {"type": "cpu", "capacity": "9999TiB"},
+        {"type": "nvme", "capacity": "1MiB", "path": str(tmp_path / "file")},
+        {"type": "ssd", "capacity": "1MiB", "path": "/a"},
+    ]
+    extra = {**CPU_ONLY, "tiers": tiers, "write_mod": "back"}
+    found = problems_of(tmp_path / "config.json", extra, kv_role="kv_bth", kv_conector=1)
+    keys = ["kv_conector", "kv_role", "write_mod", "tiers[0].capacity", "tiers[1].path"]
+    assert sorted(each.split()[0].rstrip(":") for each in found) == sorted([*keys, "tiers[2].type"])
+    shown = call("check", tmp_path / "config.json").out
+    assert all(key in shown for key in keys) and "fits this machine" not in shown
+
+
+@pytest.mark.parametrize(
+    ("path", "is_loaded", "is_problem", "is_doubt"),
+    [
+        ("kvcascade.spec", True, False, False),
+        ("kvcascade.spec", False, False, False),
+        ("kvcascade.spek", True, False, True),
+        ("kvcascade.spek", False, True, False),
+        ("kvcascade.errors", False, True, False),
+        ("no_such_package.spec", True, False, True),
+        ("..", True, False, True),
+        ("..", False, True, False),
+        (None, True, False, False),
+        (None, False, True, False),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str | None,
+    is_loaded: bool,
+    is_problem: bool,
+    is_doubt: bool,
+) -> None:
+    """Where vLLM loads our plugin it never looks at the module."""
+    monkeypatch.setenv("VLLM_PLUGINS", "kvcascade" if is_loaded else "lora_hf_hub_resolver")
+    config = tmp_path / "config.json"
+    problems = problems_of(config, {**CPU_ONLY, "spec_module_path": path})
+    doubts = call("check", config, "--json").document["doubts"]
+    assert [each.split(":")[0].split()[0] for each in problems] == ["spec_module_path"] * is_problem
+    assert ["ignored here" in doubt for doubt in doubts] == [True] * is_doubt
+
+
+def test_the_nvme_tier_in_vllms_own_tiering_fits(tmp_path: Path, has_vllm: bool) -> None:
+    """As README has it, but for the path and the sizes."""
+    text = (ROOT / "README.md").read_text()
+    start = text.index('{"spec_name": "TieringOffloadingSpec"')
+    extra = json.loads(text[start : text.index("```", start)])
+    extra["cpu_bytes_to_use"] = 64 * MIB
+    extra["secondary_tiers"][0].update(path=str(tmp_path / "kv"), capacity="256MiB", min_free=0)
+    config = tmp_path / "config.json"
+    assert problems_of(config, extra) == []
+    answer = call("check", config, "--kv-bytes-per-token", 1000, "--json").document
+    assert answer["doubts"] == [] and answer["block_bytes"] == 4 * 4096
+    cpu, nvme = answer["tiers"]
+    assert cpu["policy"] == "S3FifoPolicy" and cpu["blocks"] == 64 * MIB // (4 * 4096)
+    assert nvme["blocks"] == plan_capacity(256 * MIB, 4 * 4096, 1).slots
+    assert not (tmp_path / "kv").exists()
+    assert "fits this machine" in call("check", config).out
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        ({"cpu_bytes_to_use": GONE}, "cpu_bytes_to_use", "is missing"),
+        ({"cpu_bytes_to_use": 1 << 60}, "cpu_bytes_to_use", "more memory than there is"),
+        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use", "no number of bytes"),
+        ({"cache_policy_module_path": GONE}, "eviction_policy", "cache_policy_module_path"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk", "whole number"),
+        ({"secondary_tiers": {}}, "secondary_tiers", "no list"),
+        ({"secondary_tiers": [3]}, "secondary_tiers[0]", "no tier"),
+        ({"type": GONE}, "secondary_tiers[0].type", "is missing"),
+        ({"type": "KVCascadTier"}, "secondary_tiers[0].type", '"KVCascadeTier"'),
+        ({"module_path": GONE}, "secondary_tiers[0].module_path", '"kvcascade.vllm_tier"'),
+        ({"capacity": "9999TiB"}, "secondary_tiers[0].capacity", "more disk than there is"),
+        ({"path": "kv"}, "secondary_tiers[0].path", "absolute path"),
+        ({"polcy": "lru"}, "secondary_tiers[0].polcy", 'did you mean "policy"'),
+        ({"policy": "no_such_package:P"}, "policy", "no_such_package"),
+    ],
+)
+def test_what_is_wrong_in_vllms_own_tiering(
+    tmp_path: Path, has_vllm: bool, options: dict[str, object], key: str, said: str
+) -> None:
+    tier: dict[str, object] = {"type": "KVCascadeTier", "capacity": "1MiB", "min_free": 0}
+    tier |= {"module_path": "kvcascade.vllm_tier", "path": str(tmp_path / "kv")}
+    is_outside = options.keys() <= {*TIERING, "blocks_per_chunk", "secondary_tiers"}
+    extra = {**TIERING, "secondary_tiers": [tier if is_outside else {**tier, **options}]}
+    extra = {**extra, **(options if is_outside else {})}
+    extra["secondary_tiers"] = _without_gone(extra["secondary_tiers"])
+    (problem,) = problems_of(tmp_path / "config.json", _without_gone(extra))
+    assert problem.startswith(key) and said in problem
+
+
+def _without_gone(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_without_gone(each) for each in given]
+    if isinstance(given, dict):
+        return {key: value for key, value in given.items() if value is not GONE}
+    return given
+
+
+def test_tiers_and_policies_of_others_are_asked_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = tmp_path / "config.json"
+    fs = {"type": "fs", "root_dir": "/mnt"}
+    assert problems_of(path, {**TIERING, "secondary_tiers": [fs]}) == []
+    (problem,) = problems_of(path, {**TIERING, "secondary_tiers": [{"type": "sf"}]})
+    assert problem.startswith("secondary_tiers[0]: vLLM finds no class")
+    (problem,) = problems_of(path, {**TIERING, "eviction_policy": "S3FiloPolicy"})
+    assert "eviction_policy 'S3FiloPolicy' cannot be imported" in problem
+    assert problems_of(path, {**TIERING, "eviction_polcy": "lru"}) == []
+    (doubt,) = call("check", path, "--json").document["doubts"]
+    assert 'did you mean "eviction_policy"' in doubt and "ignored" in doubt
+
+
+def test_an_unknown_spec_names_those_that_are_known(config: Path) -> None:
+    change(config, spec_name="X")
+    (problem,) = call("check", config, "--json").document["problems"]
+    expected = "'CascadeOffloadingSpec' or 'TieringOffloadingSpec'"
+    assert problem.startswith(f"unknown spec_name 'X'; expected {expected}")
+
+
+def test_standard_input_is_read(config: Path) -> None:
+    for text, code in ((config.read_bytes(), ExitCode.OK), (b"{", ExitCode.PROBLEMS)):
+        done = CliRunner().invoke(app, ["check", "-", "--json"], input=text)
+        assert done.exit_code == code
+        assert json.loads(done.stdout)["config"] == "standard input"
+    with os.fdopen(os.memfd_create("config"), "r+b", buffering=0) as file:
+        file.write(config.read_bytes())
+        answer = call("check", f"/proc/self/fd/{file.fileno()}")
+        assert answer.code == ExitCode.OK, "as <(...) of a shell gives it"
+
+
+@pytest.mark.parametrize(
+    "words", [["check", "PATH"], ["export", "PATH", "OUT", "--hashes", "PATH"], ["import", "PATH"]]
+)
+def test_a_folder_in_place_of_a_file_is_called_one(tmp_path: Path, words: list[str]) -> None:
+    places = {"PATH": tmp_path, "OUT": tmp_path / "out"}
+    command = [places.get(word, word) for word in words]
+    last = [tmp_path] if words[0] == "import" else []
+    answer = call(*command, *last)
+    assert answer.code == ExitCode.USAGE and f"{tmp_path} is a folder" in answer.err
 
 
 def test_strange_files(tmp_path: Path) -> None:
@@ -215,14 +441,20 @@ def test_files_that_cannot_be_looked_at(config: Path, tmp_path: Path, place: str
 
 
 def test_a_tier_too_small_for_the_blocks(config: Path) -> None:
-    report = check(config, BlockShape(16, 100 * MIB), measure=lambda folder, is_touched: 1e9)
+    report = check(
+        read_config(config), BlockShape(16, 100 * MIB), measure=lambda folder, is_touched: 1e9
+    )
     assert report.problem is not None and report.start_s is None
 
 
 def test_start_is_memory_by_rate(config: Path) -> None:
-    report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: 32.0 * MIB)
+    report = check(
+        read_config(config), BlockShape(16, 1024), measure=lambda folder, is_touched: 32.0 * MIB
+    )
     assert report.start_s == pytest.approx(2.0 + OPEN_S)
-    report = check(config, BlockShape(16, 1024), measure=lambda folder, is_touched: None)
+    report = check(
+        read_config(config), BlockShape(16, 1024), measure=lambda folder, is_touched: None
+    )
     assert report.start_s is None
 
 
@@ -234,7 +466,7 @@ def test_memory_that_is_not_touched_is_made_all_the_same(
     tiers[0]["prefault"] = has_prefault
     change(config, tiers=tiers)
     rates = {True: 32.0 * MIB, False: 128.0 * MIB}
-    report = check(config, None, measure=lambda folder, is_touched: rates[is_touched])
+    report = looked_at(config, None, measure=lambda folder, is_touched: rates[is_touched])
     assert report.start_s == pytest.approx(memory_s + OPEN_S)
 
 

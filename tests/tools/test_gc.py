@@ -19,7 +19,7 @@ from support.cache_rig import (
 )
 from support.nvme_rig import config_for, key
 
-from kvcascade.tools.cache.gc import Wish, collect
+from kvcascade.tools.cache.gc import KEPT_INDEX, Wish, collect
 from kvcascade.tools.cache.opened import locations
 from kvcascade.tools.commands.common import ExitCode
 
@@ -29,16 +29,28 @@ NOW_S = 1_000_000.0
 
 @pytest.fixture
 def aged(tmp_path: Path) -> Path:
-    """24 blocks: 0 to 7 were used just now, 8 to 15 an hour ago, 16 to 23 a day ago."""
-    now = [NOW_S - 86_400]
-    rig = UsageRig(config_of(tmp_path), lambda: now[0])
-    rig.store([key(i) for i in range(BLOCKS)])
-    now[0] = NOW_S - 3600
-    rig.policy.touch([key(i) for i in range(16)])
-    now[0] = NOW_S
-    rig.policy.touch([key(i) for i in range(8)])
+    """A closed cache of blocks as `aged_rig` has them."""
+    rig = aged_rig(tmp_path, NOW_S)
     rig.close()
     return rig.tier.namespace.folders[0]
+
+
+def aged_rig(root: Path, now_s: float) -> UsageRig:
+    """24 blocks: 0 to 7 were used just now, 8 to 15 an hour ago, 16 to 23 a day ago."""
+    now = [now_s - 86_400]
+    rig = UsageRig(config_of(root), lambda: now[0])
+    rig.store([key(i) for i in range(BLOCKS)])
+    now[0] = now_s - 3600
+    rig.policy.touch([key(i) for i in range(16)])
+    now[0] = now_s
+    rig.policy.touch([key(i) for i in range(8)])
+    return rig
+
+
+def files_of(folder: Path) -> dict[Path, int]:
+    """Segment files, and the index that a rebuild left: bytes on disk."""
+    found = [*folder.glob("segments/*"), *folder.glob(f"{KEPT_INDEX}/*")]
+    return {path: path.stat().st_blocks * 512 for path in found}
 
 
 def test_by_age(aged: Path) -> None:
@@ -49,6 +61,91 @@ def test_by_age(aged: Path) -> None:
     assert did == would
     assert not segment(aged, 2).exists(), "nothing is left in it"
     assert right_blocks(aged.parent) == set(range(16))
+
+
+MODES = {
+    "age": ["--older-than", "2h"],
+    "hash": ["--hash", key(17).hex()],
+    "prefix": ["--prefix", key(17).hex()],
+    "age and hash": ["--older-than", "2h", "--hash", key(17).hex()],
+    "size": ["--max-size", "200kB"],
+    "age and size": ["--older-than", "2h", "--max-size", "200kB"],
+    "all": ["--remove-namespace"],
+}
+
+
+@pytest.mark.parametrize("state", ["closed", "live", "unreadable"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dry_run_says_what_the_real_run_does(tmp_path: Path, mode: str, state: str) -> None:
+    rig = aged_rig(tmp_path, time.time())
+    folder, is_live = rig.tier.namespace.folders[0], state == "live"
+    if not is_live:
+        rig.close()
+        (folder / KEPT_INDEX).mkdir()
+        (folder / KEPT_INDEX / "data.mdb").write_bytes(bytes(1 << 16))
+    if state == "unreadable":
+        (folder / "index" / "data.mdb").unlink()
+    run = call_outside if is_live else call
+    arguments = ["gc", tmp_path, "-n", folder.name, *MODES[mode], "--json"]
+    would, before = run(*arguments, "--dry-run"), files_of(folder)
+    did, after = run(*arguments), files_of(folder)
+    assert would.code == did.code
+    said = would.one | {"hottest_idle_s": None}
+    assert said == did.one | {"hottest_idle_s": None}
+    gone = [path for path in before if path not in after]
+    assert said["segments_removed"] == sum(path.parent.name == "segments" for path in gone) or (
+        mode == "all"
+    )
+    left = run("inspect", tmp_path, "--json").one["blocks"] if folder.exists() else 0
+    if state == "unreadable":
+        assert said["blocks_before"] is None
+        assert said["was_removed"] == (mode == "all") == (not folder.exists())
+    else:
+        assert said["blocks_removed"] == BLOCKS - left and said["blocks_before"] == BLOCKS
+    if mode != "all":
+        assert said["bytes_freed"] == sum(before[path] for path in gone)
+    if is_live:
+        rig.close()
+
+
+def test_what_is_removed_as_a_whole_is_told_beforehand(tmp_path: Path) -> None:
+    now_s = time.time() - 3600
+    rig = aged_rig(tmp_path, now_s)
+    rig.close()
+    folder = rig.tier.namespace.folders[0]
+    arguments = ["gc", tmp_path, "-n", folder.name, "--remove-namespace"]
+    would = call(*arguments, "--dry-run", "--json").one
+    assert would["blocks_removed"] == would["blocks_before"] == BLOCKS
+    assert would["bytes_freed"] == sum(
+        path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()
+    )
+    assert would["hottest_idle_s"] == pytest.approx(time.time() - now_s, abs=60)
+    shown = " ".join(call(*arguments, "--dry-run").out.split())
+    assert f"{BLOCKS} {BLOCKS}" in shown and "1.0 h" in shown
+
+
+def test_the_hottest_block_that_leaves_is_told(aged: Path) -> None:
+    for wish, idle_s in (
+        (Wish(older_than_s=1800), 3600),
+        (Wish(hash_start=key(17)), 86_400),
+        (Wish(max_bytes=0), 0),
+        (Wish(hash_start=b"no such block"), None),
+    ):
+        (report,) = collect(locations(aged), wish, is_dry_run=True, now_s=NOW_S)
+        assert report.hottest_idle_s == idle_s
+
+
+def test_files_that_were_empty_before_stay(aged: Path) -> None:
+    """Room that was made ahead is nobody's to give back unless a size is asked for."""
+    segments = {number: segment(aged, number) for number in range(4)}
+    assert all(path.exists() for path in segments.values()), "the fourth holds nothing"
+    (nothing,) = collect(locations(aged), Wish(older_than_s=10**6), is_dry_run=False, now_s=NOW_S)
+    assert nothing.segments_removed == nothing.bytes_freed == 0
+    (report,) = collect(locations(aged), Wish(older_than_s=7200), is_dry_run=False, now_s=NOW_S)
+    assert report.segments_removed == 1
+    assert [path.exists() for path in segments.values()] == [True, True, False, True]
+    collect(locations(aged), Wish(max_bytes=0), is_dry_run=False, now_s=NOW_S)
+    assert not any(path.exists() for path in segments.values())
 
 
 def test_blocks_of_unknown_age_stay(aged: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -11,18 +10,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config import CascadeConfig, CpuTier, NvmeTier
-from ...errors import ConfigError, os_errors
+from ...config import CascadeConfig, NvmeTier
+from ...errors import os_errors
 from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity
-from ...named import CONNECTOR, SPEC_NAME, checked
+from ...named import checked
 from ...nvme_parts import slots_of_segment
-from ...options import At
+from ...options import noting
 from ...tiers.cpu import ArenaGeometry
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.machine import probe_machine
 from ...tiers.cpu.prefault import prefault
 from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
+from .transfer import Given, read_tiering
 
 PROBE_BYTES = 128 << 20
 """Memory that is made and touched to measure how fast that goes."""
@@ -34,9 +34,6 @@ SCAN_S_PER_ENTRY = 4.0 / 4_000_000
 OPEN_S = 0.21
 """Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
 sizes (ARCHITECTURE.md)."""
-MAX_CONFIG_BYTES = 1 << 20
-SPEC_KEY = "spec_name"
-EXTRA = "kv_connector_extra_config"
 Measure = Callable[[Path, bool], float | None]
 """Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
 
@@ -75,8 +72,8 @@ class CheckReport:
     """What a configuration comes to on this machine."""
 
     config: str
-    problem: str | None = None
-    """The first thing that does not fit, and what to do."""
+    problems: list[str] = field(default_factory=list)
+    """What does not fit, each with what to do."""
     doubts: list[str] = field(default_factory=list)
     """What fits and is hardly meant."""
     tiers: list[TierReport] = field(default_factory=list)
@@ -96,84 +93,43 @@ class CheckReport:
 
     def as_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return asdict(self)
+        return {"problem": self.problem, **asdict(self)}
 
-
-def read_config(path: Path) -> Mapping[str, object]:
-    """`kv_connector_extra_config` from a file that holds it, vLLM's whole `--kv-transfer-config`,
-    or an object with the latter as `kv_transfer_config`. Raises `ConfigError`, also for names under
-    which vLLM would take something else."""
-    document = _read_json(path)
-    for name in ("kv_transfer_config", "kv-transfer-config", EXTRA):
-        connector = document.get("kv_connector", CONNECTOR)
-        if connector != CONNECTOR:
-            raise At("kv_connector").wrong(connector, f'is another one; use "{CONNECTOR}"')
-        inner = document.get(name)
-        if isinstance(inner, Mapping):
-            document = inner
-    spec = document.get(SPEC_KEY, SPEC_NAME)
-    if spec != SPEC_NAME:
-        raise At(SPEC_KEY).wrong(spec, f'is another one; use "{SPEC_NAME}"')
-    return document
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is too large for a configuration")
-        document = json.loads(path.read_text("utf-8"), object_pairs_hook=_once_each)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error})") from None
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{path} holds no JSON object")
-    return document
-
-
-def _once_each(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
-    """A JSON object; of a key that is given twice the last one alone would count."""
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise At(key).wrong(value, "is given beside another value; give every key once")
-        found[key] = value
-    return found
+    @property
+    def problem(self) -> str | None:
+        """The first of the problems."""
+        return self.problems[0] if self.problems else None
 
 
 def check(
-    path: Path,
+    given: Given,
     shape: BlockShape | None,
     model: str | None = None,
     machine: Machine | None = None,
     measure: Measure | None = None,
 ) -> CheckReport:
-    """Validate and work out; a configuration that does not fit is a report with a `problem`."""
+    """Validate and work out; a configuration that does not fit is a report with `problems`."""
     machine = ThisMachine() if machine is None else machine
-    report = CheckReport(str(path), model=model)
-    try:
-        given = read_config(path)
-        settings = checked(given, machine)
-        report.doubts = doubts(settings, machine)
-        if SPEC_KEY not in given:
-            report.doubts.append(str(At(SPEC_KEY).missing(f'an engine needs "{SPEC_NAME}"')))
-        _fill(report, settings, machine, shape)
-    except ConfigError as error:
-        report.problem = str(error)
+    report = CheckReport(given.source, model=model)
+    report.problems, report.doubts = list(given.problems), list(given.doubts)
+    if given.is_tiering:
+        with noting(report.problems):
+            _check_tiering(report, given.extra, machine, shape)
         return report
-    _expect_start(report, settings, measure or memory_rate)
+    if not given.extra:
+        return report
+    with noting(report.problems):
+        settings = checked(given.extra, machine, report.problems)
+        if not report.problems:
+            report.doubts += doubts(settings, machine)
+            _fill(report, settings, machine, shape)
+            _expect_start(report, settings, measure or memory_rate)
     return report
 
 
-def tokens_in_config(path: Path, block_size: int) -> int:
+def tokens_in_config(given: Given, block_size: int) -> int:
     """Tokens of one of our blocks, for vLLM blocks of `block_size` tokens."""
-    try:
-        document = read_config(path)
-    except ConfigError:
-        return block_size
-    chunk, size = document.get("blocks_per_chunk"), document.get("block_size")
+    chunk, size = given.extra.get("blocks_per_chunk"), given.extra.get("block_size")
     if isinstance(size, int) and size > 0:
         return size
     return block_size * chunk if isinstance(chunk, int) and chunk > 0 else block_size
@@ -210,8 +166,7 @@ def _seconds_of_memory(fd: int, folder: Path, size: int, is_touched: bool) -> fl
 def _fill(
     report: CheckReport, settings: CascadeConfig, machine: Machine, shape: BlockShape | None
 ) -> None:
-    capacity = cpu_capacity(settings.cpu, machine)
-    arena: ArenaGeometry | None = None
+    capacity, arena = cpu_capacity(settings.cpu, machine), None
     if shape is not None:
         arena = ArenaGeometry.fit(
             capacity, shape.rank_bytes, shape.world_size, kept=settings.cpu.persist
@@ -219,29 +174,50 @@ def _fill(
         report.block_bytes = arena.slot_bytes
         report.tokens_per_block, report.bytes_per_token = shape.tokens, shape.bytes_per_token
     report.pinned_bytes = capacity
-    for tier in settings.tiers:
-        report.tiers.append(_tier(tier, machine, arena, shape))
+    blocks = None if arena is None else arena.slots
+    where = str(settings.cpu.arena_dir)
+    report.tiers.append(
+        TierReport("cpu", where, capacity, settings.cpu.policy, blocks, _tokens(blocks, shape))
+    )
+    report.tiers += [_nvme(tier, machine, report.block_bytes, shape) for tier in settings.nvme]
 
 
-def _tier(
-    tier: CpuTier | NvmeTier,
-    machine: Machine,
-    arena: ArenaGeometry | None,
-    shape: BlockShape | None,
+def _check_tiering(
+    report: CheckReport, extra: Mapping[str, object], machine: Machine, shape: BlockShape | None
+) -> None:
+    """Our NVMe tier and policies inside vLLM's own tiering; how it starts is vLLM's affair."""
+    tiering = read_tiering(extra, machine, report.problems, report.doubts)
+    if report.problems:
+        return
+    capacity, blocks = tiering.cpu_bytes, None
+    if shape is not None:
+        row = shape.rank_bytes * shape.world_size
+        report.block_bytes = -(-row // PAGE_BYTES) * PAGE_BYTES
+        report.tokens_per_block, report.bytes_per_token = shape.tokens, shape.bytes_per_token
+        blocks = capacity // report.block_bytes
+    report.pinned_bytes = capacity
+    report.tiers.append(
+        TierReport("cpu", "vLLM's", capacity, tiering.policy, blocks, _tokens(blocks, shape))
+    )
+    report.tiers += [_nvme(tier, machine, report.block_bytes, shape) for tier in tiering.nvme]
+
+
+def _nvme(
+    tier: NvmeTier, machine: Machine, block_bytes: int | None, shape: BlockShape | None
 ) -> TierReport:
     blocks: int | None = None
     segments: int | None = None
-    if isinstance(tier, CpuTier):
-        where, capacity = str(tier.arena_dir), cpu_capacity(tier, machine)
-        blocks = None if arena is None else arena.slots
-    else:
-        where, capacity = ", ".join(map(str, tier.path)), nvme_capacity(tier, machine)
-        if arena is not None:
-            slots = slots_of_segment(tier, arena.slot_bytes)
-            plan = plan_capacity(capacity, arena.slot_bytes, len(tier.path), slots)
-            blocks, segments = plan.slots, plan.segments
-    tokens = None if blocks is None or shape is None else blocks * shape.tokens
+    where, capacity = ", ".join(map(str, tier.path)), nvme_capacity(tier, machine)
+    if block_bytes is not None:
+        slots = slots_of_segment(tier, block_bytes)
+        plan = plan_capacity(capacity, block_bytes, len(tier.path), slots)
+        blocks, segments = plan.slots, plan.segments
+    tokens = _tokens(blocks, shape)
     return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments)
+
+
+def _tokens(blocks: int | None, shape: BlockShape | None) -> int | None:
+    return None if blocks is None or shape is None else blocks * shape.tokens
 
 
 def _expect_start(report: CheckReport, settings: CascadeConfig, measure: Measure) -> None:

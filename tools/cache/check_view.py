@@ -11,8 +11,11 @@ from .check import CheckReport
 def print_checked(report: CheckReport) -> None:
     """What a configuration comes to, or what is wrong with it."""
     console = show.console()
-    if report.problem is not None:
-        console.print(Text(report.problem, style="red"))
+    if report.problems:
+        for problem in report.problems:
+            console.print(Text(problem, style="red"))
+        for doubt in report.doubts:
+            console.print(Text(f"  {doubt}", style="yellow"))
         return
     numbers = ["capacity", "blocks", "tokens", "files"]
     table = show.columns("Tiers", "tier", "where", "policy", *numbers, right=numbers)
@@ -32,7 +35,8 @@ def print_checked(report: CheckReport) -> None:
     if report.prefault_bytes_per_s is not None:
         rate = f"{show.size(report.prefault_bytes_per_s)}/s"
         rows.append(("getting memory", f"{rate} (measured now)"))
-    rows.append(("start, about", show.duration(report.start_s)))
+    if report.start_s is not None:
+        rows.append(("start, about", show.duration(report.start_s)))
     if report.start_after_crash_s is not None:
         rows.append(("after a crash, at most", show.duration(report.start_after_crash_s)))
     console.print(show.facts("", rows))

@@ -1,8 +1,9 @@
 """`kvcascade gc`: clearing out by age, hash, size, or whole namespaces.
 
-Blocks leave the index; a segment file that holds none any more is deleted, since that is what gives
-back disk. For a size, whole segments leave, coldest first. While engines have a namespace open,
-blocks leave as well, but files are theirs: the room is used again for what they store.
+Blocks leave the index; a segment file that they leave empty is deleted, since that is what gives
+back disk. For a size, whole segments leave, coldest first, and those before them that were empty.
+While engines have a namespace open, blocks leave as well, but files are theirs: the room is used
+again for what they store.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from ...tiers.nvme.maintenance import (
 from ...tiers.nvme.namespace import described_layout, remove_namespace
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
+from ..commands.common import sentence
 from .block import only_match
 from .opened import OpenedCache, opened, parse_hash
 
 IN_USE = "in use by process {}: stop it first"
 SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
+KEPT_INDEX = f"index{DAMAGED_SUFFIX}"
+"""The damaged index that a rebuild left; it leaves with whatever else does."""
 NOT_NOTED = "no engine has noted what comes after {}: it leaves alone; choose the rest by --hash"
 
 
@@ -65,11 +69,15 @@ class GcReport:
     """What was, or would be, removed from one namespace; sizes in bytes."""
 
     name: str
-    blocks_before: int = 0
-    blocks_removed: int = 0
+    blocks_before: int | None = None
+    """None: the index cannot be read."""
+    blocks_removed: int | None = 0
+    """None: all that there are, of an index that cannot be read."""
     segments_removed: int = 0
     bytes_freed: int = 0
     """On disk."""
+    hottest_idle_s: float | None = None
+    """Since the last use of any block that leaves; None: no use is known, or none leaves."""
     was_removed: bool = False
     """The whole namespace."""
     skipped: str = ""
@@ -90,6 +98,8 @@ class _Plan:
     report: GcReport
     drops: list[Drop] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
+    last_use: int = 0
+    """The latest of any block that leaves, in seconds of the wall clock; 0: not known."""
     is_live: bool = False
     """An engine has it open: no file may go."""
     has_prompt: bool = False
@@ -106,19 +116,21 @@ class _SegmentUse:
     used_bytes: int
     positions: npt.NDArray[np.int64]
     """In the snapshot, of the blocks that would stay."""
+    is_emptied: bool
+    """Blocks leave it by themselves, and none stays."""
     warmth: float
     """Mean time of the last use of these blocks; 0 where there are none."""
+    last_use: int
+    """The latest of these blocks; 0: not known."""
 
     def take(self) -> None:
         """The segment leaves, with everything in it."""
-        report, snapshot = self.plan.report, self.snapshot
-        self.plan.drops += [
-            Drop(snapshot.keys[i], snapshot.raw(i)) for i in self.positions.tolist()
-        ]
-        self.plan.segments.append(self.number)
-        report.blocks_removed += len(self.positions)
-        report.segments_removed += 1
-        report.bytes_freed += self.used_bytes
+        plan, snapshot = self.plan, self.snapshot
+        plan.drops += [Drop(snapshot.keys[i], snapshot.raw(i)) for i in self.positions.tolist()]
+        plan.segments.append(self.number)
+        plan.last_use = max(plan.last_use, self.last_use)
+        plan.report.segments_removed += 1
+        plan.report.bytes_freed += self.used_bytes
 
 
 def collect(
@@ -141,21 +153,26 @@ def collect(
         if held and (wish.whole or wish.max_bytes is not None):
             reason = IN_USE if wish.whole else SIZE_IN_USE
             plan.report.skipped = reason.format(held[0] or "unknown")
-        if held and not wish.is_by_block:
-            continue
-        if wish.whole:
+        candidates += _look(plan, wish, now_s)
+        if wish.whole and not held:
             _check_parts(location)
-            plan.report.bytes_freed = sum(map(RealFileSystem().used_bytes, location.folders))
+            plan.report.bytes_freed = _held_bytes(location)
+            plan.report.blocks_removed = plan.report.blocks_before
             plan.report.was_removed = True
-        else:
-            candidates += _look(plan, wish, now_s)
     if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
         raise ConfigError(f"--prefix: there is no block {wish.prompt}")
     if wish.max_bytes is not None:
         total = sum(_held_bytes(each) for each in locations)
         _choose_segments(candidates, total - wish.max_bytes)
-    if not is_dry_run:
-        for plan in plans:
+    for plan in plans:
+        if not wish.whole:
+            plan.report.blocks_removed = len(plan.drops)
+        if plan.last_use:
+            plan.report.hottest_idle_s = max(0.0, now_s - plan.last_use)
+        if not plan.is_live and (plan.drops or plan.segments):
+            kept = filter(Path.is_dir, (folder / KEPT_INDEX for folder in plan.location.folders))
+            plan.report.bytes_freed += sum(map(RealFileSystem().used_bytes, kept))
+        if not is_dry_run:
             _carry_out(plan)
     return [plan.report for plan in plans]
 
@@ -166,22 +183,36 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
         with opened(plan.location) as cache:
             snapshot = cache.index.snapshot()
             plan.report.blocks_before = len(snapshot)
-            leaving = _leaving(plan, cache, snapshot, wish, now_s)
+            last_use = _last_use(cache, snapshot)
+            if wish.whole:
+                plan.last_use = 0 if plan.is_live else int(last_use.max(initial=0))
+                return []
+            leaving = _leaving(plan, cache, snapshot, wish, last_use, now_s)
             plan.drops = [Drop(snapshot.keys[i], snapshot.raw(i)) for i in np.flatnonzero(leaving)]
-            plan.report.blocks_removed = len(plan.drops)
+            plan.last_use = int(last_use[leaving].max(initial=0))
             if plan.is_live:
                 return []
-            uses = _segment_uses(plan, cache, snapshot, leaving)
+            uses = _segment_uses(plan, cache, snapshot, leaving, last_use)
     except ConfigError:  # a wrong call, not a namespace that cannot be read
         raise
     except KVCascadeError as error:
-        plan.report.skipped = str(error)
-        plan.report.is_incomplete = wish.is_by_block
+        if not wish.whole:  # what cannot be read can be removed all the same
+            plan.report.skipped = sentence(error)
+            plan.report.is_incomplete = wish.is_by_block
         return []
-    for use in uses if wish.is_by_block else ():
-        if not len(use.positions):
+    for use in uses:
+        if use.is_emptied:
             use.take()
     return uses
+
+
+def _last_use(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Of every entry, in seconds of the wall clock; 0: not known."""
+    last = cache.state.usage(cache.slots).last_use
+    known = (snapshot.slots >= 0) & (snapshot.slots < len(last))
+    found = np.zeros(len(snapshot), dtype=np.int64)
+    found[known] = last[snapshot.slots[known]]
+    return found
 
 
 def _check_parts(location: Location) -> None:
@@ -197,7 +228,12 @@ def _check_parts(location: Location) -> None:
 
 
 def _leaving(
-    plan: _Plan, cache: OpenedCache, snapshot: Snapshot, wish: Wish, now_s: float
+    plan: _Plan,
+    cache: OpenedCache,
+    snapshot: Snapshot,
+    wish: Wish,
+    last_use: npt.NDArray[np.int64],
+    now_s: float,
 ) -> npt.NDArray[np.bool_]:
     """Which entries leave by themselves."""
     leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
@@ -208,9 +244,6 @@ def _leaving(
         heads = _heads_from(plan, cache, wish.prompt)
         leaving &= np.array([head_of(key) in heads for key in snapshot.keys], dtype=np.bool_)
     if wish.older_than_s is not None:
-        last = cache.state.usage(cache.slots).last_use
-        known = (snapshot.slots >= 0) & (snapshot.slots < len(last))
-        last_use = np.where(known, last[np.where(known, snapshot.slots, 0)], 0)
         leaving &= (last_use > 0) & (last_use < now_s - wish.older_than_s)
     return leaving
 
@@ -229,18 +262,33 @@ def _heads_from(plan: _Plan, cache: OpenedCache, prompt: str) -> set[int]:
 
 
 def _segment_uses(
-    plan: _Plan, cache: OpenedCache, snapshot: Snapshot, leaving: npt.NDArray[np.bool_]
+    plan: _Plan,
+    cache: OpenedCache,
+    snapshot: Snapshot,
+    leaving: npt.NDArray[np.bool_],
+    last_use: npt.NDArray[np.int64],
 ) -> list[_SegmentUse]:
     """Every segment and what stays in it."""
-    last = cache.state.usage(cache.slots).last_use
     opened_at = cache.description.home.stat().st_mtime  # stands for a use that is not known
-    numbers = np.where(leaving, -1, snapshot.slots // cache.description.slots_per_segment)
+    numbers = snapshot.slots // cache.description.slots_per_segment
+    left = set(numbers[leaving].tolist())
+    numbers[leaving] = -1
     found: list[_SegmentUse] = []
     for number, segment in sorted(cache.segments.found.items()):
         positions = np.flatnonzero(numbers == number)
-        times = last[snapshot.slots[positions]]
-        warmth = float(np.where(times > 0, times, opened_at).mean()) if len(positions) else 0.0
-        found.append(_SegmentUse(plan, snapshot, number, segment.used_bytes, positions, warmth))
+        times = last_use[positions]
+        found.append(
+            _SegmentUse(
+                plan,
+                snapshot,
+                number,
+                segment.used_bytes,
+                positions,
+                is_emptied=not len(positions) and number in left,
+                warmth=float(np.where(times, times, opened_at).mean()) if len(times) else 0.0,
+                last_use=int(times.max(initial=0)),
+            )
+        )
     return found
 
 
@@ -258,7 +306,7 @@ def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
 
 def _carry_out(plan: _Plan) -> None:
     """Do it; files and whole namespaces only if no engine came meanwhile."""
-    report = plan.report
+    report, dropped = plan.report, 0
     try:
         if report.was_removed:
             fs, folders = RealFileSystem(), [each.resolve() for each in plan.location.folders]
@@ -271,19 +319,20 @@ def _carry_out(plan: _Plan) -> None:
         elif plan.drops or plan.segments:
             description = read_description(plan.location)
             with exclusive(description):
-                drop_entries(description, plan.drops)
+                report.blocks_removed = dropped = drop_entries(description, plan.drops)
                 remove_segments(description, plan.segments)
                 _remove_kept_index(description.home)
     except KVCascadeError as error:  # the other namespaces have their turn all the same
-        report.skipped, report.is_incomplete = str(error), not report.was_removed
-        report.blocks_removed = report.segments_removed = report.bytes_freed = 0
+        report.skipped, report.is_incomplete = sentence(error), not report.was_removed
+        report.blocks_removed, report.hottest_idle_s = dropped, None
+        report.segments_removed = report.bytes_freed = 0
         report.was_removed = False
 
 
 def _remove_kept_index(home: Path) -> None:
     """The damaged index that a rebuild left."""
-    with os_errors(f"removing {home / ('index' + DAMAGED_SUFFIX)}"):
-        shutil.rmtree(home / ("index" + DAMAGED_SUFFIX), ignore_errors=True)
+    with os_errors(f"removing {home / KEPT_INDEX}"):
+        shutil.rmtree(home / KEPT_INDEX, ignore_errors=True)
 
 
 def _held_bytes(location: Location) -> int:

@@ -13,11 +13,12 @@ from .gc import GcReport
 def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:
     """What went, or would go."""
     title = "Would be removed" if is_dry_run else "Removed"
-    names = ["blocks", "of", "segments", "freed"]
+    names = ["blocks", "of", "segments", "freed", "last use, ago"]
     table = show.columns(title, "namespace", *names, "", right=names)
     for report in reports:
         note = "the whole namespace" if report.was_removed else report.skipped
         cells = (report.blocks_removed, report.blocks_before, report.segments_removed)
-        shown = [f"{cell:,}" for cell in cells]
-        table.add_row(report.name, *shown, show.size(report.bytes_freed), Text(note))
+        shown = [show.UNKNOWN if cell is None else f"{cell:,}" for cell in cells]
+        hottest = show.duration(report.hottest_idle_s)
+        table.add_row(report.name, *shown, show.size(report.bytes_freed), hottest, Text(note))
     show.console().print(table)

@@ -17,6 +17,7 @@ from .common import (
     NamespaceOption,
     PathArgument,
     answering,
+    check_is_file,
     emit,
     finish,
 )
@@ -90,6 +91,8 @@ def export(
         kvcascade export /mnt/nvme/kv -n llama system-prompt.safetensors --prefix 5f3c9a17
     """
     with answering(as_json):
+        if hashes is not None:
+            check_is_file("--hashes", hashes)
         starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
         choice = _choice(prefix or (), starts, hot)
         code = _export(path, also, namespace, out, choice, force, bwlimit, as_json)
@@ -119,6 +122,7 @@ def import_(
         kvcascade import /mnt/nvme/kv warm.safetensors --create
     """
     with answering(as_json):
+        check_is_file("IN", file)
         code = _import(path, also, namespace, file, create, make_room, as_json)
     finish(code)
 

@@ -7,14 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import os_errors
-from .common import CommandError, ExitCode, JsonOption, answering, emit, finish
+from .common import (
+    CommandError,
+    ExitCode,
+    JsonOption,
+    answering,
+    answering_apart,
+    check_is_file,
+    emit,
+    finish,
+)
 
 if TYPE_CHECKING:
     from ..cache.check import BlockShape, CheckReport
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.json", help="vLLM's --kv-transfer-config, as a file.")
+    Path,
+    typer.Argument(
+        metavar="CONFIG.json", help="vLLM's --kv-transfer-config, as a file; -: standard input."
+    ),
 ]
 ModelOption = Annotated[
     str | None,
@@ -59,16 +70,15 @@ def check(
 
         kvcascade check transfer.json --model llama-3.1-8b
 
+        jq .kv_transfer_config all.json | kvcascade check -
+
         kvcascade check transfer.json --kv-bytes-per-token 131072 --block-size 32
     """
     with answering(as_json):
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
-        with os_errors(f"looking for {config}"):
-            is_there = config.is_file()
-        if not is_there:
-            raise CommandError(f"there is no file {config}", ExitCode.USAGE)
-        report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
+        with answering_apart(True):  # vLLM prints when it is asked
+            report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
         if as_json:
             emit("check", report.as_json())
         else:
@@ -88,13 +98,17 @@ def _check(
 ) -> CheckReport:
     from ..cache.check import BlockShape, check, tokens_in_config
     from ..cache.models import kv_shape
+    from ..cache.transfer import STANDARD_INPUT, read_config
 
     shape: BlockShape | None = None
-    tokens = tokens_in_config(config, block_size)
+    if config != STANDARD_INPUT:
+        check_is_file("CONFIG", config)
+    given = read_config(config)
+    tokens = tokens_in_config(given, block_size)
     note: str | None = None
     if model is not None:
         found = kv_shape(model, kv_dtype, world_size)
         note, per_token = f"{model} ({found.note})", found.bytes_per_token
     if per_token is not None:
         shape = BlockShape(tokens, per_token, world_size)
-    return check(config, shape, note)
+    return check(given, shape, note)

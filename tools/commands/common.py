@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from ...errors import ConfigError, ErrorKind, KVCascadeError
+from ...errors import ConfigError, ErrorKind, KVCascadeError, os_errors
 
 SCHEMA_VERSION = 1
 """Of every JSON document that a command prints; grows when a field changes its meaning or goes."""
@@ -160,6 +160,17 @@ def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcasc
     else:
         print(f"{command}: {message}", file=sys.stderr)
     return code
+
+
+def check_is_file(option: str, path: Path) -> None:
+    """Raise `CommandError` if there is nothing to be read at a path, or a folder."""
+    with os_errors(f"looking for {path}"):
+        is_folder, is_there = path.is_dir(), path.exists()
+    if is_folder:
+        problem = f"{path} is a folder; give the name of a file in it"
+        raise CommandError(f"{option}: {problem}", ExitCode.USAGE)
+    if not is_there:
+        raise CommandError(f"{option}: there is no file {path}", ExitCode.USAGE)
 
 
 def check_place(option: str, path: Path | None) -> None:

@@ -72,7 +72,7 @@ def gc(
     """Clear out blocks, files, or whole namespaces.
 
     With several of --older-than, --prefix and --hash a block leaves if all hold. A segment file
-    that holds no block any more is deleted. Blocks leave beside running engines, too; what needs
+    that they leave empty is deleted. Blocks leave beside running engines, too; what needs
     their files (--max-size, --remove-namespace) is skipped and named.
 
     Examples:
