@@ -74,6 +74,9 @@ class ClosedError(KVCascadeError):
 
 
 _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
+_PATH_ERRNOS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+)
 _NO_DESCRIPTOR_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -87,8 +90,8 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
         return NoSpaceError(f"no space while {doing}: {reason}; free some or lower the capacity")
     if error.errno in _NO_DESCRIPTOR_ERRNOS:
         return TierIOError(error.errno, f"{reason} while {doing}; raise the limit with `ulimit -n`")
-    mapped = TierIOError(error.errno, f"{reason} while {doing}; check the device and permissions")
-    return mapped
+    remedy = "the path" if error.errno in _PATH_ERRNOS else "the device and permissions"
+    return TierIOError(error.errno, f"{reason} while {doing}; check {remedy}")
 
 
 def is_for_want_of_resources(error: KVCascadeError) -> bool:

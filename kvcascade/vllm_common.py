@@ -84,19 +84,26 @@ def with_time_to_flush(
     settings: CascadeConfig, engine_config: Any | None
 ) -> tuple[CascadeConfig, str | None]:
     """Let a shutdown take as long as vLLM lets it; also what to say if that is no time at all."""
-    given_s = vllm_facts.seconds_to_stop(engine_config)
-    if not settings.nvme or given_s is None:
+    given_s, needed_s = vllm_facts.seconds_to_stop(engine_config), seconds_to_flush(settings)
+    if needed_s is None or given_s is None:
         return settings, None
     if given_s > 0:
         if settings.shutdown_flush_s is None:
             settings = replace(settings, shutdown_flush_s=max(1.0, given_s - STOP_S))
         return settings, None
-    needed_s = math.ceil((settings.shutdown_flush_s or DEFAULT_FLUSH_S) + STOP_S)
     return settings, (
         "kvcascade: vLLM kills this engine as soon as it is asked to stop (--shutdown-timeout 0), "
         f"so nothing is written down then; to have that done, start it with --shutdown-timeout "
         f"{needed_s}"
     )
+
+
+def seconds_to_flush(settings: CascadeConfig) -> int | None:
+    """The `--shutdown-timeout` with which an engine writes what is dirty; None: it never does."""
+    flush_s = settings.shutdown_flush_s
+    if not settings.nvme or flush_s == 0:
+        return None
+    return math.ceil((DEFAULT_FLUSH_S if flush_s is None else flush_s) + STOP_S)
 
 
 def open_scheduler_side(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.users import unprivileged
 
-from kvcascade.config import WriteMode, parse
+from kvcascade.config import parse
 from kvcascade.errors import ConfigError
 from kvcascade.machine import (
     Disk,
@@ -89,6 +89,49 @@ def message(config: Any, machine: Machine) -> str:
     assert text.endswith(".") and ". " not in text.replace("/.. ", "") and "\n" not in text
     assert ";" in text, f"a remedy follows the problem: {text}"
     return text
+
+
+@pytest.mark.parametrize(
+    ("mode", "capacity", "chosen", "why", "lost"),
+    [
+        (None, "16GiB", "back", "tiers[1] is at least 2 times as large as tiers[0]", "7 s"),
+        (None, "15GiB", "demote", "tiers[1] is less than 2 times as large as tiers[0]", "CPU tier"),
+        ("demote", "100GiB", "demote", "as configured", "CPU tier"),
+        ("back", "1GiB", "back", "as configured", "7 s"),
+        ("through", "1GiB", "through", "as configured", "not written yet"),
+    ],
+)
+def test_the_write_mode_and_what_a_stop_loses(
+    mode: str | None, capacity: str, chosen: str, why: str, lost: str
+) -> None:
+    disk = {"type": "nvme", "capacity": capacity, "path": "/mnt/0/kv"}
+    tiers = [{"type": "cpu", "capacity": "8GiB"}, disk]
+    found = writing(parse({"tiers": tiers, "write_mode": mode, "dirty_age_s": 7}), Twin())
+    assert found is not None
+    assert (found.mode, found.why) == (chosen, why) and lost in found.may_lose
+    assert all(part in str(found) for part in (f'"{chosen}"', why, found.may_lose))
+
+
+def test_shares_of_the_machine_count_as_what_they_come_to() -> None:
+    """Of 64 GiB memory and a disk of 1 TiB: 32 GiB above, 61 and 72 GiB below."""
+    for share, mode in (("6%", "demote"), ("7%", "back")):
+        found = writing(configured({"capacity": "50%"}, capacity=share), Twin())
+        assert found is not None and found.mode == mode
+
+
+def test_of_several_tiers_below_the_next_one_counts() -> None:
+    disks = [
+        {"type": "nvme", "capacity": size, "path": f"/mnt/{number}/kv"}
+        for number, size in enumerate(("8GiB", "100GiB"))
+    ]
+    config = parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}, *disks]})
+    found = writing(config, Twin())
+    assert found is not None and found.mode == "demote"
+
+
+def test_one_tier_writes_nothing_down() -> None:
+    config = parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}], "write_mode": "back"})
+    assert writing(config, Twin()) is None
 
 
 def test_a_machine_that_fits() -> None:
@@ -355,34 +398,3 @@ def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
         (folder / "deep" / "data").write_bytes(os.urandom(1 << 20))
     (namespace / "namespace.json").write_text(json.dumps({}))
     assert 1 << 20 <= machine.used_by_namespaces(tmp_path) < 2 << 20
-
-
-@pytest.mark.parametrize(
-    ("nvme", "given", "mode"),
-    [
-        ("16GiB", {}, WriteMode.BACK),
-        ("15GiB", {}, WriteMode.DEMOTE),
-        ("16GiB", {"write_mode": "demote"}, WriteMode.DEMOTE),
-        ("15GiB", {"write_mode": "through"}, WriteMode.THROUGH),
-        ("15GiB", {"write_mode": "back"}, WriteMode.BACK),
-    ],
-)
-def test_the_write_mode_goes_by_the_sizes(
-    nvme: str, given: dict[str, str], mode: WriteMode
-) -> None:
-    tiers = [
-        {"type": "cpu", "capacity": "8GiB"},
-        {"type": "nvme", "capacity": nvme, "path": "/mnt/0/kv"},
-    ]
-    found = writing(parse({"tiers": tiers, **given}), Twin())
-    assert found is not None and found.mode is mode
-    assert ("as configured" in found.why) == bool(given)
-
-
-def test_a_share_of_the_disk_is_compared_in_bytes() -> None:
-    found = writing(configured({"capacity": "8GiB"}, capacity="1%"), Twin())
-    assert found is not None and found.mode is WriteMode.DEMOTE
-
-
-def test_one_tier_has_no_write_mode() -> None:
-    assert writing(parse({"tiers": [{"type": "cpu", "capacity": "8GiB"}]}), Twin()) is None

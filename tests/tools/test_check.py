@@ -204,6 +204,23 @@ def looked_at(path: Path, shape: BlockShape | None, **how: Any) -> CheckReport:
     return check(read_config(path), shape, **how)
 
 
+def test_the_write_mode_and_what_a_stop_may_lose(config: Path) -> None:
+    found = call("check", config, "--json").document
+    assert found["write_mode"] == "back" and "at least 2 times" in found["write_mode_reason"]
+    assert "last 5 s" in found["stop_may_lose"] and found["shutdown_timeout_s"] == 22
+    shown = " ".join(call("check", config).out.split())
+    for said in ("back", "at least 2 times", "last 5 s", "--shutdown-timeout 22"):
+        assert said in shown
+    change(config, write_mode="demote", shutdown_flush_s=0)
+    found = call("check", config, "--json").document
+    assert found["write_mode"] == "demote" and found["shutdown_timeout_s"] is None
+    assert "--shutdown-timeout" not in call("check", config).out
+    change(config, **CPU_ONLY)
+    found = call("check", config, "--json").document
+    assert found["write_mode"] is found["stop_may_lose"] is found["shutdown_timeout_s"] is None
+    assert "write mode" not in call("check", config).out
+
+
 WHOLE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "a"}
 CPU_ONLY = {"spec_name": "CascadeOffloadingSpec", "tiers": [{"type": "cpu", "capacity": "1MiB"}]}
 GONE = object()

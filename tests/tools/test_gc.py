@@ -19,6 +19,7 @@ from support.cache_rig import (
 )
 from support.nvme_rig import config_for, key
 
+from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.cache.gc import KEPT_INDEX, Wish, collect
 from kvcascade.tools.cache.opened import locations
 from kvcascade.tools.commands.common import ExitCode
@@ -195,6 +196,8 @@ def test_the_command(tmp_path: Path) -> None:
         ["--prefix", "deadbeef"],
         ["--remove-namespace"],
         ["--remove-namespace", "-n", "one", "--max-size", "1GiB"],
+        ["--remove-namespace", "-n", "cache"],
+        ["--remove-namespace", "-n", ""],
     ],
 )
 def test_wrong_calls(tmp_path: Path, wrong: list[str]) -> None:
@@ -204,10 +207,24 @@ def test_wrong_calls(tmp_path: Path, wrong: list[str]) -> None:
 
 def test_a_whole_namespace(tmp_path: Path) -> None:
     one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
-    call("gc", tmp_path, "-n", "one", "--remove-namespace", "--dry-run")
+    call("gc", tmp_path, "-n", one.name, "--remove-namespace", "--dry-run")
     assert one.exists()
-    answer = call("gc", tmp_path, "-n", "one", "--remove-namespace", "--json")
+    answer = call("gc", tmp_path, "-n", one.name, "--remove-namespace", "--json")
     assert answer.code == ExitCode.OK and answer.one["was_removed"]
+    assert not one.exists() and two.exists()
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_part_of_a_name_is_not_enough_to_remove_it(tmp_path: Path, is_readable: bool) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    if not is_readable:
+        (one / "namespace.json").unlink()
+    digits = NamespaceKey("one", {"n": 1}).fingerprint[:12]
+    for part in ("one", digits[:11], one.name[:-1], f"-{digits}"):
+        answer = call("gc", tmp_path, "-n", part, "--remove-namespace", "--json")
+        assert answer.code == ExitCode.USAGE and one.name in answer.document["message"]
+    assert one.exists()
+    assert call("gc", tmp_path, "-n", digits, "--remove-namespace").code == ExitCode.OK
     assert not one.exists() and two.exists()
 
 

@@ -48,6 +48,84 @@ def test_a_closed_cache(tmp_path: Path) -> None:
     assert "20 of 32 slots" in tables.out and found["fingerprint"] in tables.out
 
 
+def test_occupancy_is_of_the_capacity(tmp_path: Path) -> None:
+    """Files are made as they are needed: of those there are, nearly all is in use."""
+    folder = fill(tmp_path, blocks=8)
+    for number in (1, 2, 3):
+        segment(folder, number).unlink()
+    found = report(locations(tmp_path)[0])
+    assert (found.slots, found.capacity_slots, found.used_share) == (8, 32, 0.25)
+    shown = " ".join(call("inspect", tmp_path).out.split())
+    assert "8 of 32 slots" in shown and "25%" in shown and "1 files with 8 slots" in shown
+    for path in folder.glob("state/**/*"):
+        if path.is_file():
+            path.unlink()
+    found = report(locations(tmp_path)[0])
+    assert found.capacity_slots is None and found.used_share == 1.0
+
+
+def test_what_cannot_be_read_is_still_as_large_as_it_is(tmp_path: Path) -> None:
+    folder = fill(tmp_path, blocks=20)
+    (folder / "index" / "data.mdb").write_bytes(b"no database" * 1000)
+    for is_described in (True, False):
+        if not is_described:
+            (folder / "namespace.json").write_text("{")
+        found = call("inspect", tmp_path, "--json").one
+        sizes = {path: path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()}
+        assert found["disk_bytes"] == sum(sizes.values()) >= 20 * BLOCK
+        assert found["index_bytes"] == sum(
+            size for path, size in sizes.items() if path.parent.name == "index"
+        )
+        assert found["segments"] == 4 and found["state"] == "unreadable"
+        assert found["blocks"] is found["slots"] is found["written_bytes"] is None
+        shown = " ".join(call("inspect", tmp_path).out.split())
+        assert "on disk" in shown and "4 files" in shown and "0 of 0" not in shown
+
+
+def test_a_young_cache_has_written_bytes_and_no_rate(tmp_path: Path) -> None:
+    fill(tmp_path, blocks=20)
+    (found,) = (report(each, now_s=time.time() + 60) for each in locations(tmp_path))
+    assert found.written_bytes == 20 * BLOCK
+    assert found.written_bytes_per_day is found.drive_writes_per_day is None
+    shown = call("inspect", tmp_path).out
+    assert "in its first" in shown and "drive writes" not in shown
+    (later,) = (report(each, now_s=time.time() + 3700) for each in locations(tmp_path))
+    assert later.written_bytes_per_day is not None and later.drive_writes_per_day is not None
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc --older-than 1d", "export OUT"])
+def test_a_path_that_is_not_there_is_no_matter_of_the_device(tmp_path: Path, command: str) -> None:
+    name, *options = command.replace("OUT", str(tmp_path / "out")).split()
+    (tmp_path / "file").touch()
+    for path in ("nowhere", "file"):
+        answer = call(name, tmp_path / path, *options)
+        assert answer.code == ExitCode.CANNOT_OPEN and str(tmp_path / path) in answer.err
+        assert "check the path" in answer.err and "device" not in answer.err
+
+
+def test_a_namespace_is_named_by_any_part_that_is_unique(tmp_path: Path) -> None:
+    one, two = fill_two(tmp_path, {"vllm": "0.31"}, {"vllm": "0.32"})
+    fingerprint = NamespaceKey("one", {"vllm": "0.31"}).fingerprint
+    parts = [fingerprint, fingerprint[:5], fingerprint[20:28], one.name[2:8], "one", str(one)]
+    for part in parts:
+        assert call("inspect", tmp_path, "-n", part, "--json").one["name"] == one.name, part
+    several = call("inspect", tmp_path, "-n", "-")
+    assert several.code == ExitCode.USAGE and one.name in several.err and two.name in several.err
+    (one / "namespace.json").unlink()
+    assert call("inspect", tmp_path, "-n", one.name[-6:], "--json").one["name"] == one.name
+
+
+def test_a_label_may_have_what_no_name_can(tmp_path: Path) -> None:
+    """A whole label counts more than the same letters within another."""
+    for label in ("org/model", "org/model-2", "else/model"):
+        made = fill(tmp_path / "made", namespace=NamespaceKey(label, {"label": label}))
+        made.rename(tmp_path / made.name)
+    for name in ("org/model", "else/", "org/model-2"):
+        found = call("inspect", tmp_path, "-n", name, "--json").one
+        assert found["label"].startswith(name) and len(found["label"]) - len(name) in (0, 5)
+    assert call("inspect", tmp_path, "-n", "org/").code == ExitCode.USAGE
+
+
 def test_endurance(tmp_path: Path) -> None:
     fill(tmp_path, blocks=20)
     found = report(locations(tmp_path)[0], now_s=time.time() + 10 * 86_400)

@@ -150,8 +150,7 @@ def test_a_tier_takes_two_lines(width: int) -> None:
     """A name and its state, and the figures."""
     names = [f"meta-llama--Llama-3.1-8B-Instruct-{number}a2b3c4d5e6f" for number in (1, 2)]
     shown = StringIO()
-    figures = {"blocks": 1e6, "used_ratio": 0.5, "dirty_ratio": 0.1, "up_bytes_per_s": 3e9}
-    tiers = tuple(TierFrame(name, **figures) for name in names)
+    tiers = [TierFrame(name, 1e6, 0.5, 0.1, up_bytes_per_s=3e9) for name in names]
     Console(file=shown, width=width).print(render(Frame("http://host:8000", tiers)))
     lines = [line for line in shown.getvalue().splitlines() if line.strip()]
     assert all(sum(name in line for line in lines) == 1 for name in names)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config import CascadeConfig, NvmeTier
 from ...errors import os_errors
-from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity
+from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
 from ...named import checked
 from ...nvme_parts import slots_of_segment
 from ...options import noting
@@ -22,6 +22,7 @@ from ...tiers.cpu.machine import probe_machine
 from ...tiers.cpu.prefault import prefault
 from ...tiers.nvme.capacity import plan_capacity
 from ...tiers.nvme.format import PAGE_BYTES
+from ...vllm_common import seconds_to_flush
 from .transfer import Given, read_tiering
 
 PROBE_BYTES = 128 << 20
@@ -77,6 +78,15 @@ class CheckReport:
     doubts: list[str] = field(default_factory=list)
     """What fits and is hardly meant."""
     tiers: list[TierReport] = field(default_factory=list)
+    write_mode: str | None = None
+    """When a block is written to the tier below, as chosen; None: there is no tier below."""
+    write_mode_reason: str | None = None
+    """Why it was chosen."""
+    stop_may_lose: str | None = None
+    """What a stop without time loses."""
+    shutdown_timeout_s: int | None = None
+    """The `--shutdown-timeout` that an engine needs to write what is dirty at a stop; None: it
+    writes nothing then."""
     block_bytes: int | None = None
     tokens_per_block: int | None = None
     bytes_per_token: int | None = None
@@ -123,6 +133,7 @@ def check(
         if not report.problems:
             report.doubts += doubts(settings, machine)
             _fill(report, settings, machine, shape)
+            _tell_of_stops(report, settings, machine)
             _expect_start(report, settings, measure or memory_rate)
     return report
 
@@ -180,6 +191,15 @@ def _fill(
         TierReport("cpu", where, capacity, settings.cpu.policy, blocks, _tokens(blocks, shape))
     )
     report.tiers += [_nvme(tier, machine, report.block_bytes, shape) for tier in settings.nvme]
+
+
+def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machine) -> None:
+    chosen = writing(settings, machine)
+    if chosen is None:
+        return
+    report.write_mode, report.write_mode_reason = str(chosen.mode), chosen.why
+    report.stop_may_lose = chosen.may_lose
+    report.shutdown_timeout_s = seconds_to_flush(settings)
 
 
 def _check_tiering(

@@ -32,6 +32,10 @@ def print_checked(report: CheckReport) -> None:
         rows.insert(0, ("blocks and tokens", "give --model or --kv-bytes-per-token to see them"))
     if report.model is not None:
         rows.insert(0, ("model", report.model))
+    if report.write_mode is not None:
+        rows.append(("write mode", f"{report.write_mode} ({report.write_mode_reason})"))
+        rows.append(("a stop may lose", f"{report.stop_may_lose}"))
+        rows.append(("time to write at a stop", _time_to_stop(report.shutdown_timeout_s)))
     if report.prefault_bytes_per_s is not None:
         rate = f"{show.size(report.prefault_bytes_per_s)}/s"
         rows.append(("getting memory", f"{rate} (measured now)"))
@@ -43,3 +47,12 @@ def print_checked(report: CheckReport) -> None:
     for doubt in report.doubts:
         console.print(Text(f"  {doubt}", style="yellow"))
     console.print(Text("  The configuration fits this machine.", style="green"))
+
+
+def _time_to_stop(needed_s: int | None) -> str:
+    if needed_s is None:
+        return "not wanted: shutdown_flush_s is 0"
+    return (
+        "none with vLLM's default --shutdown-timeout 0 (0.32 and later): it kills an engine as "
+        f"soon as that is asked to stop; start it with --shutdown-timeout {needed_s}"
+    )

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ...errors import KVCascadeError, os_errors
 from ...tiers.endurance import DAY_S
 from ...tiers.nvme.filesystem import RealFileSystem
+from ...tiers.nvme.format import segment_number
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
@@ -29,6 +30,9 @@ AGE_NAMES = ("< 1 min", "< 10 min", "< 1 h", "< 6 h", "< 1 d", "< 7 d", "< 30 d"
 REUSE_BOUNDS = (1, 2, 3, 5, 9, 17, 33)
 REUSE_NAMES = ("never", "once", "2", "3-4", "5-8", "9-16", "17-32", "more")
 UNKNOWN = "not known"
+UNREADABLE = "unreadable"
+RATE_AFTER_S = 3600.0
+"""Life of a namespace from which on its writes are told per day."""
 GROUP_BYTES = 4
 """The last bytes of a block hash are the number of its KV group."""
 _GROUP_FIELD = re.compile(r"group(\d+)")
@@ -61,30 +65,30 @@ class NamespaceReport:
     fingerprint: str = ""
     created: str = ""
     age_s: float | None = None
-    block_bytes: int = 0
-    blocks: int = 0
-    slots: int = 0
+    block_bytes: int | None = None
+    blocks: int | None = None
+    slots: int | None = None
     """Of the segments that are there."""
     capacity_slots: int | None = None
     """Slots that the last owner's capacity comes to."""
-    payload_bytes: int = 0
-    disk_bytes: int = 0
-    index_bytes: int = 0
-    segments: int = 0
+    payload_bytes: int | None = None
+    disk_bytes: int | None = None
+    index_bytes: int | None = None
+    segments: int | None = None
     segments_damaged: list[int] = field(default_factory=list)
-    parts: int = 1
+    parts: int | None = None
     parts_missing: list[int] = field(default_factory=list)
-    epoch: int = 0
-    sessions: int = 0
+    epoch: int | None = None
+    sessions: int | None = None
     dirty_share: float | None = None
     """Share of the CPU tier's slots whose block is not here: from a kept arena, or an engine's
     metrics; otherwise nobody but the engine knows."""
-    written_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes_last_day: int = 0
-    read_bytes_last_day: int = 0
+    written_bytes: int | None = None
+    read_bytes: int | None = None
+    written_bytes_last_day: int | None = None
+    read_bytes_last_day: int | None = None
     written_bytes_per_day: float | None = None
-    """Since the namespace was made."""
+    """Since the namespace was made; None in its first `RATE_AFTER_S`."""
     drive_writes_per_day: float | None = None
     """Of the device that holds the first path."""
     groups: list[GroupReport] = field(default_factory=list)
@@ -102,6 +106,16 @@ class NamespaceReport:
         """As a JSON object."""
         return asdict(self)
 
+    @property
+    def room(self) -> int:
+        """Slots of the capacity; of the files so far, where no engine has said what that is."""
+        return self.capacity_slots or self.slots or 0
+
+    @property
+    def used_share(self) -> float:
+        """Share of the room that holds blocks."""
+        return (self.blocks or 0) / self.room if self.room else 0.0
+
 
 def report(
     location: Location, now_s: float | None = None, arena_dir: Path = ARENA_DIR
@@ -117,7 +131,7 @@ def report(
             return _report(cache, paths, now_s, arena_dir)
     except KVCascadeError as error:
         held = owners(location.folders)
-        return _unreadable(location, paths, held, sentence(error))
+        return _unreadable(location, paths, held, sentence(error), now_s)
 
 
 def occupancy(cache: OpenedCache, snapshot: Snapshot) -> dict[int, npt.NDArray[np.bool_]]:
@@ -168,7 +182,7 @@ def tokens_per_block(fields: dict[str, Any], group: int) -> int | None:
 def _report(cache: OpenedCache, paths: list[str], now_s: float, arena_dir: Path) -> NamespaceReport:
     description, meta, snapshot = cache.description, cache.index.meta(), cache.index.snapshot()
     age_s = _age(description.created, now_s)
-    per_day = meta.written_bytes / (age_s / DAY_S) if age_s and age_s >= 1 else None
+    per_day = meta.written_bytes / (age_s / DAY_S) if age_s and age_s >= RATE_AFTER_S else None
     ages, idles, reuses = use_histograms(snapshot.slots, cache.state.usage(cache.slots), now_s)
     folders = list(description.folders.values())
     with os_errors(f"asking for the disk of {description.home}"):
@@ -224,27 +238,41 @@ def _dirty_share(fingerprint: str, snapshot: Snapshot, arena_dir: Path) -> float
 
 
 def _unreadable(
-    location: Location, paths: list[str], held: list[int], problem: str
+    location: Location, paths: list[str], held: list[int], problem: str, now_s: float
 ) -> NamespaceReport:
     """What can be said of a namespace whose index or description does not open."""
+    found = _on_disk(location, NamespaceReport(location.name, paths, UNREADABLE, held, problem))
     try:
         description = read_description(location)
     except KVCascadeError:
-        return NamespaceReport(location.name, paths, "unreadable", held, problem)
-    return NamespaceReport(
-        location.name,
-        paths,
-        "unreadable",
-        held,
-        problem,
+        return found
+    return replace(
+        found,
         label=description.label,
         fingerprint=description.fingerprint,
         created=description.created,
+        age_s=_age(description.created, now_s),
         block_bytes=description.block_bytes,
         parts=description.parts,
         fields=dict(description.fields),
         about=dict(description.about),
     )
+
+
+def _on_disk(location: Location, found: NamespaceReport) -> NamespaceReport:
+    """What the file system says; nothing if that cannot be looked at either."""
+    fs, folders = RealFileSystem(), location.folders
+    indexes = filter(Path.is_dir, [folder / "index" for folder in folders])
+    files = [path.name for folder in folders for path in folder.glob("segments/*")]
+    try:
+        return replace(
+            found,
+            disk_bytes=sum(map(fs.used_bytes, folders)),
+            index_bytes=sum(map(fs.used_bytes, indexes)),
+            segments=sum(segment_number(name) is not None for name in files),
+        )
+    except OSError:
+        return found
 
 
 def _groups(snapshot: Snapshot, fields: dict[str, Any]) -> list[GroupReport]:

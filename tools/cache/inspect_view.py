@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import show
-from .inspect import NamespaceReport
+from .inspect import UNREADABLE, NamespaceReport
 
 MAX_FIELD_CHARS = 200
 HISTOGRAM_CELLS = 12
@@ -24,8 +24,7 @@ def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
         console.print(f"  {', '.join(report.paths)}", style="dim")
         if report.problem:
             console.print(Text(f"  {report.problem}", style="red"))
-        if report.fingerprint:
-            console.print(_render(report))
+        console.print(_render(report))
 
 
 def print_differences(
@@ -53,35 +52,48 @@ def _render(report: NamespaceReport) -> Group:
         )
         parts.append(Columns([_histogram(*each) for each in counted], padding=(0, 4)))
     fields = [(name, _cut(value)) for name, value in report.fields.items()]
-    parts.append(show.facts("Fingerprint fields", fields))
+    if fields:
+        parts.append(show.facts("Fingerprint fields", fields))
     return Group(*parts)
 
 
 def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
+    """Rows of what is known; of a namespace that cannot be read that is little."""
     owners = ", ".join(map(str, report.owners))
-    state = report.state + (f", owned by process {owners}" if owners else "")
-    use = report.blocks / report.slots if report.slots else 0.0
-    rows = [
-        ("state", state),
-        ("label", report.label),
-        ("fingerprint", report.fingerprint),
-        ("made", f"{report.created[:19]} ({show.duration(report.age_s)} ago)"),
-        ("blocks", f"{report.blocks:,} of {report.slots:,} slots  {show.bar(use)} {use:.0%}"),
-        ("block size", f"{report.block_bytes:,} bytes"),
-        ("payload", show.size(report.payload_bytes)),
+    rows = [("state", report.state + (f", owned by process {owners}" if owners else ""))]
+    if report.fingerprint:
+        made = f"{report.created[:19]} ({show.duration(report.age_s)} ago)"
+        rows += [("label", report.label), ("fingerprint", report.fingerprint), ("made", made)]
+    if report.blocks is not None:
+        rows += [("blocks", _occupancy(report)), ("payload", show.size(report.payload_bytes))]
+    if report.block_bytes is not None:
+        rows.append(("block size", f"{report.block_bytes:,} bytes"))
+    rows += [
         ("on disk", f"{show.size(report.disk_bytes)}, index {show.size(report.index_bytes)}"),
         ("segments", _segments(report)),
+    ]
+    if report.state != UNREADABLE:
+        rows += _life(report)
+    return rows
+
+
+def _occupancy(report: NamespaceReport) -> str:
+    """Against the capacity, where an engine has said it: files are made as they are needed."""
+    made = "" if report.capacity_slots else " of the files so far"
+    use = f"{show.bar(report.used_share)} {report.used_share:.0%}"
+    return f"{report.blocks:,} of {report.room:,} slots{made}  {use}"
+
+
+def _life(report: NamespaceReport) -> list[tuple[str, str]]:
+    """Rows about what was done with it so far."""
+    day = (report.written_bytes_last_day, report.read_bytes_last_day)
+    rows = [
         ("dirty", _dirty(report.dirty_share)),
         ("written / read", f"{show.size(report.written_bytes)} / {show.size(report.read_bytes)}"),
-        (
-            "last 24 hours",
-            f"{show.size(report.written_bytes_last_day)} / {show.size(report.read_bytes_last_day)}",
-        ),
+        ("last 24 hours", " / ".join(map(show.size, day))),
         ("endurance", _endurance(report)),
         ("opened", f"{report.sessions} times, {report.epoch} resets"),
     ]
-    if report.capacity_slots is not None:
-        rows.insert(5, ("planned for", f"{report.capacity_slots:,} blocks"))
     for group in report.groups:
         tokens = show.UNKNOWN if group.tokens is None else f"{group.tokens:,}"
         rows.append((f"KV group {group.group}", f"{group.blocks:,} blocks, {tokens} tokens"))
@@ -95,10 +107,11 @@ def _dirty(share: float | None) -> str:
 
 
 def _segments(report: NamespaceReport) -> str:
-    text = f"{report.segments} files"
+    slots = "" if report.slots is None else f" with {report.slots:,} slots"
+    text = show.UNKNOWN if report.segments is None else f"{report.segments} files{slots}"
     if report.segments_damaged:
         text += f", damaged: {', '.join(map(str, report.segments_damaged))}"
-    if report.parts > 1:
+    if report.parts is not None and report.parts > 1:
         text += f", over {report.parts} paths"
     if report.parts_missing:
         text += f"; parts {', '.join(map(str, report.parts_missing))} not given (use --also)"
@@ -107,7 +120,8 @@ def _segments(report: NamespaceReport) -> str:
 
 def _endurance(report: NamespaceReport) -> str:
     if report.written_bytes_per_day is None or report.drive_writes_per_day is None:
-        return show.UNKNOWN
+        lived = f"{show.size(report.written_bytes)} in its first {show.duration(report.age_s)}"
+        return show.UNKNOWN if report.age_s is None else f"{lived}; per day after an hour"
     writes = f"{report.drive_writes_per_day:.3g} drive writes per day"
     return f"{show.size(report.written_bytes_per_day)} per day since it was made, {writes}"
 

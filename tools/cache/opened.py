@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, TierIOError
+from ...errors import ConfigError, KVCascadeError, TierIOError
+from ...tiers.nvme.namespace import SHORT_FINGERPRINT_DIGITS
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import (
     Description,
@@ -54,23 +55,54 @@ def locations(path: Path, also: Sequence[Path] | None = None) -> list[Location]:
 
 
 def choose(found: Sequence[Location], name: str | None) -> Location:
-    """The one that is meant: by name, its start or its end; all there is without a name.
-
-    Raises `ConfigError` if that is none or several.
+    """The one that is meant: by any part of its name, label or fingerprint that fits no other; all
+    there is without a name. Raises `ConfigError` if that is none or several.
     """
-    if name is None:
-        matches = list(found)
-    else:
-        wanted = name.rstrip("/").rpartition("/")[2]
-        matches = [each for each in found if each.name == wanted] or [
-            each for each in found if each.name.startswith(wanted) or each.name.endswith(wanted)
-        ]
+    matches = list(found) if name is None else _fitting(found, name)
     if len(matches) == 1:
         return matches[0]
     names = ", ".join(each.name for each in (matches or found)[:MAX_MATCHES_SHOWN])
     if not matches:
         raise ConfigError(f"--namespace: there is no {name!r}; there are {names}")
     raise ConfigError(f"--namespace: {len(matches)} namespaces could be meant; give one of {names}")
+
+
+def _fitting(found: Sequence[Location], name: str) -> list[Location]:
+    """Those that a text names exactly; if there are none, those that it is a part of."""
+    words = [(each, _words_of(each)) for each in found]
+    for wanted in (name, name.rstrip("/").rpartition("/")[2]):  # it may be a path, or a label
+        for fits in (str.__eq__, str.__contains__):
+            matches = [each for each, given in words if any(fits(word, wanted) for word in given)]
+            if matches:
+                return matches
+    return []
+
+
+def _words_of(location: Location) -> list[str]:
+    """Name, fingerprint and label; the latter two as far as they can be read."""
+    try:
+        description = read_description(location)
+    except KVCascadeError:
+        return [location.name, location.name[-SHORT_FINGERPRINT_DIGITS:]]
+    return [location.name, description.fingerprint, description.label]
+
+
+def choose_for_good(found: Sequence[Location], name: str) -> Location:
+    """The one that is meant by what cannot be undone: its whole name, or at least 12 digits of its
+    fingerprint. Raises `ConfigError` if that is none or several."""
+    wanted = name.rstrip("/").rpartition("/")[2]
+    matches = [each for each in found if each.name == wanted] or [
+        each
+        for each in found
+        if len(wanted) >= SHORT_FINGERPRINT_DIGITS and wanted in _words_of(each)[1]
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    names = ", ".join(each.name for each in (matches or found)[:MAX_MATCHES_SHOWN])
+    raise ConfigError(
+        f"--namespace: {name!r} does not name one to be removed; give its whole name, or at least "
+        f"{SHORT_FINGERPRINT_DIGITS} digits of its fingerprint; there are {names}"
+    )
 
 
 def chosen_of(found: Sequence[Location], name: str | None) -> Sequence[Location]:

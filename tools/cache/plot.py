@@ -77,10 +77,9 @@ def tidy(axes: Any, title: str) -> None:
 
 
 def _subtitle(found: NamespaceReport) -> str:
-    use = found.blocks / found.slots if found.slots else 0.0
     parts = [
-        f"{found.name}: {found.blocks:,} blocks of {show.size(found.block_bytes)}, {use:.0%} of "
-        f"{found.slots:,} slots",
+        f"{found.name}: {found.blocks:,} blocks of {show.size(found.block_bytes)}, "
+        f"{found.used_share:.0%} of {found.room:,} slots",
         f"{show.size(found.written_bytes)} written, {show.size(found.read_bytes)} read",
         found.state,
     ]

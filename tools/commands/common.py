@@ -65,7 +65,7 @@ AlsoOption = Annotated[
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
-        "--namespace", "-n", metavar="NAME", help="Name, or the start or end of one that is unique."
+        "--namespace", "-n", metavar="NAME", help="Any unique part of name, label or fingerprint."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from .common import (
 from .verify import size_of
 
 if TYPE_CHECKING:
+    from ...tiers.nvme.reader import Location
     from ..cache.gc import Wish
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")
@@ -52,7 +54,11 @@ MaxOption = Annotated[
     ),
 ]
 WholeOption = Annotated[
-    bool, typer.Option("--remove-namespace", help="The namespace (see -n) altogether.")
+    bool,
+    typer.Option(
+        "--remove-namespace",
+        help="The namespace altogether; -n with its whole name, or 12 digits of its fingerprint.",
+    ),
 ]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
 
@@ -125,10 +131,13 @@ def _run(
 ) -> ExitCode:
     from ..cache import gc as core
     from ..cache.gc_view import print_collected
-    from ..cache.opened import chosen_of, locations
+    from ..cache.opened import choose_for_good, chosen_of, locations
 
     found = locations(path, also)
-    chosen = chosen_of(found, namespace)
+    if wish.whole and namespace is not None:
+        chosen: Sequence[Location] = [choose_for_good(found, namespace)]
+    else:
+        chosen = chosen_of(found, namespace)
     reports = core.collect(chosen, wish, dry_run)
     if as_json:
         listed = [report.as_json() for report in reports]
