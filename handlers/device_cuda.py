@@ -205,8 +205,10 @@ class CudaDeviceCopier(DeviceCopier):
         except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
-        with suppress(RuntimeError):  # then it has no length, and has failed
+        try:
             job.end.record(lane.stream)
+        except RuntimeError:  # the GPU is lost
+            job.has_failed = True
         job.is_handed_out = True
         yield 1
 
@@ -247,11 +249,13 @@ class CudaDeviceCopier(DeviceCopier):
             logger.exception("waiting for job %d failed", job.job_id)
 
     def _result(self, job: _Job) -> TransferResult:
+        if job.has_failed:  # an event of it may be missing, and torch then raises `ValueError`
+            return TransferResult(job.job_id, False)
         try:
             time_s = job.start.elapsed_time(job.end) / _MS_PER_S
-        except RuntimeError:
+        except RuntimeError:  # the GPU is lost
             return TransferResult(job.job_id, False)
-        return TransferResult(job.job_id, not job.has_failed, job.size_bytes, time_s)
+        return TransferResult(job.job_id, True, job.size_bytes, time_s)
 
 
 def _check(tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: ByteArray) -> None:

@@ -23,6 +23,12 @@ logger = get_logger(__name__)
 REGISTER_PIECE_BYTES = 8 << 30
 """Longest piece that is registered at once."""
 
+_OUT_OF_MEMORY, _NOT_SUPPORTED = 2, 801
+_REMEDIES = {
+    _OUT_OF_MEMORY: "raise the limit of locked memory (ulimit -l), or lower the tier's capacity",
+    _NOT_SUPPORTED: "set arena_dir to a folder on tmpfs or hugetlbfs",
+}
+_REMEDY = "look the error up in CUDA's documentation; a second copier may hold the same memory"
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -37,7 +43,8 @@ class HostRegistration:
     def __init__(
         self, register: Callable[[int, int], str | None], unregister: Callable[[int], None]
     ) -> None:
-        """`register(address, bytes)` says what refused it, None: it worked; neither may raise."""
+        """`register(address, bytes)` says why it was refused and what to do; None: it worked.
+        Neither may raise."""
         self._register = register
         self._unregister = unregister
         self._addresses: list[int] = []
@@ -57,12 +64,11 @@ class HostRegistration:
             if refused_by is not None:
                 self.release()
                 logger.warning(
-                    "the CPU arena could not be pinned for the GPU: the limit of locked memory "
-                    "(ulimit -l) or the driver refused it, %s, at byte %d of %d; transfers go on, "
-                    "but slower",
-                    refused_by,
+                    "the CPU arena could not be pinned for the GPU at byte %d of %d: %s; transfers "
+                    "go on, but slower",
                     offset,
                     total,
+                    refused_by,
                 )
                 return False
             self._addresses.append(address + offset)
@@ -92,7 +98,8 @@ def cuda_registration(device: torch.device) -> HostRegistration:
             if error == 0:
                 return None
             clear_error()
-            return f"CUDA error {error}"
+            said = runtime.cudaGetErrorString(runtime.cudaError(error))
+            return f"{said} (CUDA error {error}); {_REMEDIES.get(error, _REMEDY)}"
 
     def unregister(address: int) -> None:
         with torch.cuda.device(device):

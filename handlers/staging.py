@@ -116,18 +116,21 @@ class StagedCopier:
         self._uploads = NumberUploads(numbers, self._device)
 
     def warm_up(self) -> None:
-        """Do on the device what the largest jobs do: kernels are loaded, which takes memory, and
-        errors come now. The first page of each tensor is gathered, again and again, and put back:
-        no byte changes."""
-        chunk = self._layout.blocks_per_chunk
+        """Do on the device what jobs do: kernels are loaded, which takes memory, and errors come
+        now. The first page of each tensor is gathered, again and again, and put back: no byte
+        changes. A last piece of one row may take kernels of its own."""
         for plan in self._plans:
-            if plan.rows:
-                first = np.zeros(plan.rows * chunk, dtype=np.int64)
-                blocks = self._uploads.upload(first).view(plan.rows, chunk)
-                for cell in plan.cells:
-                    pages, cells = self._pages(cell), self._cells(plan, cell, plan.rows)
-                    self._gather(pages, [blocks], out=cells)
-                    pages.index_put_((blocks,), cells)
+            for rows in sorted({plan.rows, min(plan.rows, 1)} - {0}):
+                self._warm_up(plan, rows)
+
+    def _warm_up(self, plan: _GroupPlan, rows: int) -> None:
+        chunk = self._layout.blocks_per_chunk
+        first = np.zeros(rows * chunk, dtype=np.int64)
+        blocks = self._uploads.upload(first).view(rows, chunk)
+        for cell in plan.cells:
+            pages, cells = self._pages(cell), self._cells(plan, cell, rows)
+            self._gather(pages, [blocks], out=cells)
+            pages.index_put_((blocks,), cells)
 
     def store(self, rows: Sequence[GroupRows]) -> Work:
         """Device -> arena for a job, enqueued as it is iterated."""

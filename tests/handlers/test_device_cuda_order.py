@@ -154,6 +154,23 @@ def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     assert not result.success and "copying job 1 failed" in caplog.text
 
 
+@pytest.mark.parametrize("refused", ["wait_event", "enqueue"])
+def test_a_job_whose_events_were_never_recorded_is_a_failed_job(
+    refused: str, cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises `ValueError` where the time between such events is asked for."""
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("CUDA error: the device is lost")
+
+    copier = simple_copier()
+    monkeypatch.setattr(cuda.streams[STORE], refused, fail)
+    assert copier.submit_store(1, blocks_of(1), slots_of(1))
+    copier.wait({1})
+    (result,) = copier.get_finished()
+    assert (result.job_id, result.success) == (1, False)
+
+
 def test_a_gpu_that_cannot_copy_is_one_sentence_before_anything_is_pinned(
     cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,3 +164,18 @@ def test_warming_up_changes_no_byte() -> None:
     StagedCopier(devices, case.layout, torch.from_numpy(arena).view(torch.int8)).warm_up()
     for tensor, was in zip((*tensors, arena), before, strict=True):
         assert (tensor == was).all()
+
+
+def test_warming_up_includes_a_last_piece_of_one_row() -> None:
+    """Kernels that only such a piece takes are not to be loaded while serving."""
+    copier, _, _ = open_copier(one_group(*[64] * 8, slots=40))
+    rows: set[int] = set()
+
+    def note(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if operation is torch.ops.aten.index.Tensor_out:
+            rows.add(int(options["out"].shape[0]))
+        return operation(*arguments, **options)
+
+    with tensor_operations(note):
+        copier.warm_up()
+    assert rows == {1, 40}

@@ -114,6 +114,8 @@ class TwinEvent:
 
     def elapsed_time(self, end: TwinEvent) -> float:
         assert self._is_timed and end._is_timed, "the elapsed time is asked for"
+        if not (self.is_recorded and end.is_recorded):  # as torch 2.13
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         if end.is_lost:
             raise RuntimeError("CUDA error: the device is lost")
         return 250.0
