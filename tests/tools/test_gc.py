@@ -94,9 +94,7 @@ def test_a_dry_run_says_what_the_real_run_does(tmp_path: Path, mode: str, state:
     said = would.one | {"hottest_idle_s": None}
     assert said == did.one | {"hottest_idle_s": None}
     gone = [path for path in before if path not in after]
-    assert said["segments_removed"] == sum(path.parent.name == "segments" for path in gone) or (
-        mode == "all"
-    )
+    assert said["segments_removed"] == sum(path.parent.name == "segments" for path in gone)
     left = run("inspect", tmp_path, "--json").one["blocks"] if folder.exists() else 0
     if state == "unreadable":
         assert said["blocks_before"] is None

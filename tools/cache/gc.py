@@ -34,7 +34,7 @@ from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ..commands.common import sentence
 from .block import only_match
-from .opened import OpenedCache, opened, parse_hash
+from .opened import OpenedCache, count_segments, opened, parse_hash
 
 IN_USE = "in use by process {}: stop it first"
 SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
@@ -157,6 +157,7 @@ def collect(
         if wish.whole and not held:
             _check_parts(location)
             plan.report.bytes_freed = _held_bytes(location)
+            plan.report.segments_removed = count_segments(location)
             plan.report.blocks_removed = plan.report.blocks_before
             plan.report.was_removed = True
     if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):

@@ -17,13 +17,12 @@ import numpy.typing as npt
 from ...errors import KVCascadeError, os_errors
 from ...tiers.endurance import DAY_S
 from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.format import segment_number
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import Location, Snapshot, read_description
 from ...tiers.nvme.state_reader import Usage
 from ..commands.common import ARENA_DIR, sentence
 from .arenas import kept_blocks
-from .opened import OpenedCache, opened
+from .opened import OpenedCache, count_segments, opened
 
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, DAY_S, 7 * DAY_S, 30 * DAY_S)
 AGE_NAMES = ("< 1 min", "< 10 min", "< 1 h", "< 6 h", "< 1 d", "< 7 d", "< 30 d", "older")
@@ -263,13 +262,12 @@ def _on_disk(location: Location, found: NamespaceReport) -> NamespaceReport:
     """What the file system says; nothing if that cannot be looked at either."""
     fs, folders = RealFileSystem(), location.folders
     indexes = filter(Path.is_dir, [folder / "index" for folder in folders])
-    files = [path.name for folder in folders for path in folder.glob("segments/*")]
     try:
         return replace(
             found,
             disk_bytes=sum(map(fs.used_bytes, folders)),
             index_bytes=sum(map(fs.used_bytes, indexes)),
-            segments=sum(segment_number(name) is not None for name in files),
+            segments=count_segments(location),
         )
     except OSError:
         return found

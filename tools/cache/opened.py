@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, KVCascadeError, TierIOError
+from ...tiers.nvme.format import segment_number
 from ...tiers.nvme.namespace import SHORT_FINGERPRINT_DIGITS
 from ...tiers.nvme.presence import owners
 from ...tiers.nvme.reader import (
@@ -108,6 +109,12 @@ def choose_for_good(found: Sequence[Location], name: str) -> Location:
 def chosen_of(found: Sequence[Location], name: str | None) -> Sequence[Location]:
     """The one with a name; all without. Raises `ConfigError`."""
     return found if name is None else [choose(found, name)]
+
+
+def count_segments(location: Location) -> int:
+    """Segment files of a namespace that perhaps cannot be read."""
+    files = (path.name for folder in location.folders for path in folder.glob("segments/*"))
+    return sum(segment_number(name) is not None for name in files)
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
