@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.cache_rig import call, fill, fill_two
+from support.cache_rig import call, fill, fill_two, segment
 from support.metrics_server import metrics_server
 from support.nvme_rig import BLOCK
 
@@ -125,6 +125,14 @@ def test_from_a_path(tmp_path: Path) -> None:
     (tier,) = call("top", tmp_path, "--json").document["tiers"]
     assert (tier["blocks"], tier["used_ratio"], tier["down_bytes"]) == (20, 20 / 32, 20 * BLOCK)
     assert "20" in call("top", tmp_path, "--once").out
+
+
+def test_what_is_used_is_of_the_capacity_and_not_of_the_files_so_far(tmp_path: Path) -> None:
+    folder = fill(tmp_path, blocks=8)
+    for number in (1, 2, 3):
+        segment(folder, number).unlink()
+    (tier,) = call("top", tmp_path, "--json").document["tiers"]
+    assert tier["used_ratio"] == 8 / 32
 
 
 def test_one_of_the_two(tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ def read_path(
 def _figures_of(location: Location, is_trusted: bool) -> Figures:
     with opened(location, is_trusted=is_trusted) as cache:
         meta, name = cache.index.meta(), location.name
-        slots = len(cache.segments.found) * cache.description.slots_per_segment
+        found = len(cache.segments.found) * cache.description.slots_per_segment
+        slots = cache.state.capacity() or found  # of the files, where no engine said more
         return {
             ("tier_blocks", name): meta.entries,
             ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
