@@ -14,6 +14,7 @@ from support.kv_layouts import (
     NAMED_CASES,
     Case,
     Job,
+    in_one_allocation,
     make_job,
     may_change_mask,
     model_load,
@@ -69,12 +70,16 @@ def registration_of(is_pinned: bool) -> HostRegistration:
 
 
 def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
+    """Layers apart and in one allocation, by turns."""
     rng = np.random.default_rng(seed)
     tensors = case.tensors(rng)
     slots = arena.slots
     slots[:] = rng.integers(0, 256, slots.shape, dtype=np.uint8)
     before, model = slots.copy(), slots.copy()
-    devices = [to_device(t, gap) for t, gap in zip(tensors, case.gaps, strict=True)]
+    if seed % 2:
+        devices = in_one_allocation(tensors, "cuda")
+    else:
+        devices = [to_device(t, gap) for t, gap in zip(tensors, case.gaps, strict=True)]
     registration = registration_of(is_pinned)
     copier = CudaDeviceCopier(
         devices, case.layout, slots, registration=registration, staging_bytes=STAGING_BYTES

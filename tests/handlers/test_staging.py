@@ -13,6 +13,7 @@ from support.drawn_layouts import cases
 from support.kv_layouts import (
     NAMED_CASES,
     Case,
+    in_one_allocation,
     make_job,
     may_change_mask,
     model_load,
@@ -24,6 +25,7 @@ from support.tensor_operations import tensor_operations
 from torch.utils._pytree import tree_leaves
 
 from kvcascade.handlers.device import GpuBlocks
+from kvcascade.handlers.geometry import GroupRows
 from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
 from kvcascade.handlers.staging import (
     DIRECT_RUN_BYTES,
@@ -33,12 +35,22 @@ from kvcascade.handlers.staging import (
 )
 
 
-def round_trip(case: Case, seed: int, staging_bytes: int, direct_run_bytes: int) -> None:
+def round_trip(
+    case: Case,
+    seed: int,
+    staging_bytes: int,
+    direct_run_bytes: int,
+    *,
+    is_one_allocation: bool = False,
+) -> None:
     rng = np.random.default_rng(seed)
     tensors, arena = case.tensors(rng), case.arena(rng)
     before, model = arena.copy(), arena.copy()
     layout = case.layout
     devices = [torch.from_numpy(tensor) for tensor in tensors]
+    if is_one_allocation:
+        devices = in_one_allocation(tensors)
+        tensors = [device.numpy() for device in devices]
     assert torch_layouts(devices) == list(layout.tensors)
     copier = StagedCopier(
         devices,
@@ -65,15 +77,21 @@ def round_trip(case: Case, seed: int, staging_bytes: int, direct_run_bytes: int)
 
 @pytest.mark.parametrize("staging_bytes", [1, 10_000, 1 << 20], ids=["none", "small", "large"])
 @pytest.mark.parametrize("direct_run_bytes", [1, 1 << 30], ids=["direct", "staged"])
+@pytest.mark.parametrize("is_one", [False, True], ids=["apart", "one_allocation"])
 @pytest.mark.parametrize("name", NAMED_CASES)
-def test_moves_the_pages(name: str, staging_bytes: int, direct_run_bytes: int) -> None:
+def test_moves_the_pages(
+    name: str, is_one: bool, staging_bytes: int, direct_run_bytes: int
+) -> None:
     for seed in range(4):
-        round_trip(NAMED_CASES[name], seed, staging_bytes, direct_run_bytes)
+        case = NAMED_CASES[name]
+        round_trip(case, seed, staging_bytes, direct_run_bytes, is_one_allocation=is_one)
 
 
-@given(cases(), st.integers(0, 2**32), st.sampled_from([1, 3000, 1 << 20]))
-def test_moves_the_pages_of_any_layout(case: Case, seed: int, staging_bytes: int) -> None:
-    round_trip(case, seed, staging_bytes, 1 << 30)
+@given(cases(), st.integers(0, 2**32), st.sampled_from([1, 200, 3000, 1 << 20]), st.booleans())
+def test_moves_the_pages_of_any_layout(
+    case: Case, seed: int, staging_bytes: int, is_one: bool
+) -> None:
+    round_trip(case, seed, staging_bytes, 1 << 30, is_one_allocation=is_one)
 
 
 class Memory:
@@ -91,11 +109,15 @@ class Memory:
         return result
 
 
-def open_copier(case: Case, **options: int) -> tuple[StagedCopier, set[int], dict[int, int]]:
+def open_copier(
+    case: Case, *, is_one_allocation: bool = False, **options: int
+) -> tuple[StagedCopier, set[int], dict[int, int]]:
     """A copier; where the memory lies that it was given; and what it took by itself, bytes by
     address."""
     rng = np.random.default_rng(0)
     tensors = [torch.from_numpy(tensor) for tensor in case.tensors(rng)]
+    if is_one_allocation:
+        tensors = in_one_allocation(case.tensors(rng))
     arena = torch.from_numpy(case.arena(rng)).view(torch.int8)
     given = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, arena)}
     seen = Memory()
@@ -104,10 +126,11 @@ def open_copier(case: Case, **options: int) -> tuple[StagedCopier, set[int], dic
     return copier, given, {at: n for at, n in seen.bytes_at.items() if at not in given}
 
 
+@pytest.mark.parametrize("is_one", [False, True], ids=["apart", "one_allocation"])
 @pytest.mark.parametrize("name", NAMED_CASES)
-def test_a_job_takes_no_memory(name: str) -> None:
+def test_a_job_takes_no_memory(name: str, is_one: bool) -> None:
     case = NAMED_CASES[name]
-    copier, given, taken = open_copier(case)
+    copier, given, taken = open_copier(case, is_one_allocation=is_one)
     used = Memory()
     with tensor_operations(used.watch):
         copier.warm_up()
@@ -154,6 +177,46 @@ def test_a_piece_is_a_kernel_per_tensor_and_a_copy_per_run(step: int, copies: in
     rows = case.layout.rows(blocks, np.arange(40, dtype=np.int32)[::step])
     assert sum(copier.store(rows)) == UPLOAD_OPERATIONS + 32 + copies
     assert sum(copier.load(rows)) == UPLOAD_OPERATIONS + 32 + copies
+
+
+def all_blocks(case: Case, step: int = 1) -> list[GroupRows]:
+    """A job of every block into every slot, which are as many."""
+    blocks = GpuBlocks.of(list(range(case.num_blocks)), [case.num_blocks], [0])
+    return case.layout.rows(blocks, np.arange(case.num_blocks, dtype=np.int32)[::step])
+
+
+def test_layers_of_one_allocation_are_one_kernel() -> None:
+    """And one that makes its row numbers, however many layers there are."""
+    case = one_group(*[128] * 32, num_blocks=40, slots=40)
+    copier, _, _ = open_copier(case, is_one_allocation=True)
+    assert sum(copier.store(all_blocks(case))) == UPLOAD_OPERATIONS + 2 + 1
+    assert sum(copier.load(all_blocks(case))) == UPLOAD_OPERATIONS + 2 + 1
+
+
+@pytest.mark.parametrize("pages", [(128, 128, 64), (40, 100)], ids=["other_page", "no_multiple"])
+def test_layers_at_other_distances_have_a_kernel_each(pages: tuple[int, ...]) -> None:
+    case = one_group(*pages, num_blocks=40, slots=40)
+    copier, _, _ = open_copier(case, is_one_allocation=True)
+    kernels_and_copies = sum(copier.store(all_blocks(case, -1))) - UPLOAD_OPERATIONS
+    assert kernels_and_copies == len(pages) + 40
+
+
+@pytest.mark.parametrize("is_one", [False, True], ids=["apart", "one_allocation"])
+def test_of_a_slot_larger_than_the_buffer_a_part_is_staged(is_one: bool) -> None:
+    """Ten layers of 128 bytes, four of which fit: three parts, and no page is copied by itself."""
+    case = one_group(*[128] * 10, num_blocks=40, slots=40)
+    copier, _, taken = open_copier(case, is_one_allocation=is_one, staging_bytes=4 * 128 + 100)
+    assert max(taken.values()) < case.geometry.slot_bytes
+    of_four, of_two = (2, 2) if is_one else (4, 2)
+    slot_by_slot = 2 * 40 * (UPLOAD_OPERATIONS + of_four)
+    two_at_a_time = 20 * (UPLOAD_OPERATIONS + of_two)
+    assert sum(copier.store(all_blocks(case))) == slot_by_slot + two_at_a_time + 3 * 40
+
+
+def test_nothing_switches_staging_off_silently(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvcascade")
+    open_copier(one_group(128, 128, chunk=8), staging_bytes=1000)
+    assert "copied one by one" in caplog.text and "blocks_per_chunk" in caplog.text
 
 
 def test_warming_up_changes_no_byte() -> None:

@@ -24,7 +24,12 @@ QUEUE_MAX = 1000
 """Operations that a stream's queue holds."""
 
 _aten: Any = torch.ops.aten
-_ENQUEUED = (_aten.copy_.default, _aten.index.Tensor_out, _aten.index_put_.default)
+_ENQUEUED = (
+    _aten.copy_.default,
+    _aten.add.out,
+    _aten.index.Tensor_out,
+    _aten.index_put_.default,
+)
 """What a copier does with tensors, and the device would do in its own time."""
 
 

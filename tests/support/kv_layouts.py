@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.geometry import PageRef, TensorLayout, WorkerLayout
@@ -72,6 +74,18 @@ def one_group(*pages: int, **more: int) -> Case:
     refs = tuple(PageRef(i, page) for i, page in enumerate(pages))
     chunk = more.pop("chunk", 1)
     return Case(pages, (0,) * len(pages), (refs,), chunk, **more)
+
+
+def in_one_allocation(tensors: Sequence[Pages], device: str = "cpu") -> list[torch.Tensor]:
+    """Copies of the tensors side by side in one storage, as vLLM 0.32 lays its layers."""
+    sizes = [len(tensor) * tensor.strides[0] for tensor in tensors]
+    memory = torch.zeros(sum(sizes), dtype=torch.int8, device=device)
+    found: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = memory.split(sizes)  # type: ignore[no-untyped-call]
+    for tensor, part in zip(tensors, parts, strict=True):
+        found.append(part.view(len(tensor), tensor.strides[0])[:, : tensor.shape[1]])
+        found[-1].copy_(torch.from_numpy(np.ascontiguousarray(tensor)))
+    return found
 
 
 NAMED_CASES = {

@@ -131,7 +131,8 @@ class Bench:
         role = ArenaRole.scheduler(expect_workers=False)
         arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
         undo.callback(arena.close)
-        tensors = [device.pages(self._room, shape.page_bytes) for _ in range(shape.layers)]
+        cache = device.pages(shape.layers * self._room, shape.page_bytes)
+        tensors = cache.view(shape.layers, self._room, -1).unbind()  # as vLLM 0.32 lays layers
         layout = shape.layout(self._room, geometry)
         some = self._transfer(self._beside)
         makers: dict[str, Callable[[], Contender]] = {

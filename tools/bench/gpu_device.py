@@ -70,7 +70,8 @@ class Device(ABC):
 
     @abstractmethod
     def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:
-        """One layer's KV cache, int8 of shape `(blocks, page_bytes)`, of random bytes."""
+        """Part of a KV cache in one allocation, int8 of shape `(blocks, page_bytes)`, of random
+        bytes."""
 
     @abstractmethod
     def ours(

@@ -98,11 +98,10 @@ class RoundTrip:
     def _tensors(self) -> list[torch.Tensor]:
         import torch
 
-        shape = (self._blocks, self._shape.page_bytes)
-        return [
-            torch.randint(-128, 128, shape, dtype=torch.int8, device=self._device)
-            for _ in range(self._shape.layers)
-        ]
+        shape = (self._shape.layers * self._blocks, self._shape.page_bytes)
+        cache = torch.randint(-128, 128, shape, dtype=torch.int8, device=self._device)
+        # Layers in one allocation, as in vLLM 0.32.
+        return list(cache.view(self._shape.layers, self._blocks, -1).unbind())
 
     def _parts(self, order: str) -> list[Part]:
         """The same blocks in requests; `order` says which device blocks they lie in."""
