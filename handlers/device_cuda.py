@@ -5,10 +5,13 @@ store reads what the model has written; a load must not be overtaken by pending 
 zeroing, to its destination), for the job before it, and for a job of the other direction that
 shares a page or slot. The compute stream never waits for us.
 
-A stream is given a bounded number of operations at a time (`stream_feed`); the rest of a job
-follows with later calls, in the order of submission. That the engine calls again while a job is
-under way, and leaves its pages alone until it is reported, is the contract of `DeviceCopier`; an
-engine that does not call again while stores are under way needs `may_hold_back_stores=False`.
+A load starts when it is submitted. A store starts with the next call of `get_finished` or `wait`:
+the engine submits stores before it launches a forward pass and asks what ended after it, so that
+launching copies does not delay the pass. A stream is given a bounded number of operations at a time
+(`stream_feed`); the rest of a job follows with later calls, in the order of submission. That the
+engine calls again while a job is under way, and leaves its pages alone until it is reported or
+waited for, is the contract of `DeviceCopier`; an engine that does not call again while stores are
+under way needs `may_hold_back_stores=False`, and its stores start at once.
 
 Threads: all calls from the worker's main thread. If the arena is pinned, submitting and asking what
 ended never wait for the GPU, except for a job of the other direction that is still held back and
@@ -106,6 +109,7 @@ class CudaDeviceCopier(DeviceCopier):
         blocks = max(tensor.num_blocks for tensor in layout.tensors)
         self._board = HazardBoard(blocks, layout.slots)
         self._is_shut = False
+        self._starts_late = frozenset({Direction.STORE} if may_hold_back_stores else ())
         arena = torch.from_numpy(slots).view(torch.int8)
         copier = partial(StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes)
         store_max = OUTSTANDING_MAX if may_hold_back_stores else sys.maxsize
@@ -184,7 +188,8 @@ class CudaDeviceCopier(DeviceCopier):
             self._hand_out(other, each)  # its end must be there to be waited for
         lane.jobs.append(job)
         lane.feed.add(self._work(lane, job, rows, earlier))
-        self._advance(lane)
+        if direction not in self._starts_late:
+            self._advance(lane)
         return True
 
     def _make_job(self, job_id: int, number: int, rows: list[GroupRows]) -> _Job:

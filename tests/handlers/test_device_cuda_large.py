@@ -82,6 +82,7 @@ def test_a_large_job_never_makes_the_thread_wait(direction: int, cuda: TwinCuda)
     stream = cuda.streams[direction]
     given_before = stream.given
     worker.submit(direction, 7, worker.job())
+    worker.step()
     assert stream.outstanding > OUTSTANDING_MAX - TURN_OPERATIONS, "it has begun"
     for _ in range(ROUNDS_MAX):
         worker.step()

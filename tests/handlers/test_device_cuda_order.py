@@ -85,6 +85,7 @@ def test_every_job_waits_for_the_compute_stream_and_never_the_other_way(cuda: Tw
         stream.log.clear()
     copier.submit_store(1, blocks_of(0), slots_of(0))
     copier.submit_load(2, blocks_of(1), slots_of(1))
+    assert copier.get_finished() == []
     for stream, ready in zip(cuda.streams, cuda.compute.log, strict=True):
         assert stream.log[0] == ("after", ready)
         start, copy, end, mark = stream.log[1:]
@@ -104,6 +105,31 @@ def test_a_job_comes_after_what_the_compute_stream_was_given_before_it_and_no_mo
     cuda.compute.enqueue("the model goes on", lambda: later.append("done"))
     copier.wait({1})
     assert (arena[5, :16] == 42).all() and later == []
+
+
+def test_a_store_is_launched_after_the_forward_or_before_one_that_may_overwrite_its_blocks(
+    cuda: TwinCuda,
+) -> None:
+    """The engine submits stores, waits for those whose blocks it hands out again, launches the
+    forward pass, and asks what ended."""
+    case, rng = CASE, np.random.default_rng(0)
+    pages, arena = torch.from_numpy(case.tensors(rng)[0]), case.arena(rng)
+    want = pages.clone().numpy().view(np.uint8)
+    copier = CudaDeviceCopier([pages], case.layout, arena, registration=pinned([]))
+    before = [stream.given for stream in cuda.streams]
+    for job_id in (0, 1):
+        copier.submit_store(job_id, blocks_of(job_id), slots_of(job_id))
+    assert [stream.given for stream in cuda.streams] == before, "no launch delays the forward"
+    copier.wait({1})
+    for job_id in (2, 3):
+        copier.submit_store(job_id, blocks_of(job_id), slots_of(job_id))
+    cuda.compute.enqueue("the forward overwrites", lambda: pages[:2].fill_(42))
+    cuda.compute.run()
+    launched = len(cuda.ends(STORE))
+    assert [result.job_id for result in copier.get_finished()] == [0, 1]
+    assert (launched, len(cuda.ends(STORE))) == (2, 4)
+    copier.wait({2, 3})
+    assert (arena[:4, :16] == want[:4]).all()
 
 
 @pytest.mark.parametrize(("block", "slot"), [(0, 5), (5, 0)])
@@ -189,6 +215,7 @@ def test_a_gpu_that_cannot_copy_is_one_sentence_before_anything_is_pinned(
 def test_nothing_is_taken_after_shutdown(cuda: TwinCuda) -> None:
     copier = simple_copier()
     copier.submit_store(1, blocks_of(1), slots_of(1))
+    assert copier.get_finished() == []
     copier.shutdown()
     assert cuda.ends(STORE)[0].query()
     assert not copier.submit_store(2, blocks_of(1), slots_of(1))
