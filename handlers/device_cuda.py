@@ -1,15 +1,17 @@
-"""Device <-> arena on CUDA: one stream per direction, events for what ended.
+"""Device <-> arena on CUDA: two streams per direction, events for what ended.
 
 Order on the GPU: a job waits for what the compute stream had been given when it was submitted (a
 store reads what the model has written; a load must not be overtaken by pending writes, such as
 zeroing, to its destination), for the job before it, and for a job of the other direction that
-shares a page or slot. The compute stream never waits for us.
+shares a page or slot. The compute stream never waits for us. Kernels have a stream of higher
+priority, copies another; the last of the two for a direction is the one that writes to the
+destination, and the job's end is recorded there (`staging`).
 
 A load starts when it is submitted. A store starts with the next call of `get_finished` or `wait`:
 the engine submits stores before it launches a forward pass and asks what ended after it, so that
-launching copies does not delay the pass. A stream is given a bounded number of operations at a time
-(`stream_feed`); the rest of a job follows with later calls, in the order of submission. That the
-engine calls again while a job is under way, and leaves its pages alone until it is reported or
+launching copies does not delay the pass. A direction is given a bounded number of operations at a
+time (`stream_feed`); the rest of a job follows with later calls, in the order of submission. That
+the engine calls again while a job is under way, and leaves its pages alone until it is reported or
 waited for, is the contract of `DeviceCopier`; an engine that does not call again while stores are
 under way needs `may_hold_back_stores=False`, and its stores start at once.
 
@@ -36,6 +38,7 @@ from ..errors import ConfigError
 from ..logs import get_logger
 from ..tiers.base import SlotArray
 from .base import TransferResult
+from .batched_copy import Batch, find_driver_batch
 from .device import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
@@ -51,6 +54,8 @@ logger = get_logger(__name__)
 ByteArray = npt.NDArray[np.uint8]
 
 _MS_PER_S = 1000.0
+KERNEL_PRIORITY = -1
+"""Above the compute stream's: gathering a piece takes microseconds, and a copy waits for it."""
 
 
 @dataclass(slots=True)
@@ -71,11 +76,17 @@ class _Job:
 class _Lane:
     """One direction."""
 
-    stream: Any
+    streams: tuple[Any, Any]
+    """The first of a job's steps go to the first, the last to the second."""
     feed: StreamFeed
     move: Callable[[Sequence[GroupRows]], Work]
     jobs: deque[_Job] = field(default_factory=deque)
     """Not reported yet, oldest first."""
+
+    @property
+    def last(self) -> Any:
+        """The stream whose end is a job's end."""
+        return self.streams[1]
 
 
 class CudaDeviceCopier(DeviceCopier):
@@ -88,6 +99,7 @@ class CudaDeviceCopier(DeviceCopier):
         slots: ByteArray,
         *,
         registration: HostRegistration | None = None,
+        find_batch: Callable[[], Batch | None] = find_driver_batch,
         staging_bytes: int = STAGING_BYTES,
         may_hold_back_stores: bool = True,
     ) -> None:
@@ -110,22 +122,25 @@ class CudaDeviceCopier(DeviceCopier):
         self._board = HazardBoard(blocks, layout.slots)
         self._is_shut = False
         self._starts_late = frozenset({Direction.STORE} if may_hold_back_stores else ())
+        self._registration = registration or cuda_registration(self._device)
+        self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
         arena = torch.from_numpy(slots).view(torch.int8)
-        copier = partial(StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes)
+        batch = find_batch() if self._registration.is_pinned else None
+        copier = partial(
+            StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes, batch=batch
+        )
         store_max = OUTSTANDING_MAX if may_hold_back_stores else sys.maxsize
         try:
             self._lanes = (
-                self._open_lane(Direction.STORE, copier(), store_max),
-                self._open_lane(Direction.LOAD, copier(), OUTSTANDING_MAX),
+                self._open_lane(Direction.STORE, copier, store_max),
+                self._open_lane(Direction.LOAD, copier, OUTSTANDING_MAX),
             )
         except RuntimeError as error:
+            self._registration.release()  # its owner will unmap the memory
             raise ConfigError(
                 f"the GPU could not be made ready for copies ({_first_line(error)}); if it is out "
                 f"of memory, leave it some with a lower gpu_memory_utilization"
             ) from error
-        # Last: nothing after it can fail and leave memory pinned that its owner will unmap.
-        self._registration = registration or cuda_registration(self._device)
-        self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
 
     def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
         return self._submit(Direction.STORE, job_id, blocks, slots)
@@ -159,20 +174,28 @@ class CudaDeviceCopier(DeviceCopier):
         self._is_shut = True
         for lane in self._lanes:
             lane.feed.drop()
-            with suppress(RuntimeError):  # the GPU is lost, and nothing is running
-                lane.stream.synchronize()
+            for stream in lane.streams:
+                with suppress(RuntimeError):  # the GPU is lost, and nothing is running
+                    stream.synchronize()
             lane.jobs.clear()
         self._registration.release()
 
-    def _open_lane(self, direction: Direction, copier: StagedCopier, outstanding_max: int) -> _Lane:
-        """A stream that has done everything once that jobs do."""
-        stream = self._cuda.Stream(self._device)
-        feed = StreamFeed(partial(self._mark, stream), outstanding_max=outstanding_max)
-        stream.wait_stream(self._cuda.current_stream(self._device))  # it zeroed the buffers
-        with self._on(stream):
-            copier.warm_up()
-        stream.synchronize()
-        return _Lane(stream, feed, copier.store if direction is Direction.STORE else copier.load)
+    def _open_lane(
+        self, direction: Direction, make: Callable[..., StagedCopier], outstanding_max: int
+    ) -> _Lane:
+        """Streams that have done everything once that jobs do."""
+        kernels = self._cuda.Stream(self._device, priority=KERNEL_PRIORITY)
+        copies = self._cuda.Stream(self._device)
+        copier = make(on_kernels=partial(self._on, kernels), on_copies=partial(self._on, copies))
+        is_store = direction is Direction.STORE
+        streams = (kernels, copies) if is_store else (copies, kernels)
+        for stream in streams:  # the current stream zeroed the buffers
+            stream.wait_stream(self._cuda.current_stream(self._device))
+        copier.warm_up()
+        for stream in streams:
+            stream.synchronize()
+        feed = StreamFeed(partial(self._mark, streams[1]), outstanding_max=outstanding_max)
+        return _Lane(streams, feed, copier.store if is_store else copier.load)
 
     def _submit(
         self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
@@ -202,16 +225,17 @@ class CudaDeviceCopier(DeviceCopier):
         """All of a job, from waiting for what comes before it to the event behind it."""
         try:
             for event in (job.ready, *(each.end for each in earlier)):
-                lane.stream.wait_event(event)
-                yield 1
-            job.start.record(lane.stream)
+                for stream in lane.streams:
+                    stream.wait_event(event)
+                yield len(lane.streams)
+            job.start.record(lane.last)
             yield 1
             yield from lane.move(rows)
         except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
         try:
-            job.end.record(lane.stream)
+            job.end.record(lane.last)
         except RuntimeError:  # the GPU is lost
             job.has_failed = True
         job.is_handed_out = True
@@ -220,12 +244,12 @@ class CudaDeviceCopier(DeviceCopier):
     def _advance(self, lane: _Lane) -> None:
         """Hand out what there is room for; never blocks."""
         if lane.feed.has_work:
-            with self._on(lane.stream):
+            with self._cuda.device(self._device):
                 lane.feed.advance()
 
     def _hand_out(self, lane: _Lane, job: _Job) -> None:
         """Hand out everything up to the end of a job, waiting for room as often as it takes."""
-        with self._on(lane.stream):
+        with self._cuda.device(self._device):
             while not job.is_handed_out:
                 lane.feed.push()
 

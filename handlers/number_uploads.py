@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 UPLOAD_OPERATIONS = 2
 """An upload is a copy and an event."""
-_LEAST_USES = 2
-"""Operations that use an upload: pages are gathered or scattered, and cross to or from the host."""
+_LEAST_USES = 6
+"""Operations that use an upload: pages are gathered or scattered, and cross to or from the host;
+each waits for an event and is followed by one."""
 HOST_BUFFERS = OUTSTANDING_MAX // (UPLOAD_OPERATIONS + _LEAST_USES) + 2
 """More than there are uploads among the outstanding operations of a stream, so none waits."""
 
@@ -40,10 +41,11 @@ class NumberUploads:
         and else something that ends at once."""
         import torch
 
-        is_cuda = device.type == "cuda"
-        make_event = make_event or (_cuda_event if is_cuda else _NoEvent)
+        make_event = make_event or event_maker(device)
         self._device = torch.zeros(numbers, dtype=torch.int64, device=device)
-        self._host = torch.zeros((host_buffers, numbers), dtype=torch.int64, pin_memory=is_cuda)
+        self._host = torch.zeros(
+            (host_buffers, numbers), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self._copied = [make_event() for _ in range(host_buffers)]
         self._next = 0
 
@@ -59,10 +61,18 @@ class NumberUploads:
         return device
 
 
+def event_maker(device: torch.device) -> Callable[[], Any]:
+    """CUDA's events where that is the device, and else some that have ended at once."""
+    return _cuda_event if device.type == "cuda" else _NoEvent
+
+
 class _NoEvent:
     """Where a copy has ended when it returns."""
 
     def record(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self) -> None:
         """Nothing is under way."""
 
     def synchronize(self) -> None:

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.cuda_twin import TwinCuda, TwinStream, pinned, twin_of_cuda
+from support.cuda_twin import TwinCuda, batch, pinned, twin_of_cuda
 from support.executors import InlineExecutor
 
+from kvcascade.handlers.batched_copy import NoBatchedCopyError
 from kvcascade.handlers.device_cpu import CpuDeviceCopier
-from kvcascade.handlers.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device, page_copies
+from kvcascade.tools.bench import gpu_device
 from kvcascade.tools.bench.gpu import Shape
 from kvcascade.tools.bench.gpu_moves import Mover, Transfer, check
-from kvcascade.tools.bench.page_copies import Addresses, PageCopier, driver_batch
-from kvcascade.tools.bench.results import PAGES, VLLM, BenchError
+from kvcascade.tools.bench.page_copies import PageCopier
+from kvcascade.tools.bench.results import PAGES, VLLM
 
 BLOCKS = 24
 SHAPE = Shape("layers", 5, 192)
 TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)
-
-
-def batch(
-    targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction, stream: TwinStream
-) -> None:
-    """Moves memory when the stream comes to it."""
-
-    def do() -> None:
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(int(target), int(source), int(size))
-
-    stream.enqueue(way, do)
 
 
 @pytest.fixture
@@ -73,30 +59,6 @@ def test_a_transfer_is_heard_of_when_it_has_ended(twin: TwinCuda) -> None:
     copier.shutdown()
 
 
-def test_without_a_driver_it_says_so() -> None:
-    with pytest.raises(BenchError, match="no cuGetProcAddress_v2"):
-        driver_batch("no-such-driver.so")
-
-
-def test_the_call_that_failed_is_named() -> None:
-    given: list[tuple[Any, ...]] = []
-
-    def call(*arguments: Any) -> int:
-        given.append(arguments)
-        ctypes.c_size_t.from_address(arguments[7]).value = 2
-        return 1
-
-    class Stream:
-        cuda_stream = 99
-
-    some, caller = np.arange(3, dtype=np.uint64), page_copies._Caller(call)
-    with pytest.raises(BenchError, match="error 1 at copy 2"):
-        caller(some, some, some, Direction.LOAD, Stream())
-    ((*_, count, attributes, _, kinds, _, stream),) = given
-    assert (count, kinds, stream) == (3, 1, 99)
-    assert ctypes.c_uint.from_address(attributes).value == 3, "pinned memory is read in any order"
-
-
 def test_who_stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_device, "find_spec", lambda name: object())
     assert [*gpu_device._others()[0]] == [VLLM]
@@ -106,7 +68,7 @@ def test_who_stands_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*others] == [PAGES] and "stands in" in note
 
     def none() -> None:
-        raise BenchError("too old")
+        raise NoBatchedCopyError("too old")
 
     monkeypatch.setattr(gpu_device, "driver_batch", none)
     others, (note,) = gpu_device._others()

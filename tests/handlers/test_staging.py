@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cuda_twin import batch
 from support.drawn_layouts import cases
 from support.kv_layouts import (
     NAMED_CASES,
@@ -24,15 +25,16 @@ from support.kv_layouts import (
 from support.tensor_operations import tensor_operations
 from torch.utils._pytree import tree_leaves
 
+from kvcascade.handlers.batched_copy import Addresses, Batch
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.geometry import GroupRows
+from kvcascade.handlers.hazards import Direction
 from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import (
-    DIRECT_RUN_BYTES,
-    PIECE_BLOCKS_MAX,
-    StagedCopier,
-    torch_layouts,
-)
+from kvcascade.handlers.staging import StagedCopier, torch_layouts
+from kvcascade.handlers.staging_plan import DIRECT_RUN_BYTES, PIECE_BLOCKS_MAX
+
+PIECE_OPERATIONS = UPLOAD_OPERATIONS + 4
+"""Of a piece beside its kernels and copies: both streams wait for an event and record one."""
 
 
 def round_trip(
@@ -42,6 +44,7 @@ def round_trip(
     direct_run_bytes: int,
     *,
     is_one_allocation: bool = False,
+    batch: Batch | None = None,
 ) -> None:
     rng = np.random.default_rng(seed)
     tensors, arena = case.tensors(rng), case.arena(rng)
@@ -58,6 +61,7 @@ def round_trip(
         torch.from_numpy(arena).view(torch.int8),
         staging_bytes=staging_bytes,
         direct_run_bytes=direct_run_bytes,
+        batch=batch,
     )
     job = make_job(case, rng)
     model_store(case, job, tensors, model)
@@ -78,20 +82,62 @@ def round_trip(
 @pytest.mark.parametrize("staging_bytes", [1, 10_000, 1 << 20], ids=["none", "small", "large"])
 @pytest.mark.parametrize("direct_run_bytes", [1, 1 << 30], ids=["direct", "staged"])
 @pytest.mark.parametrize("is_one", [False, True], ids=["apart", "one_allocation"])
+@pytest.mark.parametrize("batch", [None, batch], ids=["one_by_one", "batched"])
 @pytest.mark.parametrize("name", NAMED_CASES)
 def test_moves_the_pages(
-    name: str, is_one: bool, staging_bytes: int, direct_run_bytes: int
+    name: str, batch: Batch | None, is_one: bool, staging_bytes: int, direct_run_bytes: int
 ) -> None:
     for seed in range(4):
         case = NAMED_CASES[name]
-        round_trip(case, seed, staging_bytes, direct_run_bytes, is_one_allocation=is_one)
+        round_trip(
+            case, seed, staging_bytes, direct_run_bytes, is_one_allocation=is_one, batch=batch
+        )
 
 
-@given(cases(), st.integers(0, 2**32), st.sampled_from([1, 200, 3000, 1 << 20]), st.booleans())
+@given(
+    cases(),
+    st.integers(0, 2**32),
+    st.sampled_from([1, 400, 6000, 1 << 20]),
+    st.booleans(),
+    st.sampled_from([None, batch]),
+)
 def test_moves_the_pages_of_any_layout(
-    case: Case, seed: int, staging_bytes: int, is_one: bool
+    case: Case, seed: int, staging_bytes: int, is_one: bool, batch: Batch | None
 ) -> None:
-    round_trip(case, seed, staging_bytes, 1 << 30, is_one_allocation=is_one)
+    round_trip(case, seed, staging_bytes, 1 << 30, is_one_allocation=is_one, batch=batch)
+
+
+@pytest.mark.parametrize("is_one", [False, True], ids=["apart", "one_allocation"])
+def test_a_batch_is_one_call_a_piece_and_one_for_all_that_is_copied_directly(is_one: bool) -> None:
+    case = one_group(*[128] * 32, num_blocks=40, slots=40)
+    calls: list[int] = []
+
+    def count(targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction) -> None:
+        calls.append(len(sizes))
+        batch(targets, sources, sizes, way)
+
+    kernels = 2 if is_one else 32
+    copier, _, _ = open_copier(case, is_one_allocation=is_one, batch=count)
+    assert sum(copier.store(all_blocks(case, -1))) == PIECE_OPERATIONS + kernels + 1
+    assert sum(copier.load(all_blocks(case, -1))) == PIECE_OPERATIONS + kernels + 1
+    two = case.layout.rows(GpuBlocks.of([5, 9], [2], [0]), np.array([8, 3], dtype=np.int32))
+    assert sum(copier.load(two)) == 1
+    assert calls == [40, 40, 2 * 32]
+
+
+def test_a_driver_that_refuses_a_batch_is_not_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[int] = []
+
+    def refuse(targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction) -> None:
+        calls.append(len(sizes))
+        batch(targets[:1], sources[:1], sizes[:1], way)
+        raise RuntimeError("error 801 at copy 1")
+
+    round_trip(NAMED_CASES["three_groups"], 1, 1 << 20, 1 << 30, batch=refuse)
+    assert len(calls) == 1
+    assert "error 801" in caplog.text
 
 
 class Memory:
@@ -110,7 +156,7 @@ class Memory:
 
 
 def open_copier(
-    case: Case, *, is_one_allocation: bool = False, **options: int
+    case: Case, *, is_one_allocation: bool = False, **options: Any
 ) -> tuple[StagedCopier, set[int], dict[int, int]]:
     """A copier; where the memory lies that it was given; and what it took by itself, bytes by
     address."""
@@ -145,7 +191,7 @@ def test_the_staging_buffer_and_the_numbers_are_all_the_memory() -> None:
     case = one_group(2048, 2048, num_blocks=300, slots=200)
     slot_bytes, number_bytes = case.geometry.slot_bytes, 8
     _, _, taken = open_copier(case, staging_bytes=50 * slot_bytes)
-    numbers = 50 * number_bytes
+    numbers = 25 * number_bytes
     assert sorted(taken.values()) == sorted([50 * slot_bytes, numbers, HOST_BUFFERS * numbers])
 
 
@@ -175,8 +221,8 @@ def test_a_piece_is_a_kernel_per_tensor_and_a_copy_per_run(step: int, copies: in
     copier, _, _ = open_copier(case)
     blocks = GpuBlocks.of(list(range(40)), [40], [0])
     rows = case.layout.rows(blocks, np.arange(40, dtype=np.int32)[::step])
-    assert sum(copier.store(rows)) == UPLOAD_OPERATIONS + 32 + copies
-    assert sum(copier.load(rows)) == UPLOAD_OPERATIONS + 32 + copies
+    assert sum(copier.store(rows)) == PIECE_OPERATIONS + 32 + copies
+    assert sum(copier.load(rows)) == PIECE_OPERATIONS + 32 + copies
 
 
 def all_blocks(case: Case, step: int = 1) -> list[GroupRows]:
@@ -189,15 +235,15 @@ def test_layers_of_one_allocation_are_one_kernel() -> None:
     """And one that makes its row numbers, however many layers there are."""
     case = one_group(*[128] * 32, num_blocks=40, slots=40)
     copier, _, _ = open_copier(case, is_one_allocation=True)
-    assert sum(copier.store(all_blocks(case))) == UPLOAD_OPERATIONS + 2 + 1
-    assert sum(copier.load(all_blocks(case))) == UPLOAD_OPERATIONS + 2 + 1
+    assert sum(copier.store(all_blocks(case))) == PIECE_OPERATIONS + 2 + 1
+    assert sum(copier.load(all_blocks(case))) == PIECE_OPERATIONS + 2 + 1
 
 
 @pytest.mark.parametrize("pages", [(128, 128, 64), (40, 100)], ids=["other_page", "no_multiple"])
 def test_layers_at_other_distances_have_a_kernel_each(pages: tuple[int, ...]) -> None:
     case = one_group(*pages, num_blocks=40, slots=40)
     copier, _, _ = open_copier(case, is_one_allocation=True)
-    kernels_and_copies = sum(copier.store(all_blocks(case, -1))) - UPLOAD_OPERATIONS
+    kernels_and_copies = sum(copier.store(all_blocks(case, -1))) - PIECE_OPERATIONS
     assert kernels_and_copies == len(pages) + 40
 
 
@@ -205,11 +251,13 @@ def test_layers_at_other_distances_have_a_kernel_each(pages: tuple[int, ...]) ->
 def test_of_a_slot_larger_than_the_buffer_a_part_is_staged(is_one: bool) -> None:
     """Ten layers of 128 bytes, four of which fit: three parts, and no page is copied by itself."""
     case = one_group(*[128] * 10, num_blocks=40, slots=40)
-    copier, _, taken = open_copier(case, is_one_allocation=is_one, staging_bytes=4 * 128 + 100)
-    assert max(taken.values()) < case.geometry.slot_bytes
+    copier, _, taken = open_copier(
+        case, is_one_allocation=is_one, staging_bytes=2 * (4 * 128 + 100)
+    )
+    assert max(taken.values()) < 2 * case.geometry.slot_bytes
     of_four, of_two = (2, 2) if is_one else (4, 2)
-    slot_by_slot = 2 * 40 * (UPLOAD_OPERATIONS + of_four)
-    two_at_a_time = 20 * (UPLOAD_OPERATIONS + of_two)
+    slot_by_slot = 2 * 40 * (PIECE_OPERATIONS + of_four)
+    two_at_a_time = 20 * (PIECE_OPERATIONS + of_two)
     assert sum(copier.store(all_blocks(case))) == slot_by_slot + two_at_a_time + 3 * 40
 
 

@@ -6,6 +6,7 @@ wrong bytes here as on a GPU. A stream whose queue is full refuses what a real o
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,15 @@ import torch
 from support.tensor_operations import tensor_operations
 
 from kvcascade.handlers import number_uploads
+from kvcascade.handlers.batched_copy import Addresses
+from kvcascade.handlers.hazards import Direction
 from kvcascade.handlers.host_register import HostRegistration
 
 STORE, LOAD = 0, 1
-"""A copier's streams."""
+"""Directions."""
+LAST = {STORE: 1, LOAD: 2}
+"""A copier's streams are, of stores and then of loads, one for kernels and one for copies; these
+write to a job's destination."""
 QUEUE_MAX = 1000
 """Operations that a stream's queue holds."""
 
@@ -62,13 +68,14 @@ class TwinStream:
 
     def run(self, operations: int | None = None) -> None:
         """Do some of what there is, or all, in order."""
-        for _ in range(len(self._queue) if operations is None else operations):
-            if self._queue:
-                self._queue.popleft()()
+        done = self.given - len(self._queue)
+        self.run_to(self.given if operations is None else done + operations)
 
     def run_to(self, position: int) -> None:
-        """Do everything up to the operation of this number."""
-        self.run(position - (self.given - len(self._queue)))
+        """Do everything up to the operation of this number. One that waits for another stream
+        makes that one go on, which may make this one go on."""
+        while self._queue and self.given - len(self._queue) < position:
+            self._queue.popleft()()
 
     def wait_stream(self, other: TwinStream) -> None:
         position = other.given
@@ -76,7 +83,8 @@ class TwinStream:
 
     def wait_event(self, event: TwinEvent) -> None:
         assert event.is_recorded, "waiting for an event that is not there waits for nothing"
-        self.enqueue(("after", event), event.finish)
+        stream, position = event.recorded
+        self.enqueue(("after", event), lambda: stream.run_to(position))
 
     def synchronize(self) -> None:
         self.run()
@@ -95,11 +103,23 @@ class TwinEvent:
     def is_recorded(self) -> bool:
         return self._stream is not None
 
+    @property
+    def recorded(self) -> tuple[TwinStream, int]:
+        """Where it was recorded last; who waits for it does not wait for a later time."""
+        assert self._stream is not None
+        return self._stream, self._position
+
     def record(self, stream: TwinStream | None = None) -> None:
         self._stream = stream or TwinCuda.now
         assert self._stream is not None, "nothing says on which stream"
         self._stream.enqueue(self, lambda: None)
         self._position = self._stream.given
+
+    def wait(self) -> None:
+        """The current stream goes on after it; one that was never recorded is not waited for."""
+        if self.is_recorded:
+            assert TwinCuda.now is not None, "nothing says which stream waits"
+            TwinCuda.now.wait_event(self)
 
     def query(self) -> bool:
         if self.is_lost:
@@ -137,7 +157,7 @@ class TwinCuda:
         self.streams: list[TwinStream] = []
         self.queue_max = queue_max
 
-    def make_stream(self, device: torch.device) -> TwinStream:
+    def make_stream(self, device: torch.device, priority: int = 0) -> TwinStream:
         self.streams.append(TwinStream(self.queue_max))
         return self.streams[-1]
 
@@ -152,11 +172,28 @@ class TwinCuda:
     def device(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def last(self, direction: int) -> TwinStream:
+        """The stream on which a direction's jobs end."""
+        return self.streams[LAST[direction]]
+
     def ends(self, direction: int) -> list[TwinEvent]:
         """End events of a direction's jobs, in order."""
-        log = self.streams[direction].log
+        log = self.last(direction).log
         timed = [each for each in log if isinstance(each, TwinEvent) and each._is_timed]
         return timed[1::2]
+
+
+def batch(targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction) -> None:
+    """Moves memory when the current stream comes to it; at once where there is none."""
+
+    def do() -> None:
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(int(target), int(source), int(size))
+
+    if TwinCuda.now is None:
+        do()
+    else:
+        TwinCuda.now.enqueue(batch, do)
 
 
 def pinned(addresses: list[int]) -> HostRegistration:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...handlers.batched_copy import Batch, NoBatchedCopyError, driver_batch
 from ...handlers.device import DeviceCopier
 from ...handlers.geometry import WorkerLayout
 from ...handlers.hazards import Direction
 from ...machine import ThisMachine
 from ...tiers.cpu.arena import DEFAULT_ARENA_DIR
 from .gpu_moves import Chain
-from .page_copies import Batch, driver_batch
 from .results import PAGES, VLLM, BenchError
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _others() -> tuple[dict[str, Make], list[str]]:
         return {VLLM: _vllm}, []
     try:
         batch = driver_batch()
-    except BenchError as error:
+    except NoBatchedCopyError as error:
         return {}, [f"vLLM is not installed, and nothing stands in for its worker: {error}"]
     note = (
         "vLLM is not installed: a batched copy of single pages, as its worker makes it, stands in; "
