@@ -344,7 +344,7 @@ class StagedCopier:
         try:
             self._batch(targets, sources, sizes, way)
         except RuntimeError as error:
-            logger.warning("kvcascade: GPU copies go on one by one, which is slower: %s", error)
+            logger.warning("kvcascade: GPU copies are made one by one from now on, which is slower: %s", error)
             self._batch = None
         return self._batch is not None
 

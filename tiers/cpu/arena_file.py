@@ -46,6 +46,7 @@ from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
 from .locks import try_flock, turn_in
 from .machine import MachineMemory, check_capacity, process_start_ticks
+from .nodes import spread
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
@@ -369,6 +370,8 @@ def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -
     path = request.path
     try:
         os.ftruncate(fd, size)
+        if len(memory.nodes) > 1:
+            spread(fd, size, memory.nodes)
         is_huge = memory.huge or (memory.may_gather and gather(fd, size, request.clock))
         os.posix_fallocate(fd, 0, size)
         return is_huge

@@ -13,6 +13,7 @@ from ...errors import ConfigError, os_errors
 from ...machine import HUGETLBFS, file_system_of
 from ...sizes import human
 from .huge_pages import may_share_huge_pages
+from .nodes import memory_nodes
 
 _PAGE_BYTES = 4096
 _START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted after the command name
@@ -32,6 +33,8 @@ class MachineMemory:
     """True for hugetlbfs, whose memory is set aside and not part of `available_bytes`."""
     may_gather: bool = False
     """True if the kernel may be asked for huge pages there."""
+    nodes: tuple[int, ...] = ()
+    """NUMA nodes among which its memory can be spread."""
 
 
 def probe_machine(arena_dir: str) -> MachineMemory:
@@ -44,7 +47,8 @@ def probe_machine(arena_dir: str) -> MachineMemory:
     may_gather = file_system == "tmpfs" and may_share_huge_pages()
     available = min(int(psutil.virtual_memory().available), group_memory().available)
     page_bytes = block_bytes if huge else _PAGE_BYTES
-    return MachineMemory(available, int(free), page_bytes, huge, may_gather)
+    nodes = memory_nodes() if huge or file_system == "tmpfs" else ()
+    return MachineMemory(available, int(free), page_bytes, huge, may_gather, nodes)
 
 
 def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> None:
