@@ -344,7 +344,9 @@ class StagedCopier:
         try:
             self._batch(targets, sources, sizes, way)
         except RuntimeError as error:
-            logger.warning("kvcascade: GPU copies are made one by one from now on, which is slower: %s", error)
+            logger.warning(
+                "kvcascade: GPU copies are made one by one from now on, which is slower: %s", error
+            )
             self._batch = None
         return self._batch is not None
 

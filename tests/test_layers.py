@@ -10,12 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tiers", "handlers", "manager", "tools")
+from support.project import FOLDERS, ROOT, module_files, python_files_outside_tests
 
 ORDER = ("base", "tiers", "handlers", "manager", "spec", "tools")
 """Layers from the bottom up; a module may import its own layer and those below."""
@@ -40,17 +37,12 @@ class Import:
         return f"{self.source} imports {self.target} (line {self.line})"
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """Dotted module name and file of every module of the package."""
-    for folder in ("kvcascade", *FOLDERS):
-        prefix = "kvcascade" if folder == "kvcascade" else f"kvcascade.{folder}"
-        depth = "*.py" if folder == "kvcascade" else "**/*.py"
-        for path in sorted((ROOT / folder).glob(depth)):
-            inner = path.relative_to(ROOT / folder).with_suffix("").parts
-            yield ".".join((prefix, *inner)).removesuffix(".__init__"), path
+def dotted(path_in_wheel: str) -> str:
+    """Name of a module."""
+    return path_in_wheel.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-MODULES = dict(sources())
+MODULES = {dotted(name): path for name, path in module_files().items()}
 
 
 def imports_of(module: str, tree: ast.Module) -> Iterator[Import]:
@@ -102,6 +94,7 @@ def speaks_vllm(module: str) -> bool:
 
 def test_every_module_is_seen() -> None:
     assert {"kvcascade", "kvcascade.errors", "kvcascade.tiers.base"} <= MODULES.keys()
+    assert len(MODULES) == len(python_files_outside_tests())
     assert any(found.target == "kvcascade.errors" for found in IMPORTS)
     unresolved = [
         str(found)

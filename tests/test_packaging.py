@@ -13,9 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.project import FOLDERS, ROOT, module_files, python_files_outside_tests
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tiers", "manager", "handlers", "tools")
 CARRIED = ("kvcascade", *FOLDERS, "tests", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE")
 OPTIONAL = ("README.md", "ARCHITECTURE.md", "FORMAT.md", "CHANGELOG.md", "Makefile", "docs", ".ci")
 
@@ -40,18 +39,6 @@ def setup_cfg() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
-
-
-def module_paths() -> set[Path]:
-    """Every module of the package, as it is seen through the links."""
-    package = ROOT / "kvcascade"
-    folders = [path for folder in FOLDERS for path in (package / folder / ".").rglob("*.py")]
-    return {*package.glob("*.py"), *folders}
-
-
-def module_files() -> set[str]:
-    """Every module of the package, as its path in a wheel."""
-    return {path.relative_to(ROOT).as_posix() for path in module_paths()}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -143,7 +130,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if ".dist-info/" not in name}
     data = {f"kvcascade/tools/requirements/{p.name}" for p in ROOT.glob("tools/requirements/*.txt")}
-    assert inside == module_files() | data | {"kvcascade/py.typed"}
+    assert inside == {*module_files(), *data, "kvcascade/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -151,7 +138,8 @@ def test_sdist_holds_the_tests_too(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/conftest.py", "tests/test_tidy.py", "setup.cfg", "LICENSE"} <= names
-    sources = {path.resolve().relative_to(ROOT).as_posix() for path in module_paths()}
+    sources = {path.relative_to(ROOT).as_posix() for path in module_files().values()}
+    assert len(sources) == len(python_files_outside_tests())
     assert sources <= names
     assert not [name for name in names if "__pycache__" in name]
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
-import pytest
+from support.project import FOLDERS, PACKAGE, ROOT, files, python_files_outside_tests
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE_FOLDERS = ("kvcascade", "tiers", "manager", "handlers", "tools")
-LINKS = {f"kvcascade/{name}" for name in PACKAGE_FOLDERS[1:]}
+PACKAGE_FOLDERS = (PACKAGE, *FOLDERS)
 ROOT_ENTRIES = {
     *PACKAGE_FOLDERS,
     *("tests", "docs", ".ci"),
@@ -38,18 +34,6 @@ ADAPTERS = re.compile(r"(?:^kvcascade/spec|/vllm_\w+)[.]py$")
 MOCKS = re.compile(r"\bMagic[M]ock\b|\bunittest[.]mock\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def files() -> tuple[str, ...]:
-    """Paths of all files, relative to the root: committed ones and new ones that git would add."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not a git checkout: what belongs to the project cannot be told")
-    names = set(listed.decode().split("\0")) - {""} - LINKS
-    return tuple(sorted(name for name in names if (ROOT / name).is_file()))
 
 
 @cache
@@ -89,6 +73,10 @@ def lines_matching(pattern: re.Pattern[str], *suffixes: str) -> list[str]:
 def nodes(tree: ast.AST, test: Callable[[ast.AST], bool]) -> list[int]:
     """Line numbers of the nodes that pass a test."""
     return [getattr(node, "lineno", 0) for node in ast.walk(tree) if test(node)]
+
+
+def test_every_module_is_seen() -> None:
+    assert len([*modules(*PACKAGE_FOLDERS)]) == len(python_files_outside_tests())
 
 
 def test_functions_are_short() -> None:
