@@ -46,6 +46,8 @@ STAGING_BYTES = 64 << 20
 """Device memory for both halves of one direction's staging buffer, at most."""
 DIRECT_BLOCKS_MAX = 2
 """Up to this many blocks, launching the gathers costs more than copying page by page."""
+STEP_OPERATIONS = 8
+"""Operations that are enqueued before whoever iterates is asked again."""
 
 _TENSOR_SHIFT = 44  # keeps tensors apart in `merge_adjacent`; a tensor is below 16 TiB
 
@@ -375,11 +377,18 @@ def _cut(rows: GroupRows, first: int, last: int) -> GroupRows:
 
 
 def _within(on_stream: OnStream, work: Work) -> Work:
-    """Work whose every step is done with that stream, whatever the one who iterates has set."""
+    """Work that is done with that stream, whatever the one who iterates has set.
+
+    Some steps at a time, as setting the stream takes as long as enqueuing an operation.
+    """
     while True:
+        operations = 0
         with on_stream():
-            operations = next(work, None)
-        if operations is None:
+            for step in work:
+                operations += step
+                if operations >= STEP_OPERATIONS:
+                    break
+        if not operations:
             return
         yield operations
 

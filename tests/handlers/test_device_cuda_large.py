@@ -14,7 +14,7 @@ from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.host_register import HostRegistration
 from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import StagedCopier
+from kvcascade.handlers.staging import STEP_OPERATIONS, StagedCopier
 from kvcascade.handlers.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
 
 LAYERS = 32
@@ -24,6 +24,8 @@ STAGED_SLOTS = 4
 OPERATIONS = BLOCKS // STAGED_SLOTS * (LAYERS + STAGED_SLOTS)
 """Of a job of all blocks in scattered slots, and a few more."""
 ROUNDS_MAX = 10_000
+MOST = OUTSTANDING_MAX + STEP_OPERATIONS + UPLOAD_OPERATIONS
+"""Operations outstanding: the last step of a turn may be as much beyond."""
 
 
 @pytest.fixture
@@ -88,14 +90,14 @@ def test_a_large_job_never_makes_the_thread_wait(direction: int, cuda: TwinCuda)
     worker.submit(direction, 7, worker.job())
     worker.step()
     outstanding = sum(each.outstanding for each in pair)
-    assert OUTSTANDING_MAX - TURN_OPERATIONS < outstanding <= OUTSTANDING_MAX + 2, "it has begun"
+    assert OUTSTANDING_MAX - TURN_OPERATIONS < outstanding <= MOST, "it has begun"
     for _ in range(ROUNDS_MAX):
         worker.step()
         if worker.results:
             break
         stream.run(100)
     assert worker.results == [(7, True)] and worker.is_right()
-    assert all(each.most_outstanding <= OUTSTANDING_MAX + 2 for each in pair)
+    assert all(each.most_outstanding <= MOST for each in pair)
     assert not any(each.waits for each in pair)
     assert sum(each.given for each in pair) - given_before > OPERATIONS
 
@@ -122,7 +124,7 @@ def test_waiting_brings_a_job_to_its_end(cuda: TwinCuda) -> None:
     worker.copier.wait({2, 99})
     worker.step()
     assert worker.results == [(1, True), (2, True)]
-    assert cuda.last(STORE).most_outstanding <= OUTSTANDING_MAX + 2
+    assert cuda.last(STORE).most_outstanding <= MOST
     worker.copier.wait({3})
     worker.step()
     assert worker.results[2:] == [(3, True)] and worker.is_right()
@@ -161,7 +163,7 @@ def test_an_error_in_a_late_part_fails_its_job_alone(
     def fail_late(self: StagedCopier, rows: object) -> Work:
         is_first = next(jobs)
         for at, operations in enumerate(load(self, rows)):  # type: ignore[arg-type]
-            if is_first and at == QUEUE_MAX:
+            if is_first and at * STEP_OPERATIONS > QUEUE_MAX:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             yield operations
 
@@ -270,4 +272,4 @@ def test_any_jobs_in_any_order(seed: int, is_batched: bool, cuda: TwinCuda) -> N
     worker.step()
     assert sorted(worker.results) == [(job_id, True) for job_id in range(12)]
     assert worker.is_right()
-    assert max(stream.most_outstanding for stream in cuda.streams) <= OUTSTANDING_MAX + 2
+    assert max(stream.most_outstanding for stream in cuda.streams) <= MOST
