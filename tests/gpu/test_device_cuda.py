@@ -23,6 +23,7 @@ from support.kv_layouts import (
     written_mask,
 )
 
+from kvcascade.handlers.batched_copy import Batch, NoBatchedCopyError, driver_batch
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.host_register import HostRegistration, cuda_registration
@@ -39,6 +40,7 @@ LARGE = {
 STAGING_BYTES = 16 << 20
 
 
+FindBatch = Callable[[], Batch | None]
 OpenArena = Callable[[Case], AbstractContextManager[Arena]]
 
 
@@ -69,7 +71,7 @@ def registration_of(is_pinned: bool) -> HostRegistration:
     return HostRegistration(lambda address, length: "the test", lambda address: None)
 
 
-def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
+def check(case: Case, arena: Arena, seed: int, is_pinned: bool, find_batch: FindBatch) -> None:
     """Layers apart and in one allocation, by turns."""
     rng = np.random.default_rng(seed)
     tensors = case.tensors(rng)
@@ -82,7 +84,12 @@ def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
         devices = [to_device(t, gap) for t, gap in zip(tensors, case.gaps, strict=True)]
     registration = registration_of(is_pinned)
     copier = CudaDeviceCopier(
-        devices, case.layout, slots, registration=registration, staging_bytes=STAGING_BYTES
+        devices,
+        case.layout,
+        slots,
+        registration=registration,
+        find_batch=find_batch,
+        staging_bytes=STAGING_BYTES,
     )
     assert registration.is_pinned is is_pinned
     job = make_job(case, rng)
@@ -105,13 +112,24 @@ def check(case: Case, arena: Arena, seed: int, is_pinned: bool) -> None:
     assert not registration.is_pinned
 
 
-@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "unpinned"])
+@pytest.mark.parametrize(
+    ("is_pinned", "find_batch"),
+    [(True, driver_batch), (True, lambda: None), (False, lambda: None)],
+    ids=["batched", "one_by_one", "unpinned"],
+)
 @pytest.mark.parametrize("name", [*NAMED_CASES, *LARGE])
-def test_moves_the_pages(name: str, is_pinned: bool, open_arena: OpenArena) -> None:
+def test_moves_the_pages(
+    name: str, is_pinned: bool, find_batch: FindBatch, open_arena: OpenArena
+) -> None:
+    if find_batch is driver_batch:
+        try:
+            driver_batch()
+        except NoBatchedCopyError as error:
+            pytest.skip(str(error))
     case = {**NAMED_CASES, **LARGE}[name]
     with open_arena(case) as arena:
         for seed in range(2 if name in LARGE else 6):
-            check(case, arena, seed, is_pinned)
+            check(case, arena, seed, is_pinned, find_batch)
 
 
 def test_a_store_sees_what_the_compute_stream_was_given_before(open_arena: OpenArena) -> None:
