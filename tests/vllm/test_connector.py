@@ -172,7 +172,9 @@ def test_who_holds_blocks_runs_though_an_earlier_one_needs_more_than_is_left(
     prompts = {name: [n] * blocks[name] * BLOCK_TOKENS for n, name in enumerate(blocks)}
 
     def lies_below(chunks: int) -> bool:
-        return bool(manager.tier_states()[1].blocks == chunks)
+        """A block counts from the moment it has a slot; while it is written, it is pinned above."""
+        below = manager.tier_states()[1]
+        return below.blocks == chunks and below.demote_jobs == 0
 
     try:
         for number, (name, prompt) in enumerate(prompts.items(), start=1):
