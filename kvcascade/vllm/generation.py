@@ -6,7 +6,7 @@ in the names in them. A vLLM that fits none of them is refused in one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 
@@ -38,10 +38,10 @@ GENERATIONS = (
 """Newest first; the first that fits is taken."""
 
 
-def supported() -> str:
+def supported(generations: Sequence[Generation] = GENERATIONS) -> str:
     """Return the supported versions in words, generations without a gap as one range."""
     spans: list[tuple[int, int]] = []
-    for each in reversed(GENERATIONS):
+    for each in reversed(generations):
         if spans and each.first == spans[-1][1] + 1:
             spans[-1] = (spans[-1][0], each.last)
         else:
