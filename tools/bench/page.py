@@ -20,7 +20,7 @@ from .results import CONTENDERS, OURS
 COMMAND = "python -m kvcascade.tools.bench.page"
 
 
-def page(name: str, document: Mapping[str, Any]) -> str:
+def page(name: str, document: dict[str, Any]) -> str:
     """Return the page of one run in Markdown; `name` is the file name of its JSON."""
     machine = document["machine"]
     load = ", ".join(f"{value:.2f}" for value in machine["load_average"])
