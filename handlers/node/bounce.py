@@ -1,11 +1,9 @@
 """Scratch memory in huge pages, for direct I/O.
 
-For an arena that could not be had in huge pages itself (`tiers.cpu.huge_pages`): a direct read or
-write is cut where its memory is not adjacent physically, and the small pages of shared memory lie
-scattered. Moved through here, cold reads are 1.8 times as fast and writes 1.6 times (512 KiB
-blocks, the whole path, figures in docs/decisions/arena-memory.md) for the same processor time: the copy costs what
-the kernel saves on pages. Where nobody gets huge pages it would be a copy for nothing;
-`has_huge_pages` tells.
+For an arena in small pages (`tiers.cpu.huge_pages`). A direct read or write is cut where its memory
+is not adjacent physically, and small pages of shared memory lie scattered. Transfers through this
+memory are faster for the same processor time (docs/decisions/arena-memory.md): the copy costs what
+the kernel saves on pages. Without huge pages the copy would gain nothing; `has_huge_pages` tells.
 
 Threads: each has a buffer of its own, as large as the most it asked for, freed with the thread.
 """
