@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..logs import get_logger
-from .hazards import Direction
 
 logger = get_logger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 
-Batch = Callable[[Addresses, Addresses, Addresses, Direction], None]
-"""`batch(targets, sources, sizes, direction)` copies all of them on the current stream, which must
-not be the default one. Raises `RuntimeError`: some copies may have been made then, or none."""
+
+class SourceOrder(IntEnum):
+    """When the driver may read the sources of a batch: `CUmemcpySrcAccessOrder`."""
+
+    STREAM = 1
+    """After everything that the stream was given before the batch."""
+    ANY = 3
+    """At any time from the call on. No earlier work, of whatever stream, may write to a source."""
+
+
+Batch = Callable[[Addresses, Addresses, Addresses, SourceOrder], None]
+"""`batch(targets, sources, sizes, order)` enqueues all copies on the current stream, which must not
+be the default one. It raises `RuntimeError` if the driver refuses; some copies may be enqueued
+then."""
 
 DRIVER = "libcuda.so.1"
 CUDA_VERSION = 12080
 """The version of the call that is asked for: later ones have other arguments."""
-SOURCE_ORDER = {Direction.STORE: 1, Direction.LOAD: 3}
-"""`CUmemcpySrcAccessOrder`: STREAM while device memory may be written; ANY for pinned memory."""
 
 
 class NoBatchedCopyError(Exception):
@@ -55,12 +64,10 @@ class DriverBatch:
         """`current_stream` gives the handle of the stream."""
         self._call = call
         self._current_stream = current_stream
-        self._attributes = {
-            way: _Attributes(source_order=order) for way, order in SOURCE_ORDER.items()
-        }
+        self._attributes = {order: _Attributes(source_order=order) for order in SourceOrder}
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._call(
@@ -68,7 +75,7 @@ class DriverBatch:
             sources.ctypes.data,
             sizes.ctypes.data,
             len(sizes),
-            ctypes.addressof(self._attributes[way]),
+            ctypes.addressof(self._attributes[order]),
             ctypes.addressof(first),
             1,
             ctypes.addressof(failed),

@@ -38,13 +38,13 @@ from ..errors import ConfigError
 from ..logs import get_logger
 from ..tiers.base import SlotArray
 from .base import TransferResult
-from .batched_copy import Batch, find_driver_batch
+from .batched_copy import Batch, SourceOrder, find_driver_batch
 from .device import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
-from .stream_feed import OUTSTANDING_MAX, StreamFeed, Work
+from .stream_feed import OUTSTANDING_MAX, Operations, StreamFeed, Work
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class _Lane:
     streams: tuple[Any, Any]
     """The first of a job's steps go to the first, the last to the second."""
     feed: StreamFeed
-    move: Callable[[Sequence[GroupRows]], Work]
+    move: Callable[[Sequence[GroupRows], SourceOrder], Work]
     jobs: deque[_Job] = field(default_factory=deque)
     """Not reported yet, oldest first."""
 
@@ -87,6 +87,22 @@ class _Lane:
     def last(self) -> Any:
         """The stream whose end is a job's end."""
         return self.streams[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """An event behind what each stream of a lane was given."""
+
+    events: tuple[Any, ...]
+
+    def query(self) -> bool:
+        """See `stream_feed.Mark`."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """See `stream_feed.Mark`."""
+        for event in self.events:
+            event.synchronize()
 
 
 class CudaDeviceCopier(DeviceCopier):
@@ -135,8 +151,10 @@ class CudaDeviceCopier(DeviceCopier):
                 self._open_lane(Direction.STORE, copier, store_max),
                 self._open_lane(Direction.LOAD, copier, OUTSTANDING_MAX),
             )
-        except RuntimeError as error:
+        except Exception as error:
             self._registration.release()  # its owner will unmap the memory
+            if not isinstance(error, RuntimeError):
+                raise
             raise ConfigError(
                 f"the GPU could not be made ready for copies ({_first_line(error)}); if it is out "
                 f"of memory, leave it some with a lower gpu_memory_utilization"
@@ -194,7 +212,7 @@ class CudaDeviceCopier(DeviceCopier):
         copier.warm_up()
         for stream in streams:
             stream.synchronize()
-        feed = StreamFeed(partial(self._mark, streams[1]), outstanding_max=outstanding_max)
+        feed = StreamFeed(partial(self._mark, streams), outstanding_max=outstanding_max)
         return _Lane(streams, feed, copier.store if is_store else copier.load)
 
     def _submit(
@@ -210,27 +228,31 @@ class CudaDeviceCopier(DeviceCopier):
         for each in earlier:
             self._hand_out(other, each)  # its end must be there to be waited for
         lane.jobs.append(job)
-        lane.feed.add(self._work(lane, job, rows, earlier))
+        # The driver must not read a slot before an earlier store has written it.
+        is_settled = direction is Direction.LOAD and not earlier
+        order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
+        lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
         if direction not in self._starts_late:
             self._advance(lane)
         return True
 
     def _make_job(self, job_id: int, number: int, rows: list[GroupRows]) -> _Job:
         ready = self._cuda.Event()
-        ready.record(self._cuda.current_stream(self._device))
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        return _Job(job_id, number, self._layout.total_bytes(rows), ready, start, end)
+        job = _Job(job_id, number, self._layout.total_bytes(rows), ready, start, end)
+        try:
+            ready.record(self._cuda.current_stream(self._device))
+        except RuntimeError:  # the GPU is lost
+            logger.exception("submitting job %d failed", job_id)
+            job.has_failed = True
+        return job
 
-    def _work(self, lane: _Lane, job: _Job, rows: list[GroupRows], earlier: list[_Job]) -> Work:
+    def _work(self, lane: _Lane, job: _Job, earlier: list[_Job], move: Work) -> Work:
         """All of a job, from waiting for what comes before it to the event behind it."""
         try:
-            for event in (job.ready, *(each.end for each in earlier)):
-                for stream in lane.streams:
-                    stream.wait_event(event)
-                yield len(lane.streams)
-            job.start.record(lane.last)
-            yield 1
-            yield from lane.move(rows)
+            if not job.has_failed:
+                yield from self._begin(lane, job, earlier)
+                yield from move
         except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
@@ -239,7 +261,16 @@ class CudaDeviceCopier(DeviceCopier):
         except RuntimeError:  # the GPU is lost
             job.has_failed = True
         job.is_handed_out = True
-        yield 1
+        yield Operations(1, 1)
+
+    def _begin(self, lane: _Lane, job: _Job, earlier: list[_Job]) -> Work:
+        """Wait for what comes before a job, and record its start."""
+        for event in (job.ready, *(each.end for each in earlier)):
+            for stream in lane.streams:
+                stream.wait_event(event)
+            yield Operations(1, 1)
+        job.start.record(lane.last)
+        yield Operations(1, 1)
 
     def _advance(self, lane: _Lane) -> None:
         """Hand out what there is room for; never blocks."""
@@ -253,11 +284,12 @@ class CudaDeviceCopier(DeviceCopier):
             while not job.is_handed_out:
                 lane.feed.push()
 
-    def _mark(self, stream: Any) -> Any:
-        mark = self._cuda.Event()
-        with suppress(RuntimeError):  # the GPU is lost; a mark that is not there counts as ended
-            mark.record(stream)
-        return mark
+    def _mark(self, streams: tuple[Any, Any]) -> _Mark:
+        events = tuple(self._cuda.Event() for _ in streams)
+        for event, stream in zip(events, streams, strict=True):
+            with suppress(RuntimeError):  # the GPU is lost; an event that is not there has ended
+                event.record(stream)
+        return _Mark(events)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 UPLOAD_OPERATIONS = 2
 """An upload is a copy and an event."""
-_LEAST_USES = 6
-"""Operations that use an upload: pages are gathered or scattered, and cross to or from the host;
-each waits for an event and is followed by one."""
+_LEAST_USES = 3
+"""Operations of the same stream that use an upload: pages are gathered or scattered, after an event
+and before another one."""
 HOST_BUFFERS = OUTSTANDING_MAX // (UPLOAD_OPERATIONS + _LEAST_USES) + 2
 """More than there are uploads among the outstanding operations of a stream, so none waits."""
 

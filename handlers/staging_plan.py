@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..logs import get_logger
-from .geometry import PageRef, WorkerLayout
+from .geometry import IntArray, PageRef, WorkerLayout
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +25,9 @@ logger = get_logger(__name__)
 DIRECT_RUN_BYTES = 512 << 10
 """From this mean length on, runs are copied one by one without staging."""
 PIECE_BLOCKS_MAX = 1024
-"""Blocks that are staged at a time: their numbers are uploaded through buffers of that length."""
+"""Limit of the blocks that are staged at a time."""
+UPLOAD_BLOCKS_MAX = 2048
+"""Limit of the blocks whose numbers are uploaded at a time, for one piece or more."""
 WASTE_DIVISOR = 8
 """Whole slots are copied if at most 1/8 of them is unused."""
 
@@ -52,8 +56,9 @@ class Together:
 
     pages: torch.Tensor
     """Shape `(rows, page)`, in units."""
-    starts: torch.Tensor
-    """On the device, per tensor in the order of the staging row: the row of its first page."""
+    starts: IntArray
+    """Row of each tensor's first page, tensors in the order of the staging row. They are uploaded
+    with each job: sleep mode discards device memory that a copier took when the engine started."""
     unit: int
     page_bytes: int
     """With padding."""
@@ -72,6 +77,8 @@ class Part:
     row_bytes: int
     rows: int
     """Slots that are staged at a time."""
+    uploaded: int
+    """Slots whose block numbers are uploaded at a time, a multiple of `rows`."""
 
 
 class StagingPlan:
@@ -145,12 +152,16 @@ class StagingPlan:
         )
         most = PIECE_BLOCKS_MAX // self._layout.blocks_per_chunk
         rows = min(staging_bytes // row_bytes, self._layout.slots, most)
-        return Part(cells, self._together(cells), tuple(extents), row_bytes, rows)
+        pieces = max(1, min(self._uploads_max // rows, -(-self._layout.slots // rows)))
+        return Part(cells, self._together(cells), tuple(extents), row_bytes, rows, pieces * rows)
+
+    @property
+    def _uploads_max(self) -> int:
+        """Limit of the slots whose block numbers are uploaded at a time."""
+        return UPLOAD_BLOCKS_MAX // self._layout.blocks_per_chunk
 
     def _together(self, cells: Sequence[Cell]) -> Together | None:
         """One view of all pages of these tensors; None if there is none."""
-        import torch
-
         unit = min(cell.unit for cell in cells)
         tensors = [self._tensors[cell.ref.tensor] for cell in cells]
         first = min(tensors, key=lambda tensor: tensor.storage_offset())
@@ -173,7 +184,7 @@ class StagingPlan:
         pages = first.as_strided((rows, page), (stride, 1), begin)
         return Together(
             pages.view(unit_types()[unit]),
-            torch.tensor(starts, dtype=torch.int64, device=first.device),
+            np.array(starts, dtype=np.int64),
             unit,
             self._layout.tensors[cells[0].ref.tensor].page_bytes,
         )

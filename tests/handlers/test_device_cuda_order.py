@@ -21,6 +21,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import GpuBlocks
 from kvcascade.handlers.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.staging import StagedCopier
+from kvcascade.handlers.stream_feed import Operations, Work
 
 
 @pytest.fixture
@@ -173,8 +174,8 @@ def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: TwinCuda) -> None:
 def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: StagedCopier, rows: object) -> Iterator[int]:
-        yield 1
+    def fail(self: StagedCopier, *given: object) -> Work:
+        yield Operations(1, 0)
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(StagedCopier, "store", fail)
@@ -200,6 +201,41 @@ def test_a_job_whose_events_were_never_recorded_is_a_failed_job(
     copier.wait({1})
     (result,) = copier.get_finished()
     assert (result.job_id, result.success) == (1, False)
+
+
+def test_a_job_that_the_compute_stream_does_not_order_copies_nothing(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Waiting for an event that was never recorded is waiting for nothing."""
+    copier = simple_copier()
+    before = [stream.given for stream in cuda.streams]
+
+    def lost(what: object, operation: object) -> None:
+        raise RuntimeError("CUDA error: the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda.compute, "enqueue", lost)
+        assert copier.submit_store(1, blocks_of(1), slots_of(1))
+    copier.wait({1})
+    (result,) = copier.get_finished()
+    assert (result.job_id, result.success) == (1, False)
+    assert "submitting job 1 failed" in caplog.text
+    given = [stream.given - was for stream, was in zip(cuda.streams, before, strict=True)]
+    assert sum(given) <= 3, "an end, and a mark"
+
+
+def test_an_arena_is_let_go_whatever_goes_wrong(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: StagedCopier) -> None:
+        raise ValueError("an error of our own")
+
+    monkeypatch.setattr(StagedCopier, "warm_up", fail)
+    rng, addresses = np.random.default_rng(0), list[int]()
+    tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(rng)]
+    with pytest.raises(ValueError, match="our own"):
+        CudaDeviceCopier(tensors, CASE.layout, CASE.arena(rng), registration=pinned(addresses))
+    assert addresses == []
 
 
 def test_a_gpu_that_cannot_copy_is_one_sentence_before_anything_is_pinned(
