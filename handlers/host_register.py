@@ -94,12 +94,13 @@ def cuda_registration(device: torch.device) -> HostRegistration:
 
     def register(address: int, length: int) -> str | None:
         with torch.cuda.device(device):
-            error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
-            if error == 0:
+            error = runtime.cudaHostRegister(address, length, _PORTABLE)
+            code = int(error)
+            if code == 0:
                 return None
             clear_error()
-            said = runtime.cudaGetErrorString(runtime.cudaError(error))
-            return f"{said} (CUDA error {error}); {_REMEDIES.get(error, _REMEDY)}"
+            said = runtime.cudaGetErrorString(error)
+            return f"{said} (CUDA error {code}); {_REMEDIES.get(code, _REMEDY)}"
 
     def unregister(address: int) -> None:
         with torch.cuda.device(device):

@@ -19,6 +19,7 @@ from . import sizes
 from .announce import Announcer
 from .chains import ChainNotes
 from .config import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from .errors import ConfigError
 from .handlers.device import DeviceCopier
 from .handlers.geometry import PageRef, WorkerLayout
 from .handlers.mover import Mover
@@ -145,6 +146,12 @@ def _copier(
 
         return CudaDeviceCopier(
             tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+        )
+    kind = str(tensors[0].device.type)
+    if kind != "cpu":
+        raise ConfigError(
+            f"this worker's KV cache is on a device of type {kind!r}, which kvcascade cannot copy "
+            f"from; leave kv_transfer_config out, or use a CUDA or ROCm GPU"
         )
     from .handlers.device_cpu import CpuDeviceCopier
 
