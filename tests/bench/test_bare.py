@@ -92,6 +92,14 @@ def test_gpu_tests_are_collected() -> None:
     assert done.stdout.count("::test_") > 30
 
 
+def test_gpu_tests_that_would_begin_too_late_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCASCADE_GPU_TESTS_S", "0")
+    code = "import pytest\nraise SystemExit(pytest.main(sys.argv[1:]))"
+    done = bare(code, "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_pinning.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 skipped" in done.stdout and "have taken 0 s; run this one alone" in done.stdout
+
+
 def test_benchmark_modules_are_imported() -> None:
     modules = ("gpu", "gpu_device", "gpu_moves", "page_copies", "round_trip", "report", "machine")
     code = (
