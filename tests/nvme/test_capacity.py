@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.keys import keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
@@ -18,7 +19,6 @@ from kvcascade.nvme_parts import chain_notes
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.capacity import Plan, index_bytes, slots_in_index
 from kvcascade.tiers.nvme.format import MAX_SLOTS, PAGE_BYTES
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 
 SLOTS, PER_SEGMENT = 64, 8
 RESERVE_BYTES = 1 << 20

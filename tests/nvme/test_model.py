@@ -14,11 +14,11 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.executors import SteppingExecutor
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
 from kvcascade.tiers.nvme.backend import NvmeSpec
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 
 KEYS = 24
 SLOTS = 16

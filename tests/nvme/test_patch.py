@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.tiers.nvme.filesystem import File, RealFileSystem
 from kvcascade.tiers.nvme.format import SegmentLayout, SlotRecord
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments import SegmentSet
 
 PAGE = 4096

@@ -12,12 +12,12 @@ from pathlib import Path
 import lmdb
 import pytest
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme import index
 from kvcascade.tiers.nvme import store as store_module
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tiers.nvme.turns import HANDOVER_S, Turns
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, SLOT_BYTES, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
@@ -22,7 +23,6 @@ from kvcascade.tiers.nvme.backend import BATCHES_AHEAD
 from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, capacity_for, index_bytes, plan_capacity
 from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.store import Durability
 from kvcascade.tiers.policies import ORDERS
