@@ -1,7 +1,7 @@
-"""Many copies between device and pinned memory in one call of the driver: `cuMemcpyBatchAsync`.
+"""Make many copies between device and pinned memory in one driver call, `cuMemcpyBatchAsync`.
 
-vLLM resolves the call in the same way (its `simple_kv_offload/cuda_mem_ops.py`). It takes no
-default stream. The driver has read the lists when the call returns.
+vLLM resolves the call in the same way (its `simple_kv_offload/cuda_mem_ops.py`). The call refuses
+the default stream. The driver has read the lists when the call returns.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class SourceOrder(IntEnum):
-    """When the driver may read the sources of a batch: `CUmemcpySrcAccessOrder`."""
+    """Time at which the driver may read the sources of a batch: `CUmemcpySrcAccessOrder`."""
 
     STREAM = 1
-    """After everything that the stream was given before the batch."""
+    """Sources are read after everything that the stream was given before the batch."""
     ANY = 3
-    """At any time from the call on. No earlier work, of whatever stream, may write to a source."""
+    """Sources may be read at any time from the call on. No earlier work may write to them."""
 
 
 Batch = Callable[[Addresses, Addresses, Addresses, SourceOrder], None]
@@ -37,11 +37,11 @@ then."""
 
 DRIVER = "libcuda.so.1"
 CUDA_VERSION = 12080
-"""The version of the call that is asked for: later ones have other arguments."""
+"""Requested version of the call. Later versions have other arguments."""
 
 
 class NoBatchedCopyError(Exception):
-    """There is no driver, or it is too old. The text says which."""
+    """There is no driver, or it is too old. The message says which."""
 
 
 class _Location(ctypes.Structure):
@@ -61,7 +61,7 @@ class DriverBatch:
     """The driver's call as a `Batch`."""
 
     def __init__(self, call: Callable[..., int], current_stream: Callable[[], int]) -> None:
-        """`current_stream` gives the handle of the stream."""
+        """`current_stream` returns the handle of the current stream."""
         self._call = call
         self._current_stream = current_stream
         self._attributes = {order: _Attributes(source_order=order) for order in SourceOrder}
@@ -86,7 +86,7 @@ class DriverBatch:
 
 
 def driver_batch(library: str = DRIVER) -> Batch:
-    """The driver's call, for the current device. Raises `NoBatchedCopyError`."""
+    """Find the driver's call, for the current device. Raises `NoBatchedCopyError`."""
     try:
         ask = ctypes.CDLL(library).cuGetProcAddress_v2
     except (OSError, AttributeError) as error:
@@ -112,7 +112,7 @@ def driver_batch(library: str = DRIVER) -> Batch:
 
 
 def find_driver_batch() -> Batch | None:
-    """The driver's call, or None and a line in the log that says why."""
+    """Find the driver's call, or return None and log the reason."""
     try:
         return driver_batch()
     except NoBatchedCopyError as error:

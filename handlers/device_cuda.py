@@ -1,24 +1,24 @@
-"""Device <-> arena on CUDA: two streams per direction, events for what ended.
+"""Copier of CUDA devices, with two streams per direction and an event behind each job.
 
-Order on the GPU: a job waits for what the compute stream had been given when it was submitted (a
-store reads what the model has written; a load must not be overtaken by pending writes, such as
-zeroing, to its destination), for the job before it, and for a job of the other direction that
-shares a page or slot. The compute stream never waits for us. Kernels have a stream of higher
-priority, copies another; the last of the two for a direction is the one that writes to the
-destination, and the job's end is recorded there (`staging`).
+Order on the GPU: a job waits for everything that the compute stream was given before it was
+submitted. So a store reads what the model has written, and a load is not overwritten by pending
+writes such as zeroing. A job also waits for earlier jobs of its direction, and for a job of the
+other direction that shares a page or slot. The compute stream never waits for a job. Each direction
+has a stream of higher priority for kernels, and one for copies. One of the two does all writes to
+the destination, and a job's end is recorded there (`staging`).
 
 A load starts when it is submitted. A store starts with the next call of `get_finished` or `wait`:
 the engine submits stores before it launches a forward pass and asks what ended after it, so that
-launching copies does not delay the pass. A direction is given a bounded number of operations at a
-time (`stream_feed`); the rest of a job follows with later calls, in the order of submission. That
-the engine calls again while a job is under way, and leaves its pages alone until it is reported or
-waited for, is the contract of `DeviceCopier`; an engine that does not call again while stores are
-under way needs `may_hold_back_stores=False`, and its stores start at once.
+launching copies does not delay the pass. Each stream is given a limited number of operations at a
+time (`stream_feed`). The rest of a very large job follows with later calls, in submission order. By
+the contract of `DeviceCopier` the engine goes on calling while a job is in flight. An engine that
+does not call while stores are in flight needs `may_hold_back_stores=False`; its stores start at
+once.
 
-Threads: all calls from the worker's main thread. If the arena is pinned, submitting and asking what
-ended never wait for the GPU, except for a job of the other direction that is still held back and
-shares a page or slot, which neither engine nor manager asks for. The arena must stay mapped until
-`shutdown` has returned.
+Threads: all calls come from the worker's main thread. If the arena is pinned, `submit_*` and
+`get_finished` do not wait for the GPU. The exception is a job that shares a page or slot with a
+held-back job of the other direction, which neither engine nor manager submits. The arena must stay
+mapped until `shutdown` has returned.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 _MS_PER_S = 1000.0
 KERNEL_PRIORITY = -1
-"""Above the compute stream's: gathering a piece takes microseconds, and a copy waits for it."""
+"""Priority above the compute stream's: a kernel takes microseconds, and a copy waits for it."""
 
 
 @dataclass(slots=True)
@@ -64,43 +64,43 @@ class _Job:
     number: int
     size_bytes: int
     ready: Any
-    """Event of the compute stream: the job comes after it."""
+    """Event of the compute stream that the job waits for."""
     start: Any
     end: Any
     is_handed_out: bool = False
-    """True once the stream has all of it, `end` included."""
+    """True once the streams were given the whole job and `end` is recorded."""
     has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction."""
+    """Streams and jobs of one direction."""
 
     streams: tuple[Any, Any]
-    """The first of a job's steps go to the first, the last to the second."""
+    """Stream of the first step of a piece, and stream of its last step."""
     feed: StreamFeed
     move: Callable[[Sequence[GroupRows], SourceOrder], Work]
     jobs: deque[_Job] = field(default_factory=deque)
-    """Not reported yet, oldest first."""
+    """Jobs that have not been reported, oldest first."""
 
     @property
     def last(self) -> Any:
-        """The stream whose end is a job's end."""
+        """Stream on which the ends of jobs are recorded."""
         return self.streams[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """An event behind what each stream of a lane was given."""
+    """An event on each stream of a lane, behind everything that it was given."""
 
     events: tuple[Any, ...]
 
     def query(self) -> bool:
-        """See `stream_feed.Mark`."""
+        """Return True if all events have ended."""
         return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
-        """See `stream_feed.Mark`."""
+        """Block until all events have ended."""
         for event in self.events:
             event.synchronize()
 
@@ -119,12 +119,12 @@ class CudaDeviceCopier(DeviceCopier):
         staging_bytes: int = STAGING_BYTES,
         may_hold_back_stores: bool = True,
     ) -> None:
-        """`tensors` match `layout.tensors` and lie on one GPU; `slots` is `Arena.slots`.
+        """`tensors` match `layout.tensors` and lie on one GPU. `slots` is `Arena.slots`.
 
-        Pins the arena, which faults all of it in and may take seconds. `staging_bytes` of GPU
-        memory are taken per direction at most. `may_hold_back_stores`: the engine asks what ended
-        as long as stores are under way. Raises `ConfigError` if tensors, layout and arena do not
-        fit together, or the GPU cannot copy.
+        Pins the arena, which maps all of it and may take seconds. `staging_bytes` limits the GPU
+        memory of each direction's staging buffer. `may_hold_back_stores` says that the engine calls
+        `get_finished` as long as stores are in flight. Raises `ConfigError` if tensors, layout and
+        arena do not fit together, or if the GPU cannot copy.
         """
         import torch
 
@@ -175,17 +175,18 @@ class CudaDeviceCopier(DeviceCopier):
         return results
 
     def wait(self, job_ids: Set[int]) -> None:
-        """See `DeviceCopier.wait`. Not bounded by a time: if the GPU hangs, so does the engine."""
+        """Wait as in the contract, without a time limit: if the GPU hangs, so does the engine."""
         for lane in self._lanes:
-            # Jobs of a direction end in order: waiting for the newest one is enough.
+            # Jobs of a direction end in order, so waiting for the newest one is enough.
             named = [job for job in lane.jobs if job.job_id in job_ids]
             if named:
                 self._hand_out(lane, named[-1])
                 self._synchronize(named[-1])
 
     def shutdown(self, deadline_s: float = 5.0) -> None:
-        """See `DeviceCopier.shutdown`. What a stream was not given yet is dropped. Waits for the
-        rest even beyond the deadline: memory must not be unpinned or unmapped under a running copy.
+        """Drop the work that no stream was given, and wait for the rest even beyond the deadline.
+
+        Memory must not be unpinned or unmapped while a copy uses it.
         """
         if self._is_shut:
             return
@@ -201,7 +202,7 @@ class CudaDeviceCopier(DeviceCopier):
     def _open_lane(
         self, direction: Direction, make: Callable[..., StagedCopier], outstanding_max: int
     ) -> _Lane:
-        """Streams that have done everything once that jobs do."""
+        """Make the streams of a direction and warm up their kernels."""
         kernels = self._cuda.Stream(self._device, priority=KERNEL_PRIORITY)
         copies = self._cuda.Stream(self._device)
         copier = make(on_kernels=partial(self._on, kernels), on_copies=partial(self._on, copies))
@@ -226,7 +227,7 @@ class CudaDeviceCopier(DeviceCopier):
         lane, other = self._lanes[direction], self._lanes[direction.other]
         earlier = [each for each in other.jobs if each.number <= after][-1:]
         for each in earlier:
-            self._hand_out(other, each)  # its end must be there to be waited for
+            self._hand_out(other, each)  # only a recorded end can be waited for
         lane.jobs.append(job)
         # The driver must not read a slot before an earlier store has written it.
         is_settled = direction is Direction.LOAD and not earlier
@@ -248,12 +249,12 @@ class CudaDeviceCopier(DeviceCopier):
         return job
 
     def _work(self, lane: _Lane, job: _Job, earlier: list[_Job], move: Work) -> Work:
-        """All of a job, from waiting for what comes before it to the event behind it."""
+        """Enqueue a job, from its first wait to its end event, as the result is iterated."""
         try:
             if not job.has_failed:
                 yield from self._begin(lane, job, earlier)
                 yield from move
-        except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
+        except Exception:  # wrong bytes must not be reported as stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
         try:
@@ -264,7 +265,7 @@ class CudaDeviceCopier(DeviceCopier):
         yield Operations(1, 1)
 
     def _begin(self, lane: _Lane, job: _Job, earlier: list[_Job]) -> Work:
-        """Wait for what comes before a job, and record its start."""
+        """Wait for the compute stream and the earlier jobs, and record the job's start."""
         for event in (job.ready, *(each.end for each in earlier)):
             for stream in lane.streams:
                 stream.wait_event(event)
@@ -273,13 +274,13 @@ class CudaDeviceCopier(DeviceCopier):
         yield Operations(1, 1)
 
     def _advance(self, lane: _Lane) -> None:
-        """Hand out what there is room for; never blocks."""
+        """Hand out as much work as the streams have room for. Never blocks."""
         if lane.feed.has_work:
             with self._cuda.device(self._device):
                 lane.feed.advance()
 
     def _hand_out(self, lane: _Lane, job: _Job) -> None:
-        """Hand out everything up to the end of a job, waiting for room as often as it takes."""
+        """Hand out all work up to the end of a job, and wait for room if necessary."""
         with self._cuda.device(self._device):
             while not job.is_handed_out:
                 lane.feed.push()
@@ -287,13 +288,13 @@ class CudaDeviceCopier(DeviceCopier):
     def _mark(self, streams: tuple[Any, Any]) -> _Mark:
         events = tuple(self._cuda.Event() for _ in streams)
         for event, stream in zip(events, streams, strict=True):
-            with suppress(RuntimeError):  # the GPU is lost; an event that is not there has ended
+            with suppress(RuntimeError):  # the GPU is lost; an unrecorded event counts as ended
                 event.record(stream)
         return _Mark(events)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """What is enqueued meanwhile goes to the stream."""
+        """Make the stream the current one."""
         with self._cuda.device(self._device), self._cuda.stream(stream):
             yield
 
@@ -310,7 +311,7 @@ class CudaDeviceCopier(DeviceCopier):
             logger.exception("waiting for job %d failed", job.job_id)
 
     def _result(self, job: _Job) -> TransferResult:
-        if job.has_failed:  # an event of it may be missing, and torch then raises `ValueError`
+        if job.has_failed:  # without a recorded event, torch raises `ValueError`
             return TransferResult(job.job_id, False)
         try:
             time_s = job.start.elapsed_time(job.end) / _MS_PER_S
@@ -320,7 +321,7 @@ class CudaDeviceCopier(DeviceCopier):
 
 
 def _check(tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: ByteArray) -> None:
-    """Raises `ConfigError` if they do not fit together."""
+    """Check that they fit together. Raises `ConfigError`."""
     import torch
 
     if torch_layouts(tensors) != list(layout.tensors):

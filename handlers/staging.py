@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Device memory for both halves of one direction's staging buffer, at most."""
+"""Limit of the device memory of one direction's staging buffer, both halves together."""
 DIRECT_BLOCKS_MAX = 2
-"""Up to this many blocks, launching the gathers costs more than copying page by page."""
+"""Largest job that is copied page by page. For so few blocks launching kernels costs more."""
 STEP_OPERATIONS = 8
-"""Operations that are enqueued before whoever iterates is asked again."""
+"""Operations that are enqueued in one step of a job."""
 
 _TENSOR_SHIFT = 44  # keeps tensors apart in `merge_adjacent`; a tensor is below 16 TiB
 
 OnStream = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which a stream is the current one."""
+"""Function that returns a context in which a stream is the current stream."""
 
 
 def torch_layouts(tensors: Sequence[torch.Tensor]) -> list[TensorLayout]:
@@ -68,20 +68,20 @@ def torch_layouts(tensors: Sequence[torch.Tensor]) -> list[TensorLayout]:
 
 
 class _Memory(Protocol):
-    """Device memory, by places that are numbers."""
+    """Device memory in which a number names each place."""
 
     def view(self, at: int, length: int) -> torch.Tensor:
-        """So many bytes from a place on."""
+        """Return a view of `length` bytes from a place on."""
         ...
 
     def addresses(self, at: IntArray) -> IntArray:
-        """Of places."""
+        """Return the addresses of places."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a job copies."""
+    """Direction of a job, and the order in which its sources may be read."""
 
     direction: Direction
     order: SourceOrder
@@ -94,13 +94,13 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """A half of the staging buffer; places are offsets in bytes."""
+    """A half of the staging buffer. Places are offsets in bytes."""
 
     memory: torch.Tensor
     filled: Any
-    """Event: what was staged last is there."""
+    """Event behind the last operation that filled the half."""
     emptied: Any
-    """Event: it has been taken away."""
+    """Event behind the last operation that emptied the half."""
 
     def view(self, at: int, length: int) -> torch.Tensor:
         return self.memory[at : at + length]
@@ -110,7 +110,7 @@ class _Half:
 
 
 class _Pages:
-    """Device tensors; a place is (number of the tensor << `_TENSOR_SHIFT`) + offset in bytes."""
+    """Device tensors. A place is `(tensor << _TENSOR_SHIFT) + offset in bytes`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -128,7 +128,7 @@ class _Pages:
 
 
 class StagedCopier:
-    """Copies one direction between device tensors and the arena."""
+    """Copies between device tensors and the arena, in one direction."""
 
     def __init__(
         self,
@@ -142,10 +142,10 @@ class StagedCopier:
         on_kernels: OnStream = nullcontext,
         on_copies: OnStream = nullcontext,
     ) -> None:
-        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory; pinned for a `batch`."""
+        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory, pinned for a `batch`."""
         import torch
 
-        # With an output, so that the pages land in the staging buffer whatever its strides.
+        # The variant with an output gathers into the staging buffer, whatever its strides are.
         self._gather: Any = torch.ops.aten.index.Tensor_out
         self._add: Any = torch.ops.aten.add.out
         self._batch = batch
@@ -155,7 +155,7 @@ class StagedCopier:
         self._layout = layout
         self._arena = arena.view(-1)
         self._piece_slots = slots_per_piece(layout.slot_bytes)
-        """No copy goes beyond a multiple of it: the memory there is registered by itself."""
+        """Slots of a registration. No copy crosses a multiple of it."""
         device = tensors[0].device
         self._groups = StagingPlan(
             self._tensors, layout, staging_bytes // 2, direct_run_bytes
@@ -171,12 +171,14 @@ class StagedCopier:
         self._uploads = NumberUploads(numbers, device)
         joined = [part.uploaded * chunk * len(part.cells) for part in parts if part.together]
         self._rows = torch.zeros(max(joined, default=0), dtype=torch.int64, device=device)
-        """Rows of `Together.pages`, for the pieces of an upload."""
+        """Rows of `Together.pages` for the blocks of an upload."""
 
     def warm_up(self) -> None:
-        """Do on the device what jobs do: kernels are loaded, which takes memory, and errors come
-        now. The first page of each tensor is gathered, again and again, and put back: no byte
-        changes. Pieces of one row may take kernels of their own."""
+        """Run every kernel that jobs need, on the kernels' stream.
+
+        Loading a kernel takes memory, and errors show now. The first page of each tensor is
+        gathered and scattered back, so no byte changes. Pieces of one row may need other kernels.
+        """
         chunk = self._layout.blocks_per_chunk
         memory = self._halves[0].memory
         with self._on_kernels():
@@ -191,13 +193,13 @@ class StagedCopier:
                             pass
 
     def store(self, rows: Sequence[GroupRows], order: SourceOrder = SourceOrder.STREAM) -> Work:
-        """Device -> arena for a job, enqueued as it is iterated."""
+        """Copy a job from device to arena. Operations are enqueued as the result is iterated."""
         return self._move(rows, _Way(Direction.STORE, order))
 
     def load(self, rows: Sequence[GroupRows], order: SourceOrder = SourceOrder.STREAM) -> Work:
-        """Arena -> device for a job, enqueued as it is iterated.
+        """Copy a job from arena to device, like `store`.
 
-        `order` may be `ANY` if no store to these slots is under way.
+        `order` may be `ANY` if no store to these slots is in flight.
         """
         return self._move(rows, _Way(Direction.LOAD, order))
 
@@ -239,9 +241,9 @@ class StagedCopier:
         yield from self._within(True, _between(half.filled, scatter, half.emptied))
 
     def _within(self, is_kernels: bool, work: Iterator[int]) -> Work:
-        """Do work with one of the streams set, whatever stream the caller has set.
+        """Do work with one of the streams as the current stream.
 
-        Some steps are done at a time: setting a stream takes as long as enqueuing an operation.
+        Several operations share one setting, which takes as long as an operation.
         """
         on_stream = self._on_kernels if is_kernels else self._on_copies
         while True:
@@ -256,10 +258,10 @@ class StagedCopier:
             yield Operations(operations, 0) if is_kernels else Operations(0, operations)
 
     def _upload(self, part: Part, blocks: IntArray) -> tuple[torch.Tensor, int]:
-        """Enqueue the index for gathering whole slots, and count the operations.
+        """Upload the index of the pages of whole slots. Return it and the number of operations.
 
-        Its shape is `(slots, blocks a chunk)`, or `(slots, tensors, blocks a chunk)` where one
-        kernel moves all tensors.
+        Its shape is `(slots, blocks a chunk)`, or `(slots, tensors, blocks a chunk)` if one kernel
+        moves all tensors.
         """
         chunk = self._layout.blocks_per_chunk
         count = len(blocks) // chunk
@@ -299,7 +301,7 @@ class StagedCopier:
     def _joined_cells(
         self, part: Part, together: Together, count: int, memory: torch.Tensor
     ) -> torch.Tensor:
-        """All of a part in the buffer: `(count, tensors, chunk, page)` in units."""
+        """View a part in the buffer, shape `(count, tensors, chunk, page)` in units."""
         unit, padded = together.unit, together.page_bytes
         chunk = self._layout.blocks_per_chunk
         return memory.view(unit_types()[unit]).as_strided(
@@ -309,7 +311,7 @@ class StagedCopier:
         )
 
     def _cells(self, part: Part, cell: Cell, count: int, memory: torch.Tensor) -> torch.Tensor:
-        """One tensor's pages in the buffer, shape `(count, chunk, page)` in units."""
+        """View one tensor's pages in the buffer, shape `(count, chunk, page)` in units."""
         unit = cell.unit
         padded = self._layout.tensors[cell.ref.tensor].page_bytes
         return memory.view(unit_types()[unit]).as_strided(
@@ -319,12 +321,12 @@ class StagedCopier:
         )
 
     def _pages_of(self, cell: Cell) -> torch.Tensor:
-        """The used part of a device tensor's pages, shape `(num_blocks, page)` in units."""
+        """View the used part of a device tensor's pages, shape `(num_blocks, page)` in units."""
         pages = self._tensors[cell.ref.tensor][:, : cell.ref.page_bytes]
         return pages.view(unit_types()[cell.unit])
 
     def _stretches(self, part: Part, piece: GroupRows) -> tuple[IntArray, IntArray, IntArray]:
-        """What makes up a piece: places in the arena and in the buffer, and lengths in bytes."""
+        """Return the copies of a piece: places in arena and buffer, and lengths in bytes."""
         slots = piece.slots[:: self._layout.blocks_per_chunk].astype(np.int64)
         slot_bytes, row_bytes = self._layout.slot_bytes, part.row_bytes
         if part.extents == ((0, 0, slot_bytes),):
@@ -338,7 +340,7 @@ class StagedCopier:
         return arena.ravel(), staged.ravel(), np.tile(lengths, len(slots))
 
     def _copy_runs(self, rows: GroupRows, way: _Way) -> Iterator[int]:
-        """Copy page by page, neighbours joined; exact to the byte."""
+        """Copy page by page. Adjacent pages are one copy, and no other byte is touched."""
         copies = self._layout.copy_list([rows])
         device, arena, size = merge_adjacent(
             (copies.tensor << _TENSOR_SHIFT) + copies.device,
@@ -366,7 +368,7 @@ class StagedCopier:
     def _cross_at_once(
         self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: _Way
     ) -> bool:
-        """Copy in one call of the driver. False if it refuses; it is not asked again then."""
+        """Copy in one driver call. If the driver refuses, return False and never ask it again."""
         host, there = arena + self._arena.data_ptr(), memory.addresses(device)
         target, source = (host, there) if way.is_store else (there, host)
         assert self._batch is not None
@@ -381,8 +383,10 @@ class StagedCopier:
         return self._batch is not None
 
     def _whole_chunks(self, rows: GroupRows) -> tuple[GroupRows, list[GroupRows]]:
-        """Whole chunks, which are staged; and what is copied directly: the partial chunks at the
-        start and the end, or everything."""
+        """Split rows into whole chunks, which are staged, and the rest, which is copied directly.
+
+        The rest is the partial chunks at both ends, or everything in a small job.
+        """
         chunk, count = self._layout.blocks_per_chunk, len(rows.blocks)
         if count <= DIRECT_BLOCKS_MAX:
             return _cut(rows, 0, 0), [rows]
@@ -392,13 +396,13 @@ class StagedCopier:
         return _cut(rows, first, last), [each for each in rest if len(each.blocks)]
 
     def _split(self, rows: GroupRows, slots: int) -> list[GroupRows]:
-        """Split the rows of whole slots into so many slots at a time."""
+        """Split the rows of whole slots into lists of at most `slots` slots."""
         step, count = slots * self._layout.blocks_per_chunk, len(rows.blocks)
         return [_cut(rows, at, min(at + step, count)) for at in range(0, count, step)]
 
 
 def _cut(rows: GroupRows, first: int, last: int) -> GroupRows:
-    """Some consecutive blocks of a group's rows."""
+    """Return consecutive blocks of a group's rows."""
     return GroupRows(
         rows.group, rows.blocks[first:last], rows.slots[first:last], rows.subs[first:last]
     )
