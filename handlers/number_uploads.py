@@ -36,7 +36,7 @@ class NumberUploads:
         host_buffers: int = HOST_BUFFERS,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
-        """An upload has at most `numbers` numbers. By default the device decides on `make_event`."""
+        """An upload has at most `numbers` numbers. `make_event` defaults to the device's events."""
         import torch
 
         make_event = make_event or event_maker(device)
