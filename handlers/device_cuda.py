@@ -7,13 +7,13 @@ other direction that shares a page or slot. The compute stream never waits for a
 has a stream of higher priority for kernels, and one for copies. One of the two does all writes to
 the destination, and a job's end is recorded there (`staging`).
 
-A load starts when it is submitted. A store starts with the next call of `get_finished` or `wait`:
-the engine submits stores before it launches a forward pass and asks what ended after it, so that
+A job starts with the next call of `get_finished` or `wait`. The engine submits stores before it
+launches a forward pass, and loads before or after it. It calls `get_finished` after the pass, so
 launching copies does not delay the pass. Each stream is given a limited number of operations at a
 time (`stream_feed`). The rest of a very large job follows with later calls, in submission order. By
 the contract of `DeviceCopier` the engine goes on calling while a job is in flight. An engine that
-does not call while stores are in flight needs `may_hold_back_stores=False`; its stores start at
-once.
+does not call while stores are in flight needs `may_hold_back=False`. Its jobs start at once, and
+its stores as a whole.
 
 Threads: all calls come from the worker's main thread. If the arena is pinned, `submit_*` and
 `get_finished` do not wait for the GPU. The exception is a job that shares a page or slot with a
@@ -117,13 +117,13 @@ class CudaDeviceCopier(DeviceCopier):
         registration: HostRegistration | None = None,
         find_batch: Callable[[], Batch | None] = find_driver_batch,
         staging_bytes: int = STAGING_BYTES,
-        may_hold_back_stores: bool = True,
+        may_hold_back: bool = True,
     ) -> None:
         """`tensors` match `layout.tensors` and lie on one GPU. `slots` is `Arena.slots`.
 
         Pins the arena, which maps all of it and may take seconds. `staging_bytes` limits the GPU
-        memory of each direction's staging buffer. `may_hold_back_stores` says that the engine calls
-        `get_finished` as long as stores are in flight. Raises `ConfigError` if tensors, layout and
+        memory of each direction's staging buffer. `may_hold_back` says that the engine calls
+        `get_finished` as long as jobs are in flight. Raises `ConfigError` if tensors, layout and
         arena do not fit together, or if the GPU cannot copy.
         """
         import torch
@@ -137,7 +137,7 @@ class CudaDeviceCopier(DeviceCopier):
         blocks = max(tensor.num_blocks for tensor in layout.tensors)
         self._board = HazardBoard(blocks, layout.slots)
         self._is_shut = False
-        self._starts_late = frozenset({Direction.STORE} if may_hold_back_stores else ())
+        self._starts_late = may_hold_back
         self._registration = registration or cuda_registration(self._device)
         self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
         arena = torch.from_numpy(slots).view(torch.int8)
@@ -145,7 +145,7 @@ class CudaDeviceCopier(DeviceCopier):
         copier = partial(
             StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes, batch=batch
         )
-        store_max = OUTSTANDING_MAX if may_hold_back_stores else sys.maxsize
+        store_max = OUTSTANDING_MAX if may_hold_back else sys.maxsize
         try:
             self._lanes = (
                 self._open_lane(Direction.STORE, copier, store_max),
@@ -233,7 +233,7 @@ class CudaDeviceCopier(DeviceCopier):
         is_settled = direction is Direction.LOAD and not earlier
         order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
         lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
-        if direction not in self._starts_late:
+        if not self._starts_late:
             self._advance(lane)
         return True
 

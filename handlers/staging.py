@@ -1,16 +1,17 @@
 """Many small device pages as few large copies: gather on the device, then copy slots as a whole.
 
-For a store, the pages of some slots are gathered on the device into a half of the staging buffer,
-laid out like the slots themselves, and cross to the arena from there. A load goes the other way.
+For a store, the pages of some slots are gathered on the device into a half of the staging buffer.
+They lie there as in the slots, and are copied to the arena as whole slots. A load goes the other
+way.
 Large pages, and the partial chunks at the ends of a job, are copied one by one. `staging_plan` says
 which tensors are staged and where. All copies of a piece are one call of the driver if it has such
 a call. Otherwise each slot or run of adjacent slots is a copy.
 
 Kernels and copies have a stream each: while one half crosses, the other is filled or emptied. An
-event of each half orders the two streams. The copies' stream of a store and the kernels' stream of
-a load do all writes to the destination, so the end of that stream is the end of the job. Block
-numbers are uploaded for many pieces at a time. A piece is then six operations, where one kernel and
-one call of the driver move it.
+event of each half orders the two streams. Stores write to the arena on the copies' stream, and
+loads write to the device on the kernels' stream. The end of that stream is the end of the job.
+Block numbers are uploaded for many pieces at a time. A piece is then six operations, where one
+kernel and one call of the driver move it.
 
 Nothing here waits for the device. Each direction has an object of its own, because the buffers are
 reused in the order of its streams. A job is done as it is iterated, so the caller decides how much
@@ -18,8 +19,8 @@ of it the streams are given at a time. Device memory is taken once, by the const
 the content that an earlier job left there: sleep mode discards it. The same code runs on CPU
 tensors, which is how it is tested on machines without a GPU.
 
-After a store, bytes of a stored slot that belong to no page of its group (padding between pages)
-are undefined; bytes of other slots and of other ranks' parts are never touched.
+After a store, the bytes of a slot that belong to no page of its group are undefined. Bytes of other
+slots and of other ranks' parts are never touched.
 """
 
 from __future__ import annotations

@@ -139,13 +139,13 @@ def _copier(
     arena: Arena,
     executor: ThreadPoolExecutor,
     has_prefault: bool,
-    may_hold_back_stores: bool,
+    may_hold_back: bool,
 ) -> DeviceCopier:
     if tensors[0].is_cuda:
         from .handlers.device_cuda import CudaDeviceCopier
 
         return CudaDeviceCopier(
-            tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+            tensors, layout, arena.slots, may_hold_back=may_hold_back
         )
     kind = str(tensors[0].device.type)
     if kind != "cpu":

@@ -48,7 +48,7 @@ class Worker:
     """A copier, and a slow model of what its jobs should do."""
 
     def __init__(
-        self, *, may_hold_back_stores: bool = True, is_batched: bool = False, seed: int = 0
+        self, *, may_hold_back: bool = True, is_batched: bool = False, seed: int = 0
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.tensors, self.arena = CASE.tensors(self.rng), CASE.arena(self.rng)
@@ -62,7 +62,7 @@ class Worker:
             registration=pinned(self.pinned),
             find_batch=lambda: batch if is_batched else None,
             staging_bytes=2 * STAGED_SLOTS * CASE.geometry.slot_bytes,
-            may_hold_back_stores=may_hold_back_stores,
+            may_hold_back=may_hold_back,
         )
         self.results: list[tuple[int, bool]] = []
 
@@ -203,7 +203,7 @@ def test_stores_of_an_engine_that_stops_asking_are_handed_out_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with twin_of_cuda(monkeypatch, queue_max=None) as cuda:
-        worker = Worker(may_hold_back_stores=False)
+        worker = Worker(may_hold_back=False)
         worker.submit(STORE, 0, worker.job())
         first = worker.want_arena.copy()
         later = range(1, HOST_BUFFERS)
@@ -259,11 +259,11 @@ def test_a_fast_job_of_any_usual_size_needs_no_later_call(direction: int, cuda: 
     before = [stream.given for stream in cuda.streams]
     if direction == STORE:
         copier.submit_store(1, job.blocks, job.slots)
-        assert copier.get_finished() == []
         model_store(case, job, want, want_arena)
     else:
         copier.submit_load(1, job.blocks, job.slots)
         model_load(case, job, want, want_arena)
+    assert copier.get_finished() == []
     given = [stream.given - was for stream, was in zip(cuda.streams, before, strict=True)]
     pieces = count // of_a_piece
     assert max(given) < OUTSTANDING_MAX and sum(given) < 6 * pieces + 64, given

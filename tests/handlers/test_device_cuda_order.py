@@ -138,6 +138,17 @@ def test_a_store_is_launched_after_the_forward_or_before_one_that_may_overwrite_
     assert (arena[:4, :16] == want[:4]).all()
 
 
+@pytest.mark.parametrize("direction", [STORE, LOAD], ids=["store", "load"])
+def test_no_launch_delays_the_forward(direction: int, cuda: TwinCuda) -> None:
+    """Some versions of vLLM submit loads before the pass, too."""
+    copier = simple_copier()
+    before = [stream.given for stream in cuda.streams]
+    submit = copier.submit_store if direction == STORE else copier.submit_load
+    assert submit(1, blocks_of(1), slots_of(1))
+    assert [stream.given for stream in cuda.streams] == before
+    assert copier.get_finished() == [] and len(cuda.ends(direction)) == 1
+
+
 @pytest.mark.parametrize(("block", "slot"), [(0, 5), (5, 0)])
 def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
     block: int, slot: int, cuda: TwinCuda
@@ -147,6 +158,7 @@ def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
     copier.submit_store(2, blocks_of(0), slots_of(0))
     copier.submit_store(3, blocks_of(8), slots_of(8))
     copier.submit_load(4, blocks_of(block), slots_of(slot))
+    assert copier.get_finished() == []
     assert ("after", cuda.ends(STORE)[1]) in cuda.last(LOAD).log
 
 
@@ -166,6 +178,7 @@ def test_finished_jobs_are_reported_once_and_in_order(cuda: TwinCuda) -> None:
 def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: TwinCuda) -> None:
     copier = simple_copier()
     copier.submit_load(1, blocks_of(1), slots_of(1))
+    assert copier.get_finished() == []
     cuda.ends(LOAD)[0].is_lost = True
     (result,) = copier.get_finished()
     assert (result.job_id, result.success) == (1, False)

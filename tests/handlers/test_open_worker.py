@@ -64,4 +64,4 @@ def test_stores_are_held_back_only_where_the_engine_goes_on_with_its_steps(
     monkeypatch.setattr(device_cuda, "CudaDeviceCopier", Copier)
     with TemporaryDirectory(dir="/dev/shm") as shared:
         open_side(tensor_on("cuda"), shared, steps_while_storing=steps_while_storing).close()
-    assert asked == [{"may_hold_back_stores": steps_while_storing}]
+    assert asked == [{"may_hold_back": steps_while_storing}]
