@@ -16,7 +16,7 @@ from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.segments.store import Durability
 
 KILL_CYCLES = 3
 POWER_CYCLES = 12

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcascade.handlers.batched_copy import (
+from kvcascade.handlers.device.batched_copy import (
     DriverBatch,
     NoBatchedCopyError,
     SourceOrder,

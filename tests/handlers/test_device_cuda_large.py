@@ -18,13 +18,13 @@ from support.kv_layouts import (
     written_mask,
 )
 
-from kvcascade.handlers.batched_copy import Addresses, SourceOrder
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration
-from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import STEP_OPERATIONS, StagedCopier
-from kvcascade.handlers.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
+from kvcascade.handlers.device.batched_copy import Addresses, SourceOrder
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.host_register import HostRegistration
+from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
+from kvcascade.handlers.device.staging import STEP_OPERATIONS, StagedCopier
+from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
 
 LAYERS = 32
 BLOCKS = 512

@@ -16,9 +16,9 @@ from support.keys import key, keys
 from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
-from kvcascade.handlers.bounce import ArenaBounce
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.handlers.nvme_jobs import QueueOptions
+from kvcascade.handlers.node.bounce import ArenaBounce
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 
 ARENA_SLOTS = 64

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcascade.assembly import Geometry, WorkerSide, open_worker
-from kvcascade.config import parse
+from kvcascade.assembly.build import Geometry, WorkerSide, open_worker
+from kvcascade.config.schema import parse
 from kvcascade.errors import ConfigError
-from kvcascade.handlers import device_cuda
+from kvcascade.handlers.device import device_cuda
 from kvcascade.tiers.policies import known_names
 
 PAGE_BYTES = 4096

@@ -26,12 +26,12 @@ from support.kv_layouts import (
 from support.tensor_operations import tensor_operations
 from torch.utils._pytree import tree_leaves
 
-from kvcascade.handlers.batched_copy import Addresses, Batch, SourceOrder
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.geometry import GroupRows
-from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import StagedCopier, torch_layouts
-from kvcascade.handlers.staging_plan import (
+from kvcascade.handlers.device.batched_copy import Addresses, Batch, SourceOrder
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.geometry import GroupRows
+from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
+from kvcascade.handlers.device.staging import StagedCopier, torch_layouts
+from kvcascade.handlers.device.staging_plan import (
     DIRECT_RUN_BYTES,
     PIECE_BLOCKS_MAX,
     UPLOAD_BLOCKS_MAX,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcascade.handlers.stream_feed import (
+from kvcascade.handlers.device.stream_feed import (
     OUTSTANDING_MAX,
     TURN_OPERATIONS,
     Operations,

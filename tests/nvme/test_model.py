@@ -18,7 +18,7 @@ from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
-from kvcascade.tiers.nvme.backend import NvmeSpec
+from kvcascade.tiers.nvme.nvme_backend import NvmeSpec
 
 KEYS = 24
 SLOTS = 16

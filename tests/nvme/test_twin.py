@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.memory_file_system import MemoryFileSystem
 
-from kvcascade.tiers.nvme.filesystem import FileSystem, RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 
 
 @pytest.mark.parametrize("make", [RealFileSystem, MemoryFileSystem])

@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 
 from kvcascade.errors import InUseError
-from kvcascade.tiers.nvme.byte_locks import ByteLocks
-from kvcascade.tiers.nvme.filesystem import File, FileLock, FileSystem, View, lock_message
+from kvcascade.tiers.nvme.disk.byte_locks import ByteLocks
+from kvcascade.tiers.nvme.disk.filesystem import File, FileLock, FileSystem, View, lock_message
 
 SECTOR_BYTES = 512
 STALL_LIMIT_S = 30.0

@@ -17,7 +17,7 @@ import pytest
 from support.cache_rig import ROOT, Answer, call, fill
 from support.children import environment
 
-from kvcascade.tiers.nvme.capacity import plan_capacity
+from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.cache.carried import CarriedReader
 from kvcascade.tools.cache.import_ import _wanted
 from kvcascade.tools.commands.common import ExitCode

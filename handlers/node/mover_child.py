@@ -1,0 +1,106 @@
+"""Start and end the process of `mover_main`.
+
+The process is started by `subprocess`, never by fork: the scheduler's process has threads and
+perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no children.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import os_errors
+from .mover_wire import Setup, frame
+
+MODULE = "kvcascade.handlers.node.mover_main"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Environment that keeps numpy from starting threads. A mover does no arithmetic."""
+SEND_LIMIT_S = 5.0
+"""Time limit for sending the setup. It fits into the buffer of any socket."""
+
+
+class Child(Protocol):
+    """The part of `subprocess.Popen` that a connection uses."""
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit status once the process is dead and reaped, else None. Never blocks."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the process. No effect if it is dead."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process is dead. Raises `subprocess.TimeoutExpired`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A running mover and the socket to it."""
+
+    child: Child
+    socket: socket.socket
+    """Non-blocking socket to the mover."""
+
+    def has_died(self) -> bool:
+        """Return True once the process is dead and reaped. It writes nothing any more."""
+        return self.child.poll() is not None
+
+    def kill(self) -> None:
+        """Kill the process. If it waits for its disk, it dies when that wait ends."""
+        with suppress(ProcessLookupError):
+            self.child.kill()
+
+    def has_ended_within(self, limit_s: float) -> bool:
+        """Wait for the death of the process. Return True if it is dead."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(limit_s)
+        return self.has_died()
+
+
+def launch(setup: Setup, arena_fd: int) -> Connection:
+    """Start a mover and send its setup. Closes `arena_fd`. Raises `TierIOError`.
+
+    The kernel kills the process when the calling thread ends.
+    """
+    with ExitStack() as stack, os_errors("starting the process that moves blocks"):
+        stack.callback(os.close, arena_fd)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        stack.callback(theirs.close)
+        with ExitStack() as if_failed:
+            if_failed.callback(ours.close)
+            ours.settimeout(SEND_LIMIT_S)
+            ours.sendall(frame(setup))
+            ours.setblocking(False)
+            child = subprocess.Popen(
+                command(theirs.fileno(), arena_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment(),
+                pass_fds=(theirs.fileno(), arena_fd),
+            )
+            if_failed.pop_all()
+    return Connection(child, ours)
+
+
+def command(socket_fd: int, arena_fd: int) -> list[str]:
+    """Return the command line of the mover."""
+    numbers = map(str, (socket_fd, arena_fd, os.getpid()))
+    return [sys.executable, "-P", "-m", MODULE, *numbers]
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, with its module search path as PYTHONPATH."""
+    found = [os.path.abspath(path) for path in sys.path]
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(found)}
