@@ -333,7 +333,7 @@ def test_a_stopped_peer_that_holds_the_index_stops_nobody(tmp_path: Path, child:
 _OWNER = """
 import sys
 from pathlib import Path
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 lock = RealFileSystem().lock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()

@@ -102,4 +102,4 @@ def test_the_spec_can_be_named_without_its_module() -> None:
     plugin.register()
     plugin.register()
     found = OffloadingSpecFactory._registry["CascadeOffloadingSpec"]()
-    assert found.__module__ == f"kvcascade.{adapter()}"
+    assert found.__module__ == f"kvcascade.vllm.{adapter()}"
