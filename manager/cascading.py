@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ..config import OnReset, WriteMode
+from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import EnduranceWatch
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput

@@ -6,7 +6,7 @@ import pytest
 from support.cascade import Cascade
 from support.keys import key, keys
 
-from kvcascade.config import OnReset, WriteMode
+from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import AGING_PER_SLOT, ManagerOptions

@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config import CascadeConfig, NvmeTier
+from ...assembly.named import checked
+from ...assembly.nvme_parts import slots_of_segment
+from ...config.machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
+from ...config.options import noting
+from ...config.schema import CascadeConfig, NvmeTier
 from ...errors import os_errors
-from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
-from ...named import checked
-from ...nvme_parts import slots_of_segment
-from ...options import noting
 from ...tiers.cpu import ArenaGeometry
+from ...tiers.cpu.arena_limits import probe_machine
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
-from ...tiers.cpu.machine import probe_machine
 from ...tiers.cpu.prefault import prefault
-from ...tiers.nvme.capacity import plan_capacity
-from ...tiers.nvme.format import PAGE_BYTES
-from ...vllm_common import seconds_to_flush
+from ...tiers.nvme.segments.format import PAGE_BYTES
+from ...tiers.nvme.writer.capacity import plan_capacity
+from ...vllm.adapter import seconds_to_flush
 from .transfer import Given, read_tiering
 
 PROBE_BYTES = 128 << 20
@@ -31,10 +31,11 @@ MAX_PROBE_SHARE = 8
 """At most one in so many bytes of what is free."""
 PROBE_PIECES = 4
 SCAN_S_PER_ENTRY = 4.0 / 4_000_000
-"""After a crash every index entry is read once: measured at 4 million entries (ARCHITECTURE.md)."""
+"""After a crash every index entry is read once: measured at 4 million entries
+(docs/decisions/opening.md)."""
 OPEN_S = 0.21
 """Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
-sizes (ARCHITECTURE.md)."""
+sizes (docs/decisions/opening.md)."""
 Measure = Callable[[Path, bool], float | None]
 """Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
 

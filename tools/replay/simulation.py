@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...config import WriteMode
+from ...assembly.named import admission_rule
+from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ...manager.admission import WriteBudget
 from ...manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
 from ...manager.request import Request
-from ...named import admission_rule
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
 from ...tiers.policies import create
