@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads leave the cores to the other test process
     "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
 }
 Answers = list[dict[str, Any]]

@@ -69,16 +69,16 @@ def _rank(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("lengthy") else 2
 
 
+def scope_of(nodeid: str) -> str:
+    """Group of a test that has one, otherwise its file; a scope is run by one process."""
+    group = nodeid.rfind("@")
+    return nodeid[group + 1 :] if group > nodeid.rfind("]") else nodeid.split("::")[0]
+
+
 def scheduler(config: Any, log: Any) -> Any:
     """The scheduler of pytest-xdist for groups, with a group for each file that has no other."""
     if config.getvalue("dist") != "loadgroup":
         return None
     made: Any = import_module("xdist.scheduler").LoadGroupScheduling(config, log)
-    by_group = made._split_scope
-
-    def by_group_or_file(nodeid: str) -> str:
-        scope: str = by_group(nodeid)
-        return nodeid.split("::")[0] if scope == nodeid else scope
-
-    made._split_scope = by_group_or_file
+    made._split_scope = scope_of
     return made
