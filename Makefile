@@ -24,7 +24,8 @@ PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*
 IN_TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 QUICK := not engine and not lengthy and not slow and not soak
 
-.PHONY: help setup demo bench bench-gpu sanitize-gpu test test-quick test-vllm lint format soak wheel clean
+.PHONY: help setup demo bench bench-gpu sanitize-gpu test test-quick test-vllm lint format soak
+.PHONY: wheel clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
