@@ -231,8 +231,8 @@ HALF_WAY = f"""
 import sys
 from pathlib import Path
 from support.nvme_rig import config_for, key
-from kvcascade.tiers.nvme.maintenance import Drop, take_entries
-from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
+from kvcascade.tiers.nvme.offline.reader import read_description
 from kvcascade.tools.cache.opened import locations, opened
 
 class Interrupted(list):

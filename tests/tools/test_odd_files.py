@@ -222,7 +222,7 @@ def from_stdin(cache: Path, descriptor: int) -> Answer:
 
 _KILLED = """
 import os, signal
-from kvcascade.tiers.nvme.filesystem import RealFile
+from kvcascade.tiers.nvme.disk.filesystem import RealFile
 RealFile.sync = lambda file: os.kill(os.getpid(), signal.SIGTERM)
 """
 
