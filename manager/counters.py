@@ -26,6 +26,15 @@ def _latencies() -> deque[float]:
 
 
 @dataclass(slots=True)
+class Departures:
+    """Blocks that left one tier to make room."""
+
+    evicted_blocks: int = 0
+    lost_dirty_blocks: int = 0
+    """Evicted blocks that no tier below held; none in the last tier."""
+
+
+@dataclass(slots=True)
 class LinkCounters:
     """Traffic between two neighbouring tiers."""
 

@@ -45,7 +45,9 @@ class Level:
     and searches are vectorised.
     """
 
-    def __init__(self, tier: Tier, is_last: bool) -> None:
+    def __init__(
+        self, tier: Tier, is_last: bool, on_evicted: Callable[[Pairs], None] | None = None
+    ) -> None:
         self.name = tier.name
         self.backend = tier.backend
         self.policy = tier.policy
@@ -59,7 +61,7 @@ class Level:
         self.is_lasting = tier.backend.is_lasting
         self.taken_blocks = 0
         """Slots that were taken, ever."""
-        self.on_evicted: Callable[[Pairs], None] | None = None
+        self.on_evicted = on_evicted
         self._lost: list[BlockHash] = []
         """By slot, the last one first, what another process's reset took and no event told yet."""
         self._was_short = False

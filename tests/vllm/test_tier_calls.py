@@ -68,7 +68,7 @@ class Rig:
         self.tier.on_schedule_end(ScheduleEndContext((), ()))
 
     def coldest(self) -> list[BlockHash]:
-        return [h for h, _ in self.tier._solo.level.policy.coldest(ROWS)]
+        return [h for h, _ in self.tier._jobs.below.level.policy.coldest(ROWS)]
 
     def _end(self, submit: object, context: ReqContext, keys: list[OffloadKey]) -> None:
         assert callable(submit)
