@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tiers.base import BlockHash
-from .admission import EnduranceWatch
+from .admission import EnduranceWatch, PastUses
 from .base import BlockEvent
 from .below import Below, Ended, FlushMeans, Put, TierFacts, WriteState
 from .counters import LinkCounters
 from .flow import Link
-from .level import Tier
+from .level import Tier, Transfer
 from .state import TierState
 from .tier_books import TierBooks
 from .tier_reads import TierReads
@@ -36,14 +36,17 @@ class SoloTier(Below):
         with_events: bool = True,
         is_last: bool = True,
         spec_of: SpecOf = arena_slots,
+        past: PastUses | None = None,
     ) -> None:
         """`clock` gives monotonic seconds; `stall_s` is the limit for reads that do not end.
 
         `spec_of`: where the blocks of a `put` lie. A tier that is not the last one evicts only
-        blocks that are in the tier below it, or need not be.
+        blocks that are in the tier below it, or need not be. For `past` see `UseCounts`.
         """
         self.links = (LinkCounters(),)
-        self.books = TierBooks(tier, is_last, clock, self.links[0], [] if with_events else None)
+        self.books = TierBooks(
+            tier, is_last, clock, self.links[0], [] if with_events else None, past
+        )
         self.level = self.books.level
         self.departures = (self.books.departures,)
         self.writes = TierWrites(self.books, link.down, spec_of)
@@ -138,22 +141,29 @@ class SoloTier(Below):
         """One tier writes nothing further down."""
 
     def maintain(self) -> int:
-        self.writes.way.breaker.look_at_clock()
-        self.reads.way.breaker.look_at_clock()
-        if self._watch is not None:
-            self._watch.check()
-        if not self.level.maintain():
+        if not self.tend():
             return 0
         self.forget(is_own=False)
         return 1
 
+    def tend(self) -> bool:
+        """Upkeep; True if another process reset the tier: `forget` comes next."""
+        self.writes.way.breaker.look_at_clock()
+        self.reads.way.breaker.look_at_clock()
+        if self._watch is not None:
+            self._watch.check()
+        return self.level.maintain()
+
     def reset(self) -> None:
         self.forget(is_own=True)
 
-    def forget(self, *, is_own: bool) -> None:
-        """Drop every block, after a reset of this process or of another one."""
-        jobs = [*self.writes.way.jobs.values(), *self.reads.way.jobs.values()]
-        self.books.forget(jobs, is_own=is_own)
+    def forget(self, others: Sequence[Transfer] = (), *, is_own: bool) -> None:
+        """Drop every block, after a reset of this process or of another one.
+
+        `others`: transfers to a tier below that use slots of this one.
+        """
+        jobs: list[Transfer] = [*self.writes.way.jobs.values(), *self.reads.way.jobs.values()]
+        self.books.forget([*jobs, *others], is_own=is_own)
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         self.writes.way.wait(tickets, limit_s)
@@ -182,7 +192,7 @@ class SoloTier(Below):
                 level.block_size,
                 blocks=len(level.policy),
                 capacity_blocks=level.capacity,
-                dirty_blocks=level.dirty_blocks,
+                dirty_blocks=level.dirt.dirty_blocks,
                 waiting_blocks=sum(len(job.keys) for job in self.reads.way.jobs.values()),
                 demote_jobs=len(self.writes.way.jobs),
                 is_blocked=self.is_blocked,

@@ -1,6 +1,7 @@
 """The books of one tier below: its blocks, events, lost keys and counters.
 
-Shared by the reads and the writes of the tier (`TierReads`, `TierWrites`), under the manager's lock.
+The reads and the writes of the tier share them (`TierReads`, `TierWrites`). Used under the lock of
+the manager.
 """
 
 from __future__ import annotations
@@ -11,29 +12,22 @@ from dataclasses import dataclass, field
 
 from ..handlers.base import OffloadingHandler, TransferResult, TransferSpec
 from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
+from .admission import PastUses
 from .base import BlockEvent
 from .breaker import Breaker
 from .counters import Departures, LinkCounters
-from .level import Level, Pairs, Tier
+from .level import Level, Pairs, Tier, Transfer
 
 MAX_MOVED_BLOCKS = 512
 """Per tier and step: blocks that moved without the manager's doing and become events."""
 
 
 @dataclass(slots=True)
-class TierJob:
+class TierJob(Transfer):
     """One transfer between slots of the tier and slots above it."""
 
-    ticket: int
-    keys: Sequence[BlockHash]
+    keys: Sequence[BlockHash] = ()
     """Every key that was asked for, those that are not here included."""
-    hashes: list[BlockHash]
-    """Blocks that are transferred."""
-    statuses: list[BlockStatus]
-    """Their slots in this tier."""
-    created_s: float
-    is_orphan: bool = False
-    """True once the tier was reset: the slots are freed when the transfer ends."""
 
 
 class Way:
@@ -79,13 +73,15 @@ class TierBooks:
     counters: LinkCounters
     events: list[BlockEvent] | None
     """None: nobody wants events."""
+    past: PastUses | None = None
+    """For `UseCounts`."""
     departures: Departures = field(default_factory=Departures)
     lost: list[BlockHash] = field(default_factory=list)
     """Keys that left the tier, for whoever holds them above."""
     level: Level = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = Level(self.tier, self.is_last, self._note_evicted)
+        self.level = Level(self.tier, self.is_last, self._note_evicted, self.past)
 
     def emit(self, block_hashes: Sequence[BlockHash], removed: bool) -> None:
         """Note that blocks came to the tier or left it."""
@@ -108,7 +104,7 @@ class TierBooks:
         self.level.drop(block_hash, status)
         self.lost.append(block_hash)
 
-    def forget(self, jobs: Sequence[TierJob], *, is_own: bool) -> None:
+    def forget(self, jobs: Sequence[Transfer], *, is_own: bool) -> None:
         """The tier was reset: forget every block.
 
         Slots of transfers under way stay in use; the last transfer that ends frees each.
@@ -116,28 +112,18 @@ class TierBooks:
         if not is_own and self.events is not None:
             self.level.note_loss()
         users = Counter(status.block_id for job in jobs for status in job.statuses)
-        for status in self.level.reset():
-            status.ref_cnt = users[status.block_id]
-            if status.ref_cnt == 0:
-                self.level.backend.free(status)
+        self.level.empty(users)
         for job in jobs:
             job.is_orphan = True
         self.lost.clear()
         if is_own and self.events is not None:
             self.events.clear()  # a reset removes without naming
 
-    def release(self, job: TierJob) -> None:
-        """A transfer from before a reset ended."""
-        for status in job.statuses:
-            status.ref_cnt -= 1
-            if status.ref_cnt == 0:
-                self.level.backend.free(status)
-
     def _note_evicted(self, evicted: Pairs) -> None:
         hashes = [block_hash for block_hash, _ in evicted]
         self.departures.evicted_blocks += len(hashes)
         if not self.is_last:
-            lost = sum(self.level.is_dirty(status.block_id) for _, status in evicted)
+            lost = sum(self.level.dirt.is_dirty(status.block_id) for _, status in evicted)
             self.departures.lost_dirty_blocks += lost
         self.emit(hashes, removed=True)
         self.lost += hashes

@@ -38,7 +38,7 @@ class TierReads:
             status.ref_cnt += 1
         if hashes:
             level.policy.touch(hashes)  # now, since what was just found is found again at once
-        job = TierJob(ticket, keys, hashes, statuses, self._books.clock())
+        job = TierJob(ticket, hashes, statuses, self._books.clock(), keys=keys)
         target = arena_slots(hashes, [slot for _, _, slot in present])
         source = level.backend.get_load_store_spec(hashes, statuses)
         if hashes and self.way.start(job, (source, target)):
@@ -64,7 +64,7 @@ class TierReads:
         counters.promote_s += result.time_s
         counters.promote_latencies_s.append(self._books.clock() - job.created_s)
         if job.is_orphan:
-            self._books.release(job)
+            self._level.release(job)
         else:
             self._land(job, outcomes)
         # A read failed if nothing of it came; a damaged block does not mean that the device fails.

@@ -99,7 +99,7 @@ class TierWrites:
         level = self._level
         hashes = [keys[at] for at in started]
         statuses = level.take(hashes)
-        job = TierJob(ticket, hashes, hashes, statuses, self._books.clock())
+        job = TierJob(ticket, hashes, statuses, self._books.clock(), keys=hashes)
         source = self._spec_of(hashes, [slots[at] for at in started])
         spec = source, level.backend.get_load_store_spec(hashes, statuses)
         if self.way.start(job, spec):
@@ -122,7 +122,7 @@ class TierWrites:
             self._budget.ended(len(job.hashes) * level.block_size)
         is_failure = self._is_failure(job, outcomes)
         if job.is_orphan:
-            books.release(job)
+            level.release(job)
         else:
             self._land(job, outcomes)
         self.way.breaker.ended(is_failure)
@@ -157,7 +157,7 @@ class TierWrites:
                 counters.demote_no_space_blocks += 1
             elif outcome not in NOT_WANTED:
                 counters.demote_failed_blocks += 1
-        level.set_dirty(slots)
+        level.dirt.set_dirty(slots)
         self._books.emit(stored, removed=False)
         counters.demoted_blocks += len(stored)
         counters.demoted_bytes += len(stored) * level.block_size

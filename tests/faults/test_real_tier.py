@@ -29,8 +29,8 @@ from kvcascade.errors import InUseError, KVCascadeError
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
+from kvcascade.manager.tier_writes import STALLED_S
 from kvcascade.tiers.nvme.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
 from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
