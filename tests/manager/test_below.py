@@ -1,4 +1,4 @@
-"""The manager over a port that lies, stalls, fails and refuses, and over several tiers behind it."""
+"""The manager over a port that lies, stalls, fails or refuses, and over several tiers behind it."""
 
 from __future__ import annotations
 
