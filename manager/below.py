@@ -82,6 +82,8 @@ class WriteState:
     """Seconds until writes may be tried again after a failure; 0 if the tier does not rest."""
     may_recover: bool = True
     """False if the last failure was want of room: trying again is of no use."""
+    is_making_room: bool = False
+    """True while writes between the tiers below are under way and go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +197,6 @@ class Below(ABC):
     def is_blocked(self) -> bool:
         """True while tier 1 is not even probed: dirty blocks above may then be dropped."""
 
-    @property
-    @abstractmethod
-    def is_making_room(self) -> bool:
-        """True while writes between the tiers below are under way and go on."""
-
     @abstractmethod
     def rests(self, tier: int) -> bool:
         """True while nothing may be read from a tier: it failed or stalls."""
@@ -238,11 +235,10 @@ class Below(ABC):
 
     @abstractmethod
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Write what would be lost with this process to a tier that lasts; not under the lock."""
+        """Write what would be lost with this process to a tier that lasts; not under the lock.
 
-    @abstractmethod
-    def refresh(self) -> None:
-        """Have blocks that are hot in a tier that ends with the process be hot below it, too."""
+        Blocks that are hot in a tier that ends with the process are hot below it, too, afterwards.
+        """
 
     @abstractmethod
     def shutdown(self, deadline_s: float) -> bool:
@@ -264,7 +260,6 @@ class NoTierBelow(Below):
     departures: Sequence[Departures] = ()
     takes_puts = False
     is_blocked = True
-    is_making_room = False
 
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         return 0
@@ -318,9 +313,6 @@ class NoTierBelow(Below):
         """Nothing is under way."""
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Nothing is there."""
-
-    def refresh(self) -> None:
         """Nothing is there."""
 
     def shutdown(self, deadline_s: float) -> bool:

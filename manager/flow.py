@@ -84,7 +84,8 @@ class Flow:
 
     def take_in_events(self) -> None:
         """Take in what was noted below."""
-        self.events += self.below.take_events()
+        if self.with_events:
+            self.events += self.below.take_events()
 
     def _note_evicted(self, evicted: Pairs) -> None:
         hashes = [block_hash for block_hash, _ in evicted]

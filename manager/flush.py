@@ -96,7 +96,6 @@ class Closing:
         with means.lock:
             if not flow.top.is_lasting and not flow.is_single:
                 flow.below.touch(hottest(flow.top, self._in_use()))
-            flow.below.refresh()
             means.end_step()  # nothing of them is held while the rest takes its time
         return flow.below.shutdown(deadline_s)
 
@@ -130,7 +129,7 @@ def flush_level(demoter: Demoter, below: Below, means: FlushMeans, deadline_s: f
             if counters.demoted_blocks > written:
                 written, rests = counters.demoted_blocks, 0
             state, waiting = below.write_state(), demoter.job_ids
-            is_making_room = demoter.may_find_room and below.is_making_room
+            is_making_room = demoter.may_find_room and state.is_making_room
             means.end_step()
         may_recover = state.may_recover and 0 < state.rest_left_s < left_s
         if (waiting and not state.is_stalled) or (not waiting and is_making_room):

@@ -268,6 +268,7 @@ class Promoter:
         ticket, now_s = next(self._flow.tickets), self._flow.clock()
         queue.jobs[ticket] = ReadJob(ticket, present, targets, now_s)
         queue.moved_s = now_s
+        self.late_s = min(self.late_s, queue.next_due_s())
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
             speed.sent(len(present) * self._top.block_size, now_s)
@@ -321,11 +322,14 @@ class Promoter:
 
 def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
     """Take in what ended below, and the keys that left a tier there."""
-    for ended in flow.below.poll():
+    landed = flow.below.poll()
+    for ended in landed:
         if ended.is_get:
             promoter.land(ended)
         else:
             demoter.land(ended)
     demoter.take_in_lost()
-    flow.take_in_events()
-    promoter.expire()
+    if landed:
+        flow.take_in_events()
+    if landed or flow.clock() >= promoter.late_s:
+        promoter.expire()

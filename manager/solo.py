@@ -89,7 +89,10 @@ class SoloTier(Below):
     # -- what became of it -----------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:
-        return [*self.reads.collect(), *self.writes.collect()]
+        reads, writes = self.reads, self.writes
+        if not (reads.way.jobs or reads.refused or writes.way.jobs):
+            return ()
+        return [*reads.collect(), *writes.collect()]
 
     def take_lost(self) -> list[BlockHash]:
         lost = self.books.lost
@@ -124,10 +127,6 @@ class SoloTier(Below):
     def is_blocked(self) -> bool:
         return self.writes.way.breaker.is_resting
 
-    @property
-    def is_making_room(self) -> bool:
-        return False
-
     def rests(self, tier: int) -> bool:
         return self.reads.way.breaker.is_open
 
@@ -148,8 +147,6 @@ class SoloTier(Below):
 
     def tend(self) -> bool:
         """Upkeep; True if another process reset the tier: `forget` comes next."""
-        self.writes.way.breaker.look_at_clock()
-        self.reads.way.breaker.look_at_clock()
         if self._watch is not None:
             self._watch.check()
         return self.level.maintain()
@@ -171,9 +168,6 @@ class SoloTier(Below):
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
         """Nothing is written from the last tier."""
-
-    def refresh(self) -> None:
-        """Nothing is below the last tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         has_ended = True

@@ -130,15 +130,12 @@ class TierChain(Below):
     def is_blocked(self) -> bool:
         return self._first.is_blocked
 
-    @property
-    def is_making_room(self) -> bool:
-        return self.demoter.is_moving or self._rest.is_making_room
-
     def rests(self, tier: int) -> bool:
         return self._first.rests(1) if tier == 1 else self._rest.rests(tier - 1)
 
     def write_state(self) -> WriteState:
-        return self._first.write_state()
+        is_making_room = self.demoter.is_moving or self._rest.write_state().is_making_room
+        return replace(self._first.write_state(), is_making_room=is_making_room)
 
     # -- upkeep ------------------------------------------------------------------------------
 
@@ -169,12 +166,10 @@ class TierChain(Below):
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
         flush_level(self.demoter, self._rest, means, deadline_s)
-        self._rest.flush(means, deadline_s)
-
-    def refresh(self) -> None:
         if not self._first.level.is_lasting:
-            self._rest.touch(hottest(self._first.level, ()))
-        self._rest.refresh()
+            with means.lock:
+                self._rest.touch(hottest(self._first.level, ()))
+        self._rest.flush(means, deadline_s)
 
     def shutdown(self, deadline_s: float) -> bool:
         has_ended = [part.shutdown(deadline_s) for part in (self._first, self._rest)]

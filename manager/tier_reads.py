@@ -25,7 +25,7 @@ class TierReads:
         self._books = books
         self._level = books.level
         self.way = Way(handler, Breaker(books.clock, stall_s))
-        self._refused: list[Ended] = []
+        self.refused: list[Ended] = []
         """Reads that were not started and not reported yet."""
 
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
@@ -47,11 +47,11 @@ class TierReads:
             status.ref_cnt -= 1
         cancelled = [BlockOutcome.CANCELLED] * len(hashes)
         self._books.counters.promote_failed_blocks += len(hashes)
-        self._refused.append(Ended(ticket, True, 1, _in_order(job, cancelled)))
+        self.refused.append(Ended(ticket, True, 1, _in_order(job, cancelled)))
 
     def collect(self) -> list[Ended]:
         """Take in the reads that ended."""
-        ended, self._refused = self._refused, []
+        ended, self.refused = self.refused, []
         for job, result in self.way.finished():
             ended.append(self._end(job, result))
         if ended or self.way.jobs:

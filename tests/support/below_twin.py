@@ -145,15 +145,12 @@ class BelowTwin(Below):
     def is_blocked(self) -> bool:
         return self.answer is Put.RESTING
 
-    @property
-    def is_making_room(self) -> bool:
-        return self.answer is Put.LATER
-
     def rests(self, tier: int) -> bool:
         return False
 
     def write_state(self) -> WriteState:
-        return WriteState(self.is_stalled, 1.0 if self.answer is Put.RESTING else 0.0)
+        rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
+        return WriteState(self.is_stalled, rest_left_s, is_making_room=self.answer is Put.LATER)
 
     def keep_ahead(self) -> None:
         """One tier writes nothing further down."""
@@ -180,9 +177,6 @@ class BelowTwin(Below):
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
         """Nothing is written from the last tier."""
-
-    def refresh(self) -> None:
-        """Nothing is below the last tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         self.run()
