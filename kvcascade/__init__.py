@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .config import CascadeConfig, parse
+from .config.schema import CascadeConfig, parse
 from .errors import (
     ClosedError,
     ConfigError,

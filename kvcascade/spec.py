@@ -11,11 +11,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .vllm_generation import adapter
+from .vllm.generation import adapter
 
 if TYPE_CHECKING:
-    from .vllm_modern import CascadeOffloadingSpec
+    from .vllm.v0_26 import CascadeOffloadingSpec
 else:
-    CascadeOffloadingSpec = import_module(f".{adapter()}", __package__).CascadeOffloadingSpec
+    CascadeOffloadingSpec = import_module(f".vllm.{adapter()}", __package__).CascadeOffloadingSpec
 
 __all__ = ["CascadeOffloadingSpec"]

@@ -1,123 +1,25 @@
-"""Our replacement policies for vLLM's own CPU manager.
-
-    "eviction_policy": "S3FifoPolicy", "cache_policy_module_path": "kvcascade.vllm_policies"
-
-For users who keep vLLM's manager (`CPUOffloadingSpec`, `TieringOffloadingSpec`). vLLM keeps the
-statuses; which chunk leaves next is decided by the same orders as in the cascade. Scheduler thread.
-"""
+"""Public name of our policies: `"cache_policy_module_path": "kvcascade.vllm_policies"` in vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, cast
+from .vllm.cpu_policies import (
+    ArcPolicy,
+    FifoPolicy,
+    LirsPolicy,
+    LruPolicy,
+    PrefixPolicy,
+    S3FifoPolicy,
+    SievePolicy,
+    SlruPolicy,
+)
 
-from vllm.v1.kv_offload.base import OffloadKey
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
-
-from .manager.request import Request, runs_from_the_end
-from .tiers.base import BlockHash
-from .tiers.policies import order_class
-from .tiers.policies.ordered import tag_of
-
-
-def _slot_of(chunk: Any) -> int:
-    """The slot of a status: `chunk_id`, and `block_id` up to 0.29."""
-    slot: int = chunk.chunk_id if hasattr(chunk, "chunk_id") else chunk.block_id
-    return slot
-
-
-def _tags(keys: Iterable[OffloadKey]) -> list[int]:
-    return [tag_of(BlockHash(key)) for key in keys]
-
-
-class _OrderPolicy(CachePolicy):
-    """Any of our orders as a policy of vLLM."""
-
-    order_name: ClassVar[str]
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self._order = order_class(self.order_name)(cache_capacity)
-        self._chunks: dict[OffloadKey, Any] = {}
-        self._key_at: list[OffloadKey | None] = [None] * cache_capacity
-
-    def get(self, key: OffloadKey) -> Any:
-        return self._chunks.get(key)
-
-    def insert(self, key: OffloadKey, chunk: Any, req_context: object = None) -> None:
-        slot = _slot_of(chunk)
-        self._chunks[key] = chunk
-        self._key_at[slot] = key
-        self._order.insert([slot], _tags([key]))
-
-    def remove(self, key: OffloadKey) -> None:
-        slot = self._forget(key)
-        self._order.remove([slot])
-
-    def touch(self, keys: Iterable[OffloadKey], req_context: object = None) -> None:
-        self._order.touch(self._slots(keys))
-
-    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: object = None) -> None:
-        self._order.expect(_tags(keys))
-
-    def on_request_finished(
-        self,
-        key_groups: Sequence[Sequence[OffloadKey]],
-        insertion_only_keys: set[OffloadKey],
-        reused_keys: set[OffloadKey],
-        req_context: object = None,
-    ) -> None:
-        request = Request(positions=getattr(req_context, "_offload_key_positions", {}))
-        hashes = [BlockHash(key) for group in key_groups for key in group]
-        keys = cast(list[OffloadKey], request.in_prompt_order(hashes))
-        if self._order.wants_chains and keys:
-            self._order.chain(self._slots(keys)[::-1], len(keys))
-            return
-        used = [key for key in keys if key in insertion_only_keys or key in reused_keys]
-        for new, run in runs_from_the_end(used, insertion_only_keys.__contains__):
-            (self._order.settle if new else self._order.touch)(self._slots(run))
-
-    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, Any]] | None:
-        def may_leave(slot: int) -> bool:
-            key = self._key_at[slot]
-            return key is not None and key not in protected and self._chunks[key].ref_cnt == 0
-
-        slots = self._order.victims(n, may_leave)
-        if len(slots) < n:
-            return None
-        keys = [key for slot in slots if (key := self._key_at[slot]) is not None]
-        self._order.evicted(slots, _tags(keys))
-        evicted = [(key, self._chunks[key]) for key in keys]
-        for key in keys:
-            self._forget(key)
-        return evicted
-
-    def clear(self) -> None:
-        self._order.clear()
-        self._chunks.clear()
-        self._key_at = [None] * len(self._key_at)
-
-    def _forget(self, key: OffloadKey) -> int:
-        slot = _slot_of(self._chunks.pop(key))
-        self._key_at[slot] = None
-        return slot
-
-    def _slots(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Slots of those that are here, the first one's last."""
-        found = [_slot_of(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
-        found.reverse()
-        return found
-
-
-def _policy(order_name: str) -> type[_OrderPolicy]:
-    return type(f"_{order_name}", (_OrderPolicy,), {"order_name": order_name})
-
-
-FifoPolicy = _policy("fifo")
-LruPolicy = _policy("lru")
-ArcPolicy = _policy("arc")
-S3FifoPolicy = _policy("s3fifo")
-SievePolicy = _policy("sieve")
-SlruPolicy = _policy("slru")
-LirsPolicy = _policy("lirs")
-PrefixPolicy = _policy("prefix")
+__all__ = [
+    "ArcPolicy",
+    "FifoPolicy",
+    "LirsPolicy",
+    "LruPolicy",
+    "PrefixPolicy",
+    "S3FifoPolicy",
+    "SievePolicy",
+    "SlruPolicy",
+]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..config import OnReset, WriteMode
+from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput

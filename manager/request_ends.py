@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..config import WriteMode
+from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .demotion import Aging
 from .flow import Flow

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from ..config import OnReset
+from ..config.schema import OnReset
 from .demotion import Aging, Demoter
 from .flow import Flow
 from .lookup import Lookups

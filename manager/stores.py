@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..config import WriteMode
+from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .answers import Answers
 from .base import PrepareStoreOutput

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvcascade.manager.counters import Counters
-from kvcascade.metrics import METRICS, PREFIX, Kind, Snapshot, table
+from kvcascade.observe.metrics import METRICS, PREFIX, Kind, Snapshot, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ..handlers.device_cpu import CpuDeviceCopier
-from ..handlers.geometry import PageRef, WorkerLayout
-from ..handlers.staging import torch_layouts
+from ..handlers.device.device_cpu import CpuDeviceCopier
+from ..handlers.device.geometry import PageRef, WorkerLayout
+from ..handlers.device.staging import torch_layouts
 from ..tiers.cpu import ArenaGeometry
-from ..vllm_modern import CascadeWorker
+from ..vllm.v0_26 import CascadeWorker
 
 COPY_THREADS = 2
 

@@ -97,7 +97,7 @@ def test_benchmark_modules_are_imported() -> None:
     code = (
         "from importlib import import_module\n"
         "for name in sys.argv[1:]: import_module('kvcascade.tools.bench.' + name)\n"
-        "import kvcascade.handlers.device_cuda"
+        "import kvcascade.handlers.device.device_cuda"
     )
     done = bare(code, *modules)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcascade import config
+from kvcascade.config import schema
 from kvcascade.tools import bench
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.bench import BenchOptions
@@ -73,7 +73,7 @@ def test_the_options_that_help_shows_are_right_ones(capsys: pytest.CaptureFixtur
     nvme = {"type": "nvme", "capacity": "1GiB", "path": "/mnt/nvme/kv"}
     for name, _, value in (option.partition("=") for option in shown):
         given = {name: json.loads(value)}
-        config.parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}, {**nvme, **given}]})
+        schema.parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}, {**nvme, **given}]})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.config import parse
+from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.bench import gpu_engine
 from kvcascade.tools.bench.engine import MEASUREMENT

@@ -18,8 +18,8 @@ from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 
-from kvcascade.handlers.device_cpu import CpuDeviceCopier
-from kvcascade.handlers.hazards import Direction
+from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
+from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.bench import gpu, gpu_moves
 from kvcascade.tools.bench.gpu import Shape

@@ -10,8 +10,8 @@ import torch
 from support.cuda_twin import TwinCuda, batch, pinned, twin_of_cuda
 from support.executors import InlineExecutor
 
-from kvcascade.handlers.batched_copy import NoBatchedCopyError
-from kvcascade.handlers.device_cpu import CpuDeviceCopier
+from kvcascade.handlers.device.batched_copy import NoBatchedCopyError
+from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.bench import gpu_device
 from kvcascade.tools.bench.gpu import Shape

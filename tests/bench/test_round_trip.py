@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.index_port import Removal
+from kvcascade.tiers.nvme.index.index_port import Removal
+from kvcascade.tiers.nvme.segments.format import IndexEntry
 from kvcascade.tools.bench import round_trip
 from kvcascade.tools.bench.gpu import Shape
 from kvcascade.tools.bench.measurement import Setup, run

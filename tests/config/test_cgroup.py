@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcascade import machine as early
-from kvcascade.cgroup import NO_LIMIT, GroupMemory, group_memory
-from kvcascade.config import parse
+from kvcascade.config import machine as early
+from kvcascade.config.cgroup import NO_LIMIT, GroupMemory, group_memory
+from kvcascade.config.machine import ThisMachine, cpu_capacity
+from kvcascade.config.schema import parse
 from kvcascade.errors import ConfigError
-from kvcascade.machine import ThisMachine, cpu_capacity
-from kvcascade.tiers.cpu import machine as late
-from kvcascade.tiers.cpu.machine import check_capacity, probe_machine
+from kvcascade.tiers.cpu import arena_limits as late
+from kvcascade.tiers.cpu.arena_limits import check_capacity, probe_machine
 
 GIB = 1 << 30
 MIB = 1 << 20

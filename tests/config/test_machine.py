@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from support.users import unprivileged
 
-from kvcascade.config import parse
-from kvcascade.errors import ConfigError
-from kvcascade.machine import (
+from kvcascade.config.machine import (
     Disk,
     Machine,
     Memory,
@@ -25,6 +23,8 @@ from kvcascade.machine import (
     nvme_capacity,
     writing,
 )
+from kvcascade.config.schema import parse
+from kvcascade.errors import ConfigError
 
 GIB = 2**30
 SHM = Path("/dev/shm")

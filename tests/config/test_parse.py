@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.config import (
+from kvcascade.config.schema import (
     VLLM_KEYS,
     Admission,
     CascadeConfig,
@@ -29,8 +29,8 @@ from kvcascade.config import (
     WriteMode,
     parse,
 )
+from kvcascade.config.sizes import Blocks, Bytes, DriveWrites, Share
 from kvcascade.errors import ConfigError, ErrorKind
-from kvcascade.sizes import Blocks, Bytes, DriveWrites, Share
 
 GOOD: dict[str, Any] = {
     "spec_name": "CascadeOffloadingSpec",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.sizes import (
+from kvcascade.config.sizes import (
     MAX_BYTES,
     Blocks,
     Bytes,

@@ -16,7 +16,7 @@ from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.handlers.memory import MemoryHandler
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.manager.below import Below, Put
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier

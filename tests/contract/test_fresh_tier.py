@@ -17,13 +17,13 @@ from support.executors import InlineExecutor, SteppingExecutor
 from support.keys import keys as keys_between
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import SlotSpec
 from kvcascade.tiers.memory import MemoryBackend
-from kvcascade.tiers.nvme.growth import PATIENCE_S
+from kvcascade.tiers.nvme.writer.growth import PATIENCE_S
 from kvcascade.tiers.policies import create
 
 SLOTS = 256

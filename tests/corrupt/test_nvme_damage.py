@@ -22,9 +22,9 @@ from support.keys import key, keys
 from support.nvme_rig import BLOCK, Rig, config_for, filled
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
-from kvcascade.tiers.nvme.clean_mark import write_mark
-from kvcascade.tiers.nvme.format import FORMAT_VERSION, SLOT_RECORD_BYTES
-from kvcascade.tiers.nvme.saved_slots import SavedSlots, pack_saved_slots
+from kvcascade.tiers.nvme.index.clean_mark import write_mark
+from kvcascade.tiers.nvme.index.saved_slots import SavedSlots, pack_saved_slots
+from kvcascade.tiers.nvme.segments.format import FORMAT_VERSION, SLOT_RECORD_BYTES
 
 SLOTS, PER_SEGMENT = 32, 8
 HEADER = 4096

@@ -14,6 +14,7 @@ import pytest
 
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, huge_pages
 from kvcascade.tiers.cpu import arena_file as files
+from kvcascade.tiers.cpu.arena_limits import MachineMemory, probe_machine
 from kvcascade.tiers.cpu.header import round_up
 from kvcascade.tiers.cpu.huge_pages import (
     GATHER_TIMEOUT_S,
@@ -25,7 +26,6 @@ from kvcascade.tiers.cpu.huge_pages import (
     map_file,
     may_share_huge_pages,
 )
-from kvcascade.tiers.cpu.machine import MachineMemory, probe_machine
 
 COLLAPSE = 25
 MEMORY = MachineMemory(1 << 40, 1 << 40, 4096, False, may_gather=True)

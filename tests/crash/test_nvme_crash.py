@@ -15,8 +15,8 @@ from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.segments.store import Durability
 
 KILL_CYCLES = 3
 POWER_CYCLES = 12

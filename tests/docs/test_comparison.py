@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.config import (
+from kvcascade.config.schema import (
     POLICIES,
     Admission,
     CascadeConfig,

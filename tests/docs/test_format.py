@@ -22,11 +22,11 @@ from safetensors import safe_open
 from support.cache_rig import UsageRig, call, config_of
 from support.nvme_rig import content, key
 
-from kvcascade.chains import ChainNotes
+from kvcascade.assembly.chain_notes import ChainNotes
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
-from kvcascade.tiers.nvme.chains import CHAINS, ChainLog, cells_for
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
 
 FIELDS = {"model": "some/modèle", "dtype": "float16"}
 BLOCKS, TOKENS = 20, 32

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvcascade.config import VLLM_KEYS, CascadeConfig, CpuTier, NvmeTier
+from kvcascade.config.schema import VLLM_KEYS, CascadeConfig, CpuTier, NvmeTier
 from kvcascade.tools.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def test_modules_for_all_layers_are_named() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BASE"
     )
     text = (ROOT / "ARCHITECTURE.md").read_text().partition("may be used by all")[0]
-    named = re.findall(r"`(?:kvcascade\.)?(\w+)`", text.rpartition("draws the line.")[2])
+    named = re.findall(r"`(?:kvcascade\.)?([\w.]+)`", text.rpartition("draws the line.")[2])
     assert tuple(named) == base
 
 

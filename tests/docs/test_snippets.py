@@ -19,7 +19,7 @@ from support.cache_rig import call, fill
 from support.metrics_server import PATH, metrics_server
 from support.nvme_rig import key
 
-from kvcascade.config import parse
+from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.__main__ import app

@@ -19,12 +19,12 @@ from support.nvme_rig import config_for
 from support.small_disk import Filler, free_bytes, on_small_disk
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.capacity import index_bytes
-from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.growth import RECHECK_S, RETRY_AFTER_S
-from kvcascade.tiers.nvme.index_port import CommitOutcome, Removal
+from kvcascade.tiers.nvme.index.index_port import CommitOutcome, Removal
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.format import IndexEntry
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
+from kvcascade.tiers.nvme.writer.capacity import index_bytes
+from kvcascade.tiers.nvme.writer.growth import RECHECK_S, RETRY_AFTER_S
 
 SECOND_S = 1.0
 OK, NO_SPACE = BlockOutcome.OK.value, BlockOutcome.NO_SPACE.value

@@ -31,10 +31,10 @@ from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
 from kvcascade.manager.tier_writes import STALLED_S
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.segments.store import Durability
+from kvcascade.tiers.nvme.writer.growth import RETRY_AFTER_S
 
 FOR_EVER = 1 << 30
 SEGMENT_BYTES = BLOCK + 8 * SLOT_BYTES
@@ -333,7 +333,7 @@ def test_a_stopped_peer_that_holds_the_index_stops_nobody(tmp_path: Path, child:
 _OWNER = """
 import sys
 from pathlib import Path
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 lock = RealFileSystem().lock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()

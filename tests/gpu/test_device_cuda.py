@@ -23,10 +23,10 @@ from support.kv_layouts import (
     written_mask,
 )
 
-from kvcascade.handlers.batched_copy import Batch, NoBatchedCopyError, driver_batch
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration, cuda_registration
+from kvcascade.handlers.device.batched_copy import Batch, NoBatchedCopyError, driver_batch
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
 from kvcascade.tiers.cpu import Arena, ArenaRole
 
 pytestmark = pytest.mark.gpu

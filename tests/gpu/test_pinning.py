@@ -11,8 +11,8 @@ import torch
 from support.children import Start
 from support.kv_layouts import make_job, model_load, model_store, one_group, written_mask
 
-from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration, cuda_registration
+from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcascade.handlers.batched_copy import DriverBatch, NoBatchedCopyError, driver_batch
-from kvcascade.handlers.hazards import Direction
+from kvcascade.handlers.device.batched_copy import DriverBatch, NoBatchedCopyError, driver_batch
+from kvcascade.handlers.device.hazards import Direction
 
 
 def test_without_a_driver_it_says_so() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.handlers.bounce import ArenaBounce, BounceBuffers, neighbours
+from kvcascade.handlers.node.bounce import ArenaBounce, BounceBuffers, neighbours
 from kvcascade.tiers.cpu.huge_pages import HUGE_PAGE_BYTES
 
 BLOCK = 4096

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcascade.handlers.brief_turns import BRIEF_S, BriefTurns
+from kvcascade.handlers.device.brief_turns import BRIEF_S, BriefTurns
 
 USUAL_S = 0.005
 

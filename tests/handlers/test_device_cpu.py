@@ -23,10 +23,10 @@ from support.kv_layouts import (
 )
 
 from kvcascade.errors import ConfigError
-from kvcascade.handlers import device_cpu
-from kvcascade.handlers.brief_turns import BRIEF_S, BriefTurns
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
+from kvcascade.handlers.device import device_cpu
+from kvcascade.handlers.device.brief_turns import BRIEF_S, BriefTurns
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,12 +10,12 @@ import torch
 from support.cuda_twin import LOAD, QUEUE_MAX, STORE, TwinCuda, batch, pinned, twin_of_cuda
 from support.kv_layouts import Job, model_load, model_store, one_group, written_mask
 
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.host_register import HostRegistration
-from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import STEP_OPERATIONS, StagedCopier
-from kvcascade.handlers.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.host_register import HostRegistration
+from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
+from kvcascade.handlers.device.staging import STEP_OPERATIONS, StagedCopier
+from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, Work
 
 LAYERS = 32
 BLOCKS = 512

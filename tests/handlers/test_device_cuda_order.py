@@ -18,9 +18,9 @@ from support.kv_layouts import (
 )
 
 from kvcascade.errors import ConfigError
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.device_cuda import CudaDeviceCopier
-from kvcascade.handlers.staging import StagedCopier
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
+from kvcascade.handlers.device.staging import StagedCopier
 
 
 @pytest.fixture

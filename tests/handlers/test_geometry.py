@@ -10,8 +10,8 @@ from support.drawn_layouts import cases
 from support.kv_layouts import NAMED_CASES, Case, make_job, one_group, page_places
 
 from kvcascade.errors import ConfigError
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.geometry import (
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.geometry import (
     CopyList,
     PageRef,
     TensorLayout,

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kvcascade.handlers import host_register
-from kvcascade.handlers.host_register import HostRegistration, cuda_registration
+from kvcascade.handlers.device import host_register
+from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
 
 
 class FakeDriver:

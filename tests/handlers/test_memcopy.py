@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.handlers import memcopy
-from kvcascade.handlers.memcopy import copy_scattered, cut_long
+from kvcascade.handlers.device import memcopy
+from kvcascade.handlers.device.memcopy import copy_scattered, cut_long
 
 
 def addresses(data: np.typing.NDArray[np.uint8], offsets: list[int]) -> np.typing.NDArray[np.int64]:

@@ -12,11 +12,11 @@ from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.nvme_rig import Rig, config_for
 
-from kvcascade.handlers import mover as limits
-from kvcascade.handlers.mover import Mover, MoverOptions
-from kvcascade.handlers.mover_child import Connection
-from kvcascade.handlers.mover_process import MoverBackground
-from kvcascade.handlers.mover_wire import (
+from kvcascade.handlers.node import mover as limits
+from kvcascade.handlers.node.mover import Mover, MoverOptions
+from kvcascade.handlers.node.mover_child import Connection
+from kvcascade.handlers.node.mover_process import MoverBackground
+from kvcascade.handlers.node.mover_wire import (
     Answer,
     FrameReader,
     Ready,

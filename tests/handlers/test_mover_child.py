@@ -11,8 +11,8 @@ import pytest
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.errors import TierIOError
-from kvcascade.handlers.mover_child import launch
-from kvcascade.handlers.mover_wire import Setup
+from kvcascade.handlers.node.mover_child import launch
+from kvcascade.handlers.node.mover_wire import Setup
 from kvcascade.tiers.nvme.attach import attachment_of
 
 

@@ -17,10 +17,10 @@ from support.mover_rig import LIMIT_S, MoverRig
 from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.errors import TierIOError
-from kvcascade.handlers.mover import MoverOptions
-from kvcascade.handlers.mover_main import MoverServer
-from kvcascade.handlers.mover_process import MoverBackground
-from kvcascade.handlers.mover_wire import RemoveJob
+from kvcascade.handlers.node.mover import MoverOptions
+from kvcascade.handlers.node.mover_main import MoverServer
+from kvcascade.handlers.node.mover_process import MoverBackground
+from kvcascade.handlers.node.mover_wire import RemoveJob
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 PATIENT = MoverOptions(starts_per_minute=100)

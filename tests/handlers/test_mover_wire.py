@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.nvme_rig import key
 
-from kvcascade.handlers.mover_wire import (
+from kvcascade.handlers.node.mover_wire import (
     MAX_FRAME_BYTES,
     Answer,
     FrameReader,
@@ -31,7 +31,7 @@ from kvcascade.handlers.mover_wire import (
 )
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.attach import Attachment
-from kvcascade.tiers.nvme.index_port import Removal
+from kvcascade.tiers.nvme.index.index_port import Removal
 
 SLOTS = pack_slots(np.array([3, 1, 2**31 - 1], dtype=np.int32))
 REMOVALS = [Removal(key(7), 5, 1 << 60)]

@@ -14,10 +14,10 @@ import pytest
 from support.mover_rig import LIMIT_S
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
-from kvcascade.config import NvmeTier
+from kvcascade.assembly.movers import link_by_process, link_by_threads, open_mover
+from kvcascade.config.schema import NvmeTier
+from kvcascade.config.sizes import Share
 from kvcascade.manager.flow import Link
-from kvcascade.movers import link_by_process, link_by_threads, open_mover
-from kvcascade.sizes import Share
 from kvcascade.tiers.base import SlotSpec
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from kvcascade.tiers.cpu.locks import try_flock

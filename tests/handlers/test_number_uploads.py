@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.cuda_twin import TwinCuda, TwinEvent, TwinStream, twin_of_cuda
 
-from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS, NumberUploads
-from kvcascade.handlers.stream_feed import OUTSTANDING_MAX
+from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS, NumberUploads
+from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from support.keys import key, keys
 from support.mover_rig import LIMIT_S, MoverRig
 from support.nvme_rig import BLOCK
 
-from kvcascade.handlers.nvme_jobs import QueueOptions
+from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockOutcome
 
 OK, GONE, CORRUPT = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CORRUPT

@@ -9,8 +9,8 @@ import pytest
 from support.executors import InlineExecutor, SteppingExecutor
 from support.nvme_rig import Rig, config_for, key
 
-from kvcascade.handlers.nvme_jobs import QueueOptions
-from kvcascade.handlers.nvme_pair import NvmePairHandler
+from kvcascade.handlers.node.nvme_jobs import QueueOptions
+from kvcascade.handlers.node.nvme_pair import NvmePairHandler
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
 
 HASHES = [key(i) for i in range(5)]

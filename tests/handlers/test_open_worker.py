@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcascade.assembly import Geometry, open_worker
-from kvcascade.config import parse
-from kvcascade.handlers import device_cuda
+from kvcascade.assembly.build import Geometry, open_worker
+from kvcascade.config.schema import parse
+from kvcascade.handlers.device import device_cuda
 from kvcascade.tiers.policies import known_names
 
 PAGE_BYTES = 4096

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.kv_layouts import NAMED_CASES, Case
 
-from kvcascade.handlers import host_register
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.host_register import HostRegistration
-from kvcascade.handlers.staging import StagedCopier
+from kvcascade.handlers.device import host_register
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.host_register import HostRegistration
+from kvcascade.handlers.device.staging import StagedCopier
 
 PIECE_SLOTS = 3
 FIRST = 1

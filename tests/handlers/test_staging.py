@@ -25,13 +25,13 @@ from support.kv_layouts import (
 from support.tensor_operations import tensor_operations
 from torch.utils._pytree import tree_leaves
 
-from kvcascade.handlers.batched_copy import Addresses, Batch
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.geometry import GroupRows
-from kvcascade.handlers.hazards import Direction
-from kvcascade.handlers.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
-from kvcascade.handlers.staging import StagedCopier, torch_layouts
-from kvcascade.handlers.staging_plan import DIRECT_RUN_BYTES, PIECE_BLOCKS_MAX
+from kvcascade.handlers.device.batched_copy import Addresses, Batch
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.geometry import GroupRows
+from kvcascade.handlers.device.hazards import Direction
+from kvcascade.handlers.device.number_uploads import HOST_BUFFERS, UPLOAD_OPERATIONS
+from kvcascade.handlers.device.staging import StagedCopier, torch_layouts
+from kvcascade.handlers.device.staging_plan import DIRECT_RUN_BYTES, PIECE_BLOCKS_MAX
 
 PIECE_OPERATIONS = UPLOAD_OPERATIONS + 4
 """Of a piece beside its kernels and copies: both streams wait for an event and record one."""

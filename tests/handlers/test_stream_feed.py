@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcascade.handlers.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, StreamFeed, Work
+from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, StreamFeed, Work
 
 
 class Queue:

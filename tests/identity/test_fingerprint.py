@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 from support.kv_bytes import Shape, offloading_config
 
-from kvcascade import vllm_facts
-from kvcascade.config import parse
+from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.vllm import engine_facts
 
 
 class Stub:
@@ -51,7 +51,7 @@ def engine(hf: dict[str, Any] | None = None, **model: Any) -> Any:
 
 
 def fingerprint(config: Any) -> str:
-    return NamespaceKey("label", vllm_facts.model_facts(config)).fingerprint
+    return NamespaceKey("label", engine_facts.model_facts(config)).fingerprint
 
 
 BASE = engine()
@@ -145,7 +145,7 @@ def test_a_length_that_vllm_made_fit_the_memory_is_no_part_of_it() -> None:
 
 @pytest.mark.parametrize("name", ["canonical_layout", "replicated_layout"])
 def test_rows_in_another_order_are_another_namespace(name: str) -> None:
-    modern = pytest.importorskip("kvcascade.vllm_modern")
+    modern = pytest.importorskip("kvcascade.vllm.v0_26")
     config = offloading_config(Shape(pages=(1024,)), {}, "engine", 0)
     if not hasattr(config, name):
         pytest.skip("this vLLM arranges rows in one way")
@@ -156,7 +156,7 @@ def test_rows_in_another_order_are_another_namespace(name: str) -> None:
 
 def test_another_layout_is_another_namespace() -> None:
     """The order of heads and tokens in a page, which changes no size."""
-    modern = pytest.importorskip("kvcascade.vllm_modern")
+    modern = pytest.importorskip("kvcascade.vllm.v0_26")
     config = offloading_config(Shape(pages=(1024,)), {}, "engine", 0)
     if not hasattr(config, "kv_cache_layout"):
         pytest.skip("this vLLM has it from the workers: see test_layers.py")
@@ -171,7 +171,7 @@ def test_a_layout_that_only_the_user_says_is_another_namespace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Up to 0.28 the offloading configuration has none."""
-    modern = pytest.importorskip("kvcascade.vllm_modern")
+    modern = pytest.importorskip("kvcascade.vllm.v0_26")
     any_field = AnyField()
     config = Stub(
         model=any_field,
@@ -190,14 +190,14 @@ def test_a_layout_that_only_the_user_says_is_another_namespace(
 def test_weights_elsewhere_are_not_those_of_the_local_folder() -> None:
     config = engine(model="/local", model_weights="s3://bucket/llama", revision=None)
     config.load_config = Stub(load_format="runai_streamer")
-    assert vllm_facts.weights_facts(config) == ("s3://bucket/llama", None, True)
+    assert engine_facts.weights_facts(config) == ("s3://bucket/llama", None, True)
 
 
 @pytest.mark.parametrize("name", ["tensorizer", "ipc_cache", "modelexpress", "dummy", "a-plugin"])
 def test_files_vouch_for_no_weights_that_come_from_elsewhere(name: str) -> None:
     config = engine(model="/local", revision=None)
     config.load_config = Stub(load_format=name)
-    assert vllm_facts.weights_facts(config) == ("/local", None, False)
+    assert engine_facts.weights_facts(config) == ("/local", None, False)
 
 
 def test_every_format_of_vllm_that_reads_the_model_is_known() -> None:
@@ -207,7 +207,7 @@ def test_every_format_of_vllm_that_reads_the_model_is_known() -> None:
     for name in set(get_args(loaders.LoadFormats)) - elsewhere:
         config = engine(model="/local", revision=None)
         config.load_config = Stub(load_format=name)
-        assert vllm_facts.weights_facts(config)[2], name
+        assert engine_facts.weights_facts(config)[2], name
 
 
 def test_a_name_on_modelscope_is_none_of_the_hub(
@@ -216,11 +216,11 @@ def test_a_name_on_modelscope_is_none_of_the_hub(
     """The hub's cache may hold another model's weights, or other weights, under that name."""
     config = engine(model="org/llama", revision=None)
     config.load_config = Stub(load_format="auto")
-    assert vllm_facts.weights_facts(config)[2]
+    assert engine_facts.weights_facts(config)[2]
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    assert not vllm_facts.weights_facts(config)[2]
+    assert not engine_facts.weights_facts(config)[2]
     config.model_config.model = str(tmp_path)
-    assert vllm_facts.weights_facts(config)[2], "a folder is what it is"
+    assert engine_facts.weights_facts(config)[2], "a folder is what it is"
 
 
 def test_what_the_loader_is_told_is_part_of_it() -> None:
@@ -231,11 +231,11 @@ def test_what_the_loader_is_told_is_part_of_it() -> None:
 
 def test_a_model_that_drafts_has_an_identity_of_its_own() -> None:
     config = engine(model="/models/llama", revision=None)
-    assert vllm_facts.draft_facts(config) is None
+    assert engine_facts.draft_facts(config) is None
     config.speculative_config = Stub(draft_model_config=config.model_config)
-    assert vllm_facts.draft_facts(config) is None, "the model drafts for itself"
+    assert engine_facts.draft_facts(config) is None, "the model drafts for itself"
     config.speculative_config = Stub(draft_model_config=Stub(model="/models/eagle", revision=None))
-    assert vllm_facts.draft_facts(config) == ("/models/eagle", None)
+    assert engine_facts.draft_facts(config) == ("/models/eagle", None)
 
 
 def test_where_the_model_lies_is_no_part_of_it() -> None:
@@ -252,23 +252,23 @@ def with_media(cache_gb: float, **cache: Any) -> Any:
 def test_media_that_are_counted_and_not_hashed_are_never_shared() -> None:
     """Then vLLM's identifier of the first image is that of the first image after a restart."""
     counted = with_media(0, enable_prefix_caching=False)
-    assert list(vllm_facts.reasons_not_to_share(counted)) == ["media_hashes"]
-    assert not vllm_facts.reasons_not_to_share(with_media(0, enable_prefix_caching=True))
-    assert not vllm_facts.reasons_not_to_share(with_media(4, enable_prefix_caching=False))
-    assert not vllm_facts.reasons_not_to_share(engine())
+    assert list(engine_facts.reasons_not_to_share(counted)) == ["media_hashes"]
+    assert not engine_facts.reasons_not_to_share(with_media(0, enable_prefix_caching=True))
+    assert not engine_facts.reasons_not_to_share(with_media(4, enable_prefix_caching=False))
+    assert not engine_facts.reasons_not_to_share(engine())
 
 
 def test_adapters_whose_files_nobody_looks_at_are_never_shared() -> None:
     config = engine()
-    assert not vllm_facts.reasons_not_to_share(config)
+    assert not engine_facts.reasons_not_to_share(config)
     config.lora_config = Stub(max_loras=1)
-    assert list(vllm_facts.reasons_not_to_share(config)) == ["adapters"]
+    assert list(engine_facts.reasons_not_to_share(config)) == ["adapters"]
 
 
 def test_scales_that_each_process_finds_are_never_shared() -> None:
     config = engine()
     config.cache_config.calculate_kv_scales = True
-    assert list(vllm_facts.reasons_not_to_share(config)) == ["scales"]
+    assert list(engine_facts.reasons_not_to_share(config)) == ["scales"]
 
 
 class TestNamespaceFacts:
@@ -281,7 +281,7 @@ class TestNamespaceFacts:
         self.model = str(tmp_path)
 
     def facts(self, config: Any, **settings: Any) -> dict[str, str]:
-        common = pytest.importorskip("kvcascade.vllm_common")
+        common = pytest.importorskip("kvcascade.vllm.adapter")
         given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}], **settings})
         if config is not None:
             config.model_config.__dict__.update(model=self.model, revision=None)
@@ -306,7 +306,7 @@ class TestNamespaceFacts:
         assert self.is_shared(None, weights_id="mine")
 
     def test_one_line_for_each_reason(self, caplog: pytest.LogCaptureFixture) -> None:
-        common = pytest.importorskip("kvcascade.vllm_common")
+        common = pytest.importorskip("kvcascade.vllm.adapter")
         config = with_media(0, enable_prefix_caching=False)
         config.cache_config.calculate_kv_scales = True
         given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcascade.config import parse
+from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.vllm_packing import group_facts, packing_of_layers
+from kvcascade.vllm.packing import group_facts, packing_of_layers
 
 
 class TestMachine:
@@ -23,7 +23,7 @@ class TestMachine:
         kind: str = "cpu",
     ) -> str:
         """On this platform, on a CPU with these instruction sets."""
-        common = pytest.importorskip("kvcascade.vllm_common")
+        common = pytest.importorskip("kvcascade.vllm.adapter")
         platform = Stub(device_name=name, device_type=kind)
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         monkeypatch.setattr(

@@ -6,8 +6,8 @@ import threading
 
 from support.cascade import Cascade, key
 
-from kvcascade.announce import BATCH_BLOCKS, MAX_BATCHES, Announcer
 from kvcascade.errors import CorruptionError
+from kvcascade.observe.announce import BATCH_BLOCKS, MAX_BATCHES, Announcer
 from kvcascade.tiers.base import BlockHash
 
 WAIT_S = 10.0

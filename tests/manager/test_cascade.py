@@ -7,7 +7,7 @@ from support.cascade import BLOCK_SIZE, Cascade, block_bytes
 from support.inside import demoters, levels
 from support.keys import key, keys
 
-from kvcascade.config import WriteMode
+from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState

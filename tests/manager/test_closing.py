@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from kvcascade.assembly import Cascade, Geometry, open_cascade
-from kvcascade.config import parse
+from kvcascade.assembly.build import Cascade, Geometry, open_cascade
+from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.tier import NvmeTier
 from kvcascade.tiers.policies import known_names
 

@@ -7,7 +7,7 @@ from support.cascade import Cascade
 from support.inside import demoters, levels
 from support.keys import key, keys
 
-from kvcascade.config import OnReset, WriteMode
+from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions

@@ -11,7 +11,7 @@ from support.three_tiers import MIDDLE_SLOTS, TOP_SLOTS, middle_config, three_ti
 
 from kvcascade.manager import flow, tier_chain
 from kvcascade.manager.cascading import ManagerOptions, WriteMode
-from kvcascade.tiers.nvme.growth import RECHECK_S
+from kvcascade.tiers.nvme.writer.growth import RECHECK_S
 
 THROUGH = ManagerOptions(write_mode=WriteMode.THROUGH)
 NEW = 1000

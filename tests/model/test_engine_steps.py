@@ -18,7 +18,7 @@ from support.books import Books
 from support.cascade import BLOCK_SIZE, Cascade
 from support.inside import levels
 
-from kvcascade.config import OnReset, WriteMode
+from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from support.cascade import Cascade, block_bytes, key
 
-from kvcascade.config import OnReset, WriteMode
+from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request

@@ -13,12 +13,12 @@ from support.keys import keys
 from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
+from kvcascade.assembly.nvme_parts import chain_notes
 from kvcascade.errors import CorruptionError
-from kvcascade.nvme_parts import chain_notes
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.capacity import Plan, index_bytes, slots_in_index
-from kvcascade.tiers.nvme.format import MAX_SLOTS, PAGE_BYTES
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.segments.format import MAX_SLOTS, PAGE_BYTES
+from kvcascade.tiers.nvme.writer.capacity import Plan, index_bytes, slots_in_index
 
 SLOTS, PER_SEGMENT = 64, 8
 RESERVE_BYTES = 1 << 20

@@ -11,11 +11,11 @@ from support.nvme_peer import Peer
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, TierIOError
-from kvcascade.tiers.nvme import index_pages
-from kvcascade.tiers.nvme.clean_mark import NAME, read_mark, write_mark
-from kvcascade.tiers.nvme.index_file import DATA_NAME
-from kvcascade.tiers.nvme.maintenance import Drop, take_entries
-from kvcascade.tiers.nvme.reader import IndexReader, locate, read_description
+from kvcascade.tiers.nvme.index import index_pages
+from kvcascade.tiers.nvme.index.clean_mark import NAME, read_mark, write_mark
+from kvcascade.tiers.nvme.index.index_file import DATA_NAME
+from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
+from kvcascade.tiers.nvme.offline.reader import IndexReader, locate, read_description
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 
 SLOTS, PER_SEGMENT = 256, 32
@@ -147,7 +147,7 @@ def test_the_mark_comes_after_the_sync(
         assert transaction == rig.tier.index._env.info()["last_txnid"]
 
     rig = Rig(config)
-    monkeypatch.setattr("kvcascade.tiers.nvme.index.write_mark", mark)
+    monkeypatch.setattr("kvcascade.tiers.nvme.index.block_index.write_mark", mark)
     rig.tier.index._env = Noting(rig.tier.index._env)  # type: ignore[assignment]
     rig.close()
     last = [step for step in steps if step in ("begin", "sync", "mark")][-3:]

@@ -9,9 +9,9 @@ import pytest
 from support.nvme_rig import Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
-from kvcascade.tiers.nvme.format import parse_entry
-from kvcascade.tiers.nvme.index_port import CommitOutcome
+from kvcascade.tiers.nvme.index.index_port import CommitOutcome
+from kvcascade.tiers.nvme.index_directory import REFRESH_EVERY_CHANGES
+from kvcascade.tiers.nvme.segments.format import parse_entry
 
 OK = BlockOutcome.OK
 KEY = key(0)

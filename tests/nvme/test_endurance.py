@@ -9,12 +9,12 @@ from support.nvme_rig import key
 
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
-from kvcascade.metrics import METRICS, Snapshot
+from kvcascade.observe.metrics import METRICS, Snapshot
 from kvcascade.tiers import endurance
 from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
-from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.index import BlockIndex, open_index
-from kvcascade.tiers.nvme.index_keys import IndexIdentity
+from kvcascade.tiers.nvme.index.block_index import BlockIndex, open_index
+from kvcascade.tiers.nvme.index.index_keys import IndexIdentity
+from kvcascade.tiers.nvme.segments.format import IndexEntry
 
 NOW_S = 1_800_000_000.0
 INLINE_LIMIT_BYTES = 2000

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcascade.tiers.nvme.extents import ExtentPool, complement
+from kvcascade.tiers.nvme.segments.extents import ExtentPool, complement
 
 SLOTS = 48
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.format import (
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
     SLOT_RECORD_BYTES,
     IndexEntry,
@@ -26,7 +26,7 @@ from kvcascade.tiers.nvme.format import (
     segment_number,
     slot_in_entry,
 )
-from kvcascade.tiers.nvme.segments import SegmentSet
+from kvcascade.tiers.nvme.segments.segment_files import SegmentSet
 
 LAYOUT = SegmentLayout(block_bytes=8192, slots=5, fingerprint="ab" * 32)
 ENTRY = IndexEntry(slot=7, length=8192, checksum=2**64 - 1, generation=2**63)

@@ -15,10 +15,10 @@ from support.keys import key, keys
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.capacity import BUDGET_LOCK
-from kvcascade.tiers.nvme.filesystem import FileLock, RealFileSystem
-from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
+from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
+from kvcascade.tiers.nvme.writer.capacity import BUDGET_LOCK
+from kvcascade.tiers.nvme.writer.growth import RETRY_AFTER_S
 
 PER_SEGMENT = 8
 SEGMENTS = 8

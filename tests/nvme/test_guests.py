@@ -9,9 +9,9 @@ import pytest
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
-from kvcascade.tiers.nvme.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.namespace import OWNERS
-from kvcascade.tiers.nvme.owners import Owners
+from kvcascade.tiers.nvme.writer.owners import Owners
 
 KEYS = [key(i) for i in range(8)]
 Beside = Callable[[Path, bool], None]

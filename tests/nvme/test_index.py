@@ -14,10 +14,8 @@ from support.nvme_rig import key
 
 from kvcascade.errors import CorruptionError, FormatError
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.nvme import index_scan
-from kvcascade.tiers.nvme.capacity import index_bytes
-from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.index import (
+from kvcascade.tiers.nvme.index import index_scan
+from kvcascade.tiers.nvme.index.block_index import (
     NO_PAGES_PAUSE_S,
     NO_PAGES_TRIES,
     BlockIndex,
@@ -25,11 +23,13 @@ from kvcascade.tiers.nvme.index import (
     attach_index,
     open_index,
 )
-from kvcascade.tiers.nvme.index_environment import open_environment
-from kvcascade.tiers.nvme.index_file import DATA_NAME
-from kvcascade.tiers.nvme.index_keys import IndexIdentity
-from kvcascade.tiers.nvme.index_port import CommitOutcome, Removal
-from kvcascade.tiers.nvme.saved_slots import SavedSlots
+from kvcascade.tiers.nvme.index.index_environment import open_environment
+from kvcascade.tiers.nvme.index.index_file import DATA_NAME
+from kvcascade.tiers.nvme.index.index_keys import IndexIdentity
+from kvcascade.tiers.nvme.index.index_port import CommitOutcome, Removal
+from kvcascade.tiers.nvme.index.saved_slots import SavedSlots
+from kvcascade.tiers.nvme.segments.format import IndexEntry
+from kvcascade.tiers.nvme.writer.capacity import index_bytes
 
 IDENTITY = IndexIdentity(b"f" * 32, 4096, 8)
 CAPACITY = 64

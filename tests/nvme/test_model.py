@@ -17,8 +17,8 @@ from support.executors import SteppingExecutor
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
-from kvcascade.tiers.nvme.backend import NvmeSpec
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.nvme_backend import NvmeSpec
 
 KEYS = 24
 SLOTS = 16

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tiers.nvme.filesystem import File, RealFileSystem
-from kvcascade.tiers.nvme.format import SegmentLayout, SlotRecord
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.segments import SegmentSet
+from kvcascade.tiers.nvme.disk.filesystem import File, RealFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.segments.format import SegmentLayout, SlotRecord
+from kvcascade.tiers.nvme.segments.segment_files import SegmentSet
 
 PAGE = 4096
 WINDOW = (PAGE, 4 * PAGE)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.nvme_rig import Rig, config_for
 
-from kvcascade.tiers.nvme.presence import owners
+from kvcascade.tiers.nvme.offline.presence import owners
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from support.mover_rig import MoverRig
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import InUseError, TierIOError
-from kvcascade.handlers.mover import STARTS_PER_MINUTE
-from kvcascade.handlers.mover_child import Connection
+from kvcascade.handlers.node.mover import STARTS_PER_MINUTE
+from kvcascade.handlers.node.mover_child import Connection
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.index_environment import open_environment
-from kvcascade.tiers.nvme.owners import MAX_PROCESSES
+from kvcascade.tiers.nvme.index.index_environment import open_environment
+from kvcascade.tiers.nvme.writer.owners import MAX_PROCESSES
 
 MAX_PID = 1 << 22
 

@@ -14,9 +14,8 @@ from support.nvme_peer import Peer
 from support.nvme_rig import Rig, config_for, filled, key
 
 from kvcascade.errors import InUseError, NoSpaceError
-from kvcascade.tiers.nvme.capacity import SpaceBudget
-from kvcascade.tiers.nvme.filesystem import FileSystem, RealFileSystem
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import (
     LOCK,
     MAX_LEFTOVERS,
@@ -26,6 +25,7 @@ from kvcascade.tiers.nvme.namespace import (
     remove_namespace,
 )
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
+from kvcascade.tiers.nvme.writer.capacity import SpaceBudget
 
 SLOTS = 32
 LEFTOVER = ".removing-model-0123456789ab.{:016x}"
@@ -105,7 +105,7 @@ def test_who_waits_for_the_lock_of_a_removed_one_begins_anew(
             folder.mkdir(mode=0o700)
         held.release()
 
-    monkeypatch.setattr("kvcascade.tiers.nvme.filesystem.time.sleep", pause)
+    monkeypatch.setattr("kvcascade.tiers.nvme.disk.filesystem.time.sleep", pause)
     if not is_made_anew:
         with pytest.raises(FileNotFoundError):
             fs.lock(folder / LOCK, shared=True, wait_s=1.0)

@@ -14,12 +14,12 @@ from support.nvme_peer import Peer, PeerFailed
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme import capacity
-from kvcascade.tiers.nvme.format import PAGE_BYTES
-from kvcascade.tiers.nvme.growth import BALANCE_EVERY_S, RECHECK_S
-from kvcascade.tiers.nvme.moved import BATCH_BLOCKS
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.format import PAGE_BYTES
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
+from kvcascade.tiers.nvme.writer import capacity
+from kvcascade.tiers.nvme.writer.growth import BALANCE_EVERY_S, RECHECK_S
+from kvcascade.tiers.nvme.writer.moved import BATCH_BLOCKS
 
 SLOTS, PER_SEGMENT = 64, 8
 COMMITS = 200

@@ -15,11 +15,11 @@ from support.keys import key, keys
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme import index
-from kvcascade.tiers.nvme import store as store_module
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.store import Durability
-from kvcascade.tiers.nvme.turns import HANDOVER_S, Turns
+from kvcascade.tiers.nvme.disk.concurrency import HANDOVER_S, Turns
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.index import block_index
+from kvcascade.tiers.nvme.segments import store as store_module
+from kvcascade.tiers.nvme.segments.store import Durability
 
 OK, GONE, CORRUPT = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CORRUPT
 IO_ERROR, NO_SPACE = BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE
@@ -172,7 +172,7 @@ def test_removals_that_failed_are_owed(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert sum(rig.check(block_hash) for block_hash in present) == 32
 
 
-def _fail_once(failing: index.BlockIndex) -> Callable[..., bool]:
+def _fail_once(failing: block_index.BlockIndex) -> Callable[..., bool]:
     real, calls = failing._enter_epoch, iter([True])
 
     def enter_epoch(txn: lmdb.Transaction[bytes], epoch: int) -> bool:

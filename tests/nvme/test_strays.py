@@ -12,8 +12,8 @@ from support.keys import key, keys
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.directory import REFRESH_EVERY_CHANGES
-from kvcascade.tiers.nvme.index_port import CommitOutcome
+from kvcascade.tiers.nvme.index.index_port import CommitOutcome
+from kvcascade.tiers.nvme.index_directory import REFRESH_EVERY_CHANGES
 
 SLOTS = 32
 POLICIES = ["lru", "arc", "s3fifo", "prefix"]

@@ -18,13 +18,18 @@ from support.nvme_rig import BLOCK, SLOT_BYTES, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.backend import BATCHES_AHEAD
-from kvcascade.tiers.nvme.capacity import BUDGET_LOCK, capacity_for, index_bytes, plan_capacity
-from kvcascade.tiers.nvme.format import MAX_SLOTS, SegmentLayout
-from kvcascade.tiers.nvme.growth import RETRY_AFTER_S
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.nvme_backend import BATCHES_AHEAD
+from kvcascade.tiers.nvme.segments.format import MAX_SLOTS, SegmentLayout
+from kvcascade.tiers.nvme.segments.store import Durability
+from kvcascade.tiers.nvme.writer.capacity import (
+    BUDGET_LOCK,
+    capacity_for,
+    index_bytes,
+    plan_capacity,
+)
+from kvcascade.tiers.nvme.writer.growth import RETRY_AFTER_S
 from kvcascade.tiers.policies import ORDERS
 
 SMALL_SEGMENT = 8

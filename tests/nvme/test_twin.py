@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tiers.nvme.filesystem import FileSystem, RealFileSystem
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 
 
 @pytest.mark.parametrize("make", [RealFileSystem, MemoryFileSystem])

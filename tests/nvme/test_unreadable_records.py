@@ -15,9 +15,9 @@ from support.keys import key, keys
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.filesystem import File, RealFileSystem
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.repairs import RETRY_AFTER_S
+from kvcascade.tiers.nvme.disk.filesystem import File, RealFileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.writer.repairs import RETRY_AFTER_S
 
 PAGE = 4096
 SLOTS = 32

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.nvme_rig import Rig, config_for, key
 
-from kvcascade.config import parse
+from kvcascade.assembly.named import check_names
+from kvcascade.config.schema import parse
 from kvcascade.manager.admission import admission_by_path
-from kvcascade.named import check_names
 from kvcascade.tiers.base import BlockStatus
 from kvcascade.tiers.policies import ENTRY_POINTS, create, known_names
 

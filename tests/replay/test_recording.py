@@ -10,9 +10,9 @@ import pytest
 from support.cascade import key
 from support.clock import ManualClock
 
-from kvcascade import recording
 from kvcascade.errors import KVCascadeError
-from kvcascade.recording import Recorder, RecordFacts, RecordFiles, open_recorder
+from kvcascade.observe import recording
+from kvcascade.observe.recording import Recorder, RecordFacts, RecordFiles, open_recorder
 from kvcascade.tools.replay.options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.simulation import replay
 from kvcascade.tools.replay.traces import read_trace

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.traces import TRACES, reference
 
-from kvcascade.config import WriteMode
+from kvcascade.config.schema import WriteMode
 from kvcascade.errors import ConfigError
 from kvcascade.tools.replay.options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.report import Quantiles, ReplayReport

@@ -22,14 +22,14 @@ from support.nvme_rig import Rig, config_for, filled
 from kvcascade.errors import KVCascadeError
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import header as arena_header
-from kvcascade.tiers.nvme.format import (
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
     SLOT_RECORD_BYTES,
     parse_description,
     parse_entry,
     parse_record,
 )
-from kvcascade.tiers.nvme.namespace import NamespaceKey
 
 ROUNDS = 40
 SOAK_PROCESSES = 100

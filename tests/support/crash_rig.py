@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kvcascade.assembly import Cascade, Geometry, open_cascade, open_worker
-from kvcascade.config import CascadeConfig, parse
-from kvcascade.handlers.device import GpuBlocks
+from kvcascade.assembly.build import Cascade, Geometry, open_cascade, open_worker
+from kvcascade.config.schema import CascadeConfig, parse
+from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
-from kvcascade.tiers.nvme.capacity import capacity_for
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.nvme.writer.capacity import capacity_for
 from kvcascade.tiers.policies import OrderedPolicy, create, known_names
 
 from .executors import InlineExecutor

@@ -16,10 +16,10 @@ import pytest
 import torch
 from support.tensor_operations import tensor_operations
 
-from kvcascade.handlers import number_uploads
-from kvcascade.handlers.batched_copy import Addresses
-from kvcascade.handlers.hazards import Direction
-from kvcascade.handlers.host_register import HostRegistration
+from kvcascade.handlers.device import number_uploads
+from kvcascade.handlers.device.batched_copy import Addresses
+from kvcascade.handlers.device.hazards import Direction
+from kvcascade.handlers.device.host_register import HostRegistration
 
 STORE, LOAD = 0, 1
 """Directions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvcascade.handlers.geometry import PageRef
+from kvcascade.handlers.device.geometry import PageRef
 
 from .kv_layouts import Case
 

@@ -7,8 +7,8 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.handlers.nvme_jobs import QueueOptions
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.counters import LinkCounters
@@ -17,9 +17,9 @@ from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, SlotSpec
 from kvcascade.tiers.memory import MemoryBackend
-from kvcascade.tiers.nvme.filesystem import FileSystem
-from kvcascade.tiers.nvme.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem
+from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvcascade.handlers.base import TransferResult
-from kvcascade.handlers.device import DeviceCopier, GpuBlocks
-from kvcascade.handlers.device_cpu import CpuDeviceCopier
-from kvcascade.handlers.geometry import WorkerLayout
-from kvcascade.handlers.hazards import Direction
+from kvcascade.handlers.device.copier import DeviceCopier, GpuBlocks
+from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
+from kvcascade.handlers.device.geometry import WorkerLayout
+from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.bench import gpu_device

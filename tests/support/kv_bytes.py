@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.tiers.nvme.capacity import capacity_for
+from kvcascade.tiers.nvme.writer.capacity import capacity_for
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig

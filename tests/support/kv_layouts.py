@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcascade.handlers.device import GpuBlocks
-from kvcascade.handlers.geometry import PageRef, TensorLayout, WorkerLayout
+from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
 

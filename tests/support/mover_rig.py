@@ -14,12 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from kvcascade.handlers.base import OffloadingHandler, TransferResult
-from kvcascade.handlers.mover import Mover, MoverOptions
-from kvcascade.handlers.mover_child import Connection, launch
-from kvcascade.handlers.mover_process import MoverBackground, MoverLoadHandler, MoverStoreHandler
-from kvcascade.handlers.mover_wire import Setup
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.handlers.nvme_jobs import QueueOptions
+from kvcascade.handlers.node.mover import Mover, MoverOptions
+from kvcascade.handlers.node.mover_child import Connection, launch
+from kvcascade.handlers.node.mover_process import (
+    MoverBackground,
+    MoverLoadHandler,
+    MoverStoreHandler,
+)
+from kvcascade.handlers.node.mover_wire import Setup
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
 from kvcascade.tiers.nvme.attach import attachment_of
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcascade.config import NvmeTier
+from kvcascade.config.schema import NvmeTier
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.tiers.nvme.filesystem import File, FileSystem, RealFileSystem, View
+from kvcascade.tiers.nvme.disk.filesystem import File, FileSystem, RealFileSystem, View
 
 READ_RATE = "KVCASCADE_TEST_READ_BYTES_PER_S"
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.vllm_modern import CascadeManager
+from kvcascade.vllm.v0_26 import CascadeManager
 
 from .inside import demoters, solos
 from .kv_bytes import Shape, offloading_config, page

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.vllm_modern import CascadeWorker
+from kvcascade.vllm.v0_26 import CascadeWorker
 
 from .kv_bytes import Shape, offloading_config
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvcascade.handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.handlers.nvme_pair import NvmePairHandler
+from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.handlers.node.nvme_pair import NvmePairHandler
 from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier

@@ -28,11 +28,11 @@ from support.nvme_rig import BLOCK, config_for, content, key
 
 from kvcascade.errors import InUseError
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.filesystem import RealFile
-from kvcascade.tiers.nvme.format import block_checksum, parse_record
+from kvcascade.tiers.nvme.disk.filesystem import RealFile
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.reader import read_description
-from kvcascade.tiers.nvme.store import Durability
+from kvcascade.tiers.nvme.offline.reader import read_description
+from kvcascade.tiers.nvme.segments.format import block_checksum, parse_record
+from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tools.cache import export as export_module
 from kvcascade.tools.cache.carried import CarriedReader
 from kvcascade.tools.cache.export import Choice, export

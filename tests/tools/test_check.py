@@ -14,11 +14,11 @@ from support.cache_rig import ROOT, call
 from support.users import unprivileged
 from typer.testing import CliRunner
 
+from kvcascade.assembly.named import checked
+from kvcascade.config.machine import ThisMachine
 from kvcascade.errors import ConfigError, TierIOError
-from kvcascade.machine import ThisMachine
-from kvcascade.named import checked
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tiers.nvme.capacity import plan_capacity
+from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.__main__ import app
 from kvcascade.tools.cache.check import (
     OPEN_S,

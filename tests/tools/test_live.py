@@ -24,11 +24,11 @@ from support.nvme_peer import Peer
 from support.nvme_rig import config_for, key
 
 from kvcascade.errors import NoSpaceError
-from kvcascade.tiers.nvme import maintenance
-from kvcascade.tiers.nvme.index import BlockIndex, attach_index
-from kvcascade.tiers.nvme.index_file import stored_map_bytes
-from kvcascade.tiers.nvme.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
-from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tiers.nvme.index.block_index import BlockIndex, attach_index
+from kvcascade.tiers.nvme.index.index_file import stored_map_bytes
+from kvcascade.tiers.nvme.offline import maintenance
+from kvcascade.tiers.nvme.offline.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
+from kvcascade.tiers.nvme.offline.reader import read_description
 from kvcascade.tools.cache import verify as core
 from kvcascade.tools.cache.opened import locations, opened
 from kvcascade.tools.commands.common import ExitCode
@@ -231,8 +231,8 @@ HALF_WAY = f"""
 import sys
 from pathlib import Path
 from support.nvme_rig import config_for, key
-from kvcascade.tiers.nvme.maintenance import Drop, take_entries
-from kvcascade.tiers.nvme.reader import read_description
+from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
+from kvcascade.tiers.nvme.offline.reader import read_description
 from kvcascade.tools.cache.opened import locations, opened
 
 class Interrupted(list):

@@ -17,7 +17,7 @@ import pytest
 from support.cache_rig import ROOT, Answer, call, fill
 from support.children import environment
 
-from kvcascade.tiers.nvme.capacity import plan_capacity
+from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.cache.carried import CarriedReader
 from kvcascade.tools.cache.import_ import _wanted
 from kvcascade.tools.commands.common import ExitCode
@@ -222,7 +222,7 @@ def from_stdin(cache: Path, descriptor: int) -> Answer:
 
 _KILLED = """
 import os, signal
-from kvcascade.tiers.nvme.filesystem import RealFile
+from kvcascade.tiers.nvme.disk.filesystem import RealFile
 RealFile.sync = lambda file: os.kill(os.getpid(), signal.SIGTERM)
 """
 

@@ -11,8 +11,9 @@ import pytest
 from support.cache_rig import UsageRig, call, config_of
 from support.nvme_rig import key
 
-from kvcascade.chains import ChainNotes, finest_chain
-from kvcascade.tiers.nvme.chains import (
+from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     CHAINS,
     MAX_RUN_BLOCKS,
@@ -21,8 +22,7 @@ from kvcascade.tiers.nvme.chains import (
     cells_for,
     head_of,
 )
-from kvcascade.tiers.nvme.format import parse_record
-from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.common import ExitCode
 
 TOKENS = 32

@@ -29,10 +29,10 @@ from support.clock import ManualClock
 from support.nvme_rig import BLOCK, key
 
 from kvcascade.errors import CorruptionError, NoSpaceError
-from kvcascade.tiers.nvme.format import IndexEntry
-from kvcascade.tiers.nvme.reader import Description, IndexReader
-from kvcascade.tiers.nvme.saved_slots import pack_saved_slots, parse_saved_slots
-from kvcascade.tiers.nvme.scan import Throttle
+from kvcascade.tiers.nvme.index.saved_slots import pack_saved_slots, parse_saved_slots
+from kvcascade.tiers.nvme.offline.reader import Description, IndexReader
+from kvcascade.tiers.nvme.offline.scan import Throttle
+from kvcascade.tiers.nvme.segments.format import IndexEntry
 from kvcascade.tools.cache import verify as core
 from kvcascade.tools.commands.common import ExitCode
 

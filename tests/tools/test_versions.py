@@ -23,7 +23,7 @@ from kvcascade.tools.versions import (
     files_for,
     status_line,
 )
-from kvcascade.vllm_generation import SUPPORTED
+from kvcascade.vllm.generation import SUPPORTED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS: list[Release | Feature] = [*RELEASES, *FEATURES]

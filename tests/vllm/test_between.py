@@ -13,11 +13,11 @@ from typing import Any, cast
 import pytest
 from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
 
-from kvcascade import vllm_between
 from kvcascade.errors import ConfigError
 from kvcascade.manager.request import Request
-from kvcascade.vllm_later import set_state, state_of
-from kvcascade.vllm_modern import shape_facts
+from kvcascade.vllm import v0_25
+from kvcascade.vllm.compatibility import set_state, state_of
+from kvcascade.vllm.v0_26 import shape_facts
 
 
 def spec(*tensors: tuple[int, int]) -> Any:
@@ -52,7 +52,7 @@ def spec(*tensors: tuple[int, int]) -> Any:
 
 
 def test_the_facts_are_those_of_later_versions() -> None:
-    config = vllm_between._config(spec((1000, 0), (500, 0)))
+    config = v0_25._config(spec((1000, 0), (500, 0)))
     assert shape_facts(cast(Any, config)) == {
         "dtype": "bfloat16",
         "tokens_per_hash": "16",
@@ -71,7 +71,7 @@ def test_the_facts_are_those_of_later_versions() -> None:
 
 
 def test_tensors_of_a_packed_layout_are_one_memory() -> None:
-    config = vllm_between._config(spec((1000, 64), (1000, 64)))
+    config = v0_25._config(spec((1000, 64), (1000, 64)))
     assert config.worker_kv_bytes_per_block == 100
 
 
@@ -100,7 +100,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             self.extra_config = {"tiers": [{"type": "cpu", "capacity": "1MiB"}], **extra}
 
         monkeypatch.setattr(OffloadingSpec, "__init__", init)
-        return vllm_between.CascadeOffloadingSpec(None, None)
+        return v0_25.CascadeOffloadingSpec(None, None)
 
     return made
 

@@ -17,11 +17,11 @@ from support.kv_bytes import Shape, damage, tiers
 from support.scheduler_rig import BLOCK_TOKENS, Kind, SchedulerRig, survives_aborts
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from kvcascade import vllm_facts
 from kvcascade.errors import ConfigError
 from kvcascade.tools.model import make_llama
-from kvcascade.vllm_modern import CascadeManager
-from kvcascade.vllm_refusals import offers_the_last_token
+from kvcascade.vllm import engine_facts
+from kvcascade.vllm.refusals import offers_the_last_token
+from kvcascade.vllm.v0_26 import CascadeManager
 
 STEPS = 400
 UNFINISHED_MAX = 8
@@ -121,7 +121,7 @@ KINDS = {
     "pipeline": Kind(stages=2),
     "window": Kind(window=96, chunk=1),
 }
-HANDS_STATES_OVER = vllm_facts.vllm_version() >= (0, 29)
+HANDS_STATES_OVER = engine_facts.vllm_version() >= (0, 29)
 if HANDS_STATES_OVER:
     KINDS["state"] = Kind(has_state=True, chunk=1)
 
@@ -174,7 +174,7 @@ def test_who_holds_blocks_runs_though_an_earlier_one_needs_more_than_is_left(
     def lies_below(chunks: int) -> bool:
         """A block counts from the moment it has a slot; while it is written, it is pinned above."""
         below = manager.tier_states()[1]
-        return below.blocks == chunks and below.demote_jobs == 0
+        return bool(below.blocks == chunks and below.demote_jobs == 0)
 
     try:
         for number, (name, prompt) in enumerate(prompts.items(), start=1):

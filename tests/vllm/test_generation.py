@@ -33,13 +33,13 @@ TREES: dict[str, dict[str, str]] = {
     "0.33.0": {"base": "OffloadKey = OffloadingWorker = bytes", "config": ""},
 }
 ADAPTERS = {
-    "0.16.0": "vllm_seed",
-    "0.19.1": "vllm_seed",
-    "0.24.0": "vllm_handlers",
-    "0.25.1": "vllm_between",
-    "0.26.0": "vllm_modern",
-    "0.27.1": "vllm_modern",
-    "0.33.0": "vllm_modern",
+    "0.16.0": "v0_16",
+    "0.19.1": "v0_16",
+    "0.24.0": "v0_24",
+    "0.25.1": "v0_25",
+    "0.26.0": "v0_26",
+    "0.27.1": "v0_26",
+    "0.33.0": "v0_26",
 }
 
 
@@ -73,7 +73,7 @@ def tree(folder: Path, version: str) -> None:
 @pytest.mark.parametrize("version", sorted(ADAPTERS))
 def test_supported_versions_have_an_adapter(version: str, tmp_path: Path) -> None:
     tree(tmp_path, version)
-    done = run("from kvcascade.vllm_generation import adapter; print(adapter())", tmp_path)
+    done = run("from kvcascade.vllm.generation import adapter; print(adapter())", tmp_path)
     assert done.stdout.strip() == ADAPTERS[version], done.stderr
 
 

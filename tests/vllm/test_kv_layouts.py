@@ -32,7 +32,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcascade.errors import ConfigError
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.vllm_modern import CascadeLoadStoreSpec
+from kvcascade.vllm.v0_26 import CascadeLoadStoreSpec
 
 BLOCKS, SLOTS, TOKENS = 8, 40, 32
 Groups = list[KVCacheGroupSpec]

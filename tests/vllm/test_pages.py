@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcascade.errors import ConfigError
-from kvcascade.vllm_pages import Pages, from_canonical, from_tensors, require_whole
+from kvcascade.vllm.kv_pages import Pages, from_canonical, from_tensors, require_whole
 
 BLOCKS, HEADS, TOKENS, SIZE = 7, 2, 16, 8
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvcascade import vllm_plugin
 from kvcascade.errors import ConfigError
-from kvcascade.vllm_generation import adapter
+from kvcascade.vllm import plugin
+from kvcascade.vllm.generation import adapter
 
 GOOD = {"spec_name": "CascadeOffloadingSpec", "tiers": [{"type": "cpu", "capacity": "1MiB"}]}
 
@@ -22,7 +22,7 @@ def load_with(**given: Any) -> None:
     vllm_config = given.get("vllm_config")
     self = given.get("self")
     assert (vllm_config, self) is not None
-    vllm_plugin.register()
+    plugin.register()
 
 
 def holder(extra: dict[str, Any]) -> SimpleNamespace:
@@ -63,7 +63,7 @@ def look_below(calls: int) -> Mapping[str, Any] | None:
     """Look for a configuration that the frame above holds, from so many calls below it."""
     if calls > 1:
         return look_below(calls - 1)
-    return vllm_plugin._find_extra_config(inspect.currentframe())
+    return plugin._find_extra_config(inspect.currentframe())
 
 
 def held_above(calls: int) -> Mapping[str, Any] | None:
@@ -74,22 +74,22 @@ def held_above(calls: int) -> Mapping[str, Any] | None:
 
 
 def test_it_looks_no_further_than_its_limit() -> None:
-    assert held_above(vllm_plugin.MAX_FRAMES - 1) == GOOD
-    assert held_above(vllm_plugin.MAX_FRAMES) is None
-    assert held_above(vllm_plugin.MAX_FRAMES + 1) is None
+    assert held_above(plugin.MAX_FRAMES - 1) == GOOD
+    assert held_above(plugin.MAX_FRAMES) is None
+    assert held_above(plugin.MAX_FRAMES + 1) is None
 
 
 def test_vllm_finds_the_plugin_of_the_installed_package() -> None:
     from vllm.plugins import load_plugins_by_group
 
-    assert load_plugins_by_group("vllm.general_plugins")["kvcascade"] is vllm_plugin.register
+    assert load_plugins_by_group("vllm.general_plugins")["kvcascade"] is plugin.register
 
 
 def test_the_spec_can_be_named_without_its_module() -> None:
     """In every generation; the class comes from the adapter of the installed vLLM."""
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-    vllm_plugin.register()
-    vllm_plugin.register()
+    plugin.register()
+    plugin.register()
     found = OffloadingSpecFactory._registry["CascadeOffloadingSpec"]()
-    assert found.__module__ == f"kvcascade.{adapter()}"
+    assert found.__module__ == f"kvcascade.vllm.{adapter()}"

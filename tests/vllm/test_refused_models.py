@@ -21,10 +21,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvcascade import vllm_facts, vllm_plugin
+from kvcascade.assembly.named import SPEC_NAME
 from kvcascade.errors import ConfigError
-from kvcascade.named import SPEC_NAME
-from kvcascade.vllm_refusals import refuse_answers, refuse_gaps, refuse_useless
+from kvcascade.vllm import engine_facts, plugin
+from kvcascade.vllm.refusals import refuse_answers, refuse_gaps, refuse_useless
 
 
 def engine(*, mla: bool, is_off: bool) -> Any:
@@ -40,7 +40,7 @@ def test_an_engine_that_cannot_continue_a_prefix_is_refused() -> None:
     refuse_useless(None)
     for config in (engine(mla=False, is_off=True), engine(mla=True, is_off=False)):
         refuse_useless(config)
-    assert not vllm_facts.continues_prefixes(engine(mla=True, is_off=True))
+    assert not engine_facts.continues_prefixes(engine(mla=True, is_off=True))
     with pytest.raises(ConfigError, match="MLA"):
         refuse_useless(engine(mla=True, is_off=True))
 
@@ -80,7 +80,7 @@ def test_full_attention_has_chunks_of_any_size() -> None:
 def test_answers_are_offloaded_where_vllm_leaves_their_end_out(
     minor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, minor))
+    monkeypatch.setattr(engine_facts, "vllm_version", lambda: (0, minor))
     for fine in ({}, {"offload_prompt_only": True}):
         refuse_answers(fine)
     if not 26 <= minor <= 29:
@@ -91,7 +91,7 @@ def test_answers_are_offloaded_where_vllm_leaves_their_end_out(
 
 
 def test_answers_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_facts, "vllm_version", lambda: (0, 28))
+    monkeypatch.setattr(engine_facts, "vllm_version", lambda: (0, 28))
     extra = {
         "spec_name": SPEC_NAME,
         "tiers": [{"type": "cpu", "capacity": "1MiB"}],
@@ -100,5 +100,5 @@ def test_answers_are_refused_before_the_model_is_loaded(monkeypatch: pytest.Monk
     transfer = SimpleNamespace(kv_connector_extra_config=extra)
     vllm_config = SimpleNamespace(kv_transfer_config=transfer)
     with pytest.raises(ConfigError, match="offload_prompt_only"):
-        vllm_plugin.register()
+        plugin.register()
     assert vllm_config.kv_transfer_config is transfer, "the plugin finds it in this frame"

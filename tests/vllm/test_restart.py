@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.server_rig import Server, cascade_options, server
 
-from kvcascade.metrics import PREFIX
+from kvcascade.observe.metrics import PREFIX
 from kvcascade.tools.model import make_llama
 from kvcascade.tools.server import Completion, ServerProcess, write_tokenizer
 

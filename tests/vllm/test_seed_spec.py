@@ -19,11 +19,11 @@ import torch
 from support.inside import solos
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvcascade.assembly import open_worker
+from kvcascade.assembly.build import open_worker
 from kvcascade.errors import ConfigError
-from kvcascade.vllm_generation import adapter
+from kvcascade.vllm.generation import adapter
 
-if adapter() != "vllm_seed":
+if adapter() != "v0_16":
     pytest.skip("needs vLLM 0.16 to 0.19", allow_module_level=True)
 
 # By name: the pinned vLLM, whose types are checked, has other ones.
@@ -257,7 +257,7 @@ def test_a_gpu_is_given_all_of_a_store_at_once(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step follows that of the request's end: the engine may sleep, and discard the pages."""
-    adapted = import_module("kvcascade.vllm_seed")
+    adapted = import_module("kvcascade.vllm.v0_16")
     asked: list[dict[str, Any]] = []
 
     def noted(*args: Any, **options: Any) -> Any:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from support.cache_rig import call, flip
 from support.server_rig import Server
 
-from kvcascade.metrics import METRICS, PREFIX, Kind
-from kvcascade.tiers.nvme.format import parse_record
+from kvcascade.observe.metrics import METRICS, PREFIX, Kind
+from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.common import ExitCode
 from kvcascade.tools.model import make_llama
 from kvcascade.tools.server import write_tokenizer

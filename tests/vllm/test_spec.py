@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.base import (
     TierMatcher,
 )
 
-from kvcascade import vllm_modern
-from kvcascade.vllm_modern import STATS_AT_END_S, STATS_INTERVAL_S
+from kvcascade.vllm import v0_26
+from kvcascade.vllm.v0_26 import STATS_AT_END_S, STATS_INTERVAL_S
 
 SHAPES = {
     "one_block_chunks": Shape(),
@@ -345,7 +345,7 @@ def test_ends_of_requests_do_not_have_metrics_read_at_every_step(
 ) -> None:
     """A read walks every tier. An engine that goes idle has none left to say."""
     now = ManualClock()
-    monkeypatch.setattr(vllm_modern, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(v0_26, "time", SimpleNamespace(monotonic=now))
     shape = Shape()
     with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
         requests = [driver.request(f"text {number}", 1) for number in range(20)]

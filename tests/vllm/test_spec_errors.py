@@ -191,7 +191,9 @@ def test_the_backend_that_workers_took_is_part_of_the_namespace(
     """The user did not ask for one; vLLM chose by the machine."""
     for backend, found in ((OneBackend, 0), (OneBackend, 4), (AnotherBackend, 0)):
         config = engine_with(backend)
-        monkeypatch.setattr("kvcascade.vllm_facts.engine_config", lambda config=config: config)
+        monkeypatch.setattr(
+            "kvcascade.vllm.engine_facts.engine_config", lambda config=config: config
+        )
         options = tiers(SHAPE, tmp_path, cpu=8, nvme=32)
         options[0]["arena_dir"] = str(shared)
         with Driver(SHAPE, options) as driver:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 
-from kvcascade.config import CascadeConfig, parse
-from kvcascade.vllm_common import with_time_to_flush
-from kvcascade.vllm_facts import seconds_to_stop
+from kvcascade.config.schema import CascadeConfig, parse
+from kvcascade.vllm.adapter import with_time_to_flush
+from kvcascade.vllm.engine_facts import seconds_to_stop
 
 
 def configured(flush_s: float | None, *, has_disk: bool = True) -> CascadeConfig:

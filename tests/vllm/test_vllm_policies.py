@@ -12,8 +12,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from kvcascade import vllm_policies
 
 CHUNKS = 16
-NAMES = sorted(name for name in vars(vllm_policies) if name.endswith("Policy") and name[0] != "_")
-NAMES.remove("CachePolicy")
+NAMES = sorted(vllm_policies.__all__)
 
 
 def manager_with(name: str) -> CPUOffloadingManager:

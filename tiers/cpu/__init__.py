@@ -2,7 +2,7 @@
 
 from .arena import Arena, ArenaRole
 from .arena_file import arena_path, sweep
-from .backend import CpuBackend
+from .cpu_backend import CpuBackend
 from .header import ArenaGeometry
 
 __all__ = ["Arena", "ArenaGeometry", "ArenaRole", "CpuBackend", "arena_path", "sweep"]

@@ -49,10 +49,10 @@ from .arena_file import (
     open_file,
     sweep,
 )
+from .arena_limits import probe_machine, process_start_ticks
 from .header import HEADER_BYTES, SCHEDULER_RECORD, ArenaGeometry, RankRecord, RecordState
 from .huge_pages import map_file
 from .locks import try_flock
-from .machine import probe_machine, process_start_ticks
 from .prefault import PIECE_BYTES, Span, prefault
 from .slot_table import SlotTable
 

@@ -38,14 +38,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ...config.sizes import human
 from ...errors import ConfigError, FormatError, InUseError, NoSpaceError, os_errors
-from ...sizes import human
 from .. import ofd_locks
 from . import header as layout
+from .arena_limits import MachineMemory, check_capacity, process_start_ticks
 from .header import HEADER_BYTES, ArenaGeometry, ArenaHeader, Creator
 from .huge_pages import gather
 from .locks import try_flock, turn_in
-from .machine import MachineMemory, check_capacity, process_start_ticks
 from .nodes import spread
 
 Clock = Callable[[], float]

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import os_errors
-from .filesystem import FileSystem, RealFileSystem
-from .format import SegmentLayout
-from .index import attach_index
+from .disk.filesystem import FileSystem, RealFileSystem
+from .index.block_index import attach_index
 from .namespace import OWNERS
-from .owners import last_owner
-from .segments import Segment, SegmentSet
-from .store import BlockStore, Durability
+from .segments.format import SegmentLayout
+from .segments.segment_files import Segment, SegmentSet
+from .segments.store import BlockStore, Durability
+from .writer.owners import last_owner
 
 if TYPE_CHECKING:
     from .tier import NvmeTier

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from ...errors import ConfigError, CorruptionError, InUseError, os_errors
 from ...logs import get_logger
-from .filesystem import FileLock, FileSystem
-from .format import FORMAT_VERSION, MAX_DESCRIPTION_BYTES, parse_description
-from .index_file import DATA_NAME
-from .owners import Owners
+from .disk.filesystem import FileLock, FileSystem
+from .index.index_file import DATA_NAME
+from .segments.format import FORMAT_VERSION, MAX_DESCRIPTION_BYTES, parse_description
+from .writer.owners import Owners
 
 SHORT_FINGERPRINT_DIGITS = 12
 MAX_NAME_CHARS = 64

@@ -15,16 +15,16 @@ import numpy.typing as npt
 
 from ...errors import KVCascadeError
 from ...logs import get_logger
-from .arrays import MappedArrays
-from .backend import NvmeBackend, StatusTable
-from .capacity import SEGMENT_BYTES
-from .directory import IndexDirectory
-from .growth import SegmentGrowth
-from .index import BlockIndex
+from .index.block_index import BlockIndex
+from .index.saved_slots import SavedSlots
+from .index_directory import IndexDirectory
 from .namespace import Namespace, NamespaceKey
-from .saved_slots import SavedSlots
-from .segments import SegmentSet
-from .store import BlockStore, Durability
+from .nvme_backend import NvmeBackend, StatusTable
+from .segments.arrays import MappedArrays
+from .segments.segment_files import SegmentSet
+from .segments.store import BlockStore, Durability
+from .writer.capacity import SEGMENT_BYTES
+from .writer.growth import SegmentGrowth
 
 _log = get_logger(__name__)
 

@@ -18,28 +18,28 @@ import numpy.typing as npt
 
 from ...errors import CorruptionError, KVCascadeError, is_for_want_of_resources, os_errors
 from ...logs import get_logger
-from .arrays import MappedArrays
-from .backend import Background, NvmeBackend, StatusTable, free_pools
-from .capacity import Plan, SpaceBudget
-from .directory import IndexDirectory
-from .filesystem import FileSystem
-from .format import SegmentLayout
-from .growth import SegmentGrowth
-from .index import (
+from .disk.filesystem import FileSystem
+from .index.block_index import (
     GENERATIONS_PER_SESSION,
     BlockIndex,
     Session,
     open_index,
 )
-from .index_file import DATA_NAME, damaged
-from .index_keys import IndexIdentity
-from .index_port import Removal
+from .index.index_file import DATA_NAME, damaged
+from .index.index_keys import IndexIdentity
+from .index.index_port import Removal
+from .index_directory import IndexDirectory
 from .namespace import Namespace, describe_namespace
+from .nvme_backend import Background, NvmeBackend, StatusTable, free_pools
 from .opened import NvmeTier, NvmeTierConfig, StartReport
-from .owners import MAX_PROCESSES
-from .repairs import OnEnd
-from .segments import SegmentSet
-from .store import BlockStore, Durability
+from .segments.arrays import MappedArrays
+from .segments.format import SegmentLayout
+from .segments.segment_files import SegmentSet
+from .segments.store import BlockStore, Durability
+from .writer.capacity import Plan, SpaceBudget
+from .writer.growth import SegmentGrowth
+from .writer.owners import MAX_PROCESSES
+from .writer.repairs import OnEnd
 
 _log = get_logger(__name__)
 

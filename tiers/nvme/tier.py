@@ -11,11 +11,11 @@ from concurrent.futures import Executor
 
 from ...errors import CorruptionError, os_errors
 from ...logs import get_logger
-from .capacity import Plan, plan_capacity
-from .filesystem import FileSystem, RealFileSystem
+from .disk.filesystem import FileSystem, RealFileSystem
 from .namespace import Namespace, open_namespace, stored_slots_per_segment
 from .opened import NvmeTier, NvmeTierConfig, StartReport
 from .opening import Opening
+from .writer.capacity import Plan, plan_capacity
 
 _log = get_logger(__name__)
 

@@ -21,9 +21,9 @@ from ...manager.flow import Link
 from ...manager.level import Tier
 from ...tiers.base import BlockHash
 from ...tiers.cpu import CpuBackend
-from ...tiers.nvme.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
-from ...tiers.nvme.index_port import CommitOutcome
+from ...tiers.nvme.index.index_port import CommitOutcome
 from ...tiers.nvme.namespace import NamespaceKey
+from ...tiers.nvme.segments.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
 from ...tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from ...tiers.policies import OrderedPolicy, create
 from ...tiers.policies.lru import LruOrder

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from ...handlers.geometry import PageRef, TensorLayout, WorkerLayout
-from ...handlers.hazards import Direction
-from ...sizes import human
+from ...config.sizes import human
+from ...handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
+from ...handlers.device.hazards import Direction
 from ...tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from .gpu_device import Contender, CudaDevice, Device, Room
 from .gpu_moves import (

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...handlers.batched_copy import Batch, NoBatchedCopyError, driver_batch
-from ...handlers.device import DeviceCopier
-from ...handlers.geometry import WorkerLayout
-from ...handlers.hazards import Direction
-from ...machine import ThisMachine
+from ...config.machine import ThisMachine
+from ...handlers.device.batched_copy import Batch, NoBatchedCopyError, driver_batch
+from ...handlers.device.copier import DeviceCopier
+from ...handlers.device.geometry import WorkerLayout
+from ...handlers.device.hazards import Direction
 from ...tiers.cpu.arena import DEFAULT_ARENA_DIR
 from .gpu_moves import Chain
 from .results import PAGES, VLLM, BenchError
@@ -162,8 +162,8 @@ class CudaDevice(Device):
     def ours(
         self, tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: npt.NDArray[np.uint8]
     ) -> Contender:
-        from ...handlers.device_cuda import CudaDeviceCopier
-        from ...handlers.host_register import cuda_registration
+        from ...handlers.device.device_cuda import CudaDeviceCopier
+        from ...handlers.device.host_register import cuda_registration
 
         registration = cuda_registration(tensors[0].device)
         copier = CudaDeviceCopier(tensors, layout, slots, registration=registration)
@@ -220,7 +220,7 @@ def _vllm(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
 
 
 def _pages(batch: Batch, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
-    from ...handlers.host_register import cuda_registration
+    from ...handlers.device.host_register import cuda_registration
     from .page_copies import PageCopier
 
     registration = cuda_registration(tensors[0].device)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...handlers.base import TransferResult
-from ...handlers.device import DeviceCopier, GpuBlocks
-from ...handlers.hazards import Direction
+from ...handlers.device.copier import DeviceCopier, GpuBlocks
+from ...handlers.device.hazards import Direction
 from ...tiers.base import SlotArray
 from .measurement import Figures
 from .results import BenchError

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...handlers.base import TransferResult
-from ...handlers.batched_copy import Batch
-from ...handlers.device import DeviceCopier, GpuBlocks
-from ...handlers.hazards import Direction
-from ...handlers.host_register import HostRegistration
+from ...handlers.device.batched_copy import Batch
+from ...handlers.device.copier import DeviceCopier, GpuBlocks
+from ...handlers.device.hazards import Direction
+from ...handlers.device.host_register import HostRegistration
 from ...tiers.base import SlotArray
 from ...tiers.cpu import Arena, ArenaGeometry, ArenaRole
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from ...handlers.bounce import huge_pages
+from ...handlers.node.bounce import huge_pages
 from .results import BenchError
 
 CALL_BYTES = 16 << 20

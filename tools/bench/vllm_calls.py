@@ -27,12 +27,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from ...assembly import Cascade
+from ...assembly.build import Cascade
 from ...manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from ...manager.level import Tier
 from ...tiers.cpu import CpuBackend
 from ...tiers.policies import create
-from ...vllm_modern import CascadeManager
+from ...vllm.v0_26 import CascadeManager
 
 Key = OffloadKey
 """For modules that know nothing of vLLM."""

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ...vllm_modern import CascadeManager, CascadeOffloadingSpec, CascadeWorker
+from ...vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
 
 TOKENS_PER_BLOCK = 16
 _engines = count()

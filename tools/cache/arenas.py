@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ...sizes import human
+from ...config.sizes import human
 from ...tiers.base import BlockHash
 from ...tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
 from ...tiers.cpu.header import HEADER_BYTES, ArenaGeometry

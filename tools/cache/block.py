@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ...errors import ConfigError
-from ...tiers.nvme.chains import HEAD_BYTES, head_of
-from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
-from ...tiers.nvme.index import GENERATIONS_PER_SESSION
-from ...tiers.nvme.reader import Description
-from ...tiers.nvme.scan import payload_checksum
+from ...tiers.nvme.index.block_index import GENERATIONS_PER_SESSION
+from ...tiers.nvme.offline.reader import Description
+from ...tiers.nvme.offline.scan import payload_checksum
+from ...tiers.nvme.segments.chains import HEAD_BYTES, head_of
+from ...tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
 from . import show
 from .inspect import GROUP_BYTES, tokens_per_block
 from .opened import OpenedCache, parse_hash

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, CorruptionError, FormatError, os_errors
-from ...tiers.nvme.format import (
+from ...tiers.nvme.namespace import NamespaceKey
+from ...tiers.nvme.offline.reader import Description, open_read_only
+from ...tiers.nvme.segments.format import (
     MAX_BLOCK_BYTES,
     MAX_DESCRIPTION_BYTES,
     MAX_SLOTS,
@@ -25,9 +27,7 @@ from ...tiers.nvme.format import (
     parse_record,
     tensor,
 )
-from ...tiers.nvme.namespace import NamespaceKey
-from ...tiers.nvme.reader import Description, open_read_only
-from ...tiers.nvme.segments import read_all
+from ...tiers.nvme.segments.segment_files import read_all
 
 FORMAT = "kvcascade-export"
 FORMAT_VERSION = "1"

@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config import CascadeConfig, NvmeTier
+from ...assembly.named import checked
+from ...assembly.nvme_parts import slots_of_segment
+from ...config.machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
+from ...config.options import noting
+from ...config.schema import CascadeConfig, NvmeTier
 from ...errors import os_errors
-from ...machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
-from ...named import checked
-from ...nvme_parts import slots_of_segment
-from ...options import noting
 from ...tiers.cpu import ArenaGeometry
+from ...tiers.cpu.arena_limits import probe_machine
 from ...tiers.cpu.huge_pages import address_of, gather, map_file
-from ...tiers.cpu.machine import probe_machine
 from ...tiers.cpu.prefault import prefault
-from ...tiers.nvme.capacity import plan_capacity
-from ...tiers.nvme.format import PAGE_BYTES
-from ...vllm_common import seconds_to_flush
+from ...tiers.nvme.segments.format import PAGE_BYTES
+from ...tiers.nvme.writer.capacity import plan_capacity
+from ...vllm.adapter import seconds_to_flush
 from .transfer import Given, read_tiering
 
 PROBE_BYTES = 128 << 20

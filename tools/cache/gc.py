@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError, InUseError, KVCascadeError, os_errors
-from ...tiers.nvme.chains import head_of
-from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.maintenance import (
+from ...tiers.nvme.disk.filesystem import RealFileSystem
+from ...tiers.nvme.namespace import described_layout, remove_namespace
+from ...tiers.nvme.offline.maintenance import (
     DAMAGED_SUFFIX,
     Drop,
     drop_entries,
@@ -29,9 +29,9 @@ from ...tiers.nvme.maintenance import (
     remove_segments,
     take_entries,
 )
-from ...tiers.nvme.namespace import described_layout, remove_namespace
-from ...tiers.nvme.presence import owners
-from ...tiers.nvme.reader import Location, Snapshot, read_description
+from ...tiers.nvme.offline.presence import owners
+from ...tiers.nvme.offline.reader import Location, Snapshot, read_description
+from ...tiers.nvme.segments.chains import head_of
 from ..commands.common import sentence
 from .block import only_match
 from .opened import OpenedCache, count_segments, opened, parse_hash

@@ -15,12 +15,12 @@ from typing import Any
 
 from ...errors import ConfigError, os_errors
 from ...tiers.base import BlockHash, BlockOutcome
-from ...tiers.nvme.capacity import plan_capacity
-from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.format import SegmentLayout, SlotRecord
+from ...tiers.nvme.disk.filesystem import RealFileSystem
 from ...tiers.nvme.namespace import NamespaceKey
-from ...tiers.nvme.reader import Description, Location, locate, read_description
-from ...tiers.nvme.scan import payload_checksum
+from ...tiers.nvme.offline.reader import Description, Location, locate, read_description
+from ...tiers.nvme.offline.scan import payload_checksum
+from ...tiers.nvme.segments.format import SegmentLayout, SlotRecord
+from ...tiers.nvme.writer.capacity import plan_capacity
 from .carried import CarriedHead, CarriedReader
 from .opened import choose, differing
 from .verify import Progress

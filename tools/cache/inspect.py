@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from ...errors import KVCascadeError, os_errors
 from ...tiers.endurance import DAY_S
-from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.presence import owners
-from ...tiers.nvme.reader import Location, Snapshot, read_description
-from ...tiers.nvme.state_reader import Usage
+from ...tiers.nvme.disk.filesystem import RealFileSystem
+from ...tiers.nvme.offline.presence import owners
+from ...tiers.nvme.offline.reader import Location, Snapshot, read_description
+from ...tiers.nvme.offline.state_reader import Usage
 from ..commands.common import ARENA_DIR, sentence
 from .arenas import kept_blocks
 from .opened import OpenedCache, count_segments, opened

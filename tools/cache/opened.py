@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, KVCascadeError, TierIOError
-from ...tiers.nvme.format import segment_number
 from ...tiers.nvme.namespace import SHORT_FINGERPRINT_DIGITS
-from ...tiers.nvme.presence import owners
-from ...tiers.nvme.reader import (
+from ...tiers.nvme.offline.presence import owners
+from ...tiers.nvme.offline.reader import (
     Description,
     IndexReader,
     Location,
@@ -21,7 +20,8 @@ from ...tiers.nvme.reader import (
     locate,
     read_description,
 )
-from ...tiers.nvme.state_reader import StateReader
+from ...tiers.nvme.offline.state_reader import StateReader
+from ...tiers.nvme.segments.format import segment_number
 from .probe import check_index_can_be_walked
 
 MAX_MATCHES_SHOWN = 8

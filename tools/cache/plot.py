@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import os_errors
-from ...tiers.nvme.reader import Location
+from ...tiers.nvme.offline.reader import Location
 from ..commands.common import CommandError, ExitCode
 from . import show
 from .inspect import NamespaceReport, occupancy, report

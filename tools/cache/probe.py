@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from ...errors import CorruptionError
-from ...tiers.nvme.index_file import DATA_NAME, damaged
-from ...tiers.nvme.reader import index_options
+from ...tiers.nvme.index.index_file import DATA_NAME, damaged
+from ...tiers.nvme.offline.reader import index_options
 
 PROBE_TIMEOUT_S = 600
 _CODE = """

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CorruptionError, KVCascadeError
-from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
-from ...tiers.nvme.index import GENERATIONS_PER_SESSION
-from ...tiers.nvme.index_keys import MAX_EPOCH, MAX_SESSION
-from ...tiers.nvme.maintenance import Totals, exclusive, replace_index
-from ...tiers.nvme.reader import Description, SegmentReader
-from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
-from ...tiers.nvme.state_reader import StateReader
+from ...tiers.nvme.index.block_index import GENERATIONS_PER_SESSION
+from ...tiers.nvme.index.index_keys import MAX_EPOCH, MAX_SESSION
+from ...tiers.nvme.offline.maintenance import Totals, exclusive, replace_index
+from ...tiers.nvme.offline.reader import Description, SegmentReader
+from ...tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
+from ...tiers.nvme.offline.state_reader import StateReader
+from ...tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
 from .opened import open_index
 from .probe import check_index_can_be_walked
 from .verify import Progress

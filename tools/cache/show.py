@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...sizes import human
+from ...config.sizes import human
 from ...tiers.endurance import DAY_S
 
 NOTHING = "–"

@@ -18,8 +18,8 @@ from http.client import HTTPException
 from typing import Any
 
 from ...errors import KVCascadeError, TierIOError
-from ...metrics import PREFIX
-from ...tiers.nvme.reader import Location
+from ...observe.metrics import PREFIX
+from ...tiers.nvme.offline.reader import Location
 from ..commands.common import sentence
 from .opened import opened
 

@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from ... import vllm_transfer
-from ...config import VLLM_KEYS, CascadeConfig, NvmeTier, check_vllm_keys
+from ...assembly.named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
+from ...config.machine import Machine
+from ...config.options import At, did_you_mean, flag, noting, optional, read_options, text, whole
+from ...config.schema import VLLM_KEYS, CascadeConfig, NvmeTier, check_vllm_keys
+from ...config.sizes import human
 from ...errors import ConfigError
-from ...machine import Machine
-from ...named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
-from ...options import At, did_you_mean, flag, noting, optional, read_options, text, whole
-from ...sizes import human
 from ...tiers.policies.named_object import named_object
+from ...vllm import precheck
 
 MAX_CONFIG_BYTES = 1 << 20
 STANDARD_INPUT = Path("-")
@@ -215,7 +215,7 @@ def _secondary(at: At, tier: object, machine: Machine, problems: list[str]) -> t
         if module == TIER_MODULE:
             raise at.below("type").wrong(kind, f'is not in {TIER_MODULE}; use "{TIER_NAME}"')
         if find_spec("vllm") is not None:
-            vllm_transfer.check_tier_class(at.key, tier)
+            precheck.check_tier_class(at.key, tier)
         return ()
     with noting(problems):
         if module is None:
@@ -244,7 +244,7 @@ def _take(document: Mapping[str, object], given: Given) -> None:
         _check_module(given, is_whole)
         with noting(given.problems):
             if has_vllm:
-                vllm_transfer.check_spec(given.extra)
+                precheck.check_spec(given.extra)
 
 
 def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool:
@@ -252,7 +252,7 @@ def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool
 
     Returns whether there is a vLLM.
     """
-    theirs = vllm_transfer.transfer_errors(document)
+    theirs = precheck.transfer_errors(document)
     ours = dict(document)
     for key, value in document.items():
         if key in OPTIONS:
@@ -285,7 +285,7 @@ def _check_module(given: Given, is_whole: bool) -> None:
     name, path = given.extra.get(SPEC_KEY), given.extra.get(MODULE_KEY)
     if name not in SPECS or not isinstance(path, str | None):
         return
-    is_needed = name == SPEC_NAME and not vllm_transfer.loads_plugin()
+    is_needed = name == SPEC_NAME and not precheck.loads_plugin()
     if path is None:
         if is_needed and is_whole:
             remedy = f'vLLM loads no plugin of kvcascade here; give "{OUR_MODULE}"'

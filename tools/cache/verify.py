@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InUseError
-from ...tiers.nvme.format import IndexEntry, SlotRecord, parse_record
-from ...tiers.nvme.maintenance import (
+from ...tiers.nvme.offline.maintenance import (
     Drop,
     drop_entries,
     exclusive,
@@ -24,8 +23,9 @@ from ...tiers.nvme.maintenance import (
     take_entries,
     write_records,
 )
-from ...tiers.nvme.reader import Description, Snapshot
-from ...tiers.nvme.scan import Throttle, Verdict, Wanted, scan
+from ...tiers.nvme.offline.reader import Description, Snapshot
+from ...tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
+from ...tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
 from .opened import OpenedCache
 
 

@@ -21,16 +21,16 @@ from pathlib import Path
 from ...errors import InUseError, os_errors
 from ...manager.level import Level, Pairs, Tier
 from ...tiers.base import BlockHash, BlockOutcome
-from ...tiers.nvme.byte_locks import RealByteLocks
-from ...tiers.nvme.capacity import capacity_for
-from ...tiers.nvme.filesystem import RealFileSystem
-from ...tiers.nvme.format import PAGE_BYTES, SegmentLayout
+from ...tiers.nvme.disk.byte_locks import RealByteLocks
+from ...tiers.nvme.disk.filesystem import RealFileSystem
 from ...tiers.nvme.namespace import OWNERS, NamespaceKey, namespaces_under
-from ...tiers.nvme.owners import open_states
-from ...tiers.nvme.reader import Description, SegmentReader
-from ...tiers.nvme.state_reader import StateReader
-from ...tiers.nvme.store import Durability
+from ...tiers.nvme.offline.reader import Description, SegmentReader
+from ...tiers.nvme.offline.state_reader import StateReader
+from ...tiers.nvme.segments.format import PAGE_BYTES, SegmentLayout
+from ...tiers.nvme.segments.store import Durability
 from ...tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from ...tiers.nvme.writer.capacity import capacity_for
+from ...tiers.nvme.writer.owners import open_states
 from ...tiers.policies import OrderedPolicy, create, heap_arrays
 
 MIN_FREE_SHARE = 20

@@ -144,8 +144,8 @@ def _export(
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
-    from ...sizes import human
-    from ...tiers.nvme.scan import Throttle
+    from ...config.sizes import human
+    from ...tiers.nvme.offline.scan import Throttle
     from ..cache import export as core
     from ..cache.opened import choose, locations, opened
     from ..cache.verify_view import progress_of

@@ -23,7 +23,7 @@ from .common import (
 from .verify import size_of
 
 if TYPE_CHECKING:
-    from ...tiers.nvme.reader import Location
+    from ...tiers.nvme.offline.reader import Location
     from ..cache.gc import Wish
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")

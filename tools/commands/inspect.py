@@ -125,7 +125,7 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
 
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
-    from ...tiers.nvme.reader import read_description
+    from ...tiers.nvme.offline.reader import read_description
     from ..cache import show
     from ..cache.inspect_view import print_differences
     from ..cache.opened import choose, differing, locations

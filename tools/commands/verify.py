@@ -22,8 +22,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ...tiers.nvme.reader import Location
-    from ...tiers.nvme.scan import Throttle
+    from ...tiers.nvme.offline.reader import Location
+    from ...tiers.nvme.offline.scan import Throttle
     from ..cache.verify import VerifyReport
 
 RepairOption = Annotated[
@@ -81,7 +81,7 @@ def _run(
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
-    from ...tiers.nvme.scan import Throttle
+    from ...tiers.nvme.offline.scan import Throttle
     from ..cache.opened import choose, chosen_of, locations
 
     rate = size_of("--bwlimit", bwlimit)
@@ -103,7 +103,7 @@ def _verify_one(
 ) -> VerifyReport:
     """One that cannot be read is reported as such, unless it `is_alone`: what was found in the
     others, and changed there, is not lost."""
-    from ...tiers.nvme.presence import owners
+    from ...tiers.nvme.offline.presence import owners
     from ..cache.verify import VerifyReport
     from ..cache.verify_view import print_verified
 
@@ -148,7 +148,7 @@ def _looked_at(
 def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
     from time import perf_counter
 
-    from ...tiers.nvme.reader import read_description
+    from ...tiers.nvme.offline.reader import read_description
     from ..cache.rebuild import rebuild
     from ..cache.verify_view import print_rebuilt, progress_of
 
@@ -166,7 +166,7 @@ def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
 
 def size_of(option: str, text: str | None) -> int | None:
     """A size in bytes as an option has it. Raises `CommandError`."""
-    from ...sizes import parse_bytes
+    from ...config.sizes import parse_bytes
 
     if text is None:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ...tiers.nvme.reader import IndexReader
+from ...tiers.nvme.offline.reader import IndexReader
 
 SHARED_MEMORY = "/dev/shm/"
 ARENA_PREFIX = "kvcascade-"

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config import WriteMode
+from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ..commands.common import CommandError, ExitCode, check_place, emit
 
@@ -97,7 +97,7 @@ def _options(call: ReplayCall, trace: Trace) -> ReplayOptions:
 
 
 def _write_mode(name: str | None, tiers: Sequence[GivenTier]) -> WriteMode:
-    from ...machine import write_mode_for
+    from ...config.machine import write_mode_for
 
     if name is not None:
         if name not in {*WriteMode}:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ... import sizes
-from ...config import Admission, WriteMode
+from ...config import sizes
+from ...config.schema import Admission, WriteMode
 from ...errors import ConfigError
 from ...tiers.policies import known_names
 from .virtual import Rate

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ... import sizes
+from ...config import sizes
 from ...errors import os_errors
 from ..cache import show
 from .report import Quantiles, ReplayReport, TierReport

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...config import WriteMode
+from ...config.schema import WriteMode
 from ..quantiles import quantile
 from .virtual import Rate
 

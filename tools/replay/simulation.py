@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...config import WriteMode
+from ...assembly.named import admission_rule
+from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ...manager.admission import WriteBudget
 from ...manager.cascading import (
@@ -25,7 +26,6 @@ from ...manager.cascading import (
     build_cascade,
 )
 from ...manager.request import Request
-from ...named import admission_rule
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
 from ...tiers.policies import create

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ... import recording
 from ...errors import ConfigError, FormatError, os_errors
+from ...observe import recording
 
 Ids = npt.NDArray[np.uint64]
 """Block ids of one request in prefix order, shape `(n,)`."""

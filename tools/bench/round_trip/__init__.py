@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ....sizes import human
+from ....config.sizes import human
 from ....tiers.base import BlockHash
 from ....tiers.cpu import ArenaGeometry
 from ....tiers.cpu.arena import DEFAULT_ARENA_DIR

@@ -20,13 +20,13 @@ import numpy as np
 from ....manager.level import Tier
 from ....tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from ....tiers.cpu import CpuBackend
-from ....tiers.nvme.backend import MEDIUM, NvmeSpec
-from ....tiers.nvme.filesystem import RealFileSystem
-from ....tiers.nvme.format import IndexEntry, SegmentLayout
-from ....tiers.nvme.index_port import CommitOutcome, Removal, SlotTest
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ....tiers.nvme.index.index_port import CommitOutcome, Removal, SlotTest
 from ....tiers.nvme.namespace import NamespaceKey
-from ....tiers.nvme.segments import SegmentSet
-from ....tiers.nvme.store import BlockStore, Durability
+from ....tiers.nvme.nvme_backend import MEDIUM, NvmeSpec
+from ....tiers.nvme.segments.format import IndexEntry, SegmentLayout
+from ....tiers.nvme.segments.segment_files import SegmentSet
+from ....tiers.nvme.segments.store import BlockStore, Durability
 from ....tiers.policies import OrderedPolicy, create
 
 LMDB, RECORDS = "LMDB", "in memory, from slot records"

@@ -16,9 +16,9 @@ from itertools import count
 from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING
 
-from ....handlers.device import DeviceCopier, GpuBlocks
-from ....handlers.geometry import WorkerLayout
-from ....handlers.nvme import NvmeLoadHandler, NvmeStoreHandler
+from ....handlers.device.copier import DeviceCopier, GpuBlocks
+from ....handlers.device.geometry import WorkerLayout
+from ....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ....manager.cascading import ManagerOptions, WriteMode, build_cascade
 from ....manager.flow import Link
 from ....manager.level import Tier
@@ -206,11 +206,11 @@ def _worker(
     executor: Executor = undo.enter_context(ThreadPoolExecutor(COPY_THREADS))
     copier: DeviceCopier
     if tensors[0].is_cuda:
-        from ....handlers.device_cuda import CudaDeviceCopier
+        from ....handlers.device.device_cuda import CudaDeviceCopier
 
         copier = CudaDeviceCopier(tensors, layout, arena.slots)
     else:
-        from ....handlers.device_cpu import CpuDeviceCopier
+        from ....handlers.device.device_cpu import CpuDeviceCopier
 
         copier = CpuDeviceCopier([t.numpy() for t in tensors], layout, arena.slots, executor)
     undo.callback(copier.shutdown)

@@ -1,0 +1,1 @@
+"""Transfers between a worker's device and the arena."""

@@ -1,0 +1,264 @@
+"""Device <-> arena on the CPU platform, where the "device" tensors are ordinary memory.
+
+Copies run on an executor, at most one task per direction at a time, jobs of a direction in the
+order of submission; a job that shares a page or slot with an earlier job of the other direction
+waits for it without holding a thread (so one thread is enough, two are right). The interpreter
+lock is released while bytes move (see `memcopy`).
+
+Threads: submissions, `get_finished`, `wait` and `shutdown` come from one thread; the tasks share
+the lanes with it under one lock, which is never held during a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from threading import Condition
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+from ...errors import ConfigError, TierIOError
+from ...logs import get_logger
+from ...tiers.base import SlotArray
+from ..base import TransferResult
+from .brief_turns import BRIEF_TURNS, BriefTurns
+from .copier import DeviceCopier, GpuBlocks
+from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
+from .hazards import Direction, HazardBoard
+from .memcopy import copy_scattered
+
+logger = get_logger(__name__)
+
+PageArray = npt.NDArray[np.int8]
+ByteArray = npt.NDArray[np.uint8]
+
+WAIT_TIMEOUT_S = 600.0
+"""Longest time `wait` blocks. Copies take milliseconds: after this long the executor is dead, and
+going on would let the engine overwrite pages that are still to be read."""
+JOBS_AT_ONCE = 4
+"""Jobs that are copied together if they wait together. Beside a busy scheduler a thread waits up to
+5 ms for the interpreter lock before a copy and after it, as long as the copy of 16 MiB takes."""
+FALLBACK_PIECE_BYTES = 8 << 20
+"""Size of the temporary of the copy without `process_vm_writev`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    job_id: int
+    number: int
+    after: int
+    rows: list[GroupRows]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The queue of one direction."""
+
+    queue: deque[_Job] = field(default_factory=deque)
+    is_running: bool = False
+    done: int = 0
+    """Number of the last job that ended; jobs end in order."""
+
+
+def cpu_layouts(tensors: Sequence[PageArray]) -> list[TensorLayout]:
+    """Describe KV tensors, int8 of shape `(num_blocks, page_bytes)`, for `WorkerLayout`."""
+    return [TensorLayout(tensor.shape[0], tensor.shape[1], tensor.strides[0]) for tensor in tensors]
+
+
+class CpuDeviceCopier(DeviceCopier):
+    """Copies between numpy views of the KV tensors and the arena."""
+
+    def __init__(
+        self,
+        tensors: Sequence[PageArray],
+        layout: WorkerLayout,
+        slots: ByteArray,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        use_vectored_copy: bool = True,
+        turns: BriefTurns = BRIEF_TURNS,
+    ) -> None:
+        """`tensors` match `layout.tensors`; `slots` is `Arena.slots`; the executor stays the
+        caller's. `use_vectored_copy=False` copies with numpy alone; `turns` is the process's.
+
+        Raises `ConfigError` if tensors, layout and arena do not fit together.
+        """
+        if cpu_layouts(tensors) != list(layout.tensors) or any(t.strides[1] != 1 for t in tensors):
+            raise ConfigError("the KV tensors differ from their layout; describe them again")
+        if slots.shape != (layout.slots, layout.slot_bytes):
+            raise ConfigError(f"the arena is {slots.shape}, the layout says {layout.slots} slots")
+        self._tensors = list(tensors)
+        self._layout = layout
+        self._slots = slots
+        self._executor = executor
+        self._clock = clock
+        self._is_vectored = use_vectored_copy
+        self._turns = turns
+        self._bases: IntArray = np.array([t.ctypes.data for t in tensors], dtype=np.int64)
+        blocks = max((tensor.num_blocks for tensor in layout.tensors), default=0)
+        self._board = HazardBoard(blocks, layout.slots)
+        self._changed = Condition()
+        self._lanes = (_Lane(), _Lane())
+        self._unfinished: set[int] = set()
+        self._finished: list[TransferResult] = []
+        self._is_shut = False
+
+    def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+        return self._submit(Direction.STORE, job_id, blocks, slots)
+
+    def submit_load(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
+        return self._submit(Direction.LOAD, job_id, blocks, slots)
+
+    def get_finished(self) -> list[TransferResult]:
+        with self._changed:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: Set[int]) -> None:
+        """See `DeviceCopier.wait`. Raises `TierIOError` after `WAIT_TIMEOUT_S` seconds."""
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: self._unfinished.isdisjoint(job_ids), WAIT_TIMEOUT_S
+            )
+            stuck = sorted(self._unfinished & job_ids)
+        if not ended:
+            raise TierIOError(
+                f"copies of jobs {stuck} did not end in {WAIT_TIMEOUT_S:.0f} s: the thread pool is "
+                f"dead or the memory gone; restart the engine"
+            )
+
+    def shutdown(self, deadline_s: float = 5.0) -> None:
+        with self._changed:
+            self._is_shut = True
+            if not self._changed.wait_for(lambda: not self._unfinished, deadline_s):
+                logger.warning(
+                    "%d copies did not end within %.1f s and are dropped; no stored block "
+                    "depends on them",
+                    len(self._unfinished),
+                    deadline_s,
+                )
+            for lane in self._lanes:
+                self._unfinished.difference_update(job.job_id for job in lane.queue)
+                lane.queue.clear()
+
+    def _submit(
+        self, direction: Direction, job_id: int, blocks: GpuBlocks, slots: SlotArray
+    ) -> bool:
+        if self._is_shut:
+            return False
+        rows = self._layout.rows(blocks, slots)
+        number, after = self._board.admit(direction, rows)
+        with self._changed:
+            assert job_id not in self._unfinished, f"job {job_id} is running already"
+            self._unfinished.add(job_id)
+            self._lanes[direction].queue.append(_Job(job_id, number, after, rows))
+        self._start(direction)
+        return True
+
+    def _start(self, direction: Direction) -> None:
+        """Give the lane a thread if it has work that may run and none yet."""
+        with self._changed:
+            lane = self._lanes[direction]
+            if lane.is_running or not self._is_runnable(direction):
+                return
+            lane.is_running = True
+        self._turns.begin()
+        try:
+            self._executor.submit(self._run, direction)
+        except RuntimeError:  # the executor was shut down; an accepted job must still be done
+            self._run(direction)
+
+    def _is_runnable(self, direction: Direction) -> bool:
+        queue = self._lanes[direction].queue
+        return bool(queue) and queue[0].after <= self._lanes[direction.other].done
+
+    def _run(self, direction: Direction) -> None:
+        """Task: run the lane's jobs until none may run. Bounded by the jobs submitted."""
+        lane = self._lanes[direction]
+        while True:
+            with self._changed:
+                jobs = self._take(direction)
+                if not jobs:
+                    lane.is_running = False
+                    self._turns.end()
+                    return
+            results = self._perform(direction, jobs)
+            with self._changed:
+                lane.done = jobs[-1].number
+                self._unfinished.difference_update(job.job_id for job in jobs)
+                self._finished += results
+                self._changed.notify_all()
+            self._start(direction.other)
+
+    def _take(self, direction: Direction) -> list[_Job]:
+        """The next jobs that may run, in order."""
+        jobs: list[_Job] = []
+        while len(jobs) < JOBS_AT_ONCE and self._is_runnable(direction):
+            jobs.append(self._lanes[direction].queue.popleft())
+        return jobs
+
+    def _perform(self, direction: Direction, jobs: list[_Job]) -> list[TransferResult]:
+        start = self._clock()
+        try:
+            self._copy(direction, [rows for job in jobs for rows in job.rows])
+        except Exception:
+            # Only a bug comes here. Wrong bytes must not be called stored or loaded.
+            logger.exception("copying jobs %s failed", [job.job_id for job in jobs])
+            return [TransferResult(job.job_id, False) for job in jobs]
+        sizes = [self._layout.total_bytes(job.rows) for job in jobs]
+        s_per_byte = (self._clock() - start) / max(1, sum(sizes))
+        return [
+            TransferResult(job.job_id, True, size, size * s_per_byte)
+            for job, size in zip(jobs, sizes, strict=True)
+        ]
+
+    def _copy(self, direction: Direction, rows: list[GroupRows]) -> None:
+        if self._is_vectored and self._copy_vectored(direction, rows):
+            return
+        for each in rows:
+            self._copy_by_tensor(direction, each)
+
+    def _copy_vectored(self, direction: Direction, rows: list[GroupRows]) -> bool:
+        copies = self._layout.copy_list(rows)
+        device, arena, size = merge_adjacent(
+            self._bases[copies.tensor] + copies.device,
+            int(self._slots.ctypes.data) + copies.arena,
+            copies.size,
+        )
+        is_store = direction is Direction.STORE
+        target, source = (arena, device) if is_store else (device, arena)
+        if copy_scattered(target, source, size):
+            return True
+        logger.info("process_vm_writev is not allowed here; copying with numpy instead")
+        self._is_vectored = False
+        return False
+
+    def _copy_by_tensor(self, direction: Direction, rows: GroupRows) -> None:
+        """Copy with numpy's row indexing, in pieces of bounded size."""
+        for ref in self._layout.groups[rows.group]:
+            pages = self._tensors[ref.tensor][:, : ref.page_bytes]
+            cells = self._cells(ref.tensor, ref.page_bytes)
+            step = max(1, FALLBACK_PIECE_BYTES // ref.page_bytes)
+            for first in range(0, len(rows.blocks), step):
+                at = slice(first, first + step)
+                blocks, slots, subs = rows.blocks[at], rows.slots[at], rows.subs[at]
+                if direction is Direction.STORE:
+                    cells[slots, subs] = pages[blocks]
+                else:
+                    pages[blocks] = cells[slots, subs]
+
+    def _cells(self, tensor: int, page_bytes: int) -> PageArray:
+        """The pages of one tensor in the arena, shape `(slots, blocks_per_chunk, page_bytes)`."""
+        layout = self._layout
+        first = self._slots[:, int(layout.tensor_offsets[tensor]) :].view(np.int8)
+        return as_strided(
+            first,
+            (layout.slots, layout.blocks_per_chunk, page_bytes),
+            (layout.slot_bytes, layout.tensors[tensor].page_bytes, 1),
+        )

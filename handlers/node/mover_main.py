@@ -1,0 +1,269 @@
+"""The mover: a process of its own that moves blocks between the arena and one NVMe tier.
+
+    python -m kvcascade.handlers.node.mover_main SOCKET_FD ARENA_FD PARENT_PID
+
+Its interpreter has nothing else to do, so its threads get the lock when they want it, however busy
+the scheduler is. It ends when the socket does: nothing of it outlives the scheduler's process. What
+it was in the middle of then is lost, as at any `kill -9`, and the index says nothing of it.
+
+Threads: this one reads the socket. Per direction `THREADS_PER_TRANSFER * io_threads` copy, hash,
+commit and send the answers, and `io_threads` of them are at the device at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict
+
+import msgspec
+
+from ...errors import KVCascadeError, TierIOError
+from ...tiers.base import BlockHash, SlotSpec
+from ...tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
+from ...tiers.cpu.prefault import PIECE_BYTES, populate
+from ...tiers.nvme.attach import attach
+from ...tiers.nvme.nvme_backend import NvmeSpec
+from ...tiers.nvme.segments.store import BlockStore
+from .bounce import ArenaBounce
+from .mover_wire import (
+    Answer,
+    FrameReader,
+    LoadJob,
+    Order,
+    Ready,
+    RemoveJob,
+    RepairJob,
+    Setup,
+    StoreJob,
+    WireError,
+    frame,
+    pack_outcomes,
+    pack_removals,
+    to_mover,
+    unpack_removals,
+    unpack_slots,
+)
+from .nvme_handlers import ArenaView, NvmeLoadHandler, NvmeStoreHandler
+from .nvme_jobs import NvmeJobHandler, QueueOptions
+
+RECEIVE_BYTES = 256 << 10
+MAX_JOBS = 1024
+"""Per direction; the other end asks for far fewer at a time."""
+PART_BYTES = 8 << 20
+THREADS_PER_TRANSFER = 2
+"""While one is at the device, another one ends the part before or begins the next."""
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+class MoverServer:
+    """Carries out orders; `send` takes frames, from any thread."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        arena: memoryview,
+        executors: tuple[ThreadPoolExecutor, ThreadPoolExecutor],
+        send: Callable[[bytes], None],
+        bounce: ArenaBounce | None = None,
+    ) -> None:
+        """`arena`: its slots, a block each, in a row. `executors`: for stores and everything else,
+        and for loads. With `bounce` the bytes pass through it, for the disk's sake."""
+        self._store = store
+        self._send = send
+        self._executors = executors
+        down, up = self._options("_down"), self._options("_up")
+        view = arena_view(arena, store.block_bytes)
+        self._bounce = bounce
+        self._down = NvmeStoreHandler(store, view, executors[0], down, bounce=bounce)
+        self._up = NvmeLoadHandler(store, view, executors[1], up, bounce=bounce)
+        self._lock = threading.Lock()
+        self._counted = asdict(store.counters)
+        self._reported_bytes = store.reported_bytes
+
+    def warm_up(self, threads: int) -> None:
+        """Have each executor make so many threads with their buffers, for the first block's sake:
+        on a virtual machine the pages of a new buffer took longer than reading into it."""
+        if self._bounce is not None:
+            part_blocks = max(1, PART_BYTES // self._store.block_bytes)
+            wait(
+                executor.submit(self._bounce.blocks, part_blocks)
+                for executor in self._executors
+                for _ in range(threads)
+            )
+
+    def carry_out(self, order: Order) -> None:
+        """Begin to; the answer comes when it is done.
+
+        Raises `TierIOError` if this process cannot change the index any more: the next one can.
+        """
+        if self._store.has_lost_index:
+            raise TierIOError(errno.EIO, "the index could not be written; opening it anew")
+        match order:
+            case StoreJob():
+                self._begin_store(order)
+            case LoadJob():
+                self._begin_load(order)
+            case RemoveJob():
+                removals = unpack_removals(order.removals)
+                self._begin(order.ticket, lambda: self._store.remove(removals, order.epoch))
+            case RepairJob():
+                self._begin(order.ticket, lambda: self._store.repair_records(set(order.slots)))
+
+    def _options(self, handler: str) -> QueueOptions:
+        return QueueOptions(
+            MAX_JOBS,
+            part_bytes=PART_BYTES,
+            on_finished=lambda: self._answer_jobs(getattr(self, handler)),
+        )
+
+    def _begin_store(self, job: StoreJob) -> None:
+        hashes = tuple(map(BlockHash, job.hashes))
+        removals = unpack_removals(job.removals)
+        blocks = NvmeSpec(hashes, unpack_slots(job.slots), job.epoch, removals=removals)
+        spec = (SlotSpec(unpack_slots(job.arena_slots)), blocks)
+        if not self._down.transfer_async(job.ticket, spec):
+            raise WireError("more stores than agreed")
+
+    def _begin_load(self, job: LoadJob) -> None:
+        hashes = tuple(map(BlockHash, job.hashes))
+        blocks = NvmeSpec(hashes, unpack_slots(job.slots), 0, values=job.values)
+        spec = (blocks, SlotSpec(unpack_slots(job.arena_slots)))
+        if not self._up.transfer_async(job.ticket, spec):
+            raise WireError("more loads than agreed")
+
+    def _begin(self, ticket: int, work: Callable[[], object]) -> None:
+        self._executors[0].submit(self._do, ticket, work)
+
+    def _do(self, ticket: int, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:
+            _log.exception("work on the index failed in a way it should not")
+        self._answer(ticket, b"", 0.0)
+
+    def _answer_jobs(self, handler: NvmeJobHandler) -> None:
+        with self._lock:
+            finished = handler.get_finished()
+        for result in finished:
+            self._answer(result.job_id, pack_outcomes(result.outcomes), result.time_s)
+
+    def _answer(self, ticket: int, outcomes: bytes, time_s: float) -> None:
+        with self._lock:
+            reported = self._store.reported_bytes  # first: never more than what is counted
+            now, before = asdict(self._store.counters), self._counted
+            counts = {name: n - before[name] for name, n in now.items() if n != before[name]}
+            answer = Answer(
+                ticket,
+                outcomes,
+                time_s,
+                pack_removals(self._store.take_owed()),
+                counts,
+                reported - self._reported_bytes,
+                tuple(self._store.take_strays()),
+            )
+            self._counted, self._reported_bytes = now, reported
+            self._send(frame(answer))
+
+
+def messages(connection: socket.socket) -> Iterator[Setup | Order]:
+    """Everything that comes, until the other end is gone. Raises `WireError`."""
+    reader = FrameReader()
+    while True:
+        try:
+            data = connection.recv(RECEIVE_BYTES)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        for body in reader.feed(data):
+            try:
+                yield to_mover.decode(body)
+            except msgspec.MsgspecError as error:
+                raise WireError(str(error)) from None
+
+
+def serve(connection: socket.socket, arena_fd: int) -> None:
+    """Attach as told, then carry out orders until the other end is gone."""
+    incoming = messages(connection)
+    setup = next(incoming, None)
+    if setup is None:
+        return
+    if not isinstance(setup, Setup):
+        raise WireError("an order before the setup")
+    memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
+    arena = memory[setup.arena_offset :]
+    store = attach(setup.tier)
+    store.limit_transfers(setup.io_threads)
+    threads = setup.io_threads * THREADS_PER_TRANSFER
+    pools = (ThreadPoolExecutor(threads, "store"), ThreadPoolExecutor(threads, "load"))
+    is_bounced = has_huge_pages() and not setup.is_arena_huge
+    bounce = ArenaBounce(arena, store.block_bytes) if is_bounced else None
+    server = MoverServer(store, arena, pools, connection.sendall, bounce)
+    server.warm_up(threads)
+    connection.sendall(frame(Ready()))
+    if setup.has_prefault:
+        threading.Thread(target=prefault, args=(memory,), daemon=True).start()
+    for order in incoming:
+        if isinstance(order, Setup):
+            raise WireError("a second setup")
+        server.carry_out(order)
+
+
+def prefault(memory: memoryview) -> None:
+    """Map every page of the arena, so that no transfer pays for it; changes no byte."""
+    address = address_of(memory)
+    try:
+        for start in range(0, len(memory), PIECE_BYTES):
+            populate([(address + start, min(PIECE_BYTES, len(memory) - start))])
+    except KVCascadeError as error:  # they are mapped as they are used, then
+        _log.warning("%s", error)
+
+
+def arena_view(arena: memoryview, slot_bytes: int) -> ArenaView:
+    """What gives the bytes of a slot."""
+    return lambda slot: arena[slot * slot_bytes : (slot + 1) * slot_bytes]
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed when the thread that made this process ends, or now if that has happened."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(0)
+
+
+def give_way() -> None:
+    """Threads of this process, woken by the disk, do not push others off their core."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def main(arguments: list[str]) -> int:
+    """The process; returns its exit status."""
+    socket_fd, arena_fd, parent_pid = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the scheduler's process says when to end
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent_pid)
+    give_way()
+    logging.basicConfig(level=logging.WARNING, format="kvcascade mover: %(message)s")
+    try:
+        serve(socket.socket(fileno=socket_fd), arena_fd)
+    except (KVCascadeError, OSError, WireError) as error:
+        _log.error("ends: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # what is under way is not waited for

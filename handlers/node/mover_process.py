@@ -1,0 +1,196 @@
+"""The handlers between the CPU arena and the NVMe tier whose work is done by a mover process.
+
+The twins of those in `nvme`, for a scheduler that keeps the interpreter busy: each call here costs
+its thread some microseconds per job, and nothing in this process competes for the interpreter.
+
+Threads: the methods of the contract belong to one thread (the manager's) at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+
+from ...tiers.base import BlockOutcome, SlotSpec
+from ...tiers.nvme.index.index_port import Removal
+from ...tiers.nvme.nvme_backend import Background, NvmeSpec
+from ...tiers.nvme.segments.store import BlockStore
+from ...tiers.nvme.writer.repairs import OnEnd
+from ..base import OffloadingHandler, TransferResult, TransferSpec
+from .mover import Mover
+from .mover_wire import (
+    Answer,
+    LoadJob,
+    RemoveJob,
+    RepairJob,
+    StoreJob,
+    pack_removals,
+    pack_slots,
+    unpack_outcomes,
+    unpack_removals,
+)
+from .nvme_jobs import QueueOptions, result_of
+
+
+class _MoverHandler(OffloadingHandler):
+    """What both directions share."""
+
+    def __init__(
+        self, store: BlockStore, mover: Mover, options: QueueOptions | None = None
+    ) -> None:
+        """`store` is this process's own, which keeps the books: what is owed, and counters."""
+        self._store = store
+        self._mover = mover
+        self._options = options or QueueOptions()
+        self._jobs: set[int] = set()
+        self._finished: deque[TransferResult] = deque()
+        self._is_shut_down = False
+
+    def get_finished(self) -> list[TransferResult]:
+        if self._jobs:
+            self._mover.poll()
+        finished: list[TransferResult] = []
+        while self._finished:
+            finished.append(self._finished.popleft())
+        return finished
+
+    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
+        """As in the contract, but for the options' `wait_limit_s` at most."""
+        limit_s = self._options.wait_limit_s
+        limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        self._mover.wait(lambda: job_ids.isdisjoint(self._jobs), limit_s)
+
+    def shutdown(self, deadline_s: float = 5.0) -> bool:
+        """What is under way gets `deadline_s` seconds; then the mover is killed."""
+        self._is_shut_down = True
+        if self._mover.wait(lambda: not self._jobs, deadline_s):
+            return True
+        self._mover.kill()
+        return not self._jobs
+
+    @property
+    def _may_start(self) -> bool:
+        return not self._is_shut_down and len(self._jobs) < self._options.max_jobs
+
+    def _submit(
+        self, job_id: int, blocks: NvmeSpec, order: Callable[[int], StoreJob | LoadJob]
+    ) -> bool:
+        assert job_id not in self._jobs, "a job id may be used once at a time"
+        if not blocks.hashes:
+            self._finished.append(TransferResult(job_id, True))
+            return True
+        self._jobs.add(job_id)
+        if self._mover.submit(order, partial(self._end, job_id, blocks)):
+            return True
+        self._jobs.discard(job_id)
+        return False
+
+    def _end(self, job_id: int, blocks: NvmeSpec, answer: Answer | None) -> None:
+        n = len(blocks.hashes)
+        if answer is None:
+            outcomes = [BlockOutcome.IO_ERROR] * n
+            self._store.owe(blocks.removals, blocks.epoch)
+        else:
+            outcomes = unpack_outcomes(answer.outcomes, n)
+            take_books(self._store, answer, blocks.epoch)
+        time_s = 0.0 if answer is None else answer.time_s
+        self._finished.append(result_of(job_id, outcomes, self._store.block_bytes, time_s))
+        self._jobs.discard(job_id)
+
+
+class MoverStoreHandler(_MoverHandler):
+    """Arena to NVMe."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        arena, blocks = spec
+        assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
+        assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
+        removals = [*self._store.take_owed(), *blocks.removals]
+        job = NvmeSpec(blocks.hashes, blocks.slots, blocks.epoch, removals=tuple(removals))
+        order = partial(_store_job, arena, job, pack_removals(removals))
+        is_taken = self._may_start and self._submit(job_id, job, order)
+        if not is_taken or not blocks.hashes:
+            self._store.owe(removals, blocks.epoch)
+        return is_taken
+
+
+class MoverLoadHandler(_MoverHandler):
+    """NVMe to arena. A block is OK only if its checksum matched."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        blocks, arena = spec
+        assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
+        assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
+        return self._may_start and self._submit(job_id, blocks, partial(_load_job, arena, blocks))
+
+
+class MoverBackground(Background):
+    """Index commits by the mover, whose threads need not fight for the interpreter."""
+
+    def __init__(self, store: BlockStore, mover: Mover) -> None:
+        self._store = store
+        self._mover = mover
+
+    def commit(self, removals: Sequence[Removal], epoch: int) -> None:
+        due = [*self._store.take_owed(), *removals]
+        packed = pack_removals(due)
+        is_sent = self._mover.submit(
+            lambda ticket: RemoveJob(ticket, packed, epoch), partial(self._end, due, epoch)
+        )
+        if not is_sent:
+            self._store.owe(due, epoch)
+
+    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
+        wanted = tuple(slots)
+        is_sent = self._mover.submit(
+            lambda ticket: RepairJob(ticket, wanted), partial(self._end_repair, on_end)
+        )
+        if not is_sent:
+            on_end(None)
+
+    def take_strays(self) -> list[int]:
+        """As in the contract. Asked at every step and tick, so here the mover is listened to.
+
+        The handlers do that only while they have jobs: the answers to commits would pile up until
+        no job is taken, and a mover that died idle would be missed when there is work again.
+        """
+        self._mover.listen()
+        return self._store.take_strays()
+
+    def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
+        self._end([], 0, answer)
+        on_end(None if answer is None else answer.counts.get("records_repaired", 0))
+
+    def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
+        if answer is None:
+            self._store.owe(due, epoch)
+        else:
+            take_books(self._store, answer, epoch)
+
+
+def take_books(store: BlockStore, answer: Answer, epoch: int) -> None:
+    """What a mover counted and could not commit becomes this process's."""
+    store.absorb(answer.counts, answer.reported_bytes)
+    store.note_strays(answer.strays)
+    if answer.owed:
+        store.owe(unpack_removals(answer.owed), epoch)
+
+
+def _store_job(
+    arena: SlotSpec, blocks: NvmeSpec, removals: tuple[tuple[bytes, int, int], ...], ticket: int
+) -> StoreJob:
+    return StoreJob(
+        ticket,
+        blocks.hashes,
+        pack_slots(blocks.slots),
+        pack_slots(arena.slots),
+        blocks.epoch,
+        removals,
+    )
+
+
+def _load_job(arena: SlotSpec, blocks: NvmeSpec, ticket: int) -> LoadJob:
+    return LoadJob(
+        ticket, blocks.hashes, pack_slots(blocks.slots), pack_slots(arena.slots), blocks.values
+    )

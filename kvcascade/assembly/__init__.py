@@ -1,0 +1,1 @@
+"""Build a cascade from its configuration."""

@@ -1,0 +1,417 @@
+"""Building a cascade from its configuration: arena, tiers, handlers, manager, background thread.
+
+The two halves of an engine meet in the arena: every worker process opens a `WorkerSide`, and the
+scheduler process, last, a `Cascade`. What fails while opening raises one of our errors and leaves
+nothing behind: whatever was opened is closed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..config import sizes
+from ..config.machine import ThisMachine, cpu_capacity, writing
+from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from ..handlers.device.copier import DeviceCopier
+from ..handlers.device.geometry import PageRef, WorkerLayout
+from ..handlers.node.mover import Mover
+from ..handlers.node.nvme_handlers import NvmeLoadHandler
+from ..handlers.node.nvme_pair import NvmePairHandler
+from ..logs import get_logger
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
+from ..manager.flow import Link
+from ..manager.level import Tier
+from ..manager.request import Request
+from ..manager.ticker import Ticker
+from ..observe.announce import Announcer
+from ..observe.recording import Recorder, RecordFacts, open_recorder
+from ..tiers.base import BlockHash
+from ..tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
+from ..tiers.cpu.slot_table import KeptDirectory, SlotTable
+from ..tiers.nvme import tier as nvme
+from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.policies import create
+from .chain_notes import ChainNotes
+from .movers import link_by_process, link_by_threads, open_mover
+from .nvme_parts import chain_notes, io_threads_of, nvme_level, open_nvme
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger(__name__)
+
+COPY_THREADS = 2
+"""Threads of a worker on the CPU platform that copy pages, one per direction."""
+
+
+FileSystemOf = Callable[[NvmeTier], FileSystem]
+"""What an NVMe tier with these options reads and writes through."""
+
+
+def real_file_system(options: NvmeTier) -> FileSystem:
+    """The machine's own, with direct I/O if the options allow it."""
+    return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the engine says about the bytes of one block; equal in all its processes."""
+
+    rank_bytes: int
+    """Bytes of one block (all blocks of a chunk) that belong to one worker."""
+    world_size: int
+    """Worker processes, all on this host."""
+    blocks_per_chunk: int
+    """Device blocks in one of our blocks."""
+    tokens_per_block: float = 0.0
+    """Prompt tokens that one of our blocks saves; 0: unknown."""
+    served_end: bytes = b""
+    """End of the hashes of the blocks that `tokens_per_block` is about; empty: all."""
+    mean_tokens: float = 0.0
+    """Prompt tokens over the blocks of all KV groups, in a prompt of which every block is known."""
+    offered_once: tuple[bytes, ...] = ()
+    """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
+
+
+class WorkerSide:
+    """A worker's part: the mapped arena and the copier. Worker main thread."""
+
+    def __init__(self, arena: Arena, copier: DeviceCopier, executor: ThreadPoolExecutor) -> None:
+        self.arena = arena
+        self.copier = copier
+        self._executor = executor
+
+    def close(self) -> None:
+        """Let transfers end, then let go of the arena; idempotent."""
+        self.copier.shutdown()
+        self._executor.shutdown()
+        self.arena.close()
+
+
+def open_worker(
+    settings: CascadeConfig,
+    geometry: Geometry,
+    engine_id: str,
+    rank: int,
+    tensors: Sequence[torch.Tensor],
+    groups: Sequence[Sequence[tuple[int, int]]],
+    packing: str = "",
+    *,
+    steps_while_storing: bool = True,
+) -> WorkerSide:
+    """Open a worker's part over its KV tensors.
+
+    `tensors`: int8, shape `(num_blocks, page_bytes)`; `groups`: per KV group, (tensor index, page
+    bytes without padding) of every layer; `packing`: what the scheduler does not know of the inside
+    of a page; `steps_while_storing`: the engine asks what ended until every store has. Raises one
+    of our errors.
+    """
+    from ..handlers.device.staging import torch_layouts
+
+    arena_geometry = _arena_geometry(settings, geometry)
+    refs = [[PageRef(tensor, size) for tensor, size in group] for group in groups]
+    layout = WorkerLayout(
+        torch_layouts(tensors), refs, geometry.blocks_per_chunk, arena_geometry, rank
+    )
+    arena_dir = str(settings.cpu.arena_dir)
+    with ExitStack() as undo:
+        arena = Arena.open(arena_geometry, engine_id, ArenaRole.worker(rank), arena_dir=arena_dir)
+        undo.callback(arena.close)
+        arena.publish_layout(layout.digest(packing))
+        executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
+        undo.callback(executor.shutdown)
+        prefault = settings.cpu.prefault
+        copier = _copier(tensors, layout, arena, executor, prefault, steps_while_storing)
+        undo.pop_all()
+    return WorkerSide(arena, copier, executor)
+
+
+def _copier(
+    tensors: Sequence[torch.Tensor],
+    layout: WorkerLayout,
+    arena: Arena,
+    executor: ThreadPoolExecutor,
+    has_prefault: bool,
+    may_hold_back_stores: bool,
+) -> DeviceCopier:
+    if tensors[0].is_cuda:
+        from ..handlers.device.device_cuda import CudaDeviceCopier
+
+        return CudaDeviceCopier(
+            tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+        )
+    from ..handlers.device.device_cpu import CpuDeviceCopier
+
+    if has_prefault:
+        arena.prefault(executor)
+    return CpuDeviceCopier([t.numpy() for t in tensors], layout, arena.slots, executor)
+
+
+class Cascade:
+    """The scheduler's part: all tiers and the manager over them."""
+
+    INFO_KEYS: ClassVar[tuple[str, ...]] = ("kvcascade_tiers", "kvcascade_write_mode")
+
+    def __init__(
+        self,
+        settings: CascadeConfig,
+        arena: Arena,
+        manager: CascadingOffloadingManager,
+        nvme_tiers: Sequence[nvme.NvmeTier],
+        executors: Sequence[ThreadPoolExecutor],
+        recorder: Recorder | None = None,
+        movers: Sequence[Mover] = (),
+        chains: ChainNotes | None = None,
+    ) -> None:
+        self.movers = list(movers)
+        self.chains = chains
+        """Where the order of blocks in prompts is noted, for people; None without NVMe."""
+        self.settings = settings
+        self.recorder = recorder
+        """Where requests are noted when they end; None: nowhere."""
+        self.arena = arena
+        self.manager = manager
+        self.nvme_tiers = list(nvme_tiers)
+        self._executors = executors
+        self._ticker = Ticker(manager.maintain)
+        self._announcers: dict[int, Announcer] = {}
+        """By level; what an earlier engine left there."""
+        self._is_closed = False
+
+    def info(self) -> dict[str, str]:
+        """Fixed facts, for an info metric: `INFO_KEYS` and their values."""
+        states = self.manager.tier_states()
+        tiers = ",".join(f"{state.name}:{state.capacity_blocks}" for state in states)
+        mode = str(self.manager.options.write_mode)
+        return dict(zip(self.INFO_KEYS, (tiers, mode), strict=True))
+
+    def record(self, request: Request, prompt: Sequence[BlockHash]) -> None:
+        """A request ended; `prompt` is the chain of its blocks. No effect without a recorder."""
+        if self.recorder is not None and prompt:
+            self.recorder.note(request.arrived_s, prompt)
+            self.manager.counters.recorded_requests = self.recorder.recorded_requests
+            self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
+
+    def start_announcing(self) -> None:
+        """Make events of what the tiers held when they were opened."""
+        for level, tier in enumerate(self.nvme_tiers, start=1):
+            self._announcers[level] = Announcer(tier.index.keys_after)
+
+    def announce_found(self) -> None:
+        """Put the next batch of what was found into the events. Scheduler thread, every step."""
+        for level, announcer in self._announcers.items():
+            batch = announcer.take()
+            if batch:
+                self.manager.announce(level, batch)
+
+    def close(self) -> None:
+        """Write what is dirty within `shutdown_flush_s`, close every tier; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for announcer in self._announcers.values():
+            announcer.stop()
+        self._ticker.stop()
+        if self.recorder is not None:
+            self.recorder.close()
+        if self.chains is not None:
+            self.chains.close()
+        if not self.manager.shutdown():
+            logger.warning(
+                "kvcascade: the disk did not end its transfers within shutdown_flush_s; what was "
+                "stored before is safe, and the next start checks the rest"
+            )
+            return
+        ends: list[Callable[[], object]] = [mover.close for mover in self.movers]
+        ends += [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
+        ends += [tier.close for tier in self.nvme_tiers]
+        for end in (*ends, self.arena.close):
+            try:
+                end()
+            except Exception:
+                logger.exception("kvcascade: a part was not closed as it should; the others are")
+
+
+def open_cascade(
+    settings: CascadeConfig,
+    geometry: Geometry,
+    engine_id: str,
+    facts: Mapping[str, str],
+    *,
+    label: str,
+    steps_until_flushed: int,
+    with_events: bool,
+    waits_for_stores: bool = True,
+    expect_workers: bool = True,
+    about: Mapping[str, Any] | None = None,
+    file_system: FileSystemOf = real_file_system,
+) -> Cascade:
+    """Open the scheduler's part; the workers have opened theirs.
+
+    `facts` are the fields of the fingerprint; the workers' tensor layouts are added to them.
+    `label` names the namespace for people, `about` is written beside them; `file_system` gives
+    what an NVMe tier reads and writes through; for the rest see `ManagerOptions`. Raises one of
+    our errors.
+    """
+    arena_geometry = _arena_geometry(settings, geometry)
+    role = ArenaRole.scheduler(expect_workers=expect_workers)
+    with ExitStack() as undo:
+        arena = Arena.open(arena_geometry, engine_id, role, arena_dir=str(settings.cpu.arena_dir))
+        undo.callback(arena.close)
+        digests = [d.hex() if d else "none" for d in arena.layout_digests()]
+        key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
+        backend = CpuBackend.over(arena)
+        table = arena.slot_table() if arena.geometry.kept else None
+        opened: list[nvme.NvmeTier] = []
+        directory = None if table is None else _kept_directory(backend, table, opened)
+        tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
+        links: list[Link] = []
+        executors: list[ThreadPoolExecutor] = []
+        movers: list[Mover] = []
+        for number, options in enumerate(settings.nvme):
+            stores, loads = io_threads_of(options, executors, undo)
+            tier = open_nvme(options, arena_geometry.slot_bytes, key, stores, file_system(options))
+            undo.callback(tier.close)
+            opened.append(tier)
+            name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
+            tiers.append(nvme_level(name, options, tier))
+            if number == 0 and _has_mover(options, file_system):
+                movers.append(open_mover(arena, tier, options, settings.cpu.prefault))
+                undo.callback(movers[0].close)
+            links.append(_link(arena, opened, movers, stores, loads))
+        options_ = replace(
+            _manager_options(settings, backend),
+            steps_until_flushed=steps_until_flushed,
+            waits_for_stores=waits_for_stores,
+            with_events=with_events,
+            tokens_per_block=geometry.tokens_per_block,
+            served_end=geometry.served_end,
+            offered_once=geometry.offered_once,
+        )
+        recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
+        manager = build_cascade(tiers, links, options_)
+        if table is not None and table.begin(key.digest, _epoch_of(opened)):
+            found, slots = table.complete()
+            manager.adopt(found, backend.adopt(slots))
+        chains = chain_notes(opened[0]) if opened else None
+        cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers, chains)
+        undo.pop_all()
+    if with_events:
+        cascade.start_announcing()
+    _log_start(cascade)
+    return cascade
+
+
+def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:
+    """Resets of all NVMe tiers, by anybody, that this process knows of."""
+    return sum(tier.directory.epoch for tier in tiers)
+
+
+def _kept_directory(
+    backend: CpuBackend, table: SlotTable, tiers: Sequence[nvme.NvmeTier]
+) -> KeptDirectory:
+    """For an arena that outlives the engine; `tiers` may be opened later."""
+    return KeptDirectory(backend.capacity, table, lambda: _epoch_of(tiers))
+
+
+def _has_mover(options: NvmeTier, file_system: FileSystemOf) -> bool:
+    """Another file system than the machine's cannot be used from another process."""
+    return options.movers is Movers.PROCESS and file_system is real_file_system
+
+
+def _link(
+    arena: Arena,
+    opened: Sequence[nvme.NvmeTier],
+    movers: Sequence[Mover],
+    stores: ThreadPoolExecutor,
+    loads: ThreadPoolExecutor,
+) -> Link:
+    """Of the last opened tier: writes from the tier above it, reads into the arena."""
+    store = opened[-1].store
+    if len(opened) > 1:
+        down = NvmePairHandler(opened[-2].store, store, stores)
+        return Link(down, NvmeLoadHandler(store, arena.slot_view, loads))
+    if movers:
+        return link_by_process(opened[0], movers[0])
+    return link_by_threads(arena, opened[0], stores, loads)
+
+
+def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:
+    if settings.record is None:
+        return None
+    facts = RecordFacts(geometry.mean_tokens, block_bytes)
+    return open_recorder(settings.record, facts, monotonic)
+
+
+def _arena_geometry(settings: CascadeConfig, geometry: Geometry) -> ArenaGeometry:
+    capacity = cpu_capacity(settings.cpu, ThisMachine())
+    return ArenaGeometry.fit(
+        capacity, geometry.rank_bytes, geometry.world_size, kept=settings.cpu.persist
+    )
+
+
+def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions:
+    written = writing(settings, ThisMachine())
+    if written is not None:
+        logger.info("kvcascade: %s", written)
+    return ManagerOptions(
+        write_mode=WriteMode.DEMOTE if written is None else written.mode,
+        on_reset=settings.on_reset,
+        low_watermark=float(settings.cpu.low_watermark.part),
+        high_watermark=float(settings.cpu.high_watermark.part),
+        dirty_age_s=settings.dirty_age_s,
+        promotion_budget_slots=(
+            None
+            if settings.promotion_budget is None
+            else sizes.budget_blocks(settings.promotion_budget, top.capacity, top.block_size)
+        ),
+        promotion_deadline_s=settings.promotion_deadline_s,
+        shutdown_flush_s=(
+            DEFAULT_FLUSH_S if settings.shutdown_flush_s is None else settings.shutdown_flush_s
+        ),
+        load_or_recompute=settings.load_or_recompute,
+        prefill_tokens_per_s=settings.prefill_tokens_per_s,
+    )
+
+
+def _log_start(cascade: Cascade) -> None:
+    """One line that says what was opened and found; the same as fields for structured logs."""
+    fields = start_fields(cascade)
+    shown = "; ".join(
+        f"{name} ({', '.join(f'{key}={value}' for key, value in facts.items())})"
+        for name, facts in fields.items()
+    )
+    logger.info("kvcascade opened: %s", shown, extra={"kvcascade": fields})
+
+
+def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
+    """Per tier: what it can hold and what was found in it."""
+    settings = cascade.settings
+    policies = [settings.cpu.policy, *(tier.policy for tier in settings.nvme)]
+    reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
+    fields: dict[str, dict[str, object]] = {}
+    for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):
+        facts = fields[state.name] = {
+            "blocks": state.blocks,
+            "capacity_blocks": state.capacity_blocks,
+            "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
+            "policy": policy,
+        }
+        if report is None:
+            facts["pages"] = "huge" if cascade.arena.is_huge else "small"
+        else:
+            facts |= {
+                "namespace": str(report.folder),
+                "fingerprint": report.folder.name.rpartition("-")[2],
+                "created": report.created.isoformat(timespec="seconds"),
+                "shutdown": "clean" if report.was_clean else "unclean",
+                "written": sizes.human(report.bytes_written),
+            }
+    return fields

@@ -1,0 +1,56 @@
+"""Who moves blocks between the arena and the first NVMe tier: a helper process, or threads here."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from ..config.schema import DirectIO, NvmeTier
+from ..handlers.node.mover import Mover
+from ..handlers.node.mover_child import Connection, launch
+from ..handlers.node.mover_process import MoverBackground, MoverLoadHandler, MoverStoreHandler
+from ..handlers.node.mover_wire import Setup
+from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from ..manager.flow import Link
+from ..tiers.cpu import Arena
+from ..tiers.cpu.header import HEADER_BYTES
+from ..tiers.nvme.attach import attachment_of
+from ..tiers.nvme.tier import NvmeTier as OpenTier
+
+
+def link_by_threads(arena: Arena, tier: OpenTier, stores: Executor, loads: Executor) -> Link:
+    """Handlers on these executors, which are this process's."""
+    return Link(
+        down=NvmeStoreHandler(tier.store, arena.slot_view, stores),
+        up=NvmeLoadHandler(tier.store, arena.slot_view, loads),
+    )
+
+
+def link_by_process(tier: OpenTier, mover: Mover) -> Link:
+    """Handlers that have a mover do the work, index commits included."""
+    tier.backend.use_background(MoverBackground(tier.store, mover))
+    return Link(down=MoverStoreHandler(tier.store, mover), up=MoverLoadHandler(tier.store, mover))
+
+
+def open_mover(arena: Arena, tier: OpenTier, options: NvmeTier, has_prefault: bool) -> Mover:
+    """Start the process for a tier that is open. Raises `TierIOError`; close it before the tier."""
+
+    def start() -> Connection:
+        tier.index.forget_dead_readers()
+        setup = Setup(
+            attachment_of(tier, options.direct_io is not DirectIO.OFF),
+            HEADER_BYTES,
+            arena.geometry.slot_bytes,
+            arena.geometry.slots,
+            options.io_threads,
+            has_prefault,
+            arena.is_huge,
+        )
+        return launch(setup, arena.duplicate())
+
+    mover = Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"))
+    try:
+        mover.start()
+    except BaseException:
+        mover.close()
+        raise
+    return mover

@@ -1,0 +1,120 @@
+"""Opening one NVMe tier from its options: folders, threads, policy, admission and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
+from ..config.schema import NvmeTier
+from ..errors import KVCascadeError, os_errors
+from ..logs import get_logger
+from ..manager.admission import WriteBudget
+from ..manager.level import Tier
+from ..tiers.endurance import DayTotals
+from ..tiers.nvme import tier as nvme
+from ..tiers.nvme.disk.filesystem import FileSystem
+from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
+from ..tiers.nvme.segments.store import Durability
+from ..tiers.policies import OrderedPolicy, create
+from .chain_notes import ChainNotes
+from .named import admission_rule
+
+_log = get_logger(__name__)
+
+READY_BYTES_MIN = 256 << 20
+READY_BYTES_MAX = 1 << 30
+READY_PARTS = 8
+"""Before anything is stored one part in so many of the capacity is made, within these limits: a
+small tier whole, of a large one so much that other namespaces keep their room in the path."""
+
+
+def io_threads_of(
+    options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
+) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Threads for stores and for loads: a load never queues behind a store."""
+    for direction in ("store", "load"):
+        executor = ThreadPoolExecutor(options.io_threads, f"kvcascade-{direction}")
+        undo.callback(executor.shutdown, cancel_futures=True)
+        executors.append(executor)
+    return executors[-2], executors[-1]
+
+
+def slots_of_segment(options: NvmeTier, block_bytes: int) -> int | None:
+    """Slots of a segment as configured; None leaves it to the tier."""
+    size = options.segment_size
+    return None if size is None else max(1, size.of(0) // block_bytes)
+
+
+def open_nvme(
+    options: NvmeTier,
+    block_bytes: int,
+    key: NamespaceKey,
+    executor: ThreadPoolExecutor,
+    file_system: FileSystem,
+) -> nvme.NvmeTier:
+    """Open the namespace of `key` in the folders of `options`; `executor` does background work.
+
+    Raises one of our errors.
+    """
+    machine = ThisMachine()
+    for path in options.path:
+        with os_errors(f"creating {path} ({options.key}.path)"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    capacity = nvme_capacity(options, machine)
+    config = nvme.NvmeTierConfig(
+        paths=options.path,
+        capacity_bytes=capacity,
+        ready_bytes=min(READY_BYTES_MAX, max(READY_BYTES_MIN, capacity // READY_PARTS)),
+        block_bytes=block_bytes,
+        key=key,
+        durability=Durability(str(options.durability)),
+        min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
+        slots_per_segment=slots_of_segment(options, block_bytes),
+    )
+    return nvme.open_nvme_tier(config, executor, file_system)
+
+
+def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
+    """Where an engine notes the order of blocks; None, and a warning, if that cannot be.
+
+    `tier` is open. The array is not sealed at the end: opening shall not read all of it.
+    """
+    arrays = tier.arrays.unsealed()
+    try:
+        cells = arrays(CHAINS, cells_for(tier.backend.capacity), np.uint64)
+    except KVCascadeError as error:
+        _log.warning("which block follows which is not noted: %s", error)
+        return None
+    finally:
+        arrays.close()  # it stays mapped
+    return ChainNotes(ChainLog(cells))
+
+
+def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
+    """An open tier as the manager wants it. Raises `ConfigError` for names that lead nowhere."""
+    policy = create(
+        options.policy, tier.backend.capacity, tier.directory, tier.arrays, with_usage=True
+    )
+    if tier.recovered:
+        assert isinstance(policy, OrderedPolicy)
+        policy.reconcile(tier.live_slots())
+    totals = tier.index.day_totals
+    return Tier(
+        name,
+        tier.backend,
+        policy,
+        admission_rule(options.admission),
+        write_budget=_write_budget(options, totals),
+        day_totals=totals,
+    )
+
+
+def _write_budget(options: NvmeTier, totals: Callable[[], DayTotals]) -> WriteBudget | None:
+    if options.write_budget is None:
+        return None
+    return WriteBudget(options.write_budget.of(nvme_disk_bytes(options, ThisMachine())), totals)

@@ -1,0 +1,1 @@
+"""The configuration: one schema, sizes, and the machine that it has to fit."""

@@ -1,0 +1,371 @@
+"""Does a configuration fit this machine? Asked before anything is allocated or created.
+
+`check_machine` compares a parsed configuration with what a `Machine` says about memory, disks and
+folders, and raises a `ConfigError` of one sentence for the first thing that does not fit. It only
+looks: nothing is created, changed or removed, whatever the outcome. Tests pass a twin of `Machine`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import final
+
+import psutil
+
+from .cgroup import group_memory
+from .options import At, noting
+from .schema import CascadeConfig, CpuTier, NvmeTier, WriteMode
+from .sizes import Share, Size, human
+
+KEPT_ARENAS = "kvcascade-kept-*"
+"""Arenas that outlived their engines, in the folder of arenas."""
+HUGETLBFS = "hugetlbfs"
+"""The file system of huge pages that were reserved: no part of the memory that is available."""
+MEMORY_FILE_SYSTEMS = frozenset({HUGETLBFS, "tmpfs", "ramfs"})
+MIN_CAPACITY_BYTES = 8192
+"""No tier holds a block in less: a header, and a page."""
+BACK_RATIO = 2
+"""An NVMe tier so many times as large as the CPU tier keeps a copy of whatever that holds."""
+NAMESPACE_FILE = "namespace.json"
+"""A folder that holds this file is a namespace of an NVMe tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The machine's memory, or its container's where that may have less, in bytes."""
+
+    total: int
+    """All there is."""
+    available: int
+    """What can be had without swapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A file system, in bytes."""
+
+    device: int
+    """Number that tells one file system from another."""
+    total: int
+    """All there is."""
+    free: int
+    """What this user may still write."""
+
+
+class PathKind(Enum):
+    """What is at a path."""
+
+    MISSING = "missing"
+    FOLDER = "folder"
+    OTHER = "other"
+
+
+class Machine(ABC):
+    """What is asked of a machine. No method changes anything; `OSError`: it does not say."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """The memory as it is now."""
+
+    @abstractmethod
+    def kind(self, path: Path) -> PathKind:
+        """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
+
+    @abstractmethod
+    def identity(self, path: Path) -> object:
+        """Equal for two paths that lead to one folder, or would if it were created."""
+
+    @abstractmethod
+    def file_system(self, folder: Path) -> str:
+        """Type of the file system that a folder lies on, such as "tmpfs"."""
+
+    @abstractmethod
+    def kept_by_arenas(self, folder: Path) -> int:
+        """Bytes of the arenas in a folder that outlived their engines, or may do so."""
+
+    @abstractmethod
+    def writable(self, folder: Path) -> bool:
+        """Whether this process may create files in an existing folder."""
+
+    @abstractmethod
+    def disk(self, folder: Path) -> Disk:
+        """The file system that an existing folder lies on."""
+
+    @abstractmethod
+    def used_by_namespaces(self, folder: Path) -> int:
+        """Bytes on disk of all namespaces in a folder; 0 where the folder does not exist."""
+
+
+@final
+class ThisMachine(Machine):
+    """The machine that this process runs on."""
+
+    def memory(self) -> Memory:
+        found, group = psutil.virtual_memory(), group_memory()
+        total = min(found.total, group.limit)
+        return Memory(total=total, available=min(found.available, group.available, total))
+
+    def kind(self, path: Path) -> PathKind:
+        if path.is_dir():
+            return PathKind.FOLDER
+        return PathKind.OTHER if os.path.lexists(path) else PathKind.MISSING
+
+    def identity(self, path: Path) -> object:
+        real = Path(os.path.realpath(path))
+        nearest = _nearest(real, self)
+        found = nearest.stat()  # what is mounted twice has two real paths
+        return found.st_dev, found.st_ino, real.relative_to(nearest)
+
+    def file_system(self, folder: Path) -> str:
+        return file_system_of(str(folder))
+
+    def kept_by_arenas(self, folder: Path) -> int:
+        return sum(path.lstat().st_blocks * 512 for path in folder.glob(KEPT_ARENAS))
+
+    def writable(self, folder: Path) -> bool:
+        return os.access(folder, os.W_OK | os.X_OK)
+
+    def disk(self, folder: Path) -> Disk:
+        found = os.statvfs(folder)
+        return Disk(
+            device=os.stat(folder).st_dev,
+            total=found.f_blocks * found.f_frsize,
+            free=found.f_bavail * found.f_frsize,
+        )
+
+    def used_by_namespaces(self, folder: Path) -> int:
+        namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
+        return sum(_bytes_below(namespace) for namespace in namespaces)
+
+
+def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
+    """The size of the tier's disks."""
+    return sum(disk.total for disk in _disks(tier, machine))
+
+
+def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
+    """Raise `ConfigError` for the first option that does not fit the machine, or note all."""
+    for tier in config.tiers[:1]:
+        if isinstance(tier, CpuTier):  # what cannot be read is not there where problems are noted
+            at = At(f"{tier.key}.arena_dir")
+            with noting(noted), _looking_at(at, tier.arena_dir):
+                _check_cpu(tier, machine)
+    check_nvme(config, machine, noted)
+    if config.record is not None:
+        with noting(noted):
+            _check_folder(At("record"), config.record, machine)
+
+
+def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
+    """`check_machine` for the tiers on disk alone."""
+    owners: dict[object, Path] = {}
+    for tier in config.nvme:
+        at = At(f"{tier.key}.path")
+        for path in tier.path:
+            with noting(noted):
+                _check_path(at, path, machine, owners)
+        with noting(noted), _looking_at(at, tier.path[0]):
+            _check_disks(tier, machine)
+
+
+def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]) -> None:
+    """A folder for a tier that no other path is; `owners`: paths so far by identity."""
+    _check_folder(at, path, machine)
+    with _looking_at(at, path):
+        owner = owners.setdefault(machine.identity(path), path)
+    if owner is not path:
+        raise at.wrong(str(path), f"is the same folder as {owner}; give every folder once")
+
+
+def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
+    """Sentences about what works, and is hardly meant. Of a configuration that fits."""
+    folder = config.cpu.arena_dir
+    kind = machine.file_system(folder)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return []
+    problem = f"is on {kind or 'an unknown file system'}, so that what lies in memory is written"
+    remedy = "to a disk as well; give a folder in shared memory, such as /dev/shm"
+    return [str(At(f"{config.cpu.key}.arena_dir").wrong(str(folder), f"{problem} {remedy}"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """When blocks are written down, and what that means where an engine stops."""
+
+    mode: WriteMode
+    why: str
+    """Clause about the reason."""
+    may_lose: str
+    """Clause about what a stop without notice loses."""
+
+    def __str__(self) -> str:
+        return f'write_mode is "{self.mode}" ({self.why}); {self.may_lose}'
+
+
+def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
+    """The write mode of a configuration on a machine; None if there is only one tier.
+
+    Without one that is given, blocks are written back early where that costs no more writes: each
+    block is written once in either mode, unless the tier below is so small that it loses blocks
+    that are still above.
+    """
+    if not config.nvme:
+        return None
+    mode, why = config.write_mode, "as configured"
+    if mode is None:
+        mode = write_mode_for(
+            cpu_capacity(config.cpu, machine), nvme_capacity(config.nvme[0], machine)
+        )
+        than = "at least" if mode is WriteMode.BACK else "less than"
+        why = f"{config.nvme[0].key} is {than} {BACK_RATIO} times as large as {config.cpu.key}"
+    may_lose = {
+        WriteMode.DEMOTE: "an engine that is killed loses all that is in the CPU tier only",
+        WriteMode.BACK: "an engine that is killed loses what was stored in its last "
+        f"{config.dirty_age_s:g} s",
+        WriteMode.THROUGH: "an engine that is killed loses what was not written yet",
+    }[mode]
+    return Writing(mode, why, may_lose)
+
+
+def write_mode_for(cpu_bytes: int, nvme_bytes: int) -> WriteMode:
+    """The mode where none is given."""
+    return WriteMode.BACK if nvme_bytes >= BACK_RATIO * cpu_bytes else WriteMode.DEMOTE
+
+
+def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
+    """The tier's capacity in bytes."""
+    return tier.capacity.of(machine.memory().total)
+
+
+def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
+    """The tier's capacity in bytes, over all its paths."""
+    return tier.capacity.of(nvme_disk_bytes(tier, machine))
+
+
+def file_system_of(directory: str) -> str:
+    """Type of the file system that a directory is on, as /proc names it."""
+    real = os.path.realpath(directory)
+    best, kind = "", ""
+    for mount in psutil.disk_partitions(all=True):
+        point = mount.mountpoint
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, mount.fstype
+    return kind
+
+
+def _check_cpu(tier: CpuTier, machine: Machine) -> None:
+    at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
+    folder = tier.arena_dir
+    if machine.kind(folder) is not PathKind.FOLDER:
+        raise arena.wrong(str(folder), "is not a folder that exists; give one in shared memory")
+    if not machine.writable(folder):
+        raise arena.wrong(str(folder), "cannot be written by this user; give one that can")
+    capacity, available = cpu_capacity(tier, machine), machine.memory().available
+    kept = machine.kept_by_arenas(folder) if tier.persist else 0  # will be taken over
+    available += kept
+    _check_enough(at, tier.capacity, capacity, "this machine")
+    if capacity > available and machine.file_system(folder) != HUGETLBFS:
+        problem = f"is more memory than there is ({human(available)} available); lower it"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+    free = machine.disk(folder).free + kept
+    if capacity > free:
+        remedy = f"lower it, enlarge that file system, or set {arena.key} to another"
+        problem = f"is more than {folder} has free ({human(free)}); {remedy}"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+
+
+def _check_enough(at: At, size: Size, count: int, where: str) -> None:
+    if not count:
+        raise at.wrong(str(size), f"is nothing on {where}; raise it")
+    if count < MIN_CAPACITY_BYTES:
+        problem = 'is less than any block takes; give a size with its unit, such as "64GiB"'
+        raise at.wrong(_written(size, count), problem)
+
+
+def _check_folder(at: At, path: Path, machine: Machine) -> None:
+    """A folder that is there and writable, or that could be created."""
+    with _looking_at(at, path):
+        nearest = _nearest(path, machine)
+        kind = machine.kind(nearest)
+    if kind is PathKind.OTHER and nearest == path:
+        raise at.wrong(str(path), "is a file, not a folder; give a folder")
+    if kind is PathKind.OTHER:
+        raise at.wrong(str(path), f"lies below {nearest}, which is a file; give another folder")
+    if machine.writable(nearest):
+        return
+    if nearest == path:
+        raise at.wrong(str(path), "cannot be written by this user; change its permissions or mount")
+    problem = f"cannot be created, because {nearest} cannot be written by this user"
+    raise at.wrong(str(path), f"{problem}; create it, or give another folder")
+
+
+def _check_disks(tier: NvmeTier, machine: Machine) -> None:
+    at = At(f"{tier.key}.capacity")
+    disks = _disks(tier, machine)
+    own = sum(machine.used_by_namespaces(path) for path in tier.path)
+    capacity, room = nvme_capacity(tier, machine), sum(disk.free for disk in disks) + own
+    reserve = sum(tier.min_free.of(disk.total) for disk in disks)
+    total = sum(disk.total for disk in disks)
+    where = " and ".join(str(path) for path in tier.path)
+    _check_enough(at, tier.capacity, capacity, where)
+    segment = tier.segment_size.count if tier.segment_size else 0
+    if segment > capacity:
+        problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
+        raise At(f"{tier.key}.segment_size").wrong(str(tier.segment_size), problem)
+    if capacity > room:
+        problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
+        raise at.wrong(_written(tier.capacity, capacity), problem)
+    spare = At(f"{tier.key}.min_free")
+    shown = _written(tier.min_free, reserve)
+    if reserve >= total:
+        raise spare.wrong(shown, f"is all of the disk ({human(total)} on {where}); lower it")
+    if capacity + reserve > room:
+        problem = f'does not fit beside {at.key} "{tier.capacity}" in {human(room)} on {where}'
+        raise spare.wrong(shown, f"{problem}; lower one of the two")
+
+
+@contextmanager
+def _looking_at(at: At, path: Path) -> Iterator[None]:
+    """What the machine does not say about a path becomes a sentence about its key."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be looked at ({error.strerror}); give a folder that this user may enter"
+        raise at.wrong(str(path), problem) from None
+
+
+def _disks(tier: NvmeTier, machine: Machine) -> list[Disk]:
+    """The file systems of a tier's paths, each once."""
+    found = (machine.disk(_nearest(path, machine)) for path in tier.path)
+    return list({disk.device: disk for disk in found}.values())
+
+
+def _nearest(path: Path, machine: Machine) -> Path:
+    """The path itself, or the closest parent of it that exists."""
+    while machine.kind(path) is PathKind.MISSING and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _written(size: Size, count: int) -> str:
+    """A size as it was written; a share with what it comes to."""
+    return f"{size} = {human(count)}" if isinstance(size, Share) else str(size)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes that files below a folder take on disk; what vanishes or is closed counts nothing."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total

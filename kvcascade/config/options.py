@@ -1,0 +1,288 @@
+"""Options as annotated fields: one line says what an option is, how it is read, and its default.
+
+A configuration class is a frozen dataclass whose options are `Annotated[type, reader]`; the default
+is the field's default, and an option without one must be given (its annotation then also holds what
+to tell whoever left it out). `read_options` makes such an object of a dictionary. Every problem is
+a `ConfigError` of one sentence that names key, value and remedy. The first one is raised, or all
+are noted in a list (`noting`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from ..errors import ConfigError
+
+Config = TypeVar("Config")
+
+MAX_SECONDS = 10**9
+"""Of a time; 31 years."""
+MAX_TOKENS_PER_S = 10**12
+_SHOWN_CHARACTERS = 80
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The place of a value in the configuration."""
+
+    key: str
+    """Full key, such as "tiers[1].capacity"; empty at the top."""
+    policies: Collection[str] = ()
+    """Names of the replacement policies that are known."""
+    noted: list[str] | None = field(default=None, compare=False)
+    """Where problems are noted; None: the first one is raised."""
+
+    def below(self, name: str) -> At:
+        """The place of an option of this place."""
+        return replace(self, key=f"{self.key}.{name}" if self.key else name)
+
+    def item(self, index: int) -> At:
+        """The place of an item of the list at this place."""
+        return replace(self, key=f"{self.key}[{index}]")
+
+    def wrong(self, value: object, problem: str) -> ConfigError:
+        """The sentence about a value that is not allowed; `problem` ends with the remedy."""
+        return ConfigError(f"{self.key}: {_shown(value)} {problem}.")
+
+    def unknown(self, value: object, remedy: str) -> ConfigError:
+        """The sentence about a key that does not exist."""
+        return ConfigError(f"{self.key} (set to {_shown(value)}) is an unknown key{remedy}.")
+
+    def missing(self, remedy: str) -> ConfigError:
+        """The sentence about an option that must be given."""
+        return ConfigError(f"{self.key} is missing; {remedy}.")
+
+
+class IncompleteError(ConfigError):
+    """A configuration object that cannot be made: what is wrong with it has been noted."""
+
+
+@contextmanager
+def noting(noted: list[str] | None) -> Iterator[None]:
+    """Note a problem that comes up inside, so that others come up, too; None: let it pass."""
+    try:
+        yield
+    except ConfigError as error:
+        if noted is None:
+            raise
+        if not isinstance(error, IncompleteError):
+            noted.append(str(error))
+
+
+Reader = Callable[[At, Any], object]
+"""Checks the value at a place and turns it into what the configuration holds."""
+
+
+def sized(parse: Callable[[object], object]) -> Reader:
+    """Reader of an amount; `parse` is one of `kvcascade.config.sizes`."""
+
+    def read(at: At, value: Any) -> object:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise at.wrong(value, str(error)) from None
+
+    return read
+
+
+def choice(choices: type[StrEnum]) -> Reader:
+    """Reader of one of a few words."""
+
+    def read(at: At, value: Any) -> StrEnum:
+        if not isinstance(value, str) or value not in list(choices):
+            raise at.wrong(
+                value,
+                f"is not known{did_you_mean(value, list(choices))}; use {_either(list(choices))}",
+            )
+        return choices(value)
+
+    return read
+
+
+def choice_or_name(choices: type[StrEnum]) -> Reader:
+    """Reader of one of a few words, or of a "package.module:name"."""
+
+    def read(at: At, value: Any) -> object:
+        if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
+            return value
+        if not isinstance(value, str) or value not in list(choices):
+            known = _either(list(choices))
+            hint = did_you_mean(value, list(choices))
+            raise at.wrong(value, f'is not known{hint}; use {known}, or "package.module:name"')
+        return choices(value)
+
+    return read
+
+
+def whole(lowest: int, highest: int) -> Reader:
+    """Reader of a whole number within bounds."""
+
+    def read(at: At, value: Any) -> int:
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not number or not lowest <= value <= highest:
+            raise at.wrong(value, f"is not allowed; give a whole number from {lowest} to {highest}")
+        return int(value)
+
+    return read
+
+
+def seconds(at: At, value: Any) -> float:
+    """Reader of a time, zero allowed."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= MAX_SECONDS:
+        problem = f"is not a time; give a number of seconds from 0 to {MAX_SECONDS}"
+        raise at.wrong(value, problem)
+    return float(value)
+
+
+def deadline(at: At, value: Any) -> float:
+    """Reader of a time above zero."""
+    if not seconds(at, value):
+        raise at.wrong(value, "leaves no time at all; give a number of seconds above 0")
+    return float(value)
+
+
+def rate(at: At, value: Any) -> float:
+    """Reader of a number of tokens per second."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= MAX_TOKENS_PER_S:
+        remedy = f"give a number of tokens per second above 0, up to {MAX_TOKENS_PER_S}"
+        raise at.wrong(value, f"is not a speed; {remedy}")
+    return float(value)
+
+
+def flag(at: At, value: Any) -> bool:
+    """Reader of true or false."""
+    if not isinstance(value, bool):
+        raise at.wrong(value, "is not a switch; use true or false")
+    return value
+
+
+def text(at: At, value: Any) -> str:
+    """Reader of any text."""
+    if not _is_text(value):
+        raise at.wrong(value, "is not text; give a string")
+    return str(value)
+
+
+def word_or_none(at: At, value: Any) -> str | None:
+    """Reader of text that says something, or null."""
+    if value is not None and not text(at, value).strip():
+        raise at.wrong(value, "says nothing; give some text, or leave it out")
+    return value  # type: ignore[no-any-return]
+
+
+def optional(read: Reader) -> Reader:
+    """Reader that lets null pass."""
+    return lambda at, value: None if value is None else read(at, value)
+
+
+def policy_name(at: At, value: Any) -> str:
+    """Reader of the name of a replacement policy, or of a class that is one."""
+    if isinstance(value, str) and (value in at.policies or _DOTTED_NAME.fullmatch(value)):
+        return value
+    hint = did_you_mean(value, at.policies)
+    known = _either([*at.policies])
+    raise at.wrong(value, f'is no policy{hint}; use {known}, or a class as "package.module:Class"')
+
+
+def folder(at: At, value: Any) -> Path:
+    """Reader of an absolute path; "~" is the home folder."""
+    if not _is_text(value) or not value or "\0" in value:
+        raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise at.wrong(value, "depends on where the engine is started; give an absolute path")
+    return Path(os.path.normpath(path))
+
+
+def folders(at: At, value: Any) -> tuple[Path, ...]:
+    """Reader of one folder or a list of them."""
+    if not isinstance(value, list | tuple):
+        return (folder(at, value),)
+    if not value:
+        raise at.wrong(value, "is empty; give one folder, or a list with one per device")
+    return tuple(folder(at.item(index), item) for index, item in enumerate(value))
+
+
+def read_options(
+    cls: Callable[..., Config], at: At, given: Mapping[str, object], also: Collection[str]
+) -> Config:
+    """Make a configuration object of a dictionary; `also`: allowed keys that are not read here.
+
+    Raises `ConfigError`: for the first problem, or where problems are noted and what must be given
+    is not there.
+    """
+    readers, hints = _options(cls)
+    for name, value in given.items():
+        if name not in readers:
+            known = ", ".join([*readers, *sorted(also)])
+            close = did_you_mean(name, [*readers, *also])
+            with noting(at.noted):
+                raise at.below(str(name)).unknown(value, f"{close}; known are {known}")
+    for name in hints:
+        if name not in given:
+            with noting(at.noted):
+                raise at.below(name).missing(hints[name])
+    values: dict[str, Any] = {}
+    for name in filter(readers.__contains__, given):
+        with noting(at.noted):
+            values[name] = readers[name](at.below(name), given[name])
+    if not hints.keys() <= values.keys():
+        raise IncompleteError(f"{at.key} lacks what it needs")
+    return cls(key=at.key, **values)
+
+
+def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
+    """Of a configuration class: what reads each option, and the remedy for each required one."""
+    annotations = get_type_hints(cls, include_extras=True)
+    readers: dict[str, Reader] = {}
+    remedies: dict[str, str] = {}
+    for each in fields(cls):
+        extras: Sequence[Any] = getattr(annotations[each.name], "__metadata__", ())
+        if extras:
+            readers[each.name] = extras[0]
+            if each.default is MISSING:
+                remedies[each.name] = extras[1]
+    return readers, remedies
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that can be stored: JSON can write halves of characters."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _shown(value: object) -> str:
+    """A value as the user wrote it, cut to a bounded length."""
+    try:
+        written = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        written = repr(value)
+    written = written.encode(errors="backslashreplace").decode()
+    short = len(written) <= _SHOWN_CHARACTERS
+    return written if short else f"{written[:_SHOWN_CHARACTERS]}…"
+
+
+def did_you_mean(value: object, known: Collection[str]) -> str:
+    """Clause that names the known word which is most like a value; empty if none is."""
+    close = difflib.get_close_matches(str(value).lower(), known, n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def _either(words: Sequence[str]) -> str:
+    """Words as an alternative: "a", "b" or "c"."""
+    quoted = [f'"{word}"' for word in words]
+    return " or ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))

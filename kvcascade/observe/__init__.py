@@ -1,0 +1,1 @@
+"""Metrics, events and recordings of a running cascade."""

@@ -1,0 +1,276 @@
+"""Every metric of the cascade: name, help, labels, and where its values come from.
+
+One table for all who need it: the declarations that vLLM asks for, the values that it is sent, and
+the documentation. Names follow the rules of Prometheus: base units, the unit last, and the
+exporter appends `_total` to counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..manager.counters import Counters, LinkCounters
+from ..manager.state import TierState
+
+PREFIX = "vllm:kvcascade_"
+
+LATENCY_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0,
+)  # fmt: skip
+
+
+class Kind(Enum):
+    """How Prometheus treats a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the values are read from."""
+
+    counters: Counters
+    tiers: list[TierState]
+    tokens_per_block: float = 0.0
+    """Prompt tokens that one of the served blocks stands for."""
+    waiting_requests: int = 0
+    """Requests that wait for their turn to have blocks brought up."""
+
+
+Values = Iterator[tuple[tuple[str, ...], float]]
+"""Label values and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `name` is without the prefix."""
+
+    kind: Kind
+    name: str
+    documentation: str
+    labels: tuple[str, ...]
+    values: Callable[[Snapshot], Values]
+
+
+def _total(field: str) -> Callable[[Snapshot], Values]:
+    def read(snapshot: Snapshot) -> Values:
+        yield (), float(getattr(snapshot.counters, field))
+
+    return read
+
+
+def _by_tier(field: str) -> Callable[[Snapshot], Values]:
+    def read(snapshot: Snapshot) -> Values:
+        counters = snapshot.counters
+        for name, value in zip(counters.tier_names, getattr(counters, field), strict=True):
+            yield (name,), float(value)
+
+    return read
+
+
+def _by_link(field: str) -> Callable[[Snapshot], Values]:
+    def read(snapshot: Snapshot) -> Values:
+        counters = snapshot.counters
+        for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
+            yield (name,), float(getattr(link, field))
+
+    return read
+
+
+def _latencies(field: str) -> Callable[[Snapshot], Values]:
+    """Samples are taken: each is reported once."""
+
+    def read(snapshot: Snapshot) -> Values:
+        counters = snapshot.counters
+        for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
+            samples = getattr(link, field)
+            while samples:
+                yield (name,), samples.popleft()
+
+    return read
+
+
+def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot], Values]:
+    def read(snapshot: Snapshot) -> Values:
+        for state in snapshot.tiers:
+            found = value(state)
+            if found is not None:
+                yield (state.name,), float(found)
+
+    return read
+
+
+def _misses(snapshot: Snapshot) -> Values:
+    """A tier missed what no tier had, and what those below it served."""
+    counters = snapshot.counters
+    missed = counters.lookup_misses
+    served = list(zip(counters.tier_names, counters.loaded_blocks, strict=True))
+    for name, blocks in reversed(served):
+        yield (name,), float(missed)
+        missed += blocks
+
+
+def _served_tokens(snapshot: Snapshot) -> Values:
+    counters = snapshot.counters
+    for name, blocks in zip(counters.tier_names, counters.served_blocks, strict=True):
+        yield (name,), blocks * snapshot.tokens_per_block
+
+
+def _write_amplification(snapshot: Snapshot) -> Values:
+    stored = snapshot.counters.stored_blocks * snapshot.tiers[0].block_bytes
+    for state, link in zip(snapshot.tiers[1:], snapshot.counters.links, strict=True):
+        if stored:
+            yield (state.name,), link.demoted_bytes / stored
+
+
+def _written_per_read(snapshot: Snapshot) -> Values:
+    for state in snapshot.tiers:
+        if state.day is not None and state.day.read:
+            yield (state.name,), state.day.written / state.day.read
+
+
+LINK_FIELDS: dict[str, str] = {
+    "demoted_blocks": "Blocks written to a tier.",
+    "demoted_bytes": "Bytes written to a tier.",
+    "demote_s": "Seconds of transfers to a tier.",
+    "demote_failed_blocks": "Blocks that could not be written to a tier.",
+    "demote_no_space_blocks": "Blocks not written because a tier's disk, or its index, was full.",
+    "demote_refused_blocks": "Blocks that admission kept out of a tier.",
+    "demote_over_budget_blocks": "Blocks that the day's write budget kept out of a tier.",
+    "demote_held_blocks": "Blocks that another engine had stored in a tier first.",
+    "demote_openings": "Times that a tier took no writes for a while: it failed or stalled.",
+    "promoted_blocks": "Blocks read from a tier and verified.",
+    "promoted_bytes": "Bytes read from a tier and verified.",
+    "promote_s": "Seconds of transfers from a tier.",
+    "promote_gone_blocks": "Blocks that had left a tier when they were read.",
+    "promote_corrupt_blocks": "Blocks of a tier that failed verification: dropped, never served.",
+    "promote_failed_blocks": "Blocks of a tier that could not be read.",
+    "promote_openings": "Times that nothing was read from a tier for a while: failed or stalled.",
+    "promote_refused_blocks": "Lookups that were misses because a tier was not read meanwhile.",
+}
+TOTAL_FIELDS: dict[str, str] = {
+    "lookup_misses": "Lookups that no tier could answer.",
+    "stored_blocks": "Blocks that workers stored in the first tier.",
+    "store_refused_busy": "Stores that were put off because slots were busy.",
+    "store_lost_blocks": "Blocks that were put off and not stored before their request ended.",
+    "store_truncated_blocks": "Blocks that were not stored because they could not fit.",
+    "dropped_dirty_blocks": "Blocks that left the last tier that held them, unwritten.",
+    "turn_waits": "Requests that waited for their turn to have blocks read from a tier.",
+    "promotions_worth": "Requests for which reading blocks was expected to beat recomputing.",
+    "promotions_not_worth": "Requests that recomputed, as reading was expected to take longer.",
+    "recorded_requests": "Requests written to the recording.",
+    "record_dropped_requests": "Requests that the recording could not take.",
+    "promotion_probes": "Reads that nobody waited for, to see whether a slow tier recovered.",
+    "resets": "Cache resets.",
+    "resets_by_others": "Resets of a shared tier by other engines.",
+}
+
+
+def _recomputed(snapshot: Snapshot) -> Values:
+    for reason, blocks in snapshot.counters.recomputed_blocks.items():
+        yield (reason.value,), float(blocks)
+
+
+def _turn_waits(snapshot: Snapshot) -> Values:
+    samples = snapshot.counters.turn_waits_s
+    while samples:
+        yield (), samples.popleft()
+
+
+def _waiting(snapshot: Snapshot) -> Values:
+    yield (), float(snapshot.waiting_requests)
+
+
+_LATENCIES = {
+    "demotion_seconds": ("demote_latencies_s", "Seconds that a batch took to a tier, with queues."),
+    "promotion_seconds": (
+        "promote_latencies_s",
+        "Seconds that a batch took up from a tier, with queues.",
+    ),
+}
+assert {*LINK_FIELDS, *(field for field, _ in _LATENCIES.values())} == set(
+    LinkCounters.__dataclass_fields__
+), "every counter of a link has its metric"
+
+_STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
+    "tier_used_ratio": ("Share of a tier's slots in use.", lambda s: s.blocks / s.capacity_blocks),
+    "tier_dirty_ratio": (
+        "Share of a tier's slots whose block is not known to be in a tier below.",
+        lambda s: s.dirty_blocks / s.capacity_blocks,
+    ),
+    "tier_blocks": ("Blocks in a tier.", lambda s: s.blocks),
+    "tier_used_bytes": ("Bytes of the blocks in a tier.", lambda s: s.blocks * s.block_bytes),
+    "tier_capacity_bytes": (
+        "Bytes that a tier can hold.",
+        lambda s: s.capacity_blocks * s.block_bytes,
+    ),
+    "pending_blocks": ("Blocks queued or on their way up from a tier.", lambda s: s.waiting_blocks),
+    "demotion_jobs": ("Writes into a tier that are under way.", lambda s: s.demote_jobs),
+    "tier_blocked": ("1 while a tier takes no writes: it failed or is full.",
+                     lambda s: s.is_blocked),
+    "write_budget_left_bytes": ("What may still be written to a tier today.",
+                                lambda s: s.budget_left_bytes),
+    "day_written_bytes": ("Bytes written to a tier in the last 24 hours, by all its engines.",
+                          lambda s: None if s.day is None else s.day.written),
+    "day_read_bytes": ("Bytes read back from a tier in the last 24 hours, by all its engines.",
+                       lambda s: None if s.day is None else s.day.read),
+}  # fmt: skip
+
+
+def counter_name(field: str) -> str:
+    """The name of the metric for a field of the counters."""
+    return field[:-2] + "_seconds" if field.endswith("_s") else field
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(Kind.COUNTER, "loaded_blocks",
+           "Hits: blocks that requests loaded, by the tier they came from.", ("tier",),
+           _by_tier("loaded_blocks")),
+    Metric(Kind.COUNTER, "tier_misses",
+           "Lookups that a tier could not answer: no tier could, or one below it did.",
+           ("tier",), _misses),
+    Metric(Kind.COUNTER, "served_tokens",
+           "Prompt tokens that were not recomputed, by the tier their blocks came from.",
+           ("tier",), _served_tokens),
+    Metric(Kind.COUNTER, "evicted_blocks", "Blocks that left a tier to make room.", ("tier",),
+           _by_tier("evicted_blocks")),
+    *(Metric(Kind.COUNTER, counter_name(field), text, ("tier",), _by_link(field))
+      for field, text in LINK_FIELDS.items()),
+    *(Metric(Kind.COUNTER, field, text, (), _total(field))
+      for field, text in TOTAL_FIELDS.items()),
+    Metric(Kind.COUNTER, "recomputed_blocks",
+           "Blocks that requests computed although a tier held them: larger than the promotion "
+           "budget (budget), nothing moved (deadline), or computing was expected to be faster "
+           "(not_worth).", ("reason",), _recomputed),
+    Metric(Kind.GAUGE, "waiting_requests",
+           "Requests that wait for their turn to have blocks read from a tier.", (), _waiting),
+    Metric(Kind.HISTOGRAM, "turn_wait_seconds",
+           "Seconds that a request waited for its turn to have blocks read from a tier.", (),
+           _turn_waits),
+    *(Metric(Kind.HISTOGRAM, name, text, ("tier",), _latencies(field))
+      for name, (field, text) in _LATENCIES.items()),
+    *(Metric(Kind.GAUGE, name, text, ("tier",), _of_state(value))
+      for name, (text, value) in _STATES.items()),
+    Metric(Kind.GAUGE, "write_amplification",
+           "Bytes written to a tier per byte that workers stored, since the start.", ("tier",),
+           _write_amplification),
+    Metric(Kind.GAUGE, "written_per_read",
+           "Bytes written to a tier per byte read back, in the last 24 hours.", ("tier",),
+           _written_per_read),
+)  # fmt: skip
+"""Every metric."""
+
+
+def table() -> str:
+    """All metrics as a table in Markdown, for the documentation."""
+    lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
+    for metric in METRICS:
+        suffix = "_total" if metric.kind is Kind.COUNTER else ""
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        name = f"`{PREFIX}{metric.name}{suffix}`"
+        lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.documentation} |")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Everything of the product that imports vLLM: spec, manager, worker, tier and policies."""

@@ -1,0 +1,144 @@
+"""What the adapters of all vLLM generations do alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..assembly.build import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
+from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
+from ..identity import is_shareable, private_identity, weights_identity
+from ..logs import get_logger
+from . import engine_facts, packing
+from .refusals import refuse_useless
+
+logger = get_logger(__name__)
+
+STOP_S = 2.0
+"""What an engine needs to stop beside writing what is dirty."""
+
+
+def log_beside_vllm() -> None:
+    """vLLM sets up handlers for its own logger only: our lines shall appear beside its own."""
+    ours, theirs = logging.getLogger("kvcascade"), logging.getLogger("vllm")
+    if not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+
+
+def namespace_facts(
+    settings: CascadeConfig, engine_config: Any | None, model: str, shape: Mapping[str, str]
+) -> dict[str, str]:
+    """Every fact of the fingerprint that is known before the workers' tensors are.
+
+    `engine_config`: vLLM's `VllmConfig`, None if it was not found; then nothing is shared but under
+    the user's own `weights_id`, which stands for all that is not known;
+    `model`: name or path to go by without it; `shape`: what the generation's own configuration says
+    about blocks and parallelism.
+    """
+    version = ".".join(map(str, engine_facts.vllm_version()))
+    facts = {"vllm": version, "label": settings.label, **shape, **packing.machine_facts()}
+    if engine_config is None:
+        return facts | {"weights": settings.weights_id or private_identity()}
+    facts.update(engine_facts.model_facts(engine_config))
+    model, revision, is_real = engine_facts.weights_facts(engine_config)
+    facts["weights"] = settings.weights_id or weights_identity(model, revision, is_real)
+    draft = engine_facts.draft_facts(engine_config)
+    if draft is not None and not settings.weights_id:
+        facts["draft_weights"] = weights_identity(*draft, is_real)
+    return facts | {name: private_identity() for name in _private(settings, engine_config)}
+
+
+def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
+    """Why blocks are this process's alone; who names the weights answers for adapters, too."""
+    found = engine_facts.reasons_not_to_share(engine_config)
+    if settings.weights_id:
+        found.pop("adapters", None)
+    return found
+
+
+def warn_of_privacy(
+    settings: CascadeConfig, engine_config: Any | None, facts: Mapping[str, str], model: str
+) -> None:
+    """One line for each reason why nothing is found by other processes or at the next start."""
+    reasons = [] if engine_config is None else list(_private(settings, engine_config).values())
+    if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
+        reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
+    if engine_facts.hashes_change_at_restart(engine_config):
+        reasons.append(
+            "this vLLM draws a new block hash seed at every start; set the environment variable "
+            "PYTHONHASHSEED=0"
+        )
+    for reason in reasons:
+        logger.warning(
+            "kvcascade: nothing is shared with other processes or kept for the next start: %s",
+            reason,
+        )
+
+
+def with_time_to_flush(
+    settings: CascadeConfig, engine_config: Any | None
+) -> tuple[CascadeConfig, str | None]:
+    """Let a shutdown take as long as vLLM lets it; also what to say if that is no time at all."""
+    given_s, needed_s = engine_facts.seconds_to_stop(engine_config), seconds_to_flush(settings)
+    if needed_s is None or given_s is None:
+        return settings, None
+    if given_s > 0:
+        if settings.shutdown_flush_s is None:
+            settings = replace(settings, shutdown_flush_s=max(1.0, given_s - STOP_S))
+        return settings, None
+    return settings, (
+        "kvcascade: vLLM kills this engine as soon as it is asked to stop (--shutdown-timeout 0), "
+        f"so nothing is written down then; to have that done, start it with --shutdown-timeout "
+        f"{needed_s}"
+    )
+
+
+def seconds_to_flush(settings: CascadeConfig) -> int | None:
+    """The `--shutdown-timeout` with which an engine writes what is dirty; None: it never does."""
+    flush_s = settings.shutdown_flush_s
+    if not settings.nvme or flush_s == 0:
+        return None
+    return math.ceil((DEFAULT_FLUSH_S if flush_s is None else flush_s) + STOP_S)
+
+
+def open_scheduler_side(
+    settings: CascadeConfig,
+    geometry: Geometry,
+    engine_id: str,
+    facts: Mapping[str, str],
+    engine_config: Any | None,
+    model: str,
+    *,
+    with_events: bool,
+    waits_for_stores: bool = True,
+    about: Mapping[str, Any] | None = None,
+    file_system: FileSystemOf = real_file_system,
+) -> Cascade:
+    """Open the cascade in the scheduler process, and say so once if it cannot persist.
+
+    `about` is written beside the fingerprint, for people.
+
+    Raises one of our errors.
+    """
+    refuse_useless(engine_config)
+    warn_of_privacy(settings, engine_config, facts, model)
+    settings, said = with_time_to_flush(settings, engine_config)
+    if said is not None:
+        logger.info(said)
+    return open_cascade(
+        settings,
+        geometry,
+        engine_id,
+        facts,
+        label=settings.label or model,
+        steps_until_flushed=engine_facts.pipeline_depth(engine_config),
+        with_events=with_events,
+        waits_for_stores=waits_for_stores,
+        about=about,
+        file_system=file_system,
+    )

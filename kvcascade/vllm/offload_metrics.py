@@ -1,0 +1,75 @@
+"""The metrics of the cascade as vLLM's offloading metrics.
+
+vLLM refuses a metric that was not declared beforehand; `observe.metrics` is the one list, which
+makes the declarations and the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
+
+from ..manager.cascading import CascadingOffloadingManager
+from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, Snapshot
+
+
+def definitions() -> dict[str, Any]:
+    """What `OffloadingSpec.build_metric_definitions` declares."""
+    return {PREFIX + metric.name: _declared(metric) for metric in METRICS}
+
+
+def _declared(metric: Metric) -> Any:
+    if metric.kind is Kind.COUNTER:
+        return OffloadingCounterMetadata(metric.documentation, metric.labels)
+    if metric.kind is Kind.GAUGE:
+        return OffloadingGaugeMetadata(metric.documentation, metric.labels)
+    return OffloadingHistogramMetadata(metric.documentation, metric.labels, LATENCY_BUCKETS_S)
+
+
+class MetricsReader:
+    """Turns the manager's figures into vLLM's stats; counters as growth since the last call."""
+
+    def __init__(self, manager: CascadingOffloadingManager, tokens_per_block: float) -> None:
+        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
+        self._manager = manager
+        self._tokens_per_block = tokens_per_block
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def read(self) -> OffloadingConnectorStats:
+        """Called by the scheduler thread; cheap enough for once a second."""
+        stats = OffloadingConnectorStats()
+        manager = self._manager
+        snapshot = Snapshot(
+            manager.counters,
+            manager.tier_states(),
+            self._tokens_per_block,
+            manager.waiting_requests,
+        )
+        for metric in METRICS:
+            for labels, value in metric.values(snapshot):
+                self._send(stats, metric, labels, value)
+        return stats
+
+    def _send(
+        self,
+        stats: OffloadingConnectorStats,
+        metric: Metric,
+        labels: tuple[str, ...],
+        value: float,
+    ) -> None:
+        name = PREFIX + metric.name
+        if metric.kind is Kind.GAUGE:
+            stats.set_gauge(name, value, labels)
+        elif metric.kind is Kind.HISTOGRAM:
+            stats.observe_histogram(name, value, labels)
+        else:
+            grown = value - self._last.get((name, labels), 0.0)
+            if grown > 0:
+                stats.increase_counter(name, grown, labels)
+                self._last[name, labels] = value

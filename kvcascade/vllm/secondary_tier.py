@@ -1,0 +1,235 @@
+"""kvcascade's NVMe tier inside vLLM's own tiering, for users who keep vLLM's manager.
+
+    "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+    "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
+                         "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
+
+The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes
+everything through; this tier is bounded, evicts by its own policy, verifies every block that it
+reads, and names the model in its namespace.
+All methods are called by the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, cast
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from ..assembly.named import checked_tier
+from ..assembly.nvme_parts import io_threads_of, nvme_level, open_nvme
+from ..config.machine import ThisMachine
+from ..config.schema import CascadeConfig, NvmeTier, OnReset
+from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from ..logs import get_logger
+from ..manager.flow import Link
+from ..manager.solo import SoloTier
+from ..manager.tier_jobs import TierJobs
+from ..tiers.base import BlockHash
+from ..tiers.nvme.disk.filesystem import RealFileSystem
+from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.nvme.tier import NvmeTier as OpenTier
+from . import engine_facts
+from .adapter import log_beside_vllm, namespace_facts, warn_of_privacy
+from .compatibility import set_state, state_of
+from .packing import packing_of_layers
+from .refusals import refuse_useless, refuse_wrong_stores
+from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
+
+logger = get_logger(__name__)
+
+MAX_KEPT_S = 5.0
+"""Seconds that transfers under way get at shutdown."""
+_RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
+
+
+@dataclass(slots=True)
+class _Used:
+    """What one request did with this tier's blocks."""
+
+    keys: dict[BlockHash, bool] = field(default_factory=dict)
+    """Blocks it asked for, stored or used, and whether a store or a load counted that."""
+
+
+class KVCascadeTier(SecondaryTierManager):
+    """An NVMe tier of ours as a secondary tier of vLLM."""
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """`options`: an `nvme` tier's, `label`, `weights_id`, `on_reset`. Raises our errors."""
+        if backpressure_detector is None:  # an argument of later versions
+            super().__init__(offloading_spec, primary_kv_view, tier_type)
+        else:
+            super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_beside_vllm()
+        self._rows = primary_kv_view.cast("B")
+        assert primary_kv_view.strides is not None, "a view has strides"
+        self._row_bytes = primary_kv_view.strides[0]  # versions as old as 0.28 do not say it
+        settings = checked_tier(options, ThisMachine())
+        key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
+        self._on_reset = settings.on_reset
+        self._executors: list[ThreadPoolExecutor] = []
+        with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        with ExitStack() as undo:
+            self._tier, self._jobs = self._open(settings.nvme[0], key, with_events, undo)
+            undo.pop_all()
+        (state,) = self._jobs.below.state()
+        logger.info(
+            "kvcascade opened: %s (blocks=%d, capacity_blocks=%d, policy=%s, namespace=%s)",
+            tier_type,
+            state.blocks,
+            state.capacity_blocks,
+            settings.nvme[0].policy,
+            self._tier.report.folder,
+        )
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._jobs.has(BlockHash(key)):
+            return LookupResult.MISS
+        _used_by(req_context).setdefault(BlockHash(key), False)
+        return LookupResult.HIT
+
+    def submit_store(self, job_metadata: Any) -> None:
+        hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
+        stored = self._jobs.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        for block_hash in hashes:
+            used.setdefault(block_hash, False)
+        used.update(dict.fromkeys(stored, True))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        hashes = _hashes(job_metadata.keys)
+        _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
+        self._jobs.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        for result in self._jobs.finished():
+            about = {
+                "successful_keys": result.loaded or None,
+                "transfer_time": result.time_s,
+                "transfer_bytes": result.size_bytes,
+            }
+            known = {name: value for name, value in about.items() if name in _RESULT_FIELDS}
+            results.append(JobResult(result.job_id, result.is_whole, **cast(Any, known)))
+        return results
+
+    def has_pending_work(self) -> bool:
+        is_busy: bool = self._jobs.is_busy
+        return is_busy
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [to_vllm_event(event) for event in self._jobs.take_events()]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        used = _used_by(req_context)
+        for key in _hashes(keys):
+            used.setdefault(key, False)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        used = _used_by(req_context)
+        counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
+        self._jobs.finish_request(in_prompt_order(req_context, used), counted)
+        used.clear()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._jobs.maintain()
+
+    def drain_jobs(self) -> None:
+        """vLLM calls this in `reset_cache` and nowhere else, and resets no tier but its own.
+
+        The weights may have been updated in place, so no older block may be a hit from here on.
+        """
+        self._jobs.drain()
+        if self._on_reset is OnReset.INVALIDATE:
+            self._jobs.reset()
+
+    def shutdown(self) -> None:
+        if not self._jobs.close(MAX_KEPT_S):
+            logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
+            return
+        for executor in self._executors:
+            executor.shutdown(cancel_futures=True)
+        self._tier.close()
+
+    def _open(
+        self, options: NvmeTier, key: NamespaceKey, with_events: bool, undo: ExitStack
+    ) -> tuple[OpenTier, TierJobs]:
+        stores, loads = io_threads_of(options, self._executors, undo)
+        file_system = RealFileSystem(direct=str(options.direct_io) != "off")
+        tier = open_nvme(options, self._row_bytes, key, stores, file_system)
+        undo.callback(tier.close)
+        link = Link(
+            down=NvmeStoreHandler(tier.store, self._row, stores),
+            up=NvmeLoadHandler(tier.store, self._row, loads),
+        )
+        level = nvme_level(self.tier_type, options, tier)
+        below = SoloTier(level, link, time.monotonic, with_events=with_events)
+        return tier, TierJobs(below, level.admission, time.monotonic)
+
+    def _row(self, slot: int) -> memoryview:
+        start = slot * self._row_bytes
+        return self._rows[start : start + self._row_bytes]
+
+
+def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:
+    engine_config = engine_facts.engine_config()
+    refuse_useless(engine_config)
+    refuse_wrong_stores(config)
+    cache = getattr(engine_config, "cache_config", None)
+    layers = [group.layer_names for group in config.groups]
+    shape = {
+        **shape_facts(config),
+        "rows": f"vLLM's tiering, {row_bytes} bytes",
+        # Nothing of ours runs in workers: which backends they took is known if the one worker
+        # lives in this process, and otherwise what `shape_facts` says must do.
+        "layers": packing_of_layers(
+            engine_config, layers, getattr(cache, "num_gpu_blocks", 0) or 1
+        ),
+    }
+    facts = namespace_facts(settings, engine_config, config.model.name, shape)
+    warn_of_privacy(settings, engine_config, facts, config.model.name)
+    return NamespaceKey(settings.label or config.model.name, facts)
+
+
+def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
+    used = state_of(context, _Used)
+    if used is None:
+        used = _Used()
+        set_state(context, used)
+    return used.keys
+
+
+def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
+    return cast(list[BlockHash], list(keys))
+
+
+def _rows_of(job: Any) -> list[int]:
+    """Rows of the primary tier: `chunk_ids`, and `block_ids` up to 0.29."""
+    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(row) for row in rows]

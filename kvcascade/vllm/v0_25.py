@@ -1,0 +1,113 @@
+"""The cascade for vLLM 0.25: as for later versions, over the engine's own configuration.
+
+From 0.26 on vLLM hands a spec an `OffloadingConfig`. Here the same facts are found in the engine's
+configuration and in that of its KV cache; everything else is `v0_26`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from . import v0_26
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV cache group."""
+
+    tokens_per_block: int
+    layer_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, as far as a block is concerned."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Sizes of blocks."""
+
+    tokens_per_hash: int
+    blocks_per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Who of how many this process is; rank 0 for the scheduler."""
+
+    rank: int
+    world_size: int
+    tp_size: int
+    pp_size: int
+    pcp_size: int
+    dcp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What of vLLM's later `OffloadingConfig` is used here."""
+
+    groups: tuple[Group, ...]
+    worker_kv_bytes_per_block: int
+    extra_config: Mapping[str, Any]
+    engine_id: str
+    model: Model
+    cache: Cache
+    parallel: Parallel
+
+
+class CascadeOffloadingSpec(v0_26.CascadeOffloadingSpec):
+    """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        old: Any = self
+        cast(Any, OffloadingSpec).__init__(self, vllm_config, kv_cache_config)
+        given = old.extra_config.get("blocks_per_chunk")
+        if given is not None:  # what 0.26 calls it; `parse` is going to look whether it is right
+            old.block_size_factor = given
+        self.config = cast(Any, _config(old))
+        self._set_up(self.config)
+
+
+def _config(spec: Any) -> Config:
+    """From what vLLM's own part of a spec keeps."""
+    engine, cache = spec.vllm_config, spec.kv_cache_config
+    transfer, parallel = engine.kv_transfer_config, engine.parallel_config
+    groups = zip(spec.gpu_block_size, cache.kv_cache_groups, strict=True)
+    return Config(
+        groups=tuple(Group(tokens, tuple(group.layer_names)) for tokens, group in groups),
+        worker_kv_bytes_per_block=_device_bytes(cache) // max(1, cache.num_blocks),
+        extra_config=spec.extra_config,
+        engine_id=str(transfer.engine_id),
+        model=Model(
+            str(engine.model_config.model),
+            str(engine.cache_config.cache_dtype).removeprefix("torch."),
+        ),
+        cache=Cache(spec.hash_block_size, spec.block_size_factor),
+        parallel=Parallel(
+            rank=parallel.rank % parallel.world_size,
+            world_size=parallel.world_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            pcp_size=parallel.prefill_context_parallel_size,
+            dcp_size=parallel.decode_context_parallel_size,
+        ),
+    )
+
+
+def _device_bytes(cache: Any) -> int:
+    """KV bytes of one worker; tensors of a packed layout are all views of one memory."""
+    if any(tensor.block_stride for tensor in cache.kv_cache_tensors):
+        return int(cache.kv_cache_tensors[0].size)
+    return sum(tensor.size for tensor in cache.kv_cache_tensors)
+
+
+__all__ = ["CascadeOffloadingSpec"]

@@ -1,0 +1,531 @@
+"""The cascade for vLLM 0.26 to 0.33: spec, manager and worker of the `get_worker` generation.
+
+Only translation happens here. What differs between those versions is tolerated, not asked for by
+version number: arguments that later versions add have defaults, fields that earlier ones lack are
+read with `getattr`, and hooks that some versions never call are simply there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from statistics import harmonic_mean
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    make_offload_key,
+)
+
+from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker, real_file_system
+from ..config.schema import CascadeConfig, parse
+from ..handlers.device.copier import GpuBlocks
+from ..manager.base import BlockEvent, LookupState
+from ..manager.request import Request
+from ..manager.standstill import Standstill
+from ..tiers.base import BlockHash, SlotSpec
+from ..tiers.policies import known_names
+from . import engine_facts, offload_metrics
+from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
+from .compatibility import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingWorker,
+    TierFilter,
+    TransferResult,
+    set_state,
+    state_of,
+)
+from .kv_pages import from_canonical, require_whole
+from .layer_map import (
+    about_blocks,
+    full_attention_group,
+    groups_offered_once,
+    kv_cache_config,
+    numbered_groups,
+)
+from .packing import group_facts, packing_of_layers
+from .refusals import refuse_wrong_stores
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+log_beside_vllm()
+
+_HOLDERS_COME_FIRST = (0, 31)
+"""First version that looks first at waiting requests that hold device blocks."""
+STATS_INTERVAL_S = 1.0
+"""Metrics are sent at most this often: a step must not pay for them."""
+STATS_AT_END_S = 0.1
+"""The same where a request ended and others go on; after the last one they are sent at once."""
+
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+_EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
+"""Later versions say more about an event."""
+_GROUP_BYTES = 4
+"""A key ends with the number of its KV group."""
+_ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
+"""Of vLLM's tiering: the same bytes of a block in another order."""
+_PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
+_MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
+
+
+class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Slots of the arena; travels from the scheduler to the workers."""
+
+    @staticmethod
+    def medium() -> str:
+        """Asked for up to 0.25."""
+        return "CPU"
+
+
+class CascadeManager(OffloadingManager):
+    """vLLM's manager interface over the cascade. Called by the scheduler thread."""
+
+    def __init__(self, cascade: Cascade, tokens_per_block: float = 0.0) -> None:
+        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
+        self._cascade = cascade
+        self._manager = cascade.manager
+        self._metrics = offload_metrics.MetricsReader(cascade.manager, tokens_per_block)
+        self._stats_read_s = self._stats_due_s = 0.0
+        self._live_requests = 0
+        is_left_alone = engine_facts.vllm_version() >= _HOLDERS_COME_FIRST
+        self._standstill = None if is_left_alone else Standstill()
+        self._context: ReqContext | None = None
+        self._request = Request()
+        self._lookups = cascade.manager.lookups
+        self._top_get = self._lookups.top_get
+        self._answers = self._lookups.answers
+        self._ready_at = self._lookups.answers.ready_at
+        self._is_single = self._lookups.is_single
+        self._is_put_off = False
+        """True while the lookups are of a request that has to be asked about again later."""
+        self._put_off_group = b""
+        """KV group of the last key of such a request."""
+        self._served_end = cascade.manager.options.served_end
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Exclusive access to the manager's state (reentrant)."""
+        return self._manager.lock
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # Asked for every block of every waiting request at every step: the answers that can be
+        # given at once are given here, as `lookup_block` does.
+        if req_context is not self._context:
+            if self._standstill is not None and self._standstill.puts_off():
+                return LookupResult.RETRY
+            self._switch(req_context, key)
+        if self._is_put_off:
+            return self._put_off(key)
+        answers = self._answers
+        at = answers.at
+        if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
+            answers.at = at + 1
+            return _HIT
+        request = self._request
+        if not request.is_plain:
+            if key in request.holds:  # type: ignore[comparison-overlap]
+                answers.hit(key)  # type: ignore[arg-type]
+                return _HIT
+        status = self._top_get(key)  # type: ignore[arg-type]
+        if status is not None:
+            state = self._lookups.lookup_block(key, request)  # type: ignore[arg-type]
+        elif self._is_single:
+            answers.misses += 1
+            return _MISS
+        else:
+            state = self._lookups.look_below(key, None, request)  # type: ignore[arg-type]
+        if state is LookupState.MISS:
+            return _MISS
+        if state is LookupState.HIT:
+            return _HIT
+        if state is LookupState.PENDING:
+            return _PENDING
+        self._is_put_off, self._put_off_group = True, b""
+        return self._put_off(key)
+
+    def _put_off(self, key: OffloadKey) -> LookupResult:
+        """An answer that makes the engine ask about the request again, after the fewest questions.
+
+        One RETRY in each KV group is enough. After it a prefix is searched up to the first miss,
+        and a window until as many blocks as it has are present or on their way.
+        """
+        group = key[-_GROUP_BYTES:]
+        if group != self._put_off_group:
+            self._put_off_group = group
+            return LookupResult.RETRY
+        return _PENDING if self._served_end and group != self._served_end else _MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """Called from 0.32 on, after `prepare_load`; hence the late import."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        source = self._request_of(req_context).sources.get(BlockHash(key), "CPU")
+        return CacheHitSource.HOST if source == "CPU" else CacheHitSource.DISK
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._note_progress()
+        request = self._request_of(req_context)
+        return _to_vllm(self._manager.prepare_load(_hashes(keys), request))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._manager.complete_load(cast(Collection[BlockHash], keys))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        noted = self._request_of(req_context).keys
+        for key in _hashes(keys):
+            noted.setdefault(key, False)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        self._note_progress()
+        output = self._manager.prepare_store(_hashes(keys), self._request_of(req_context))
+        if output is None:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=_keys(output.block_hashes_to_store),
+            store_spec=_to_vllm(output.store_spec),
+            evicted_keys=_keys(output.block_hashes_evicted),
+        )
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        request = state_of(req_context, Request)  # it may have ended
+        self._manager.complete_store(cast(Collection[BlockHash], keys), success, request)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._request_of(req_context)  # it waits from now on
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._note_progress()
+        request = self._request_of(req_context)
+        if self._cascade.recorder is not None:
+            self._cascade.record(request, _prompt(request, req_context))
+        if request.positions and self._cascade.chains is not None:
+            self._cascade.chains.note(request.positions, request.keys)  # type: ignore[arg-type]
+        self._manager.finish_request(request)
+        self._live_requests -= 1
+        # An engine that goes idle now shall not sit on its last numbers.
+        soon_s = self._stats_read_s + STATS_AT_END_S if self._live_requests > 0 else 0.0
+        self._stats_due_s = min(self._stats_due_s, soon_s)
+
+    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
+        self._manager.end_step()
+        self._context = None
+        if self._standstill is not None:
+            self._standstill.end_step()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        self._cascade.announce_found()
+        return [to_vllm_event(event) for event in self._manager.take_events()]
+
+    def has_pending_work(self) -> bool:
+        return self._manager.has_pending_work()
+
+    def reset_cache(self) -> None:
+        self._manager.reset_cache()
+
+    def on_reset_flushed(self) -> None:
+        """Called by 0.33 once the workers have ended every job from before the reset."""
+        self._manager.on_reset_flushed()
+
+    def get_stats(self) -> Any:
+        now_s = time.monotonic()
+        if now_s < self._stats_due_s:
+            return None
+        self._stats_read_s, self._stats_due_s = now_s, now_s + STATS_INTERVAL_S
+        return self._metrics.read()
+
+    def config_info(self) -> Sequence[dict[str, str]]:
+        """Asked by 0.33: labels of the info metric."""
+        return [self._cascade.info()]
+
+    def shutdown(self) -> None:
+        self._cascade.close()
+
+    def _note_progress(self) -> None:
+        if self._standstill is not None:
+            self._standstill.note_progress()
+
+    def _request_of(self, context: ReqContext) -> Request:
+        if context is self._context:
+            return self._request
+        request = state_of(context, Request)
+        if request is None:
+            # Known from 0.31 on; vLLM adds to it.
+            positions = getattr(context, "_offload_key_positions", {})
+            request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
+            set_state(context, request)
+            self._live_requests += 1
+        return request
+
+    def _switch(self, context: ReqContext, first: OffloadKey) -> None:
+        """The lookups that follow, many in a row, are of another request.
+
+        Only lookups switch: a store after the end of a step must not look like a question.
+        """
+        self._request = self._request_of(context)
+        self._context = context
+        self._put_off_group = b""
+        self._is_put_off = self._lookups.begin_asking(self._request, BlockHash(first))
+
+
+class CascadeWorker(OffloadingWorker):
+    """vLLM's worker interface: copies between the device and the arena. Worker main thread."""
+
+    def __init__(self, side: WorkerSide) -> None:
+        self._side = side
+        self._copier = side.copier
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
+        self._copier.submit_store(job_id, _gpu_blocks(src_spec), dst_spec.block_ids)
+        return True
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        assert isinstance(src_spec, BlockIDsLoadStoreSpec)
+        self._copier.submit_load(job_id, _gpu_blocks(dst_spec), src_spec.block_ids)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        return [
+            TransferResult(
+                job_id=result.job_id,
+                success=result.success,
+                transfer_size=result.size_bytes,
+                transfer_time=result.time_s,
+            )
+            for result in self._copier.get_finished()
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._copier.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._side.close()
+
+
+class CascadeOffloadingSpec(OffloadingSpec):
+    """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`.
+
+    Made once in every worker process and once in the scheduler process, workers first.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return offload_metrics.definitions()
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Asked by 0.33: label names of the info metric."""
+        return Cascade.INFO_KEYS
+
+    file_system = staticmethod(real_file_system)
+    """What NVMe tiers read and write through. A subclass may put another in between; everything
+    then stays in the scheduler's process, whatever `movers` says."""
+
+    manager_type: type[CascadeManager] = CascadeManager
+    """What the scheduler asks; 0.24 expects other answers."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._set_up(config)
+
+    def _set_up(self, config: OffloadingConfig) -> None:
+        self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
+        refuse_wrong_stores(config)
+        self._engine_config = engine_facts.engine_config()
+        self._geometry = _geometry(config)
+        self._manager: CascadeManager | None = None
+        self._worker: CascadeWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            config, engine_config = self.config, self._engine_config
+            cascade = open_scheduler_side(
+                self._settings,
+                self._geometry,
+                config.engine_id,
+                namespace_facts(
+                    self._settings, engine_config, config.model.name, shape_facts(config)
+                ),
+                engine_config,
+                config.model.name,
+                with_events=self.kv_events_config.enable_kv_cache_events,
+                about=about_blocks(config),
+                file_system=self.file_system,
+            )
+            self._manager = self.manager_type(cascade, self._geometry.tokens_per_block)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            config = self.config
+            layers = [group.layer_names for group in config.groups]
+            pages = from_canonical(kv_caches)
+            require_whole(pages, layers, config.worker_kv_bytes_per_block)
+            side = open_worker(
+                self._settings,
+                self._geometry,
+                config.engine_id,
+                rank=config.parallel.rank,
+                tensors=pages.tensors,
+                groups=pages.groups,
+                packing=packing_of_layers(self._engine_config, layers, pages.num_blocks),
+            )
+            self._worker = CascadeWorker(side)
+        return self._worker
+
+
+def _geometry(config: OffloadingConfig) -> Geometry:
+    served_end, served_tokens = _served(config)
+    return Geometry(
+        rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
+        world_size=config.parallel.world_size,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        tokens_per_block=served_tokens,
+        served_end=served_end,
+        mean_tokens=_mean_tokens(config),
+        offered_once=tuple(make_offload_key(b"", n) for n in groups_offered_once(config)),
+    )
+
+
+def _mean_tokens(config: OffloadingConfig) -> float:
+    """With several KV groups it takes blocks of each to save the tokens."""
+    tokens = [group.tokens_per_block for group in config.groups]
+    return harmonic_mean(tokens) / len(tokens) * config.cache.blocks_per_chunk
+
+
+def _served(config: OffloadingConfig) -> tuple[bytes, float]:
+    """By which blocks tokens are counted, and the tokens of each.
+
+    Of a group with a window or a state, only the last blocks of a prefix are loaded, so those with
+    full attention count for all; where none is known, every block counts for its part.
+    """
+    group = full_attention_group(config) if len(config.groups) > 1 else None
+    if group is None:
+        return b"", _mean_tokens(config)
+    group_id, tokens = group
+    return make_offload_key(b"", group_id), float(tokens * config.cache.blocks_per_chunk)
+
+
+def shape_facts(config: OffloadingConfig) -> dict[str, str]:
+    """Facts of the fingerprint about blocks and parallelism."""
+    parallel = config.parallel
+    facts = {
+        "dtype": config.model.dtype,
+        "tokens_per_hash": str(config.cache.tokens_per_hash),
+        "blocks_per_chunk": str(config.cache.blocks_per_chunk),
+        "rank_bytes": str(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk),
+        # Up to 0.28 the configuration does not say it; what the user asks for does.
+        "layout": str(getattr(config, "kv_cache_layout", None) or os.environ.get(_PAGE_ORDER)),
+        "row_layout": " ".join(name for name in _ROW_LAYOUTS if getattr(config, name, False)),
+        "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
+        f"dcp{parallel.dcp_size} world{parallel.world_size}",
+    }
+    groups = numbered_groups(config)
+    for group_id, group in groups.items():
+        layers = ",".join(group.layer_names)
+        facts[f"group{group_id}"] = f"{group.tokens_per_block} tokens: {layers}"
+    return facts | group_facts(kv_cache_config(), groups)
+
+
+def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
+    """An event of the manager in the terms of the installed vLLM."""
+    medium = _MEDIA[event.medium]
+    about: dict[str, Any] = {
+        "locality": Locality.LOCAL,
+        "ownership": None if medium is Medium.CPU else event.tier,
+        "removal_expected": True,
+    }
+    return OffloadingEvent(
+        keys=_keys(list(event.block_hashes)),
+        medium=medium,
+        removed=event.removed,
+        **{name: value for name, value in about.items() if name in _EVENT_FIELDS},
+    )
+
+
+def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
+    """The blocks of the prompt in order, as far as the cache was concerned with it."""
+    used = list(request.keys)
+    if request.missed_at is not None and request.missed_at not in request.keys:
+        used.append(request.missed_at)
+    return in_prompt_order(context, used)
+
+
+def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[BlockHash]:
+    """The blocks of a request in order, up to the last of those that were used.
+
+    From 0.31 on the context knows all blocks, those that the device held and those of the answer
+    too; before, these are the used ones in the order in which they were named.
+    """
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    if not positions:
+        return list(used)
+    end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
+    ordered = sorted(positions.items(), key=lambda item: item[1])
+    return _hashes([key for key, position in ordered if position <= end])
+
+
+def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
+    """vLLM's keys are our hashes; only the type checker sees a difference."""
+    return cast(list[BlockHash], keys if isinstance(keys, list) else list(keys))
+
+
+def _keys(hashes: list[BlockHash]) -> list[OffloadKey]:
+    return cast(list[OffloadKey], hashes)
+
+
+def _gpu_blocks(spec: GPULoadStoreSpec) -> GpuBlocks:
+    return GpuBlocks(spec.block_ids, tuple(spec.group_sizes), tuple(spec.block_indices))
+
+
+def _to_vllm(spec: object) -> LoadStoreSpec:
+    assert isinstance(spec, SlotSpec)
+    translated = CascadeLoadStoreSpec([])
+    translated.block_ids = np.ascontiguousarray(spec.slots, dtype=np.int32)
+    return translated
+
+
+def _allowed_media(context: ReqContext) -> frozenset[str] | None:
+    """Media that a request may read from, from its `kv_load_tiers`; None means all.
+
+    Whatever is allowed comes through the CPU tier, so that one is part of it, as in vLLM's own
+    tiers; an empty list means that nothing is loaded.
+    """
+    load_filter = getattr(context, "load_tier_filter", TierFilter.ALL)
+    if load_filter is TierFilter.ALL:
+        return None
+    allows = load_filter.allows
+    allowed = {name for name, medium in _MEDIA.items() if allows(medium, Locality.LOCAL)}
+    return frozenset(allowed | {"CPU"}) if allowed else frozenset()

@@ -1,0 +1,1 @@
+"""The file system seam of the NVMe tier."""

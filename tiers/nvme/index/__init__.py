@@ -1,0 +1,1 @@
+"""The LMDB index of the NVMe tier."""

@@ -1,0 +1,116 @@
+"""The head of an LMDB file, checked by hand: LMDB would map whatever a file claims."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from pathlib import Path
+
+from ....errors import CorruptionError
+
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+MAX_FILE_BYTES = 1 << 62
+MAX_MAP_BYTES = 1 << 44
+"""Address space for a reader, whatever the file claims."""
+MAX_MISSING_BYTES = 64 << 20
+"""The last pages that LMDB took need not have been written; more than this was cut off."""
+_HEAD_BYTES = 128 << 10
+_PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
+_META_MAGIC = 0xBEEFC0DE
+_META_VERSION = 1
+_META_HEAD = struct.Struct("<II")
+_META_TAIL = struct.Struct("<QQ")
+_META_PAGES = 2
+_META_HEAD_OFFSET = 16
+_META_MAP_OFFSET = 32
+_META_PAGE_SIZE_OFFSET = 40
+_META_TAIL_OFFSET = 136
+
+
+def check_file(path: Path) -> int | None:
+    """Check the head of the LMDB file by hand; returns its size before it was extended, if it was.
+
+    LMDB itself would map whatever the file claims. Raises `CorruptionError` or `OSError`.
+    """
+    data = path / DATA_NAME
+    for name in (DATA_NAME, LOCK_NAME):  # LMDB would follow a link, and write to where it leads
+        if os.path.lexists(path / name):
+            _check_ours(path / name)
+    if not os.path.lexists(data):
+        return None
+    descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        needed = _bytes_needed(os.pread(descriptor, _HEAD_BYTES, 0))
+        if needed is None or size > MAX_FILE_BYTES or needed > MAX_FILE_BYTES:
+            raise CorruptionError(damaged(path, "it is no LMDB file"))
+        if size >= needed:
+            return None
+        if needed > size + MAX_MISSING_BYTES:
+            raise CorruptionError(damaged(path, "it is cut short"))
+        os.ftruncate(descriptor, needed)
+        return size
+    finally:
+        os.close(descriptor)
+
+
+def _check_ours(file: Path) -> None:
+    found = os.lstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(file))
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others may have written it", str(file))
+
+
+def missing_bytes(path: Path) -> int:
+    """Bytes that the LMDB file lacks of what its meta page says; changes nothing.
+
+    Raises `CorruptionError` if it is no LMDB file, or `OSError`.
+    """
+    with (path / DATA_NAME).open("rb") as file:
+        needed = _bytes_needed(file.read(_HEAD_BYTES))
+        if needed is None or needed > MAX_FILE_BYTES:
+            raise CorruptionError(damaged(path, "it is no LMDB file"))
+        return max(0, needed - os.fstat(file.fileno()).st_size)
+
+
+def stored_map_bytes(path: Path) -> int:
+    """The size of the map that the writer of the LMDB file uses, at most `MAX_MAP_BYTES`."""
+    with (path / DATA_NAME).open("rb") as file:
+        head = file.read(_META_PAGE_SIZE_OFFSET)
+    return min(
+        MAX_MAP_BYTES, int.from_bytes(head[_META_MAP_OFFSET : _META_MAP_OFFSET + 8], "little")
+    )
+
+
+def _bytes_needed(head: bytes) -> int | None:
+    """Bytes up to the last page that the newer meta page names; None if neither is valid."""
+    if len(head) < _META_TAIL_OFFSET + _META_TAIL.size:
+        return None
+    page_bytes = int.from_bytes(head[_META_PAGE_SIZE_OFFSET : _META_PAGE_SIZE_OFFSET + 4], "little")
+    if page_bytes not in _PAGE_SIZES:
+        return None
+    newest: tuple[int, int] | None = None
+    for page in range(_META_PAGES):
+        start = page * page_bytes
+        if len(head) < start + _META_TAIL_OFFSET + _META_TAIL.size:
+            return None
+        magic, version = _META_HEAD.unpack_from(head, start + _META_HEAD_OFFSET)
+        if (magic, version) != (_META_MAGIC, _META_VERSION):
+            return None
+        last_page, number = _META_TAIL.unpack_from(head, start + _META_TAIL_OFFSET)
+        if newest is None or number > newest[0]:
+            newest = (number, last_page)
+    assert newest is not None
+    return int(newest[1] + 1) * page_bytes
+
+
+def damaged(path: Path, why: str) -> str:
+    """The sentence for a damaged index."""
+    return (
+        f"the index in {path} is damaged ({why}); run `kvcascade verify --rebuild-index "
+        f"{path.parent}`, or remove that directory to start empty"
+    )

@@ -1,0 +1,1 @@
+"""Reading and repairing a namespace without being its engine."""

@@ -1,0 +1,1 @@
+"""Segment files, their format, and the bytes in them."""

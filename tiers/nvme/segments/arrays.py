@@ -1,0 +1,192 @@
+"""Arrays in mapped files: what the policy knows about each slot, kept over restarts.
+
+Changed by the manager's thread by plain memory writes; no system call, nothing to flush for
+`kill -9`. After a loss of power the contents may be old; nothing depends on them being right.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ....errors import NoSpaceError, os_errors
+from ....logs import get_logger
+from ..disk.filesystem import File, FileSystem
+from ..disk.mapped_copy import PAGE_BYTES
+
+HEADER_BYTES = 64
+MAX_ARRAY_BYTES = 1 << 40
+_HEADER = struct.Struct("<8s8sQQQ24x")
+_MAGIC = b"KVCARR1\0"
+_NAME = re.compile(r"[a-z0-9_]{1,48}")
+_KINDS = ("<i8", "<i4", "<u8", "<u4", "<u2", "|u1")
+"""Element types of arrays that are read without knowing what they are for."""
+assert _HEADER.size == HEADER_BYTES
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenArray:
+    """A mapped file."""
+
+    file: File
+    view: memoryview
+    kind: np.dtype[Any]
+    length: int
+
+    def write_header(self, session: int, checksum: int) -> None:
+        header = _HEADER.pack(_MAGIC, _kind_name(self.kind), self.length, session, checksum)
+        self.file.pwritev([memoryview(header)], 0)
+
+
+class MappedArrays:
+    """An `ArraySource` over the files of one directory.
+
+    `session` numbers the times the tier was opened. An array that was not in use in the session
+    before says nothing about what happened in it. Without a session, arrays are not sealed.
+
+    A file is made inside `claim(bytes)`; where that raises `NoSpaceError`, the array lives in
+    memory and is lost at the end.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        folder: Path,
+        session: int | None,
+        claim: Callable[[int], AbstractContextManager[None]] = lambda growth: nullcontext(),
+    ) -> None:
+        self._claim = claim
+        self._fs = fs
+        self._folder = folder
+        self._session = session
+        self._open: list[_OpenArray] = []
+        self.was_replaced = False
+        """True once an array was not there, damaged, stale, or not as it was asked for."""
+
+    def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """The array as it was left; zeros where it is new. Raises one of our errors.
+
+        If the length changed, what both have in common is kept and `was_replaced` is set.
+        """
+        assert _NAME.fullmatch(name), "array names are short and plain"
+        kind = np.dtype(dtype)
+        path = self._folder / f"{name}.arr"
+        with os_errors(f"mapping {path}"):
+            old = self._load(path, kind, length)
+            if old is None or len(old) != length:
+                self.was_replaced = True
+                try:
+                    self._rewrite(path, kind, length, old)
+                except NoSpaceError as error:
+                    _log.warning("%s will not survive a restart: %s", path.name, error)
+                    return np.zeros(length, dtype=kind)
+            file = self._fs.open(path)
+            view = file.map(0, HEADER_BYTES + length * kind.itemsize, writable=True)
+            self._open.append(_OpenArray(file, view, kind, length))
+            if self._session is not None:
+                self._open[-1].write_header(self._session, checksum=0)
+        return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
+
+    def unsealed(self) -> MappedArrays:
+        """Another source of arrays in the same directory, which a close does not look at."""
+        return MappedArrays(self._fs, self._folder, None, self._claim)
+
+    def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
+        """True if the array is there as it would be asked for; nothing is changed."""
+        path = self._folder / f"{name}.arr"
+        with os_errors(f"reading {path}"):
+            found = self._load(path, np.dtype(dtype), length)
+        return found is not None and len(found) == length
+
+    def sync(self) -> None:
+        """Seal all arrays with their checksums and make them durable. Raises one of our errors.
+
+        They must not change afterwards.
+        """
+        with os_errors(f"writing {self._folder}"):
+            for one in self._open:
+                if self._session is not None:
+                    one.write_header(self._session, _checksum(one.view))
+                one.file.sync()
+
+    def close(self) -> None:
+        """Close the files; the arrays stay mapped while anybody holds them."""
+        for one in self._open:
+            one.file.close()
+        self._open.clear()
+
+    def _load(self, path: Path, kind: np.dtype[Any], length: int) -> npt.NDArray[Any] | None:
+        """What is stored, whatever its length; None if it is not there or not an array."""
+        if not self._fs.exists(path):
+            return None
+        file = self._fs.open(path)
+        try:
+            size = file.size()
+            head = bytearray(HEADER_BYTES)
+            if HEADER_BYTES <= size <= MAX_ARRAY_BYTES:
+                file.preadv([memoryview(head)], 0)
+            magic, stored_kind, stored_length, session, checksum = _HEADER.unpack(head)
+            expected_size = HEADER_BYTES + stored_length * kind.itemsize
+            if magic != _MAGIC or stored_kind != _kind_name(kind) or size != expected_size:
+                _log.warning("%s is damaged; recency starts anew from the index", path)
+                return None
+            if not stored_length:
+                return None
+            view = file.map(0, expected_size, writable=False)
+            if session + 1 != self._session or checksum != _checksum(view):
+                self.was_replaced = True
+            return np.frombuffer(view, dtype=kind, count=stored_length, offset=HEADER_BYTES)
+        finally:
+            file.close()
+
+    def _rewrite(
+        self, path: Path, kind: np.dtype[Any], length: int, old: npt.NDArray[Any] | None
+    ) -> None:
+        temporary = path.with_suffix(".new")
+        if self._fs.exists(temporary):
+            self._fs.unlink(temporary)
+        size = HEADER_BYTES + length * kind.itemsize
+        with self._claim(-(-size // PAGE_BYTES) * PAGE_BYTES):
+            file = self._fs.open(temporary, create=True)
+            try:
+                file.preallocate(size)
+                header = _HEADER.pack(_MAGIC, _kind_name(kind), length, self._session or 0, 0)
+                file.pwritev([memoryview(header)], 0)
+                if old is not None:
+                    common = old[:length]
+                    file.pwritev([memoryview(common.tobytes())], HEADER_BYTES)
+                file.sync()
+            finally:
+                file.close()
+            self._fs.rename(temporary, path)
+
+
+def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
+    """Element type, length and session of an array file; None if it is none of ours."""
+    if len(data) != HEADER_BYTES:
+        return None
+    magic, kind_name, length, session, _ = _HEADER.unpack(data)
+    kinds = {_kind_name(np.dtype(kind)): np.dtype(kind) for kind in _KINDS}
+    kind = kinds.get(kind_name)
+    if magic != _MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
+        return None
+    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
+
+
+def _checksum(view: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])
+
+
+def _kind_name(kind: np.dtype[Any]) -> bytes:
+    return kind.str.encode().ljust(8, b"\0")

@@ -1,0 +1,229 @@
+"""Every structure that the NVMe tier writes, with its checks. All numbers are little endian.
+
+Readers take bytes that anyone may have written: lengths are checked before anything is allocated,
+and what does not parse is None or a `FormatError`, never a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ....errors import CorruptionError, FormatError
+
+FORMAT_VERSION = 2
+PAGE_BYTES = 4096
+MAX_KEY_BYTES = 64
+MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_SLOTS = 2**31 - 1
+MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
+MAX_INDEX_BYTES = 2**42
+"""Of address space."""
+
+_SEGMENT_SUFFIX = ".safetensors"
+_SEGMENT_DIGITS = 6
+
+SLOT_RECORD_BYTES = 128
+_RECORD = struct.Struct("<4sIQQIIB64s31x")
+_RECORD_MAGIC = b"KVCS"
+_RECORD_BODY = 8
+"""The record's own CRC covers everything from here on."""
+RECORD_GENERATION = slice(8, 16)
+"""Where the generation lies in a record."""
+assert _RECORD.size == SLOT_RECORD_BYTES
+
+INDEX_ENTRY_BYTES = 32
+_ENTRY_BODY = struct.Struct("<IIQQ")
+_ENTRY_BODY_BYTES = 24
+assert _ENTRY_BODY.size == _ENTRY_BODY_BYTES
+
+HASH_PIECE_BYTES = 64 << 10
+"""xxhash lets go of the interpreter lock above this size; getting it back from a busy thread takes
+milliseconds, hashing a piece takes microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """What the index says about one block."""
+
+    slot: int
+    """Slot number over all segments."""
+    length: int
+    """Payload bytes."""
+    checksum: int
+    """`block_checksum` of the payload."""
+    generation: int
+    """Larger for every later write; unique in a namespace."""
+
+    def pack(self, key: bytes) -> bytes:
+        """The value in the index, with a check over the key and itself."""
+        value = _ENTRY_BODY.pack(self.slot, self.length, self.checksum, self.generation)
+        return value + _entry_check(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """What a slot says about itself: enough to rebuild the index."""
+
+    key: bytes
+    generation: int
+    checksum: int
+    length: int
+    epoch: int
+
+    def pack(self) -> bytes:
+        """The record as it lies in the segment."""
+        packed = bytearray(
+            _RECORD.pack(
+                _RECORD_MAGIC,
+                0,
+                self.generation,
+                self.checksum,
+                self.length,
+                self.epoch,
+                len(self.key),
+                self.key,
+            )
+        )
+        struct.pack_into("<I", packed, 4, zlib.crc32(packed[_RECORD_BODY:]))
+        return bytes(packed)
+
+
+def slot_in_entry(key: bytes, value: bytes) -> int:
+    """The slot in an index value, or -1 if the value is damaged or belongs to another key."""
+    body = value[:_ENTRY_BODY_BYTES]
+    if value[_ENTRY_BODY_BYTES:] != _entry_check(key, body) or len(value) != INDEX_ENTRY_BYTES:
+        return -1
+    return int.from_bytes(value[:4], "little")
+
+
+def parse_entry(key: bytes, value: bytes) -> IndexEntry | None:
+    """An index value, or None if it is damaged or belongs to another key."""
+    if slot_in_entry(key, value) < 0:
+        return None
+    return IndexEntry(*_ENTRY_BODY.unpack_from(value))
+
+
+def _entry_check(key: bytes, body: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(body + key)
+
+
+def parse_record(data: bytes) -> SlotRecord | None:
+    """A slot record, or None if the slot was never written or the record is damaged."""
+    if len(data) != SLOT_RECORD_BYTES:
+        return None
+    magic, crc, generation, checksum, length, epoch, key_length, key = _RECORD.unpack(data)
+    if magic != _RECORD_MAGIC or not 0 < key_length <= MAX_KEY_BYTES:
+        return None
+    if crc != zlib.crc32(data[_RECORD_BODY:]):
+        return None
+    return SlotRecord(key[:key_length], generation, checksum, length, epoch)
+
+
+def block_checksum(key: bytes, payload: memoryview) -> int:
+    """64 bits over a payload, seeded by its key: another block's valid bytes never match."""
+    hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
+    update = hasher.update
+    for start in range(0, len(payload), HASH_PIECE_BYTES):
+        update(payload[start : start + HASH_PIECE_BYTES])
+    return hasher.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """The shape of every segment of a namespace."""
+
+    block_bytes: int
+    """Bytes of a slot; a multiple of the page."""
+    slots: int
+    """Slots of a segment."""
+    fingerprint: str
+    """Of the namespace, in hex."""
+
+    def header(self, number: int) -> bytes:
+        """The head of segment `number`: a safetensors header, padded to whole pages."""
+        payload = self.slots * self.block_bytes
+        records = self.slots * SLOT_RECORD_BYTES
+        document = {
+            "__metadata__": {
+                "format": "kvcascade-segment",
+                "format_version": str(FORMAT_VERSION),
+                "fingerprint": self.fingerprint,
+                "segment": str(number),
+            },
+            "blocks": tensor((self.slots, self.block_bytes), 0, payload),
+            "slots": tensor((self.slots, SLOT_RECORD_BYTES), payload, payload + records),
+        }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
+        return struct.pack("<Q", padded) + text.ljust(padded)
+
+    @property
+    def header_bytes(self) -> int:
+        """Where slot 0 begins."""
+        return len(self.header(0))
+
+    @property
+    def records_offset(self) -> int:
+        """Where the slot records begin."""
+        return self.header_bytes + self.slots * self.block_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of a segment file."""
+        return self.records_offset + self.slots * SLOT_RECORD_BYTES
+
+
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"{number:0{_SEGMENT_DIGITS}d}{_SEGMENT_SUFFIX}"
+
+
+def segment_number(name: str) -> int | None:
+    """The number in the name of a segment's file; None if it is another file's name."""
+    digits = name.removesuffix(_SEGMENT_SUFFIX)
+    is_number = digits.isascii() and digits.isdigit() and len(digits) == _SEGMENT_DIGITS
+    return int(digits) if is_number and digits != name else None
+
+
+def parse_description(data: bytes, where: str) -> dict[str, Any]:
+    """The document in `namespace.json`.
+
+    Raises `FormatError` for an unknown version, `CorruptionError` (naming `where`) otherwise.
+    """
+    remedy = f"remove the directory {where} to start empty"
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        raise CorruptionError(f"{where}/namespace.json is damaged; {remedy}") from None
+    if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":
+        raise CorruptionError(f"{where}/namespace.json is not a description of blocks; {remedy}")
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
+            f"use the version that wrote it, or {remedy}"
+        )
+    limits = {
+        "block_bytes": MAX_BLOCK_BYTES,
+        "slots_per_segment": MAX_SLOTS,
+        "index_bytes": MAX_INDEX_BYTES,
+    }
+    for key, limit in limits.items():
+        value = document.get(key)
+        if type(value) is not int or not 0 < value <= limit:
+            raise CorruptionError(f"{where}/namespace.json has no valid {key}; {remedy}")
+    if not isinstance(document.get("fields"), Mapping):
+        raise CorruptionError(f"{where}/namespace.json has no valid fields; {remedy}")
+    return document
+
+
+def tensor(shape: tuple[int, int], begin: int, end: int) -> dict[str, object]:
+    """What a safetensors header says of a table of bytes."""
+    return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}

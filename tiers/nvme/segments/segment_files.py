@@ -1,0 +1,389 @@
+"""Segment files: blocks in slots, each slot with a record that says what it holds.
+
+`BlockStore` moves bytes through here on I/O threads; the manager's thread reads slot records
+through a shared mapping. A run of slots never crosses a segment. Methods raise `OSError`.
+
+The segments that are open are this process's own. Blocks in all others can be read: their files are
+opened when the first one is.
+
+Durability: nothing before `sync`. A segment is never trusted: what is wrong with a file is made
+whole at open, and the checksum in the index tells which blocks survived.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ....errors import os_errors
+from ....logs import get_logger
+from ..disk.filesystem import File, FileSystem, View
+from ..disk.mapped_copy import PAGE_BYTES
+from .format import (
+    RECORD_GENERATION,
+    SLOT_RECORD_BYTES,
+    SegmentLayout,
+    SlotRecord,
+    parse_record,
+    segment_name,
+    segment_number,
+)
+
+MAX_BUFFERS_PER_CALL = 1024
+"""`IOV_MAX` of Linux."""
+MAX_BYTES_PER_CALL = 64 << 20
+MAX_SHORT_TRANSFERS = 1000
+"""Per call; a device that keeps moving less than it was asked to is broken."""
+RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
+
+Claim = Callable[[int, int], AbstractContextManager[None]]
+"""`claim(part, bytes)`: disk space is taken inside it. Raises `NoSpaceError` if there is none."""
+
+_log = get_logger(__name__)
+
+
+class MissingSegmentError(OSError):
+    """A segment of another process's is not there any more, and so are its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An open segment file."""
+
+    number: int
+    path: Path
+    payload: File
+    records: File
+    view: View
+    """Of the records."""
+
+    def close(self) -> None:
+        """Close the files. The view lives as long as somebody reads through it."""
+        self.payload.close()
+        self.records.close()
+
+
+class SegmentSet:
+    """All segments of a namespace; segment `i` lies in `folders[i % len(folders)]`.
+
+    Transfers may come from any thread; opening, creating and closing from one at a time.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        folders: Sequence[Path],
+        layout: SegmentLayout,
+        claim: Claim = lambda part, growth: nullcontext(),
+    ) -> None:
+        self.layout = layout
+        self.repaired = 0
+        """Segments whose size or header had to be put right."""
+        self.unusable: set[int] = set()
+        """Segments that are there but could not be opened."""
+        self._fs = fs
+        self._claim = claim
+        self._folders = tuple(folders)
+        self._header_bytes = layout.header_bytes
+        self._records_window = (layout.records_offset, layout.slots * SLOT_RECORD_BYTES)
+        self._open: dict[int, Segment] = {}
+        self._foreign: dict[int, File] = {}
+        self._foreign_lock = threading.Lock()
+        self._unreadable: set[tuple[int, int]] = set()
+        self._has_told = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the open segments, ascending."""
+        return sorted(self._open)
+
+    @property
+    def count(self) -> int:
+        """How many segments are open."""
+        return len(self._open)
+
+    def is_own(self, slot: int) -> bool:
+        """True if the slot lies in a segment of this process."""
+        return slot // self.layout.slots in self._open
+
+    def path_of(self, number: int) -> Path:
+        """Where a segment lies."""
+        folder = self._folders[number % len(self._folders)]
+        return folder / segment_name(number)
+
+    def found(self) -> list[int]:
+        """Numbers of the segment files that are there, ascending."""
+        return sorted(chain.from_iterable(map(self.found_in, range(len(self._folders)))))
+
+    def found_in(self, part: int) -> list[int]:
+        """Those in one of the folders, in any order."""
+        numbers = map(segment_number, self._fs.list_dir(self._folders[part]))
+        return [n for n in numbers if n is not None and n % len(self._folders) == part]
+
+    def create(self, number: int) -> None:
+        """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`.
+
+        Its name is durable, its header is with the first block that is: `open` writes a lost one.
+        """
+        path = self.path_of(number)
+        with os_errors(f"creating {path}"):
+            file = self._fs.open(path, create=True)
+            try:
+                file.preallocate(self.layout.file_bytes)
+                write_all(file, [memoryview(self.layout.header(number))], 0)
+                self._fs.sync_dir(path.parent)
+            except BaseException:
+                file.close()
+                self._fs.unlink(path)
+                raise
+            file.close()
+            self._open[number] = self._open_files(number, path)
+
+    def open(self, number: int) -> None:
+        """Open a segment that is there, and make it whole.
+
+        Raises one of our errors; the segment is then `unusable`.
+        """
+        path = self.path_of(number)
+        self.unusable.add(number)
+        with os_errors(f"opening {path}"):
+            file = self._fs.open(path)
+            try:
+                self._make_whole(file, number)
+            finally:
+                file.close()
+            self._open[number] = self._open_files(number, path)
+        self.unusable.discard(number)
+
+    def let_go(self, number: int) -> None:
+        """Close a segment: another process has it from now on. No transfer may be under way."""
+        segment = self._open.pop(number, None)
+        if segment is not None:
+            segment.close()
+
+    def doubt(self, slot: int) -> None:
+        """Open a foreign segment anew when it is next read: its file may have been replaced."""
+        with self._foreign_lock:
+            self._foreign.pop(slot // self.layout.slots, None)  # closed when nobody reads from it
+
+    def remove(self, number: int) -> None:
+        """Delete a segment file, open or not."""
+        self.let_go(number)
+        with os_errors(f"removing {self.path_of(number)}"):
+            self._fs.unlink(self.path_of(number))
+
+    def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Write whole slots, adjacent ones from `first_slot` on."""
+        number, offset = self._locate(first_slot, len(buffers))
+        payload = self._segment(number).payload
+        for part, position in self._calls(buffers, offset):
+            write_all(payload, part, position)
+
+    def write_records(self, first_slot: int, records: Sequence[bytes]) -> None:
+        """Write the records of adjacent slots."""
+        number, index = divmod(first_slot, self.layout.slots)
+        offset = self.layout.records_offset + index * SLOT_RECORD_BYTES
+        file, data = self._segment(number).records, b"".join(records)
+        if not file.patch(data, offset, self._records_window):
+            write_all(file, [memoryview(data)], offset)
+
+    def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
+        number, offset = self._locate(first_slot, len(buffers))
+        segment = self._open.get(number)
+        payload = self._foreign_file(number) if segment is None else segment.payload
+        for part, position in self._calls(buffers, offset):
+            read_all(payload, part, position)
+
+    def sync(self, number: int) -> None:
+        """Make everything written to a segment durable."""
+        self._segment(number).payload.sync()
+
+    def record(self, slot: int) -> SlotRecord | None:
+        """What a slot says it holds, read through the mapping; None if unwritten or damaged, or if
+        its page cannot be read."""
+        number, index = divmod(slot, self.layout.slots)
+        data = self._look(number, index, 1)
+        return None if data is None else parse_record(data)
+
+    def record_page(self, slot: int) -> bytes | None:
+        """The records of this and the following slots that lie in one page, as `record` reads."""
+        number, index = divmod(slot, self.layout.slots)
+        in_page = RECORDS_PER_PAGE - index % RECORDS_PER_PAGE
+        return self._look(number, index, min(in_page, self.layout.slots - index))
+
+    def records(self, number: int) -> Iterator[tuple[int, SlotRecord]]:
+        """(slot, record) of all slots of an open segment that say what they hold."""
+        first = number * self.layout.slots
+        for index, page in self._record_pages(number):
+            for place in range(0, len(page), SLOT_RECORD_BYTES):
+                record = parse_record(page[place : place + SLOT_RECORD_BYTES])
+                if record is not None:
+                    yield first + index + place // SLOT_RECORD_BYTES, record
+
+    def generations(self, number: int) -> npt.NDArray[np.uint64] | None:
+        """What the slot records of an open segment say, damaged or not; None if it is not open.
+
+        0 where a page cannot be read.
+        """
+        if number not in self._open:
+            return None
+        found = np.zeros(self.layout.slots, dtype=np.uint64)
+        for index, page in self._record_pages(number):
+            records = np.frombuffer(page, dtype=np.uint8).reshape(-1, SLOT_RECORD_BYTES)
+            fields = np.ascontiguousarray(records[:, RECORD_GENERATION])
+            found[index : index + len(records)] = fields.view("<u8").ravel()
+        return found
+
+    def page_of(self, slot: int) -> tuple[int, int]:
+        """Which page the record of a slot lies in: those of one page fail together."""
+        number, index = divmod(slot, self.layout.slots)
+        return number, index // RECORDS_PER_PAGE
+
+    def look_again(self) -> None:
+        """Pages of records that could not be read are tried again; until then they are not."""
+        self._unreadable.clear()
+
+    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Group positions of an ascending slot list into runs: (begin, end) positions."""
+        found: list[tuple[int, int]] = []
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
+            if not is_next or slots[i] % self.layout.slots == 0:
+                found.append((begin, i))
+                begin = i
+        return found
+
+    def close(self) -> None:
+        """Close every file; idempotent."""
+        for segment in self._open.values():
+            segment.close()
+        self._open.clear()
+        for file in self._foreign.values():
+            file.close()
+        self._foreign.clear()
+
+    def _record_pages(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """(index in the segment, records from there on) by the page, those that can be read."""
+        for index in range(0, self.layout.slots, RECORDS_PER_PAGE):
+            page = self.record_page(number * self.layout.slots + index)
+            if page is not None:
+                yield index, page
+
+    def _look(self, number: int, index: int, count: int) -> bytes | None:
+        """Records of one page; None if it cannot be read, or could not be read before.
+
+        A device that fails takes its time for that, and it is the manager's thread that waits.
+        """
+        segment = self._open.get(number)
+        page = number, index // RECORDS_PER_PAGE
+        if segment is None or (self._unreadable and page in self._unreadable):
+            return None
+        try:
+            return segment.view(index * SLOT_RECORD_BYTES, count * SLOT_RECORD_BYTES)
+        except OSError as error:
+            if not self._has_told:
+                self._has_told = True
+                _log.warning("%s: records of slots cannot be read (%s)", segment.path, error)
+            self._unreadable.add(page)
+            return None
+
+    def _foreign_file(self, number: int) -> File:
+        with self._foreign_lock:
+            file = self._foreign.get(number)
+            if file is None:
+                path = self.path_of(number)
+                if not self._fs.exists(path) and self._fs.exists(path.parent):
+                    raise MissingSegmentError(errno.ENOENT, "the segment is gone", str(path))
+                file = self._foreign[number] = self._fs.open(path, direct=True)
+            return file
+
+    def _segment(self, number: int) -> Segment:
+        segment = self._open.get(number)
+        if segment is None:
+            raise OSError(errno.ENOENT, "the segment is not there", str(self.path_of(number)))
+        return segment
+
+    def _locate(self, first_slot: int, count: int) -> tuple[int, int]:
+        """The segment of a run, and where in its file the run begins."""
+        number, index = divmod(first_slot, self.layout.slots)
+        assert index + count <= self.layout.slots, "a run may not cross a segment"
+        return number, self._header_bytes + index * self.layout.block_bytes
+
+    def _calls(
+        self, buffers: Sequence[memoryview], offset: int
+    ) -> Iterator[tuple[Sequence[memoryview], int]]:
+        size = self.layout.block_bytes
+        step = max(1, min(MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL // size))
+        for start in range(0, len(buffers), step):
+            yield buffers[start : start + step], offset + start * size
+
+    def _open_files(self, number: int, path: Path) -> Segment:
+        payload = self._fs.open(path, direct=True)
+        records = self._fs.open(path)
+        return Segment(number, path, payload, records, records.view(*self._records_window))
+
+    def _make_whole(self, file: File, number: int) -> None:
+        expected = self.layout.header(number)
+        size = file.size()
+        header = bytearray(min(size, len(expected)))
+        if header:
+            file.preadv([memoryview(header)], 0)
+        if size == self.layout.file_bytes and header == expected:
+            return
+        self.repaired += 1
+        _log.warning("segment %s was damaged; what it still holds is kept", self.path_of(number))
+        if size > self.layout.file_bytes:
+            file.truncate(self.layout.file_bytes)
+        missing = self.layout.file_bytes - self._fs.used_bytes(self.path_of(number))
+        part = number % len(self._folders)
+        with self._claim(part, missing) if missing > 0 else nullcontext():
+            file.preallocate(self.layout.file_bytes)
+        write_all(file, [memoryview(expected)], 0)
+        file.sync()
+
+
+def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the buffers from `offset` on. Raises `OSError`, also if the device does not end it."""
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    for _ in range(MAX_SHORT_TRANSFERS):
+        done += file.pwritev(buffers if not done else _after(buffers, done), offset + done)
+        if done >= wanted:
+            return
+    raise OSError(errno.EIO, "the device keeps writing less than asked")
+
+
+def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill the buffers from `offset` on. Raises `OSError` if the file or the device ends before."""
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    for _ in range(MAX_SHORT_TRANSFERS):
+        moved = file.preadv(buffers if not done else _after(buffers, done), offset + done)
+        done += moved
+        if done >= wanted:
+            return
+        if moved == 0:
+            raise OSError(errno.EIO, "the file ends before the block does")
+    raise OSError(errno.EIO, "the device keeps reading less than asked")
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of a vector after its first `done` bytes."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        if done >= len(buffer):
+            done -= len(buffer)
+            continue
+        left.append(buffer[done:])
+        done = 0
+    return left

@@ -1,0 +1,1 @@
+"""Decisions about space: growth, capacity, owners and repairs."""

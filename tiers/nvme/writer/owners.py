@@ -1,0 +1,149 @@
+"""Who owns what of a namespace: one file of byte locks, `owners`.
+
+Every process that has the namespace open holds the byte of one *state number* `k` (its policy's
+arrays lie in `state/<k>/`) and the bytes of the segments that it may write. Whoever dies lets go of
+all of them at once, and nobody else is concerned. A segment that nobody holds is an *orphan*: its
+blocks can be read by all, and any process may take it. The byte of a segment says which state
+number had it last, so that a process that starts again finds its own.
+
+Commands that come beside engines hold a byte more, which says that they are *guests*: they compute
+nothing, so they say nothing about the weights of engines.
+
+The gate is held while a process opens the namespace: openings happen one after the other.
+
+Threads: the methods belong to one thread at a time (first the opening one, then an I/O thread).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ....errors import InUseError
+from ..disk.byte_locks import ByteLocks
+
+MAX_PROCESSES = 64
+"""That have one namespace open at a time."""
+GATE_WAIT_S = 60.0
+"""For other processes that open the namespace; one with millions of blocks takes seconds."""
+GATE_PAUSE_S = 0.01
+
+_GATE = 0
+_FIRST_STATE = 64
+_FIRST_HUNGRY = 128
+_FIRST_GUEST = 192
+_FIRST_SEGMENT = 256
+
+
+def last_owner(locks: ByteLocks, segment: int) -> int:
+    """The state number that had a segment last; -1 if that is not known."""
+    return locks.read(_FIRST_SEGMENT + segment, 1)[0] - 1
+
+
+def noted_segments(notes: bytes, state: int) -> set[int]:
+    """The segments that a state number had last, from the bytes of the file."""
+    return {number for number, note in enumerate(notes[_FIRST_SEGMENT:]) if note == state + 1}
+
+
+def open_states(locks: ByteLocks) -> list[int]:
+    """State numbers of the processes that have the namespace open, the asking one left out."""
+    return [k for k in range(MAX_PROCESSES) if locks.others_hold(_FIRST_STATE + k)]
+
+
+class Owners:
+    """This process's share of a namespace."""
+
+    def __init__(
+        self, locks: ByteLocks, where: str, pause: Callable[[float], object] = time.sleep
+    ) -> None:
+        """`where` names the namespace in messages."""
+        self.state = -1
+        """The state number, once it was taken."""
+        self.is_alone = False
+        """True if no other process had the namespace open when this one came in."""
+        self.has_engines = False
+        """True if one of those others was an engine."""
+        self.segments: set[int] = set()
+        """Numbers of the segments that this process owns."""
+        self._locks = locks
+        self._where = where
+        self._pause = pause
+
+    def enter(self, *, is_guest: bool = False, leaves_state: bool = True) -> None:
+        """Pass the gate and take the lowest free state number. Raises `InUseError`.
+
+        Who leaves no state takes the highest: an engine finds its own free.
+        """
+        for _ in range(round(GATE_WAIT_S / GATE_PAUSE_S)):
+            if self._locks.try_lock(_GATE):
+                break
+            self._pause(GATE_PAUSE_S)
+        else:
+            raise InUseError(
+                f"another process has been opening {self._where} for {GATE_WAIT_S:g} s; if it "
+                "hangs, stop it"
+            )
+        others = open_states(self._locks)
+        self.is_alone = not others
+        self.has_engines = not all(self._locks.others_hold(_FIRST_GUEST + k) for k in others)
+        numbers = range(MAX_PROCESSES) if leaves_state else reversed(range(MAX_PROCESSES))
+        self.state = next((k for k in numbers if self._locks.try_lock(_FIRST_STATE + k)), -1)
+        if self.state < 0:
+            raise InUseError(
+                f"{MAX_PROCESSES} processes have {self._where} open, which is all that may; stop "
+                "one or choose another path or label"
+            )
+        if is_guest:
+            self._locks.try_lock(_FIRST_GUEST + self.state)
+
+    def leave_gate(self) -> None:
+        """Let others open the namespace."""
+        self._locks.unlock(_GATE)
+
+    def processes(self) -> int:
+        """How many have the namespace open, this one included."""
+        return 1 + len(open_states(self._locks))
+
+    # -- segments ------------------------------------------------------------------------------
+
+    def last_owned(self, total: int) -> list[int]:
+        """Segments below `total` that this state number had last, ascending."""
+        notes = self._locks.read(_FIRST_SEGMENT, total)
+        return [number for number, note in enumerate(notes) if note == self.state + 1]
+
+    def try_own(self, number: int) -> bool:
+        """Take a segment; False if another process owns it."""
+        if not self._locks.try_lock(_FIRST_SEGMENT + number):
+            return False
+        self._locks.write(_FIRST_SEGMENT + number, bytes([self.state + 1]))
+        self.segments.add(number)
+        return True
+
+    def disown(self, number: int) -> None:
+        """Let a segment go: it is an orphan, and no longer this state number's."""
+        self.segments.discard(number)
+        self._locks.write(_FIRST_SEGMENT + number, b"\0")
+        self._locks.unlock(_FIRST_SEGMENT + number)
+
+    def is_taken(self, number: int) -> bool:
+        """True if another process owns the segment."""
+        return self._locks.others_hold(_FIRST_SEGMENT + number)
+
+    # -- fairness ------------------------------------------------------------------------------
+
+    def say_hungry(self, is_hungry: bool) -> None:
+        """Let the others know whether this process has less than its share of the segments."""
+        byte = _FIRST_HUNGRY + self.state
+        if is_hungry:
+            self._locks.try_lock(byte)
+        else:
+            self._locks.unlock(byte)
+
+    def is_other_hungry(self) -> bool:
+        """True if another process has less than its share."""
+        return self._locks.others_hold(_FIRST_HUNGRY, MAX_PROCESSES)
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        self.segments.clear()
+        self._locks.close()
