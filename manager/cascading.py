@@ -20,7 +20,8 @@ from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
-from .below import Below
+from .below.port import Below
+from .below.tier_chain import BelowOptions, below_of, past_uses
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow, Link
@@ -35,7 +36,6 @@ from .request_ends import RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .tier_chain import BelowOptions, below_of, past_uses
 from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from ..tiers.base import BlockHash, BlockOutcome
 from .admission import Admission
-from .below import Below, Ended, Put
+from .below.port import Below, Ended, Put
+from .below.tier_writes import NOT_WANTED
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, batch_blocks
 from .level import Level, Pairs, Transfer
-from .tier_writes import NOT_WANTED
 
 MAX_SETTLED = 512
 """Blocks that one step may find not to need writing, at a few microseconds each: after a restart,

@@ -13,7 +13,7 @@ from ..handlers.base import OffloadingHandler
 from ..tiers.base import BlockHash
 from .admission import PastUses
 from .base import BlockEvent
-from .below import Below
+from .below.port import Below
 from .counters import Counters, Departures
 from .level import Level, Pairs, Tier
 

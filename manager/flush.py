@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from ..tiers.base import BlockHash
-from .below import Below, FlushMeans
+from .below.port import Below, FlushMeans
 from .demotion import Demoter
 from .flow import Flow
 from .holds import Holds

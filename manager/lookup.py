@@ -55,13 +55,12 @@ class Lookups:
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
-        self._top = flow.top
         self._below = flow.below
         self.is_single = flow.is_single
         """True if what is not in the first tier is a miss."""
-        self.top_get = self._top.policy.get
+        self.top_get = flow.top.policy.get
         """The status of a block in the first tier; for adapters that inline the plain hit."""
-        self.answers = Answers(self._top.policy.ready_at)
+        self.answers = Answers(flow.top.policy.ready_at)
         self._asking: Request | None = None
         self._is_put_off = False
         """True if the request that is asking waits for an earlier question."""
@@ -174,7 +173,7 @@ class Lookups:
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        may_read_top = request.may_read(self._top.medium)
+        may_read_top = request.may_read(self._flow.top.medium)
         if status is not None and status.ref_cnt >= 0 and may_read_top:
             self.answers.hit(block_hash)
             self._turns.note_hit(block_hash, request)

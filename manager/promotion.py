@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..tiers.base import BlockHash, BlockOutcome
-from .below import Ended
+from .below.port import Ended
 from .counters import Reason
 from .demotion import Demoter
 from .flow import MAX_JOBS_IN_FLIGHT, Flow, batch_blocks

@@ -64,8 +64,7 @@ class Turns:
         self._deadline_s = deadline_s
         self._served_end = served_end
         self._top = flow.top
-        self._may_hold = flow.below.may_hold
-        self._rests = flow.below.rests
+        self._below = flow.below
         self._asked: list[Claim] = []
         """Claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
@@ -231,7 +230,7 @@ class Turns:
 
     def _may_be_worth(self, level: int, request: Request) -> bool:
         """False if it need not even be known how many blocks the request finds below."""
-        if self._rests(level):
+        if self._below.rests(level):
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False
         if request.recomputes:
@@ -262,7 +261,7 @@ class Turns:
             if status is not None:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in holds
             elif find(block_hash) is None:
-                level = level or self._may_hold(block_hash, claim.request.allowed_media)
+                level = level or self._below.may_hold(block_hash, claim.request.allowed_media)
                 if not level:  # it left every tier meanwhile, and what follows is of no use
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
@@ -279,7 +278,7 @@ class Turns:
         needed = [level for level, blocks in enumerate(claim.blocks) if blocks]
         if not needed:
             return False
-        if any(self._rests(level) for level in needed):
+        if any(self._below.rests(level) for level in needed):
             self.release(claim.request)
             return True
         if self._worth is None:

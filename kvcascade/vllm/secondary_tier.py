@@ -36,9 +36,9 @@ from ..config.machine import ThisMachine
 from ..config.schema import CascadeConfig, NvmeTier, OnReset
 from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
+from ..manager.below.solo import SoloTier
+from ..manager.below.tier_jobs import TierJobs
 from ..manager.flow import Link
-from ..manager.solo import SoloTier
-from ..manager.tier_jobs import TierJobs
 from ..tiers.base import BlockHash
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey

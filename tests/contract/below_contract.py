@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from support.keys import key, keys
 
-from kvcascade.manager.below import Below, Ended, Put
+from kvcascade.manager.below.port import Below, Ended, Put
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 
 SLOTS = 16

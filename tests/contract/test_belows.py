@@ -17,10 +17,10 @@ from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.manager.below import Below, Put
+from kvcascade.manager.below.port import Below, Put
+from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
-from kvcascade.manager.solo import SoloTier
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create

@@ -9,7 +9,7 @@ from support.clock import ManualClock
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.below import Put
+from kvcascade.manager.below.port import Put
 from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.level import Tier

@@ -11,12 +11,12 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.below.tier_writes import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.manager.stores import MAX_PUT_OFFS
-from kvcascade.manager.tier_writes import STALLED_S
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
 

@@ -9,7 +9,8 @@ from support.nvme_peer import Peer
 from support.nvme_rig import key
 from support.three_tiers import MIDDLE_SLOTS, TOP_SLOTS, middle_config, three_tiers
 
-from kvcascade.manager import flow, tier_chain
+from kvcascade.manager import flow
+from kvcascade.manager.below import tier_chain
 from kvcascade.manager.cascading import ManagerOptions, WriteMode
 from kvcascade.tiers.nvme.writer.growth import RECHECK_S
 

@@ -8,11 +8,11 @@ from support.day_log import DayLog, NotedBudget
 
 from kvcascade.handlers.memory import MemoryHandler, all_ok
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
+from kvcascade.manager.below.solo import SoloTier
+from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
-from kvcascade.manager.solo import SoloTier
-from kvcascade.manager.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
 from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
 from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create

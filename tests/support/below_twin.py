@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcascade.manager.base import BlockEvent
-from kvcascade.manager.below import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from kvcascade.manager.below.port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
 from kvcascade.manager.counters import Departures, LinkCounters
 from kvcascade.manager.state import TierState
 from kvcascade.tiers.base import BlockHash, BlockOutcome

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvcascade.manager.below import Below, NoTierBelow
+from kvcascade.manager.below.port import Below, NoTierBelow
+from kvcascade.manager.below.solo import SoloTier
+from kvcascade.manager.below.tier_chain import TierChain
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.demotion import Demoter
 from kvcascade.manager.level import Level
-from kvcascade.manager.solo import SoloTier
-from kvcascade.manager.tier_chain import TierChain
 
 
 def solos(below: Below) -> list[SoloTier]:

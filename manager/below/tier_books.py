@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..handlers.base import OffloadingHandler, TransferResult, TransferSpec
-from ..tiers.base import BlockHash, BlockOutcome, BlockStatus
-from .admission import PastUses
-from .base import BlockEvent
-from .breaker import Breaker
-from .counters import Departures, LinkCounters
-from .level import Level, Pairs, Tier, Transfer
+from ...handlers.base import OffloadingHandler, TransferResult, TransferSpec
+from ...tiers.base import BlockHash, BlockOutcome, BlockStatus
+from ..admission import PastUses
+from ..base import BlockEvent
+from ..breaker import Breaker
+from ..counters import Departures, LinkCounters
+from ..level import Level, Pairs, Tier, Transfer
 
 MAX_MOVED_BLOCKS = 512
 """Per tier and step: blocks that moved without the manager's doing and become events."""

@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from ..tiers.base import BlockHash, BlockOutcome
-from .admission import Admission, PastUses
-from .base import BlockEvent
-from .below import Below, Ended, Put
+from ...tiers.base import BlockHash, BlockOutcome
+from ..admission import Admission, PastUses
+from ..base import BlockEvent
+from .port import Below, Ended, Put
 from .tier_writes import NOT_WANTED
 
 FORGET_FAILED_S = 30.0

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..tiers.base import BlockHash
-from .admission import EnduranceWatch, PastUses
-from .base import BlockEvent
-from .below import Below, Ended, FlushMeans, Put, TierFacts, WriteState
-from .counters import LinkCounters
-from .flow import Link
-from .level import Tier, Transfer
-from .state import TierState
+from ...tiers.base import BlockHash
+from ..admission import EnduranceWatch, PastUses
+from ..base import BlockEvent
+from ..counters import LinkCounters
+from ..flow import Link
+from ..level import Tier, Transfer
+from ..state import TierState
+from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
 from .tier_books import TierBooks
 from .tier_reads import TierReads
 from .tier_writes import STALLED_S, SpecOf, TierWrites, arena_slots

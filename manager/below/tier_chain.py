@@ -10,16 +10,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..tiers.base import BlockHash
-from .admission import Admission, PastUses
-from .base import BlockEvent
-from .below import Below, Ended, FlushMeans, NoTierBelow, Put, WriteState
-from .demotion import Demoter, Watermarks
-from .flow import Clock, Link
-from .flush import flush_level, hottest
-from .level import Tier
+from ...tiers.base import BlockHash
+from ..admission import Admission, PastUses
+from ..base import BlockEvent
+from ..demotion import Demoter, Watermarks
+from ..flow import Clock, Link
+from ..flush import flush_level, hottest
+from ..level import Tier
+from ..state import TierState
+from .port import Below, Ended, FlushMeans, NoTierBelow, Put, WriteState
 from .solo import SoloTier
-from .state import TierState
 from .tier_writes import SpecOf, arena_slots, slots_of
 
 MAX_AHEAD_BLOCKS = 32 << 10

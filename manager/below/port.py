@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..tiers.base import BlockHash, BlockOutcome
-from .base import BlockEvent
-from .counters import Departures, LinkCounters
-from .state import TierState
+from ...tiers.base import BlockHash, BlockOutcome
+from ..base import BlockEvent
+from ..counters import Departures, LinkCounters
+from ..state import TierState
 
 
 class Put(Enum):

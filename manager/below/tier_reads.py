@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..handlers.base import OffloadingHandler, TransferResult
-from ..tiers.base import BlockHash, BlockOutcome
-from .below import Ended
-from .breaker import Breaker
+from ...handlers.base import OffloadingHandler, TransferResult
+from ...tiers.base import BlockHash, BlockOutcome
+from ..breaker import Breaker
+from .port import Ended
 from .tier_books import TierBooks, TierJob, Way, outcomes_of
 from .tier_writes import arena_slots
 

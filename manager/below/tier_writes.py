@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..handlers.base import OffloadingHandler, TransferResult
-from ..tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
-from .below import Ended, Put
-from .breaker import Breaker
-from .level import Level
+from ...handlers.base import OffloadingHandler, TransferResult
+from ...tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
+from ..breaker import Breaker
+from ..level import Level
+from .port import Ended, Put
 from .tier_books import TierBooks, TierJob, Way, outcomes_of
 
 STALLED_S = 15.0
