@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .vllm.cpu_policies import POLICIES
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+    from .vllm.cpu_policies import CachePolicy
 
     def __getattr__(name: str) -> type[CachePolicy]: ...
 
