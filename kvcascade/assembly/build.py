@@ -398,7 +398,7 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Per tier: what it can hold and what was found in it."""
     settings = cascade.settings
-    policies = [settings.cpu.policy, *(tier.policy for tier in settings.nvme)]
+    policies = [tier.policy for tier in settings.tiers]
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
     fields: dict[str, dict[str, object]] = {}
     for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):

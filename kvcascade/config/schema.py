@@ -80,7 +80,6 @@ MAX_IO_THREADS = 64
 _SIZE_REMEDY = 'give a size such as "64GiB" or "50%"'
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
 _TIERS_REMEDY = 'give a list that begins with {"type": "cpu", "capacity": "64GiB"}'
-TIER_TYPES = ("cpu", "nvme")
 _ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
 
 
@@ -194,6 +193,9 @@ class NvmeTier:
 
 TierConfig = CpuTier | NvmeTier
 """The options of one tier."""
+BELOW: Mapping[str, type[NvmeTier]] = {NvmeTier.type: NvmeTier}
+"""Types of tiers below the first, and the classes of their options."""
+TIER_TYPES = (CpuTier.type, *BELOW)
 
 
 def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
@@ -225,11 +227,11 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
         expected = " or ".join(map(repr, TIER_TYPES))
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
-    if value["type"] != ("nvme" if index else "cpu"):
+    if (value["type"] in BELOW) is not bool(index):
         raise at.below("type").wrong(value["type"], f"is not what comes here; {_ORDER_REMEDY}")
     options = {name: option for name, option in value.items() if name != "type"}
     if index:
-        return read_options(NvmeTier, at, options, also=["type"])
+        return read_options(BELOW[value["type"]], at, options, also=["type"])
     tier = read_options(CpuTier, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -140,6 +142,8 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     reporter, began = Reporter(), time.monotonic()
     minutes = minutes_of(options)
     facts: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command_of(options),
         "machine": machine_facts(folder),
         "versions": version_facts(),
         "is_quick": options.quick,
@@ -181,6 +185,18 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         plot(found, options.plot)
         reporter.print(f"saved {options.plot}")
     return found
+
+
+def command_of(options: BenchOptions) -> str:
+    """Return the call that measures the same again; folders of one machine are left out."""
+    words = ["kvcascade", "bench"]
+    words += ["--quick"] if options.quick else []
+    words += [word for name in options.only for word in ("--only", name)]
+    words += ["--repeats", str(options.repeats)] if options.repeats else []
+    words += ["--minutes", f"{options.minutes:g}"] if options.minutes is not None else []
+    for name, value in options.nvme.items():
+        words += ["--nvme", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
 
 
 def _folders(options: BenchOptions) -> tuple[Path, Path]:
