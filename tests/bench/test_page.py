@@ -84,3 +84,5 @@ def test_the_command_of_a_run_has_its_options_and_no_folder() -> None:
     words = "--nvme io_threads=8 --nvme direct_io=false --nvme policy=lru"
     assert command_of(options) == f"kvcascade bench --quick --only busy --repeats 3 {words}"
     assert command_of(BenchOptions()) == "kvcascade bench"
+    timed = BenchOptions(only=("gpu",), minutes=20.0)
+    assert command_of(timed) == "kvcascade bench --only gpu --minutes 20"
