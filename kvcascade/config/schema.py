@@ -38,9 +38,6 @@ from .options import (
 )
 from .sizes import Budget, Bytes, Share, Size, WriteAmount
 
-POLICIES = ("lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve", "slru")
-"""Policies that are known by name, unless the caller knows more."""
-
 MAX_BLOCKS_PER_CHUNK = 1 << 16
 MAX_TOKENS_PER_CHUNK = 1 << 20
 
@@ -286,18 +283,20 @@ class CascadeConfig:
 
 def parse(
     extra_config: Mapping[str, object],
-    policies: Collection[str] = POLICIES,
+    policies: Collection[str] | None = None,
     noted: list[str] | None = None,
 ) -> CascadeConfig:
     """Read `kv_connector_extra_config`; raises `ConfigError`, touches nothing.
 
-    `policies` are the names that are known; a policy may also be given as "package.module:Class".
+    `policies` are the known names of policies; a policy may also be "package.module:Class". Without
+    them any word passes for a policy, and `assembly.named.check_names` finds the wrong ones.
     With a list to note problems in, what can be read is read all the same (`options.noting`).
     """
     if not isinstance(extra_config, Mapping):
         remedy = 'is not a dictionary; give {"tiers": [...], ...}'
         raise At("kv_connector_extra_config").wrong(extra_config, remedy)
     check_vllm_keys(extra_config, noted)
+    known = None if policies is None else tuple(policies)
     ours: dict[str, object] = {}
     for key, value in extra_config.items():
         if key not in VLLM_KEYS and key not in ELSEWHERE:
@@ -306,7 +305,7 @@ def parse(
             if key in ELSEWHERE:
                 remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
                 raise At(key).unknown(value, remedy)
-    return read_options(CascadeConfig, At("", tuple(policies), noted), ours, also=VLLM_KEYS)
+    return read_options(CascadeConfig, At("", known, noted), ours, also=VLLM_KEYS)
 
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvcascade.config.schema import (
-    POLICIES,
     Admission,
     CascadeConfig,
     CpuTier,
     NvmeTier,
     WriteMode,
 )
+from kvcascade.tiers.policies import ORDERS
 from kvcascade.tools.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
@@ -106,10 +106,10 @@ def test_what_only_a_thread_says_is_reported(table: Table) -> None:
 
 def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
     options = {each.name for kind in (CascadeConfig, CpuTier, NvmeTier) for each in fields(kind)}
-    values = {*POLICIES, *WriteMode, *Admission}
+    values = {*ORDERS, *WriteMode, *Admission}
     used = set().union(*map(named, OURS)) - {"vllm serve", "kill -9"}
     assert used <= options | values
-    assert used >= set(POLICIES)
+    assert used >= set(ORDERS)
 
 
 def test_defaults_of_kvcascade_are_as_said() -> None:
