@@ -1,8 +1,9 @@
-"""How many threads are at the device at a time, and how one follows the other.
+"""Limit the number of concurrent device transfers so that hashing and copying overlap with I/O.
 
-A disk serves the transfers that are under way in turns, so they end together. If every thread
-transferred and then hashed and copied, all would do that at once, and the disk had nothing to do
-meanwhile. With more threads than may transfer, one is ready whenever a transfer ends.
+A disk interleaves the transfers in flight, so they end at about the same time. Without a limit
+every thread transfers at once, then every thread hashes and copies at once. The disk is idle during
+that second phase. If fewer threads may transfer than exist, another thread is ready whenever a
+transfer ends.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from threading import BoundedSemaphore
 from time import sleep
 
 HANDOVER_S = 50e-6
-"""For the next thread to get the interpreter lock and begin: who has just transferred would keep
-the lock while it hashes. Far less than a transfer takes, which is milliseconds."""
+"""Pause after a transfer, in seconds, so that the next thread gets the interpreter lock and starts
+its transfer. Without it, the thread that has just transferred keeps the lock while it hashes. The
+pause is far shorter than a transfer, which takes milliseconds."""
 
 
 class Turns:
-    """A context for a transfer; entering waits as long as those before it take. Any thread."""
+    """Context manager around a transfer. Entering waits until a place is free. Any thread."""
 
     def __init__(self, at_once: int, pause: Callable[[float], None] = sleep) -> None:
-        """`at_once`: threads that may be inside. `pause` takes seconds."""
+        """`at_once` is the number of threads that may be inside. `pause` takes seconds."""
         self._free = BoundedSemaphore(at_once)
         self._pause = pause
 

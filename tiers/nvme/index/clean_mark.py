@@ -1,16 +1,16 @@
-"""The mark of a clean close: which transaction of the index is known to be whole on the disk.
+"""The mark of a clean close: which transaction of the index is completely on the disk.
 
-Where nothing is synced, pages reach the disk in any order, and an old page that LMDB uses again may
-look like a new one: no word inside the file can be trusted after a loss of power. So the mark is a
-file of its own. It names the last transaction of a close after which nobody has the index open, and
-counts only while that is the newest one of the index.
+Without sync, pages reach the disk in any order. An old page that LMDB reuses may look like a new
+one. After a loss of power nothing inside the file can prove that it is complete, so the mark is a
+file of its own. It names the last transaction of a close that left no process behind. It is valid
+only while that is the newest transaction of the index.
 
-- It is never early: it is written once all of that transaction was synced.
-- It is never late: whoever changes the index next has a newer transaction on the disk before it
-  writes over any page of this one. An engine syncs its first commit (`BlockIndex.load`), a command
-  every one, and LMDB leaves the pages of a transaction alone in the next two.
+- It is never early: it is written after all of that transaction was synced.
+- It is never late: the next process to change the index has a newer transaction on the disk before
+  it overwrites any page of this one. An engine syncs its first commit (`BlockIndex.load`), a
+  command syncs every commit. LMDB leaves the pages of a transaction alone in the next two.
 
-A mark that is missing, torn or of another transaction costs a look at every page.
+If the mark is missing, torn or of another transaction, every page is checked at opening.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _CHECK_BYTES = 8
 
 
 def write_mark(path: Path, transaction: int) -> None:
-    """Vouch for the index in `path`, all of which was synced. Raises one of our errors."""
+    """Mark the index in `path` as whole, after it was synced. Raises a `KVCascadeError`."""
     body = _BODY.pack(_MAGIC, transaction)
     with os_errors(f"writing {path / NAME}"):
         RealFileSystem().replace(path / NAME, body + xxhash.xxh3_64_digest(body))
 
 
 def read_mark(path: Path) -> int | None:
-    """The transaction that is whole; None if nobody vouches for any."""
+    """Return the transaction that is known to be whole; None without a valid mark."""
     try:
         data = RealFileSystem().read(path / NAME, _BODY.size + _CHECK_BYTES)
     except OSError:

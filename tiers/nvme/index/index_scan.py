@@ -1,7 +1,7 @@
-"""Looking through all of an index, a lot at a time.
+"""Reading a whole table of the index in batches.
 
-A transaction that stays open keeps all processes from using freed pages again, and their commits
-find none after a while: so none is open while what was found is being worked on.
+An open transaction keeps all processes from reusing freed pages, until their commits find none. So
+no transaction is open while a batch is processed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import lmdb
 
 LOT_ENTRIES = 4096
-"""Read at a time, in some milliseconds."""
+"""Entries read in one transaction, which takes some milliseconds."""
 
 
 def lots(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Every (key, value) of a table in the order of the keys, each lot as committed then.
+    """Yield every (key, value) of a table in the order of the keys, each batch as committed then.
 
     Raises `lmdb.Error`.
     """

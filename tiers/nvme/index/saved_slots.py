@@ -1,4 +1,4 @@
-"""What a process knew about its slots when it closed cleanly, as it lies in the index."""
+"""The slots that a process saves in the index when it closes cleanly."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _CHECK_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class SavedSlots:
-    """What a process knew about its segments when it closed cleanly."""
+    """State of a process's segments at its clean close."""
 
     epoch: int
-    """All blocks are gone if the namespace's is another one now."""
+    """Epoch of the save; if the namespace has another epoch now, all blocks are gone."""
     used: int
-    """Slots that held a block."""
+    """Number of slots that held a block."""
     free: npt.NDArray[np.int32]
     """Free runs, ascending: shape `(n, 2)`."""
 
 
 def pack_saved_slots(saved: SavedSlots) -> bytes:
-    """As it lies in the index."""
+    """Return the saved slots as stored in the index."""
     body = _HEAD.pack(saved.epoch, saved.used) + saved.free.astype("<i4").tobytes()
     return body + xxhash.xxh3_64_digest(body)
 
 
 def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
-    """What `BlockIndex.close` wrote; None if it is not there or damaged."""
+    """Parse what `BlockIndex.close` wrote; None if missing or damaged."""
     if blob is None or len(blob) < _HEAD.size + _CHECK_BYTES or len(blob) % 8:
         return None
     body, check = blob[:-_CHECK_BYTES], blob[-_CHECK_BYTES:]
@@ -48,9 +48,11 @@ def parse_saved_slots(blob: bytes | None) -> SavedSlots | None:
 def runs_within(
     free: Sequence[Sequence[int]], segments: Sequence[int], per_segment: int
 ) -> list[tuple[int, int]]:
-    """Runs (first slot, slots) as far as they lie in these segments, cut at their borders.
+    """Return the parts of runs (first slot, slots) in these ascending segments, cut at their
+    borders.
 
-    Segments ascend. No more pieces than runs that do not overlap come to: the rest is no truth.
+    The number of parts is bounded by the number that runs without overlap produce. Any further
+    parts come from damaged data, and are dropped.
     """
     found: list[tuple[int, int]] = []
     for start, length in free:

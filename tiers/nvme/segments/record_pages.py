@@ -1,7 +1,7 @@
-"""Slot records for the manager's thread: by the page, since who leaves lies mostly side by side.
+"""Slot records for the manager's thread, read by the page, since victims mostly lie side by side.
 
-The first record of a page that is asked for is read alone, all others with the second. A page is
-remembered until `forget`, and may be old by then. Used by one thread, but for `forget`.
+The first record of a page is read alone, all others with the second request. A page is cached until
+`forget`, and may be outdated by then. One thread only, except for `forget`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from .format import SLOT_RECORD_BYTES, SlotRecord, parse_record
 from .segment_files import RECORDS_PER_PAGE, SegmentSet
 
 MAX_PAGES = 256
-"""Remembered at a time."""
+"""Largest number of cached pages."""
 
 
 class RecordPages:
-    """The records of open segments."""
+    """The cached records of open segments."""
 
     def __init__(self, segments: SegmentSet) -> None:
         self._segments = segments
         self._slots_per_segment = segments.layout.slots
         self._pages: dict[int, bytes] = {}
-        """By the first slot of each; empty after the first record, or if it cannot be read."""
+        """Pages by their first slot; empty if one record was read, or if the page cannot be
+        read."""
 
     def at(self, slot: int) -> SlotRecord | None:
-        """What a slot says it holds; None if unwritten or damaged, or if it cannot be read."""
+        """Return the record of a slot; None if unwritten, damaged or unreadable."""
         place = slot % self._slots_per_segment % RECORDS_PER_PAGE
         first, pages = slot - place, self._pages
         page = pages.get(first)
@@ -38,5 +39,5 @@ class RecordPages:
         return parse_record(page[start : start + SLOT_RECORD_BYTES])
 
     def forget(self) -> None:
-        """What is asked for from now on is read from now on."""
-        self._pages = {}  # not cleared: what is just being read belongs to the old ones
+        """Drop the cache, so that later calls read again."""
+        self._pages = {}  # replaced, not cleared: a read in progress fills the old one

@@ -1,9 +1,9 @@
-"""Slots in use whose records say nothing: written anew from the index, or else set aside.
+"""Slots in use with unusable records: rewritten from the index, or else set aside.
 
-Who leaves is found by its record. An I/O thread (or the mover) writes the records anew, one lot at
-a time, since each takes a look at the whole index. What still says nothing then lies where the
-device neither reads nor writes: it would be asked at every eviction, for ever. It is set aside, and
-tried again now and then, for a device may come back.
+A victim is identified by its slot record. An I/O thread (or the mover) rewrites the records from
+the index, one lot at a time, as each lot reads the whole index. A record that is still unusable
+afterwards lies where the device neither reads nor writes. Every eviction would consider its slot
+again, so the slot is set aside. It is retried now and then, as a device may recover.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from collections.abc import Callable, Set
 from ..index_directory import MAX_UNKNOWN_SLOTS, IndexDirectory
 
 RETRY_AFTER_S = 60.0
-"""After none of a lot that was set aside could be repaired."""
+"""Pause after no record of a lot that was set aside could be repaired."""
 
 OnEnd = Callable[[int | None], object]
-"""Told how many records were repaired; None if nothing was tried."""
+"""Receives the number of repaired records; None if nothing was tried."""
 Begin = Callable[[Set[int], OnEnd], object]
-"""Queues a repair of these slots without waiting; says once, from any thread, how it ended."""
+"""Queues a repair of these slots without waiting. `OnEnd` is called once, from any thread."""
 
 
 class RecordRepairs:
-    """Used by the manager's thread."""
+    """Decides which slot records are repaired, retried or set aside. Manager's thread only."""
 
     def __init__(self, directory: IndexDirectory, clock: Callable[[], float]) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self._directory = directory
         self._clock = clock
         self._is_running = False
         self._tried: set[int] = set()
         """The last lot that was repaired."""
         self._hopeless: set[int] = set()
+        """Slots whose records are unusable even after a repair."""
         self._aside: deque[int] = deque()
         self._mended: list[int] = []
+        """Slots that were set aside and retried, until `take_mended`."""
         self._retry_at_s = 0.0
 
     def begin(self, repair: Begin) -> None:
-        """Have the slots repaired that the directory could not name, unless a lot is under way."""
+        """Repair the slots that the directory could not identify, unless a lot is in progress."""
         if self._is_running:
             return
         unknown = self._directory.take_unknown()
@@ -53,17 +55,18 @@ class RecordRepairs:
             repair(set(some), lambda repaired: self._end_retry(some, repaired))
 
     def take_hopeless(self) -> set[int]:
-        """Slots that said nothing after their repair; it may have come to its end since."""
+        """Return slots with unusable records after their repair; some may have been repaired
+        since."""
         taken, self._hopeless = self._hopeless, set()
         return taken
 
     def take_mended(self) -> list[int]:
-        """Slots that were set aside, some of which were repaired; each is given once."""
+        """Return slots that were set aside and retried, each once; some of them were repaired."""
         taken, self._mended = self._mended, []
         return taken
 
     def retry_later(self, slot: int) -> None:
-        """A slot was set aside, or is so still."""
+        """Queue a retry of a slot that was set aside, or still is."""
         self._retry_at_s = max(self._retry_at_s, self._clock() + RETRY_AFTER_S)
         self._aside.append(slot)
 

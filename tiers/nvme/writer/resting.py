@@ -1,8 +1,9 @@
-"""Paths in which a write failed are left alone for a while: the others take what comes.
+"""Paths in which a write failed rest for a while: the other paths take all writes.
 
-One device that dies must not cost the tier its writes. What lies there leaves in its turn like all
-other blocks, so the tier shrinks to what the other paths hold if a path stays dead: to look for
-blocks elsewhere only would pass all of a dead path at every search. Used by the manager's thread.
+If one device dies, the tier must keep accepting writes. Blocks there are evicted in their order
+like all others. If the path stays dead, the tier shrinks to what the other paths hold. Evicting
+elsewhere first would scan past all blocks of the dead path at every search. Used by the manager's
+thread.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 PATH_REST_S = 5.0
-"""After a failed write, where there are other paths; then it is tried again."""
+"""Rest after a failed write, where there are other paths; then the path is tried again."""
 
 
 class RestingPaths:
     """Which paths take writes. Segment `n` lies in path `n % paths`."""
 
     def __init__(self, paths: int, slots_per_segment: int, clock: Callable[[], float]) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self._slots_per_segment = slots_per_segment
         self._clock = clock
         self._all = list(range(paths))
@@ -29,7 +30,7 @@ class RestingPaths:
 
     @property
     def awake(self) -> list[int]:
-        """Numbers of the paths that take writes, one at least."""
+        """Numbers of the paths that take writes; at least one."""
         if not self._is_any:
             return self._all
         now_s = self._clock()
@@ -38,8 +39,11 @@ class RestingPaths:
         return awake
 
     def rest(self, slots: npt.NDArray[np.intp], is_own: npt.NDArray[np.bool_]) -> bool:
-        """Writing to these slots failed. False if this process has no segment elsewhere: then no
-        path rests, and the whole tier should. `is_own` has a flag per slot."""
+        """Let the paths of these slots rest after a failed write. `is_own` has one flag per slot.
+
+        Returns False if this process has no segment in another path. No path rests then, and the
+        whole tier should.
+        """
         end_s = self._clock() + PATH_REST_S
         for part in self._parts(slots // self._slots_per_segment):
             self._until_s[part] = end_s
