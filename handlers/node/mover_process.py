@@ -90,7 +90,7 @@ class _MoverHandler(OffloadingHandler):
         n = len(blocks.hashes)
         if answer is None:
             outcomes = [BlockOutcome.IO_ERROR] * n
-            self._store.owe(blocks.removals, blocks.epoch)
+            self._store.defer_removals(blocks.removals, blocks.epoch)
         else:
             outcomes = unpack_outcomes(answer.outcomes, n)
             take_books(self._store, answer, blocks.epoch)
@@ -106,12 +106,12 @@ class MoverStoreHandler(_MoverHandler):
         arena, blocks = spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
-        removals = [*self._store.take_owed(), *blocks.removals]
+        removals = [*self._store.take_deferred(), *blocks.removals]
         job = NvmeSpec(blocks.hashes, blocks.slots, blocks.epoch, removals=tuple(removals))
         order = partial(_store_job, arena, job, pack_removals(removals))
         is_taken = self._may_start and self._submit(job_id, job, order)
         if not is_taken or not blocks.hashes:
-            self._store.owe(removals, blocks.epoch)
+            self._store.defer_removals(removals, blocks.epoch)
         return is_taken
 
 
@@ -133,13 +133,13 @@ class MoverBackground(Background):
         self._mover = mover
 
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        due = [*self._store.take_owed(), *removals]
+        due = [*self._store.take_deferred(), *removals]
         packed = pack_removals(due)
         is_sent = self._mover.submit(
             lambda ticket: RemoveJob(ticket, packed, epoch), partial(self._end, due, epoch)
         )
         if not is_sent:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
 
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         wanted = tuple(slots)
@@ -149,14 +149,14 @@ class MoverBackground(Background):
         if not is_sent:
             on_end(None)
 
-    def take_strays(self) -> list[int]:
+    def take_orphans(self) -> list[int]:
         """As in the contract. Asked at every step and tick, so here the mover is listened to.
 
         The handlers do that only while they have jobs: the answers to commits would pile up until
         no job is taken, and a mover that died idle would be missed when there is work again.
         """
         self._mover.listen()
-        return self._store.take_strays()
+        return self._store.take_orphans()
 
     def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
         self._end([], 0, answer)
@@ -164,7 +164,7 @@ class MoverBackground(Background):
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
         else:
             take_books(self._store, answer, epoch)
 
@@ -172,9 +172,9 @@ class MoverBackground(Background):
 def take_books(store: BlockStore, answer: Answer, epoch: int) -> None:
     """What a mover counted and could not commit becomes this process's."""
     store.absorb(answer.counts, answer.reported_bytes)
-    store.note_strays(answer.strays)
+    store.note_orphans(answer.strays)
     if answer.owed:
-        store.owe(unpack_removals(answer.owed), epoch)
+        store.defer_removals(unpack_removals(answer.owed), epoch)
 
 
 def _store_job(

@@ -276,7 +276,7 @@ def test_who_closes_keeps_nobodys_pages(tmp_path: Path, monkeypatch: pytest.Monk
 def test_nothing_is_passed_over_or_seen_twice(
     index: BlockIndex, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
-    monkeypatch.setattr(index_scan, "LOT_ENTRIES", at_a_time)
+    monkeypatch.setattr(index_scan, "BATCH_ENTRIES", at_a_time)
     assert not list(index.keys()) and not list(index.slots_and_generations())
     index.commit(0, (), [(key(i), entry(i)) for i in range(CAPACITY)])
     assert [k for k, _ in index.keys()] == sorted(key(i) for i in range(CAPACITY))

@@ -48,9 +48,9 @@ SWEEP_PER_CHANGE = 2
 """Overlay entries and tombstones checked per change; more than one change adds, so both drain."""
 MAX_UNKNOWN_SLOTS = 4096
 """Largest number of slots that wait for `take_unknown`."""
-MAX_MET = 16384
+MAX_CACHED_ENTRIES = 16384
 """Largest number of index entries cached until the next renewal, at 400 bytes each."""
-_STRAY = b"kvcascade stray "
+_STAND_IN_PREFIX = b"kvcascade stray "
 """Prefix of a stand-in hash, followed by a slot number. It names an orphaned slot whose own block
 is stored elsewhere, or not known."""
 
@@ -93,15 +93,15 @@ class IndexDirectory(BlockDirectory):
         self._overlay: dict[BlockHash, BlockStatus] = {}
         self._key_at: dict[int, BlockHash] = {}
         """Hash by slot, for the blocks in the overlay."""
-        self._gone: dict[BlockHash, int] = {}
+        self._tombstones: dict[BlockHash, int] = {}
         """Tombstones: slot by hash, for blocks that left and may still be seen in the index."""
-        self._popped: dict[int, BlockHash] = {}
+        self._leaving: dict[int, BlockHash] = {}
         """Hash by slot, for slots that lost their block and are not freed yet."""
         self._unknown: set[int] = set()
         """Slots whose records could not be used when they were needed."""
         self._set_aside: set[int] = set()
         """Slots of this process that are treated as another process's."""
-        self._met: dict[BlockHash, tuple[BlockStatus, bytes]] = {}
+        self._entries: dict[BlockHash, tuple[BlockStatus, bytes]] = {}
         """Cache of index entries read in the current transaction; a block is usually looked up
         again within the same step."""
         self._to_sweep: deque[BlockHash] = deque()
@@ -127,9 +127,9 @@ class IndexDirectory(BlockDirectory):
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
         assert block_hash not in self._overlay, "a block may be inserted only once"
         slot = status.block_id
-        if self._gone.get(block_hash) == slot:
-            del self._gone[block_hash]
-        self._met.pop(block_hash, None)
+        if self._tombstones.get(block_hash) == slot:
+            del self._tombstones[block_hash]
+        self._entries.pop(block_hash, None)
         self._overlay[block_hash] = status
         self._key_at[slot] = block_hash
         self._to_sweep.append(block_hash)
@@ -144,7 +144,7 @@ class IndexDirectory(BlockDirectory):
         if not self._owned[slot]:
             if slot in self._set_aside:
                 self._remove_entry(block_hash, slot)
-            self._met.pop(block_hash, None)
+            self._entries.pop(block_hash, None)
             self._is_index_stale = True  # the caller knows more than the held transaction shows
             return status
         if self._overlay.pop(block_hash, None) is not None:
@@ -169,17 +169,17 @@ class IndexDirectory(BlockDirectory):
             return None
         proven_from = self._proven_from  # read before the record: see `trust_records`
         record = self._records.at(slot)
-        if record is not None and slot not in self._popped:
+        if record is not None and slot not in self._leaving:
             key = BlockHash(record.key)
             damaged = self._index.damaged_lookups
             found_in = self._index.slot_of(key)
             if found_in == slot:
-                has_left = key in self._overlay or self._gone.get(key) == slot
+                has_left = key in self._overlay or self._tombstones.get(key) == slot
                 return None if has_left else (key, self._status_at(slot))
             is_proven = record.generation >= proven_from
             if is_proven and self._index.damaged_lookups == damaged:
-                return self._stray(slot, key, found_in), self._status_at(slot)
-        if len(self._unknown) < MAX_UNKNOWN_SLOTS and slot not in self._popped:
+                return self._hash_to_evict(slot, key, found_in), self._status_at(slot)
+        if len(self._unknown) < MAX_UNKNOWN_SLOTS and slot not in self._leaving:
             self._unknown.add(slot)
         return None
 
@@ -210,9 +210,9 @@ class IndexDirectory(BlockDirectory):
         self._is_index_stale = True
         self._overlay.clear()
         self._key_at.clear()
-        self._gone.clear()
-        self._popped.clear()
-        self._met.clear()
+        self._tombstones.clear()
+        self._leaving.clear()
+        self._entries.clear()
         self._to_sweep.clear()
         self._removals.clear()
         self._unknown.clear()
@@ -227,17 +227,17 @@ class IndexDirectory(BlockDirectory):
     def adopt(self, count: int) -> None:
         """Record that slots now belong to this process, with `count` blocks that the index names.
         `count` is 0 for new slots."""
-        self._met.clear()
+        self._entries.clear()
         self._count += count
 
     def abandon(self, first: int, end: int, used: int) -> None:
         """Give up the idle slots `first .. end - 1`, of which `used` hold blocks."""
-        self._met.clear()
+        self._entries.clear()
         self._records.forget()
         for slot in [slot for slot in self._key_at if first <= slot < end]:
             del self._overlay[self._key_at.pop(slot)]
-        for key in [key for key, slot in self._gone.items() if first <= slot < end]:
-            del self._gone[key]
+        for key in [key for key, slot in self._tombstones.items() if first <= slot < end]:
+            del self._tombstones[key]
         self._unknown = {slot for slot in self._unknown if not first <= slot < end}
         self._set_aside = {slot for slot in self._set_aside if not first <= slot < end}
         self._count -= used
@@ -248,7 +248,7 @@ class IndexDirectory(BlockDirectory):
         Its block is found and read like another process's. Its entry is removed if the block is
         damaged.
         """
-        self._met.clear()
+        self._entries.clear()
         self._set_aside.add(slot)
         self._unknown.discard(slot)
         self._count -= 1
@@ -259,7 +259,7 @@ class IndexDirectory(BlockDirectory):
 
     def take_back(self, slot: int) -> None:
         """Return a slot that was set aside to normal use, with its block."""
-        self._met.clear()
+        self._entries.clear()
         self._set_aside.discard(slot)
         self._count += 1
 
@@ -268,10 +268,10 @@ class IndexDirectory(BlockDirectory):
         self._records.forget()
         self._proven_from = 0
 
-    def put_stray(self, slot: int) -> None:
+    def put_orphan(self, slot: int) -> None:
         """Make a used slot evictable that neither the index nor its record connects with a block. A
         stand-in hash is listed in place of the block."""
-        if slot not in self._key_at and slot not in self._popped and self.at_slot(slot) is None:
+        if slot not in self._key_at and slot not in self._leaving and self.at_slot(slot) is None:
             self._unknown.discard(slot)
             key = _stand_in(slot)
             self._overlay[key] = self._status_at(slot)
@@ -279,27 +279,31 @@ class IndexDirectory(BlockDirectory):
 
     def is_leaving(self, first: int, end: int) -> bool:
         """Return True if a block has left one of these slots and the slot is not free yet."""
-        return any(first <= slot < end for slot in self._popped)
+        return any(first <= slot < end for slot in self._leaving)
 
     def __len__(self) -> int:
         return self._count
 
     def values_of(self, block_hashes: Sequence[BlockHash]) -> list[bytes | None]:
         """Return the committed entries of blocks; cached ones are as of the current transaction."""
-        met = [self._met.get(block_hash) for block_hash in block_hashes]
-        if not all(met) and not self._renew():
+        cached = [self._entries.get(block_hash) for block_hash in block_hashes]
+        if not all(cached) and not self._renew():
             return [None] * len(block_hashes)
         value_of = self._index.value_of
         return [
             value_of(block_hash) if found is None else found[1]
-            for block_hash, found in zip(block_hashes, met, strict=True)
+            for block_hash, found in zip(block_hashes, cached, strict=True)
         ]
 
     def released(self, slot: int) -> None:
         """Note that a slot is free and unused by transfers: its block, if any, leaves the index."""
-        key = self._popped.pop(slot, None)
-        if key is not None and not self._remove_entry(key, slot) and self._gone.get(key) == slot:
-            del self._gone[key]
+        key = self._leaving.pop(slot, None)
+        if (
+            key is not None
+            and not self._remove_entry(key, slot)
+            and self._tombstones.get(key) == slot
+        ):
+            del self._tombstones[key]
 
     def take_removals(self) -> list[Removal]:
         """Return entries to remove from the index with the next job, each once."""
@@ -318,15 +322,15 @@ class IndexDirectory(BlockDirectory):
         slot_of = self._index.slot_of
         return (
             not self._is_index_stale
-            and not self._popped
+            and not self._leaving
             and all(slot_of(key) == status.block_id for key, status in self._overlay.items())
-            and all(slot_of(key) != slot for key, slot in self._gone.items())
+            and all(slot_of(key) != slot for key, slot in self._tombstones.items())
         )
 
     def release(self) -> None:
         """Hold no pages of the index; the next lookup starts a new transaction."""
         if not self._is_released:
-            self._met.clear()
+            self._entries.clear()
             self._index.release()
             self._is_released = self._is_index_stale = True
 
@@ -338,7 +342,7 @@ class IndexDirectory(BlockDirectory):
             key = self._to_sweep.popleft()
             if is_current:
                 self._sweep(key)
-            if key in self._overlay or key in self._gone:
+            if key in self._overlay or key in self._tombstones:
                 self._to_sweep.append(key)
 
     # -- inside --------------------------------------------------------------------------------
@@ -347,24 +351,24 @@ class IndexDirectory(BlockDirectory):
         status = self._overlay.get(block_hash)
         if status is not None:
             return status
-        met = self._met.get(block_hash)
-        if met is not None:
-            return met[0]
+        cached = self._entries.get(block_hash)
+        if cached is not None:
+            return cached[0]
         if self._is_index_stale and not self._is_current():
             return None
         value = self._index.value_of(block_hash)
         if value is None:
             return None
         slot = self._index.slot_in(block_hash, value)
-        if slot < 0 or self._gone.get(block_hash) == slot:
+        if slot < 0 or self._tombstones.get(block_hash) == slot:
             return None
         # A damaged index may name a slot that is free, or another block's.
         if self._owned[slot] and (not self._used[slot] or slot in self._key_at):
             return None
-        if len(self._met) >= MAX_MET:
-            self._met.clear()
+        if len(self._entries) >= MAX_CACHED_ENTRIES:
+            self._entries.clear()
         status = self._status_at(slot)
-        self._met[block_hash] = status, value
+        self._entries[block_hash] = status, value
         return status
 
     def _is_current(self) -> bool:
@@ -377,7 +381,7 @@ class IndexDirectory(BlockDirectory):
         Cached records are dropped here, which is early enough: a slot that was written stays in the
         overlay until this call.
         """
-        self._met.clear()
+        self._entries.clear()
         self._records.forget()
         self._index.refresh()
         self._is_released = False
@@ -395,21 +399,21 @@ class IndexDirectory(BlockDirectory):
 
     def _leave(self, key: BlockHash, slot: int) -> None:
         """Note that a slot of this process has lost its block and will be freed."""
-        self._met.pop(key, None)
+        self._entries.pop(key, None)
         if key not in self._overlay:  # otherwise an orphaned slot whose block was stored again
-            self._gone[key] = slot
+            self._tombstones[key] = slot
             self._to_sweep.append(key)
-        self._popped[slot] = key
+        self._leaving[slot] = key
         self._count -= 1
         self._changed()
 
-    def _stray(self, slot: int, key: BlockHash, found_in: int) -> BlockHash:
+    def _hash_to_evict(self, slot: int, key: BlockHash, found_in: int) -> BlockHash:
         """Return the hash under which an orphaned slot is evicted.
 
         It is the hash of its block if that block is stored nowhere else, otherwise a stand-in.
         An evicted hash is announced, so it must not belong to a block that can be found.
         """
-        is_elsewhere = found_in >= 0 or key in self._overlay or key in self._gone
+        is_elsewhere = found_in >= 0 or key in self._overlay or key in self._tombstones
         return _stand_in(slot) if is_elsewhere else key
 
     def _changed(self) -> None:
@@ -424,8 +428,12 @@ class IndexDirectory(BlockDirectory):
         if status is not None and self._is_settled(key, status, slot):
             del self._overlay[key]
             del self._key_at[status.block_id]
-        if key in self._gone and self._gone[key] != slot and self._gone[key] not in self._popped:
-            del self._gone[key]
+        if (
+            key in self._tombstones
+            and self._tombstones[key] != slot
+            and self._tombstones[key] not in self._leaving
+        ):
+            del self._tombstones[key]
 
     def _is_settled(self, key: BlockHash, status: BlockStatus, found_in: int) -> bool:
         """Return True if a block's entry was committed: it is seen, or was removed since."""
@@ -438,4 +446,4 @@ class IndexDirectory(BlockDirectory):
 
 
 def _stand_in(slot: int) -> BlockHash:
-    return BlockHash(_STRAY + slot.to_bytes(4, "little"))
+    return BlockHash(_STAND_IN_PREFIX + slot.to_bytes(4, "little"))

@@ -69,7 +69,7 @@ class Background(ABC):
         """Queue rewriting the records of these slots from the index."""
 
     @abstractmethod
-    def take_strays(self) -> list[int]:
+    def take_orphans(self) -> list[int]:
         """Return slots for which `repair_records` found no entry."""
 
 
@@ -298,12 +298,12 @@ class NvmeBackend(Backend):
             self._take_adopted(policy)
         if growth.surplus > 0:
             self._let_go_of_one(policy)
-        for slot in self._background.take_strays():
+        for slot in self._background.take_orphans():
             if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
-                directory.put_stray(slot)
-        for slot in self._repairs.take_hopeless():
+                directory.put_orphan(slot)
+        for slot in self._repairs.take_unrepairable():
             self._set_aside(slot, policy)
-        for slot in self._repairs.take_mended():
+        for slot in self._repairs.take_retried():
             self._take_back(slot, policy)
         growth.balance()
         return False

@@ -428,7 +428,7 @@ class _ExecutorBackground(Background):
         try:
             self._executor.submit(self._store.remove, removals, epoch)
         except RuntimeError:  # shutting down: the commit at close includes them
-            self._store.owe(removals, epoch)
+            self._store.defer_removals(removals, epoch)
 
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         with contextlib.suppress(RuntimeError):  # shutting down
@@ -437,5 +437,5 @@ class _ExecutorBackground(Background):
     def _repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         on_end(self._store.repair_records(slots))
 
-    def take_strays(self) -> list[int]:
-        return self._store.take_strays()
+    def take_orphans(self) -> list[int]:
+        return self._store.take_orphans()

@@ -18,7 +18,7 @@ its transfer. Without it, the thread that has just transferred keeps the lock wh
 pause is far shorter than a transfer, which takes milliseconds."""
 
 
-class Turns:
+class TransferLimit:
     """Context manager around a transfer. Entering waits until a place is free. Any thread."""
 
     def __init__(self, at_once: int, pause: Callable[[float], None] = sleep) -> None:

@@ -80,7 +80,7 @@ from .index_keys import (
 )
 from .index_pages import check_pages
 from .index_port import CommitOutcome, Removal, SlotTest
-from .index_scan import lots
+from .index_scan import batches
 from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
 
 GENERATIONS_PER_SESSION = 1 << 40
@@ -348,7 +348,7 @@ class BlockIndex:
         """Yield every block and its entry in the order of the hashes, as committed when it is
         read."""
         with self._damage_named():
-            for key, value in chain.from_iterable(lots(self._env, self._blocks)):
+            for key, value in chain.from_iterable(batches(self._env, self._blocks)):
                 entry = parse_entry(key, value)
                 if entry is not None:
                     yield key, entry
@@ -358,8 +358,8 @@ class BlockIndex:
     ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
         """Yield slots and generations of every entry in batches, as committed when it is read."""
         with self._damage_named():
-            for lot in lots(self._env, self._blocks):
-                whole = (value for _, value in lot if len(value) == INDEX_ENTRY_BYTES)
+            for batch in batches(self._env, self._blocks):
+                whole = (value for _, value in batch if len(value) == INDEX_ENTRY_BYTES)
                 table = np.frombuffer(b"".join(whole), dtype=ENTRY_TYPE)
                 yield table["slot"], table["generation"]
 

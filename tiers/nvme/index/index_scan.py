@@ -12,11 +12,11 @@ from typing import Any
 
 import lmdb
 
-LOT_ENTRIES = 4096
+BATCH_ENTRIES = 4096
 """Entries read in one transaction, which takes some milliseconds."""
 
 
-def lots(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]]]:
+def batches(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]]]:
     """Yield every (key, value) of a table in the order of the keys, each batch as committed then.
 
     Raises `lmdb.Error`.
@@ -25,8 +25,8 @@ def lots(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]
     while True:
         with env.begin(db=table) as txn:
             cursor = txn.cursor()
-            lot = list(islice(cursor, LOT_ENTRIES)) if cursor.set_range(after) else []
-        if not lot:
+            batch = list(islice(cursor, BATCH_ENTRIES)) if cursor.set_range(after) else []
+        if not batch:
             return
-        yield lot
-        after = lot[-1][0] + b"\0"
+        yield batch
+        after = batch[-1][0] + b"\0"

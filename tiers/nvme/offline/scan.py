@@ -91,12 +91,12 @@ def scan(
     segments: SegmentReader,
     wanted: Sequence[Wanted],
     throttle: Throttle | None = None,
-    visit: Callable[[Wanted, memoryview], None] | None = None,
+    on_valid: Callable[[Wanted, memoryview], None] | None = None,
     threads: int = SCAN_THREADS,
 ) -> Iterator[list[Scanned]]:
     """Read and verify slots in ascending order; each item is one batch.
 
-    `wanted` may be in any order. `visit` receives every valid payload on one of the threads. It
+    `wanted` may be in any order. `on_valid` receives every valid payload on one of the threads. It
     must not keep the payload after it returns.
     """
     pieces = _pieces(segments, sorted(wanted, key=lambda each: each.slot))
@@ -106,7 +106,7 @@ def scan(
     def work(piece: Sequence[Wanted]) -> list[Scanned]:
         if not hasattr(local, "buffer"):
             local.buffer = mmap.mmap(-1, max(READ_BYTES, segments.layout.block_bytes))
-        return _scan_piece(segments, piece, memoryview(local.buffer), visit)
+        return _scan_piece(segments, piece, memoryview(local.buffer), on_valid)
 
     under_way: deque[Future[list[Scanned]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
@@ -139,7 +139,7 @@ def _scan_piece(
     segments: SegmentReader,
     piece: Sequence[Wanted],
     buffer: memoryview,
-    visit: Callable[[Wanted, memoryview], None] | None,
+    on_valid: Callable[[Wanted, memoryview], None] | None,
 ) -> list[Scanned]:
     size = segments.layout.block_bytes
     views = [buffer[i * size : (i + 1) * size] for i in range(len(piece))]
@@ -152,13 +152,13 @@ def _scan_piece(
             return [
                 scanned
                 for each in piece
-                for scanned in _scan_piece(segments, [each], buffer, visit)
+                for scanned in _scan_piece(segments, [each], buffer, on_valid)
             ]
         return [Scanned(each, Verdict.UNREADABLE) for each in piece]
     found: list[Scanned] = []
     for each, view in zip(piece, views, strict=True):
         is_right = each.length == size and each.checksum == payload_checksum(each.key, view)
-        if is_right and visit is not None:
-            visit(each, view)
+        if is_right and on_valid is not None:
+            on_valid(each, view)
         found.append(Scanned(each, Verdict.OK if is_right else Verdict.CORRUPT))
     return found

@@ -100,7 +100,7 @@ class SegmentSet:
         self._foreign: dict[int, File] = {}
         self._foreign_lock = threading.Lock()
         self._unreadable: set[tuple[int, int]] = set()
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def numbers(self) -> list[int]:
@@ -172,7 +172,7 @@ class SegmentSet:
         if segment is not None:
             segment.close()
 
-    def doubt(self, slot: int) -> None:
+    def reopen_at_next_read(self, slot: int) -> None:
         """Reopen a foreign segment at its next read: its file may have been replaced."""
         with self._foreign_lock:
             self._foreign.pop(slot // self.layout.slots, None)  # closed once no read uses it
@@ -297,8 +297,8 @@ class SegmentSet:
         try:
             return segment.view(index * SLOT_RECORD_BYTES, count * SLOT_RECORD_BYTES)
         except OSError as error:
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning("%s: records of slots cannot be read (%s)", segment.path, error)
             self._unreadable.add(page)
             return None

@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from ....errors import ErrorKind, KVCascadeError, from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
-from ..disk.concurrency import Turns
+from ..disk.concurrency import TransferLimit
 from ..index.index_port import CommitOutcome, IndexPort, Removal
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
 from .segment_files import MissingSegmentError, SegmentSet
@@ -102,11 +102,11 @@ class BlockStore:
         self._durability = durability
         self._next_generation = first_generation
         self._lock = threading.Lock()
-        self._owed: list[Removal] = []
+        self._deferred: list[Removal] = []
         """Removals that no job has committed yet; the next job does."""
-        self._strays: list[int] = []
-        """Slots in use that no index entry names, until `take_strays`."""
-        self._owed_epoch = 0
+        self._orphans: list[int] = []
+        """Slots in use that no index entry names, until `take_orphans`."""
+        self._deferred_epoch = 0
         self._reported_bytes = 0
         self._absorbed_bytes = 0
         """Bytes read by another process for this store, as part of `bytes_read`."""
@@ -121,7 +121,7 @@ class BlockStore:
         Call this before the first transfer. It is useful with more than `n` threads (see
         `concurrency`).
         """
-        self._writing, self._reading = Turns(n), Turns(n)
+        self._writing, self._reading = TransferLimit(n), TransferLimit(n)
 
     def write(
         self,
@@ -227,37 +227,37 @@ class BlockStore:
     def repair_records(self, slots: Set[int]) -> int:
         """Rewrite the records of these slots from the index; return how many were rewritten.
 
-        A slot without a record cannot be chosen for eviction. `take_strays` returns the slots that
+        A slot without a record cannot be chosen for eviction. `take_orphans` returns the slots that
         no index entry names.
         """
         repaired: set[int] = set()
         failed: set[int] = set()
         try:
             self._repair_records(slots, repaired, failed)
-            self.note_strays(slots - repaired - failed)
+            self.note_orphans(slots - repaired - failed)
         except (OSError, KVCascadeError) as error:
             _log.warning("slot records could not be repaired: %s", error)
         self._count(records_repaired=len(repaired))
         return len(repaired)
 
-    def note_strays(self, slots: Iterable[int]) -> None:
-        """Queue slots in use that no entry names, for `take_strays`."""
+    def note_orphans(self, slots: Iterable[int]) -> None:
+        """Queue slots in use that no entry names, for `take_orphans`."""
         with self._lock:
-            self._strays.extend(slots)
+            self._orphans.extend(slots)
 
-    def take_strays(self) -> list[int]:
+    def take_orphans(self) -> list[int]:
         """Return slots that no entry names, each once; they may receive blocks meanwhile."""
-        if not self._strays:
+        if not self._orphans:
             return []
         with self._lock:
-            taken, self._strays = self._strays, []
+            taken, self._orphans = self._orphans, []
         return taken
 
-    def owe(self, removals: Iterable[Removal], epoch: int) -> None:
+    def defer_removals(self, removals: Iterable[Removal], epoch: int) -> None:
         """Queue removals of a job that never ran; the next job commits them."""
         with self._lock:
-            self._owed.extend(removals)
-            self._owed_epoch = max(self._owed_epoch, epoch)
+            self._deferred.extend(removals)
+            self._deferred_epoch = max(self._deferred_epoch, epoch)
 
     # -- for a process that moves blocks in place of this one (see `attach`) --------------------
 
@@ -271,11 +271,11 @@ class BlockStore:
         """True if this process cannot change the index until it reopens it."""
         return self._index.has_panicked
 
-    def take_owed(self) -> list[Removal]:
-        """Return the removals queued by `owe` and failed commits, each once, for another
+    def take_deferred(self) -> list[Removal]:
+        """Return the removals queued by `defer_removals` and failed commits, each once, for another
         process."""
         with self._lock:
-            taken, self._owed = self._owed, []
+            taken, self._deferred = self._deferred, []
         return taken
 
     def reserve_generations(self, n: int) -> int:
@@ -329,7 +329,7 @@ class BlockStore:
     def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
         """Commit removals; return the outcome that stops the write, or None."""
         with self._lock:
-            due, self._owed = [*self._owed, *removals], []
+            due, self._deferred = [*self._deferred, *removals], []
         if not due and epoch == self._index.epoch:
             return None
         outcome = self._index.commit(epoch, due)
@@ -337,7 +337,7 @@ class BlockStore:
             self._count(removed=len(due))
             return None
         if outcome is not CommitOutcome.STALE_EPOCH:  # after a reset there is nothing to remove
-            self.owe(due, epoch)
+            self.defer_removals(due, epoch)
         return _OF_COMMIT[outcome]
 
     def _entry_for(self, write: _Write, generation: int) -> IndexEntry:
@@ -434,7 +434,7 @@ class BlockStore:
         eviction.
         """
         if entry is not None and not self._segments.is_own(entry.slot):
-            self._segments.doubt(entry.slot)
+            self._segments.reopen_at_next_read(entry.slot)
             self._index.take_away(self._index.epoch, [(key, entry.pack(key))])
 
     def _failed(self, error: OSError, doing: str) -> BlockOutcome:

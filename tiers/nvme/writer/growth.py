@@ -5,8 +5,9 @@ cannot be made, less space is available for a while. The failure is counted and 
 raised.
 
 Fairness: a process may find neither an orphaned segment nor room while it owns less than its share.
-It then announces that (`Owners.say_hungry`). A process with more than its share releases segments,
-one at a time and each with its blocks. It takes no more until the others have their share.
+It then announces that (`Owners.announce_below_share`). A process with more than its share releases
+segments, one at a time and each with its blocks. It takes no more until the others have their
+share.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class SegmentGrowth:
         self._balance_at_s = self._clock() + BALANCE_EVERY_S
         self._is_balancing = True
         try:
-            self._executor.submit(self._look_around)
+            self._executor.submit(self._check_balance)
         except RuntimeError:
             self._is_balancing = False
 
@@ -168,7 +169,7 @@ class SegmentGrowth:
                 is_short = self.make(wanted) < wanted
             if is_short:
                 self._retry_at_s = self._clock() + RECHECK_S
-            self._owners.say_hungry(is_short and self._is_below_share())
+            self._owners.announce_below_share(is_short and self._is_below_share())
         except (OSError, KVCascadeError) as error:
             _log.warning("no segment could be got: %s", error)
             self._fell_short = True
@@ -176,11 +177,11 @@ class SegmentGrowth:
         finally:
             self._is_running = False
 
-    def _look_around(self) -> None:
+    def _check_balance(self) -> None:
         try:
             self._index.forget_dead_readers()
             surplus = 0
-            if self._owners.is_other_hungry():
+            if self._owners.is_other_below_share():
                 existing, processes = len(self._there()), self._owners.processes()
                 surplus = len(self._owners.segments) - -(-existing // processes)
             self.surplus = max(0, surplus)
@@ -195,7 +196,7 @@ class SegmentGrowth:
         self._index.commit(epoch, removals)
         if self.moved.is_wanted:
             with suppress(KVCascadeError):  # only events are lost
-                _, blocks = learn(self._segments, self._index, number)
+                _, blocks = confirmed_blocks(self._segments, self._index, number)
                 self.moved.add([block_hash for block_hash, _ in blocks], removed=True)
         try:  # the lock goes first, as a segment that is not open may be adopted again
             self._owners.disown(number)
@@ -218,7 +219,7 @@ class SegmentGrowth:
         if not missing:
             return False
         there = self._there()
-        if self._owners.is_other_hungry() and self._is_at_share():
+        if self._owners.is_other_below_share() and self._is_at_share():
             return False
         if any(self._adopt(number) for number in missing if number in there):
             return True
@@ -250,7 +251,7 @@ class SegmentGrowth:
             return False
         try:
             self._segments.open(number)
-            epoch, blocks = learn(self._segments, self._index, number)
+            epoch, blocks = confirmed_blocks(self._segments, self._index, number)
         except (OSError, KVCascadeError) as error:
             _log.warning("a segment is left out: %s", error)
             self._segments.let_go(number)
@@ -279,7 +280,7 @@ class SegmentGrowth:
         return True
 
 
-def learn(
+def confirmed_blocks(
     segments: SegmentSet, index: BlockIndex, number: int
 ) -> tuple[int, list[tuple[BlockHash, int]]]:
     """Return the committed epoch, and the slot records of an open segment that the index confirms.

@@ -30,7 +30,7 @@ GATE_PAUSE_S = 0.01
 
 _GATE = 0
 _FIRST_STATE = 64
-_FIRST_HUNGRY = 128
+_FIRST_BELOW_SHARE = 128
 _FIRST_GUEST = 192
 _FIRST_SEGMENT = 256
 
@@ -131,17 +131,17 @@ class Owners:
 
     # -- fairness ------------------------------------------------------------------------------
 
-    def say_hungry(self, is_hungry: bool) -> None:
+    def announce_below_share(self, is_below_share: bool) -> None:
         """Tell the other processes whether this one has less than its share of the segments."""
-        byte = _FIRST_HUNGRY + self.state
-        if is_hungry:
+        byte = _FIRST_BELOW_SHARE + self.state
+        if is_below_share:
             self._locks.try_lock(byte)
         else:
             self._locks.unlock(byte)
 
-    def is_other_hungry(self) -> bool:
+    def is_other_below_share(self) -> bool:
         """Return True if another process has less than its share."""
-        return self._locks.others_hold(_FIRST_HUNGRY, MAX_PROCESSES)
+        return self._locks.others_hold(_FIRST_BELOW_SHARE, MAX_PROCESSES)
 
     def close(self) -> None:
         """Release everything; idempotent."""

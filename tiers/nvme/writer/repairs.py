@@ -32,11 +32,11 @@ class RecordRepairs:
         self._is_running = False
         self._tried: set[int] = set()
         """The last lot that was repaired."""
-        self._hopeless: set[int] = set()
+        self._unrepairable: set[int] = set()
         """Slots whose records are unusable even after a repair."""
         self._aside: deque[int] = deque()
-        self._mended: list[int] = []
-        """Slots that were set aside and retried, until `take_mended`."""
+        self._retried: list[int] = []
+        """Slots that were set aside and retried, until `take_retried`."""
         self._retry_at_s = 0.0
 
     def begin(self, repair: Begin) -> None:
@@ -44,7 +44,7 @@ class RecordRepairs:
         if self._is_running:
             return
         unknown = self._directory.take_unknown()
-        self._hopeless |= unknown & self._tried
+        self._unrepairable |= unknown & self._tried
         lot = unknown - self._tried
         if lot:
             self._is_running = True
@@ -54,15 +54,15 @@ class RecordRepairs:
             some = [self._aside.popleft() for _ in range(min(len(self._aside), MAX_UNKNOWN_SLOTS))]
             repair(set(some), lambda repaired: self._end_retry(some, repaired))
 
-    def take_hopeless(self) -> set[int]:
+    def take_unrepairable(self) -> set[int]:
         """Return slots with unusable records after their repair; some may have been repaired
         since."""
-        taken, self._hopeless = self._hopeless, set()
+        taken, self._unrepairable = self._unrepairable, set()
         return taken
 
-    def take_mended(self) -> list[int]:
+    def take_retried(self) -> list[int]:
         """Return slots that were set aside and retried, each once; some of them were repaired."""
-        taken, self._mended = self._mended, []
+        taken, self._retried = self._retried, []
         return taken
 
     def retry_later(self, slot: int) -> None:
@@ -79,7 +79,7 @@ class RecordRepairs:
     def _end_retry(self, lot: list[int], repaired: int | None) -> None:
         if repaired:
             self._directory.look_again()
-            self._mended += lot
+            self._retried += lot
         else:
             self._retry_at_s = self._clock() + RETRY_AFTER_S
             self._aside.extend(lot)
