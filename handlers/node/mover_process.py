@@ -16,7 +16,7 @@ from ...tiers.base import BlockOutcome, SlotSpec
 from ...tiers.nvme.index.index_port import Removal
 from ...tiers.nvme.nvme_backend import Background, NvmeSpec
 from ...tiers.nvme.segments.store import BlockStore
-from ...tiers.nvme.writer.repairs import OnEnd
+from ...tiers.nvme.writer.failing_devices import OnEnd
 from ..base import OffloadingHandler, TransferResult, TransferSpec
 from .mover import Mover
 from .mover_wire import (

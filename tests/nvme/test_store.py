@@ -15,8 +15,8 @@ from support.keys import key, keys
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.disk.concurrency import HANDOVER_S, TransferLimit
 from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.transfers import HANDOVER_S, TransferLimit
 from kvcascade.tiers.nvme.index import block_index
 from kvcascade.tiers.nvme.segments import store as store_module
 from kvcascade.tiers.nvme.segments.store import Durability

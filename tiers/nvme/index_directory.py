@@ -35,8 +35,7 @@ from ..policies.directory import BlockDirectory
 from ..policies.order import scalars
 from .index.index_port import Removal
 from .segments.format import parse_entry
-from .segments.record_pages import RecordPages
-from .segments.segment_files import SegmentSet
+from .segments.segment_files import RecordPages, SegmentSet
 
 if TYPE_CHECKING:
     from .index.block_index import BlockIndex

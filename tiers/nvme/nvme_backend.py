@@ -33,9 +33,8 @@ from ..base import (
 from .index.index_port import Removal
 from .index_directory import IndexDirectory
 from .segments.extents import Extent, ExtentPool, complement
+from .writer.failing_devices import OnEnd, RecordRepairs, RestingPaths
 from .writer.growth import Arrival, SegmentGrowth
-from .writer.repairs import OnEnd, RecordRepairs
-from .writer.resting import RestingPaths
 
 MEDIUM = "NVME"
 MIN_SPREAD_BLOCKS = 16

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...errors import KVCascadeError
 from ...logs import get_logger
 from .index.block_index import BlockIndex
-from .index.saved_slots import SavedSlots
+from .index.clean_close import SavedSlots
 from .index_directory import IndexDirectory
 from .namespace import Namespace, NamespaceKey
 from .nvme_backend import NvmeBackend, StatusTable

@@ -37,9 +37,9 @@ from .segments.format import SegmentLayout
 from .segments.segment_files import SegmentSet
 from .segments.store import BlockStore, Durability
 from .writer.capacity import Plan, SpaceBudget
+from .writer.failing_devices import OnEnd
 from .writer.growth import SegmentGrowth
 from .writer.owners import MAX_PROCESSES
-from .writer.repairs import OnEnd
 
 _log = get_logger(__name__)
 

@@ -49,8 +49,8 @@ from ..segments.format import (
     slot_in_entry,
 )
 from ..writer.owners import MAX_PROCESSES
-from .clean_mark import write_mark
-from .index_environment import forget_former_self, open_environment
+from .clean_close import SavedSlots, pack_saved_slots, parse_saved_slots, write_mark
+from .index_environment import batches, forget_former_self, open_environment
 from .index_errors import from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_keys import (
@@ -80,8 +80,6 @@ from .index_keys import (
 )
 from .index_pages import check_pages
 from .index_port import CommitOutcome, Removal, SlotTest
-from .index_scan import batches
-from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
 
 GENERATIONS_PER_SESSION = 1 << 40
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -132,7 +130,7 @@ class BlockIndex:
         self.needs_scan = False
         """True if pages are missing or a close did not complete: saved extents are invalid."""
         self.is_marked = True
-        """False if no clean mark covers the whole file (see `clean_mark`)."""
+        """False if no clean mark covers the whole file (see `clean_close`)."""
         self.dropped_by_scan = 0
         """Number of invalid entries that `scan` removed."""
         self.reset_at_open = 0

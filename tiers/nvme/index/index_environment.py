@@ -1,4 +1,4 @@
-"""The LMDB environment as every process opens it, and repair of its reader table.
+"""The LMDB environment: opening it, reading it in batches, and clearing dead readers.
 
 LMDB identifies processes by pid (`lock.mdb`). A restarted container may give an engine the pid of
 the engine that was killed. LMDB then treats the dead engine's read transactions as its own. Their
@@ -11,8 +11,11 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -25,6 +28,8 @@ READERS_PER_PROCESS = 8
 """Entries of the reader table per process. An engine and its mover have three, as LMDB keeps
 entries of transactions for reuse. Read-only commands take some, too."""
 MAX_READERS = MAX_PROCESSES * READERS_PER_PROCESS
+BATCH_ENTRIES = 4096
+"""Entries read in one transaction, which takes some milliseconds."""
 CHECK_LIMIT_S = 10.0
 """Longest time for the helper process that opens the environment and clears dead readers."""
 _MAX_TABLE_BYTES = 1 << 20
@@ -56,6 +61,25 @@ def open_environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Envir
         metasync=is_durable,
         readahead=False,
     )
+
+
+def batches(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Yield every (key, value) of a table in the order of the keys, each batch as committed then.
+
+    An open transaction keeps all processes from reusing freed pages, until their commits find none.
+    So no transaction is open while a batch is processed.
+
+    Raises `lmdb.Error`.
+    """
+    after = b""
+    while True:
+        with env.begin(db=table) as txn:
+            cursor = txn.cursor()
+            batch = list(islice(cursor, BATCH_ENTRIES)) if cursor.set_range(after) else []
+        if not batch:
+            return
+        yield batch
+        after = batch[-1][0] + b"\0"
 
 
 def forget_former_self(path: Path, map_bytes: int) -> None:

@@ -7,7 +7,7 @@ page must be in use once, and must not be on the list of free pages.
 
 Opening must not cost time in proportion to the tier, so a large index that was closed cleanly is
 checked in its small tables only. The clean mark beside it proves that all of it was synced
-(`clean_mark`). Beyond that the owner of the files is trusted, which `check_file` and the modes of
+(`clean_close`). Beyond that the owner of the files is trusted, which `check_file` and the modes of
 the directory establish.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptionError
-from .clean_mark import read_mark
+from .clean_close import read_mark
 from .index_file import DATA_NAME, damaged
 from .index_keys import META
 

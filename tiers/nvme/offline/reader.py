@@ -28,6 +28,8 @@ import numpy.typing as npt
 from ....errors import CorruptionError, TierIOError, os_errors
 from ...endurance import DayTotals, day_totals
 from ..disk.filesystem import RealFile, read_and_close
+from ..disk.transfers import read_all
+from ..index.clean_close import parse_saved_slots, runs_within
 from ..index.index_errors import from_lmdb
 from ..index.index_file import DATA_NAME, LOCK_NAME, damaged, missing_bytes, stored_map_bytes
 from ..index.index_keys import (
@@ -47,7 +49,6 @@ from ..index.index_keys import (
     state_key,
     totals_in,
 )
-from ..index.saved_slots import parse_saved_slots, runs_within
 from ..namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
 from ..segments.format import (
     INDEX_ENTRY_BYTES,
@@ -59,7 +60,6 @@ from ..segments.format import (
     parse_entry,
     segment_number,
 )
-from ..segments.segment_files import read_all
 from ..writer.owners import MAX_PROCESSES, noted_segments
 
 MAX_OWNERS_BYTES = 1 << 20

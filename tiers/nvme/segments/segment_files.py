@@ -27,6 +27,7 @@ from ....errors import os_errors
 from ....logs import get_logger
 from ..disk.filesystem import File, FileSystem, View
 from ..disk.mapped_copy import PAGE_BYTES
+from ..disk.transfers import read_all, write_all
 from .format import (
     RECORD_GENERATION,
     SLOT_RECORD_BYTES,
@@ -41,9 +42,9 @@ MAX_BUFFERS_PER_CALL = 1024
 """`IOV_MAX` of Linux."""
 MAX_BYTES_PER_CALL = 64 << 20
 """Payload bytes per system call."""
-MAX_SHORT_TRANSFERS = 1000
-"""Short transfers per call after which the device is considered broken."""
 RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
+MAX_CACHED_PAGES = 256
+"""Largest number of cached pages."""
 
 Claim = Callable[[int, int], AbstractContextManager[None]]
 """`claim(part, bytes)`: disk space is taken inside this context. Raises `NoSpaceError` if there is
@@ -358,38 +359,36 @@ class SegmentSet:
         file.sync()
 
 
-def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write the buffers from `offset` on. Raises `OSError`, also after too many short writes."""
-    wanted = sum(len(buffer) for buffer in buffers)
-    done = 0
-    for _ in range(MAX_SHORT_TRANSFERS):
-        done += file.pwritev(buffers if not done else _after(buffers, done), offset + done)
-        if done >= wanted:
-            return
-    raise OSError(errno.EIO, "the device keeps writing less than asked")
+class RecordPages:
+    """Cache of slot records for the manager's thread, by the page.
 
+    Victims mostly lie side by side. The first record of a page is read alone, all others with the
+    second request. A page is cached until `forget`, and may be outdated by then. One thread only,
+    except for `forget`.
+    """
 
-def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill the buffers from `offset` on. Raises `OSError` if the file or the device ends before."""
-    wanted = sum(len(buffer) for buffer in buffers)
-    done = 0
-    for _ in range(MAX_SHORT_TRANSFERS):
-        moved = file.preadv(buffers if not done else _after(buffers, done), offset + done)
-        done += moved
-        if done >= wanted:
-            return
-        if moved == 0:
-            raise OSError(errno.EIO, "the file ends before the block does")
-    raise OSError(errno.EIO, "the device keeps reading less than asked")
+    def __init__(self, segments: SegmentSet) -> None:
+        self._segments = segments
+        self._slots_per_segment = segments.layout.slots
+        self._pages: dict[int, bytes] = {}
+        """Pages by their first slot; empty if one record was read, or if the page cannot be
+        read."""
 
+    def at(self, slot: int) -> SlotRecord | None:
+        """Return the record of a slot; None if unwritten, damaged or unreadable."""
+        place = slot % self._slots_per_segment % RECORDS_PER_PAGE
+        first, pages = slot - place, self._pages
+        page = pages.get(first)
+        if page is None:
+            if len(pages) >= MAX_CACHED_PAGES:
+                pages.clear()
+            pages[first] = b""
+            return self._segments.record(slot)
+        if not page:
+            page = pages[first] = self._segments.record_page(first) or b""
+        start = place * SLOT_RECORD_BYTES
+        return parse_record(page[start : start + SLOT_RECORD_BYTES])
 
-def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return the part of the buffers after their first `done` bytes."""
-    left: list[memoryview] = []
-    for buffer in buffers:
-        if done >= len(buffer):
-            done -= len(buffer)
-            continue
-        left.append(buffer[done:])
-        done = 0
-    return left
+    def forget(self) -> None:
+        """Drop the cache, so that later calls read again."""
+        self._pages = {}  # replaced, not cleared: a read in progress fills the old one

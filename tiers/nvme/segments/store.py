@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from ....errors import ErrorKind, KVCascadeError, from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
-from ..disk.concurrency import TransferLimit
+from ..disk.transfers import TransferLimit
 from ..index.index_port import CommitOutcome, IndexPort, Removal
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
 from .segment_files import MissingSegmentError, SegmentSet

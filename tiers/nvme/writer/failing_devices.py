@@ -1,9 +1,16 @@
-"""Slots in use with unusable records: rewritten from the index, or else set aside.
+"""What the backend does about failing devices: paths rest, slots are repaired or set aside.
 
-A victim is identified by its slot record. An I/O thread (or the mover) rewrites the records from
-the index, one lot at a time, as each lot reads the whole index. A record that is still unusable
-afterwards lies where the device neither reads nor writes. Every eviction would consider its slot
-again, so the slot is set aside. It is retried now and then, as a device may recover.
+`RestingPaths`: a path in which a write failed rests for a while, and the other paths take all
+writes. If one device dies, the tier must keep accepting writes. Blocks there are evicted in their
+order like all others. If the path stays dead, the tier shrinks to what the other paths hold.
+Evicting elsewhere first would scan past all blocks of the dead path at every search. Used by the
+manager's thread.
+
+`RecordRepairs`: records of slots in use that are unusable are rewritten from the index. A victim is
+identified by its slot record. An I/O thread (or the mover) rewrites the records from the index, one
+lot at a time, as each lot reads the whole index. A record that is still unusable afterwards lies
+where the device neither reads nor writes. Every eviction would consider its slot again, so the slot
+is set aside. It is retried now and then, as a device may recover.
 """
 
 from __future__ import annotations
@@ -11,8 +18,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Set
 
+import numpy as np
+import numpy.typing as npt
+
 from ..index_directory import MAX_UNKNOWN_SLOTS, IndexDirectory
 
+PATH_REST_S = 5.0
+"""Rest after a failed write, where there are other paths; then the path is tried again."""
 RETRY_AFTER_S = 60.0
 """Pause after no record of a lot that was set aside could be repaired."""
 
@@ -20,6 +32,47 @@ OnEnd = Callable[[int | None], object]
 """Receives the number of repaired records; None if nothing was tried."""
 Begin = Callable[[Set[int], OnEnd], object]
 """Queues a repair of these slots without waiting. `OnEnd` is called once, from any thread."""
+
+
+class RestingPaths:
+    """Which paths take writes. Segment `n` lies in path `n % paths`."""
+
+    def __init__(self, paths: int, slots_per_segment: int, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
+        self._slots_per_segment = slots_per_segment
+        self._clock = clock
+        self._all = list(range(paths))
+        self._until_s = [0.0] * paths
+        self._is_any = False
+
+    @property
+    def awake(self) -> list[int]:
+        """Numbers of the paths that take writes; at least one."""
+        if not self._is_any:
+            return self._all
+        now_s = self._clock()
+        awake = [part for part in self._all if self._until_s[part] <= now_s]
+        self._is_any = len(awake) < len(self._all)
+        return awake
+
+    def rest(self, slots: npt.NDArray[np.intp], is_own: npt.NDArray[np.bool_]) -> bool:
+        """Let the paths of these slots rest after a failed write. `is_own` has one flag per slot.
+
+        Returns False if this process has no segment in another path. No path rests then, and the
+        whole tier should.
+        """
+        end_s = self._clock() + PATH_REST_S
+        for part in self._parts(slots // self._slots_per_segment):
+            self._until_s[part] = end_s
+        self._is_any = True
+        held = self._parts(np.flatnonzero(is_own[:: self._slots_per_segment]))
+        if held.isdisjoint(self.awake):
+            self._is_any = False
+            self._until_s = [0.0] * len(self._all)
+        return self._is_any
+
+    def _parts(self, segments: npt.NDArray[np.intp]) -> set[int]:
+        return set((segments % len(self._all)).tolist())
 
 
 class RecordRepairs:
