@@ -1,7 +1,7 @@
 """The only access to the operating system for segment, state and description files.
 
-`RealFileSystem` uses the machine's file system. A twin in memory serves tests and fails on command.
-Both raise plain `OSError`; callers map it (`kvcascade.errors`).
+`RealFileSystem` uses the machine's file system. `tests/support/memory_file_system.py` is a twin in
+memory that fails on command. Both raise plain `OSError`; callers map it (`kvcascade.errors`).
 
 Durability: contents are durable after `File.sync`, names after `FileSystem.sync_dir`. Threads:
 several threads may use one `File` at once, as each transfer names its own offset.
