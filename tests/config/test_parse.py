@@ -268,7 +268,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("cpu.arena_dir", "shm", "absolute path"),
     # policies
     ("cpu.policy", "lrru", 'did you mean "lru"?'),
-    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve" or "slru"'),
+    ("nvme.policy", "clock", '"arc", "fifo", "lirs", "lru", "prefix", "s3fifo", "sieve" or "slru"'),
     ("nvme.policy", 3, '"sieve" or "slru"'),
     ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
     # tiers
