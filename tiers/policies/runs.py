@@ -118,11 +118,11 @@ class Runs:
 
         Each `(place, n)` of `places` makes a run of the next `n`. Slots must be distinct.
         """
-        slots = np.asarray(slots, np.intp)  # numpy converts any other type at every use
-        self.log.append_distinct(slots, len(slots) - self._leave(slots))
+        batch = np.asarray(slots, np.intp)  # numpy converts any other type at every use
+        self.log.append_distinct(batch, len(batch) - self._leave(batch))
         begin, at = self.log.tail - len(slots), 0
         for place, n in places:
-            self.run_of[slots[at : at + n]] = place
+            self.run_of[batch[at : at + n]] = place
             self.start[place], self.stop[place] = begin + at, begin + at + n
             self.live[place] = n
             at += n
@@ -130,9 +130,9 @@ class Runs:
 
     def discard(self, slots: Slots) -> None:
         """Remove slots; absent ones are ignored."""
-        slots = np.asarray(slots, np.intp)
-        if self._leave(slots):
-            self.log.discard_distinct(slots)
+        batch = np.asarray(slots, np.intp)
+        if self._leave(batch):
+            self.log.discard_distinct(batch)
 
     def move_all(self, place: int, to: int) -> None:
         """Move the slots of one run to another; their places in the log stay the same."""
@@ -196,7 +196,7 @@ class Runs:
         for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
             field[:] = 0
 
-    def _leave(self, slots: Ints) -> int:
+    def _leave(self, slots: npt.NDArray[np.integer]) -> int:
         """Take slots out of their runs; returns how many of them were present."""
         is_present = self.log.stamps(slots) > 0
         present = int(np.count_nonzero(is_present))
