@@ -13,6 +13,7 @@ from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
 from ..identity import is_shareable, private_identity, weights_identity
 from ..logs import get_logger
 from . import engine_facts, packing
+from .generation import vllm_version
 from .refusals import refuse_useless
 
 logger = get_logger(__name__)
@@ -40,7 +41,7 @@ def namespace_facts(
     `model`: name or path to go by without it; `shape`: what the generation's own configuration says
     about blocks and parallelism.
     """
-    version = ".".join(map(str, engine_facts.vllm_version()))
+    version = ".".join(map(str, vllm_version()))
     facts = {"vllm": version, "label": settings.label, **shape, **packing.machine_facts()}
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}

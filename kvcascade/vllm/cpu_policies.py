@@ -18,12 +18,7 @@ from ..manager.request import Request, runs_from_the_end
 from ..tiers.base import BlockHash
 from ..tiers.policies import order_class
 from ..tiers.policies.ordered import tag_of
-
-
-def _slot_of(chunk: Any) -> int:
-    """The slot of a status: `chunk_id`, and `block_id` up to 0.29."""
-    slot: int = chunk.chunk_id if hasattr(chunk, "chunk_id") else chunk.block_id
-    return slot
+from .generation import chunk_slot, key_positions
 
 
 def _tags(keys: Iterable[OffloadKey]) -> list[int]:
@@ -45,7 +40,7 @@ class _OrderPolicy(CachePolicy):
         return self._chunks.get(key)
 
     def insert(self, key: OffloadKey, chunk: Any, req_context: object = None) -> None:
-        slot = _slot_of(chunk)
+        slot = chunk_slot(chunk)
         self._chunks[key] = chunk
         self._key_at[slot] = key
         self._order.insert([slot], _tags([key]))
@@ -67,7 +62,7 @@ class _OrderPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: object = None,
     ) -> None:
-        request = Request(positions=getattr(req_context, "_offload_key_positions", {}))
+        request = Request(positions=key_positions(req_context))
         hashes = [BlockHash(key) for group in key_groups for key in group]
         keys = cast(list[OffloadKey], request.in_prompt_order(hashes))
         if self._order.wants_chains and keys:
@@ -98,13 +93,13 @@ class _OrderPolicy(CachePolicy):
         self._key_at = [None] * len(self._key_at)
 
     def _forget(self, key: OffloadKey) -> int:
-        slot = _slot_of(self._chunks.pop(key))
+        slot = chunk_slot(self._chunks.pop(key))
         self._key_at[slot] = None
         return slot
 
     def _slots(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Slots of those that are here, the first one's last."""
-        found = [_slot_of(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
+        found = [chunk_slot(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
         found.reverse()
         return found
 

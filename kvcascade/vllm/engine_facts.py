@@ -15,10 +15,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from .generation import offered, seeds_hashes_with_a_constant
+
 MAX_FRAMES = 16
 """How far up the stack the engine's configuration is looked for."""
-FIRST_STABLE_HASH_VERSION = (0, 29)
-"""From here on vLLM seeds sha256 block hashes with a constant."""
 
 _READ_THE_MODEL = frozenset(
     "auto hf safetensors fastsafetensors instanttensor pt npcache mistral gguf bitsandbytes "
@@ -62,31 +62,28 @@ _MEDIA_OPTIONS = (
 
 def engine_config() -> Any | None:
     """vLLM's `VllmConfig` of this process, or None if it cannot be found."""
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-    except ImportError:
-        found = None
-    else:
-        found = get_current_vllm_config_or_none()
-    if found is not None:
-        return found
+    ask = offered("vllm.config", "get_current_vllm_config_or_none")
+    found = None if ask is None else ask()
+    return _local_of_a_caller("vllm_config", "model_config") if found is None else found
+
+
+def kv_cache_config() -> Any | None:
+    """Return the `KVCacheConfig` of the connector that is being made, or None."""
+    return _local_of_a_caller("kv_cache_config", "kv_cache_groups")
+
+
+def _local_of_a_caller(name: str, attribute: str) -> Any | None:
+    """Return the nearest local variable of this name up the stack whose value has the attribute."""
     frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None  # the function that asks
     for _ in range(MAX_FRAMES):
         frame = frame.f_back if frame is not None else None
         if frame is None:
             return None
-        candidate = frame.f_locals.get("vllm_config")
-        if candidate is not None and hasattr(candidate, "model_config"):
+        candidate = frame.f_locals.get(name)
+        if hasattr(candidate, attribute):
             return candidate
     return None
-
-
-def vllm_version() -> tuple[int, ...]:
-    """Major and minor version of the installed vLLM; (0, 0) if it does not say."""
-    import vllm
-
-    parts = str(getattr(vllm, "__version__", "0.0")).split(".")[:2]
-    return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
 def model_facts(config: Any) -> dict[str, str]:
@@ -228,7 +225,7 @@ def hashes_change_at_restart(config: Any | None) -> bool:
     algorithm = "sha256"
     if config is not None:
         algorithm = str(getattr(config.cache_config, "prefix_caching_hash_algo", algorithm))
-    return vllm_version() < FIRST_STABLE_HASH_VERSION or algorithm.startswith("xxhash")
+    return not seeds_hashes_with_a_constant() or algorithm.startswith("xxhash")
 
 
 def _stable(hf_config: dict[str, Any]) -> dict[str, Any]:

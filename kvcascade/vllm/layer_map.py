@@ -8,20 +8,15 @@ blocks tokens are counted by, and which ones are offered once.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from . import engine_facts
+from . import generation
+from .engine_facts import kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
-
-_STATES_ARE_HANDED_OVER = (0, 29)
-"""First version that offers states in the step that makes them."""
-MAX_FRAMES = 16
-"""How far up the stack the engine's configuration is looked for."""
 
 
 def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict[str, Any]:
@@ -80,7 +75,7 @@ def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) 
     for the request. Earlier versions offer them like all others.
     """
     kv_config = kv_cache_config() if kv_config is None else kv_config
-    if kv_config is None or engine_facts.vllm_version() < _STATES_ARE_HANDED_OVER:
+    if kv_config is None or not generation.offers_states_once():
         return []
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -132,16 +127,3 @@ def _shape(spec: Any, page_bytes: int) -> dict[str, Any]:
         if item and prod(shape) * item == page_bytes:
             return {"dtype": dtype, "shape": shape}
     return {"dtype": "uint8", "shape": [page_bytes]}
-
-
-def kv_cache_config() -> Any | None:
-    """The `KVCacheConfig` of the connector that is being made, or None."""
-    frame = inspect.currentframe()
-    for _ in range(MAX_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            return None
-        candidate = frame.f_locals.get("kv_cache_config")
-        if hasattr(candidate, "kv_cache_groups"):
-            return candidate
-    return None

@@ -13,6 +13,8 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .generation import offered, platform_name
+
 _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
 """By the first two vLLM takes one of its compiled parts. Attention packs for tiles (AMX), otherwise
 again for tiles of fp8, which torch does not name and which came with AVX10.2, and on ARM for
@@ -35,10 +37,8 @@ _CONTENT = (
 
 def machine_facts() -> dict[str, str]:
     """The kind of machine that computes, as far as pages depend on it: no model of a GPU."""
-    from vllm.platforms import current_platform
-
-    kind = current_platform.device_type  # ROCm says cuda, and has a name of its own
-    facts = {"platform": str(getattr(current_platform, "device_name", kind))}
+    kind, name = platform_name()
+    facts = {"platform": name}
     return facts | {"cpu": _cpu()} if kind == "cpu" else facts
 
 
@@ -80,11 +80,10 @@ def _cpu() -> str:
 
     has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     sets = (name for name in _INSTRUCTION_SETS if has.get(name))
+    ask = offered("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa")
     try:
-        from vllm.v1.attention.backends import cpu_attn
-
-        isa = str(cpu_attn._get_attn_isa(torch.bfloat16, 32, 64))
-    except (ImportError, AttributeError, TypeError):  # a function that vLLM has for itself
+        isa = "unknown" if ask is None else str(ask(torch.bfloat16, 32, 64))
+    except (ImportError, AttributeError, TypeError):  # a private function of vLLM
         isa = "unknown"
     return " ".join([platform.machine(), isa, *sets])
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
 from ..config.machine import ThisMachine
+from .generation import offered
 from .refusals import refuse_answers
 
 MAX_FRAMES = 12
@@ -32,12 +33,11 @@ def register() -> None:
 
 
 def _register_spec() -> None:
-    try:
-        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-    except ImportError:  # a vLLM without offloading: nothing to register with
+    factory = offered("vllm.v1.kv_offload.factory", "OffloadingSpecFactory")
+    if factory is None:  # a vLLM without offloading: nothing to register with
         return
     try:
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
+        factory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
     except ValueError:  # registered already
         return
 

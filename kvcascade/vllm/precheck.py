@@ -14,8 +14,6 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, TIERING_SPEC_NAME
 from ..errors import ConfigError
-from .generation import adapter
-from .refusals import refuse_answers
 
 PLUGINS = "vllm.general_plugins"
 PLUGIN = "kvcascade.vllm.plugin:register"
@@ -38,11 +36,16 @@ def transfer_errors(transfer: Mapping[str, object]) -> dict[str, str] | None:
     with _quiet():
         try:
             from pydantic import TypeAdapter, ValidationError
-            from vllm.config import KVTransferConfig
+
+            from .generation import offered
+
+            transfer_config = offered("vllm.config", "KVTransferConfig")
         except (ImportError, OSError):  # OSError: a library of the machine that it needs
             return None
+        if transfer_config is None:
+            return None
         try:
-            TypeAdapter(KVTransferConfig).validate_python(dict(transfer))
+            TypeAdapter(transfer_config).validate_python(dict(transfer))
         except ValidationError as error:
             return {str([*each["loc"], ""][0]): each["msg"] for each in error.errors()}
     return {}
@@ -52,19 +55,16 @@ def check_spec(extra_config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the installed vLLM has no place for the spec that is named, or would
     give wrong tokens with these options."""
     with _quiet():
+        from .generation import adapter, has_tiering_spec
+        from .refusals import refuse_answers
+
         if extra_config.get("spec_name") != TIERING_SPEC_NAME:
             adapter()
-            refuse_answers(extra_config)
-            return
-        try:
-            from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-
-            OffloadingSpecFactory.get_spec_cls({"spec_name": TIERING_SPEC_NAME})
-        except (ImportError, AttributeError, ValueError):
+        elif not has_tiering_spec(TIERING_SPEC_NAME):
             raise ConfigError(
                 f"spec_name: the installed vLLM has no {TIERING_SPEC_NAME}; use {SPEC_NAME}, or "
                 "install vLLM 0.32"
-            ) from None
+            )
         refuse_answers(extra_config)
 
 
@@ -72,10 +72,9 @@ def check_tier_class(key: str, tier: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if vLLM finds no class for an item of `secondary_tiers`."""
     with _quiet():
         try:
-            from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+            from .generation import import_tier_class
 
-            if hasattr(SecondaryTierFactory, "get_tier_class"):  # not in early versions
-                SecondaryTierFactory.get_tier_class(dict(tier))
+            import_tier_class(tier)
         except Exception as error:  # whatever the user's module does when it is imported
             said = f"{type(error).__name__}: {error}"
             remedy = "check type and module_path"

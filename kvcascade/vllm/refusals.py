@@ -10,16 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from . import engine_facts
-from .layer_map import group_specs, kv_cache_config
+from . import engine_facts, generation
+from .engine_facts import kv_cache_config
+from .layer_map import group_specs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
-
-_OFFER_THE_LAST_TOKEN = ((0, 26), (0, 29))
-"""First and last version whose scheduler counts the last token of an answer as computed when the
-request ends (`num_tokens_after_batch = req.num_tokens`). Its keys and values never are: nothing is
-computed behind it. Earlier versions store nothing at the end, later ones leave that token out."""
 
 
 def refuse_useless(engine_config: Any | None) -> None:
@@ -49,18 +45,12 @@ def refuse_answers(extra_config: Mapping[str, Any]) -> None:
 
     A block that ends with its answer would then be stored, and the next turn would load it.
     """
-    if offers_the_last_token() and not extra_config.get("offload_prompt_only", True):
+    if generation.offers_the_last_token() and not extra_config.get("offload_prompt_only", True):
         raise ConfigError(
             "offload_prompt_only: vLLM 0.26 to 0.29 stores the last token of an answer, which is "
             "never computed, so that the next turn of a conversation would get wrong tokens; "
             "leave it out, or install vLLM 0.30 or newer"
         )
-
-
-def offers_the_last_token() -> bool:
-    """True if the installed vLLM stores the end of an answer that nobody computed."""
-    first, last = _OFFER_THE_LAST_TOKEN
-    return first <= engine_facts.vllm_version() <= last
 
 
 def refuse_gaps(specs: Iterable[Any], blocks_per_chunk: int) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import (
@@ -44,7 +44,7 @@ from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.tier import NvmeTier as OpenTier
 from . import engine_facts
 from .adapter import log_beside_vllm, namespace_facts, warn_of_privacy
-from .compatibility import set_state, state_of
+from .generation import chunk_rows, known_fields, set_state, state_of
 from .packing import packing_of_layers
 from .refusals import refuse_useless, refuse_wrong_stores
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
@@ -53,7 +53,6 @@ logger = get_logger(__name__)
 
 MAX_KEPT_S = 5.0
 """Seconds that transfers under way get at shutdown."""
-_RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
 
 
 @dataclass(slots=True)
@@ -112,7 +111,7 @@ class KVCascadeTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
-        stored = self._solo.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        stored = self._solo.store(job_metadata.job_id, hashes, chunk_rows(job_metadata))
         for block_hash in hashes:
             used.setdefault(block_hash, False)
         used.update(dict.fromkeys(stored, True))
@@ -120,7 +119,7 @@ class KVCascadeTier(SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         hashes = _hashes(job_metadata.keys)
         _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
-        self._solo.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        self._solo.load(job_metadata.job_id, hashes, chunk_rows(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -130,7 +129,7 @@ class KVCascadeTier(SecondaryTierManager):
                 "transfer_time": result.time_s,
                 "transfer_bytes": result.size_bytes,
             }
-            known = {name: value for name, value in about.items() if name in _RESULT_FIELDS}
+            known = known_fields(JobResult, about)
             results.append(JobResult(result.job_id, result.is_whole, **cast(Any, known)))
         return results
 
@@ -227,9 +226,3 @@ def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
     return cast(list[BlockHash], list(keys))
-
-
-def _rows_of(job: Any) -> list[int]:
-    """Rows of the primary tier: `chunk_ids`, and `block_ids` up to 0.29."""
-    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    return [int(row) for row in rows]

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from . import v0_25, v0_26
-from .compatibility import LookupResult
+from .generation import LookupResult
 from .v0_26 import CascadeLoadStoreSpec
 
 _ANSWERS = {

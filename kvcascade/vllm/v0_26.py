@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,13 +40,17 @@ from ..tiers.base import BlockHash, SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, offload_metrics
 from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
-from .compatibility import (
+from .engine_facts import kv_cache_config
+from .generation import (
     Locality,
     LookupResult,
     Medium,
     OffloadingWorker,
     TierFilter,
     TransferResult,
+    key_positions,
+    known_fields,
+    schedules_block_holders_first,
     set_state,
     state_of,
 )
@@ -56,7 +59,6 @@ from .layer_map import (
     about_blocks,
     full_attention_group,
     groups_offered_once,
-    kv_cache_config,
     numbered_groups,
 )
 from .packing import group_facts, packing_of_layers
@@ -68,16 +70,12 @@ if TYPE_CHECKING:
 
 log_beside_vllm()
 
-_HOLDERS_COME_FIRST = (0, 31)
-"""First version that looks first at waiting requests that hold device blocks."""
 STATS_INTERVAL_S = 1.0
 """Metrics are sent at most this often: a step must not pay for them."""
 STATS_AT_END_S = 0.1
 """The same where a request ended and others go on; after the last one they are sent at once."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
-"""Later versions say more about an event."""
 _GROUP_BYTES = 4
 """A key ends with the number of its KV group."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
@@ -105,8 +103,7 @@ class CascadeManager(OffloadingManager):
         self._metrics = offload_metrics.MetricsReader(cascade.manager, tokens_per_block)
         self._stats_read_s = self._stats_due_s = 0.0
         self._live_requests = 0
-        is_left_alone = engine_facts.vllm_version() >= _HOLDERS_COME_FIRST
-        self._standstill = None if is_left_alone else Standstill()
+        self._standstill = None if schedules_block_holders_first() else Standstill()
         self._context: ReqContext | None = None
         self._request = Request()
         self._lookups = cascade.manager.lookups
@@ -273,8 +270,7 @@ class CascadeManager(OffloadingManager):
             return self._request
         request = state_of(context, Request)
         if request is None:
-            # Known from 0.31 on; vLLM adds to it.
-            positions = getattr(context, "_offload_key_positions", {})
+            positions = key_positions(context)
             request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
             self._live_requests += 1
@@ -471,7 +467,7 @@ def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
         keys=_keys(list(event.block_hashes)),
         medium=medium,
         removed=event.removed,
-        **{name: value for name, value in about.items() if name in _EVENT_FIELDS},
+        **known_fields(OffloadingEvent, about),
     )
 
 
@@ -489,7 +485,7 @@ def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[Bl
     From 0.31 on the context knows all blocks, those that the device held and those of the answer
     too; before, these are the used ones in the order in which they were named.
     """
-    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    positions = key_positions(context)
     if not positions:
         return list(used)
     end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
