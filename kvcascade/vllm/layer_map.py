@@ -8,7 +8,7 @@ blocks tokens are counted by, and which ones are offered once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
     offsets: dict[Any, int] = {}
     end = 0
     layers: list[dict[str, Any]] = []
-    for group_id, name, spec in _layers(config, kv_config):
+    for group_id, name, spec in walk_layers(config, kv_config):
         page_bytes = int(spec.page_size_bytes)
         place = _place(kv_config, name)
         if place not in offsets:
@@ -62,7 +62,7 @@ def full_attention_group(
         return None
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    for group_id, _, spec in _layers(config, kv_config):
+    for group_id, _, spec in walk_layers(config, kv_config):
         if isinstance(spec, FullAttentionSpec):
             return group_id, numbered_groups(config)[group_id].tokens_per_block
     return None
@@ -81,27 +81,38 @@ def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) 
 
     return [
         group_id
-        for group_id, _, spec in group_specs(config, kv_config)
+        for group_id, spec in group_specs(kv_config, numbered_groups(config))
         if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
     ]
 
 
-def group_specs(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, Any, Any]]:
-    """(number in the engine, group, its KV cache spec) of the groups that are offloaded."""
-    for group_id, group in numbered_groups(config).items():
-        yield group_id, group, kv_config.kv_cache_groups[group_id].kv_cache_spec
-
-
 def numbered_groups(config: OffloadingConfig) -> dict[int, Any]:
-    """The groups that are offloaded, by their number in the engine."""
+    """Return the KV groups that are offloaded, by their number in the engine."""
     return {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}
 
 
-def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
-    """(group, layer name, its KV cache spec) in the order of the worker's tensors."""
-    for group_id, group, spec in group_specs(config, kv_config):
-        by_layer = getattr(spec, "kv_cache_specs", None) or {}
-        for name in group.layer_names:
+def group_specs(kv_config: Any, group_ids: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Yield (group number, KV cache spec of the group)."""
+    for group_id in group_ids:
+        yield group_id, kv_config.kv_cache_groups[group_id].kv_cache_spec
+
+
+def specs_by_layer(spec: Any) -> Mapping[str, Any]:
+    """Return the KV cache spec of each layer of a group; under "" if they all have the same."""
+    return getattr(spec, "kv_cache_specs", None) or {"": spec}
+
+
+def layer_names(config: OffloadingConfig) -> list[Sequence[str]]:
+    """Return the names of the layers of every KV group that is offloaded."""
+    return [group.layer_names for group in config.groups]
+
+
+def walk_layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield (group number, layer name, its KV cache spec) in the order of the worker's tensors."""
+    groups = numbered_groups(config)
+    for group_id, spec in group_specs(kv_config, groups):
+        by_layer = specs_by_layer(spec)
+        for name in groups[group_id].layer_names:
             yield group_id, name, by_layer.get(name, spec)
 
 

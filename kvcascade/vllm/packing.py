@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .generation import offered, platform_name
+from .layer_map import group_specs, specs_by_layer
 
 _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
 """By the first two vLLM takes one of its compiled parts. Attention packs for tiles (AMX), otherwise
@@ -49,8 +50,7 @@ def group_facts(kv_config: Any | None, group_ids: Iterable[int]) -> dict[str, st
     """
     if kv_config is None:
         return {}
-    groups = kv_config.kv_cache_groups
-    return {f"content{each}": _content(groups[each].kv_cache_spec) for each in group_ids}
+    return {f"content{n}": _content(spec) for n, spec in group_specs(kv_config, group_ids)}
 
 
 def packing_of_layers(
@@ -80,8 +80,8 @@ def _cpu() -> str:
 
     has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     sets = (name for name in _INSTRUCTION_SETS if has.get(name))
-    ask = offered("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa")
     try:
+        ask = offered("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa")
         isa = "unknown" if ask is None else str(ask(torch.bfloat16, 32, 64))
     except (ImportError, AttributeError, TypeError):  # a private function of vLLM
         isa = "unknown"
@@ -89,9 +89,8 @@ def _cpu() -> str:
 
 
 def _content(spec: Any) -> str:
-    """A group may have a specification for each layer."""
-    each = (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()
-    return "; ".join(dict.fromkeys(_content_of_layer(layer) for layer in each))
+    """Return the different contents of a group's layers."""
+    return "; ".join(dict.fromkeys(map(_content_of_layer, specs_by_layer(spec).values())))
 
 
 def _content_of_layer(spec: Any) -> str:

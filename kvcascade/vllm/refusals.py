@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from . import engine_facts, generation
 from .engine_facts import kv_cache_config
-from .layer_map import group_specs
+from .layer_map import group_specs, numbered_groups, specs_by_layer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -36,7 +36,7 @@ def refuse_wrong_stores(config: OffloadingConfig) -> None:
     refuse_answers(config.extra_config)
     kv_config = kv_cache_config()
     if kv_config is not None:
-        specs = (spec for _, _, spec in group_specs(config, kv_config))
+        specs = (spec for _, spec in group_specs(kv_config, numbered_groups(config)))
         refuse_gaps(specs, config.cache.blocks_per_chunk)
 
 
@@ -71,8 +71,8 @@ def keeps_every_block(spec: Any) -> bool:
     """False for a KV group that has gaps in its list of device blocks: a window, or a state."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    by_layer = getattr(spec, "kv_cache_specs", None)
-    if by_layer is not None:
-        return all(map(keeps_every_block, by_layer.values()))
-    # Of full attention there is one kind with a window, over the answer.
-    return isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window")
+    # One kind of full attention has a window, over the answer.
+    return all(
+        isinstance(each, FullAttentionSpec) and not hasattr(each, "rswa_window")
+        for each in specs_by_layer(spec).values()
+    )

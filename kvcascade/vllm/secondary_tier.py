@@ -45,6 +45,7 @@ from ..tiers.nvme.tier import NvmeTier as OpenTier
 from . import engine_facts
 from .adapter import log_beside_vllm, namespace_facts, warn_of_privacy
 from .generation import chunk_rows, known_fields, set_state, state_of
+from .layer_map import layer_names
 from .packing import packing_of_layers
 from .refusals import refuse_useless, refuse_wrong_stores
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
@@ -201,14 +202,13 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
     refuse_useless(engine_config)
     refuse_wrong_stores(config)
     cache = getattr(engine_config, "cache_config", None)
-    layers = [group.layer_names for group in config.groups]
     shape = {
         **shape_facts(config),
         "rows": f"vLLM's tiering, {row_bytes} bytes",
         # Nothing of ours runs in workers: which backends they took is known if the one worker
         # lives in this process, and otherwise what `shape_facts` says must do.
         "layers": packing_of_layers(
-            engine_config, layers, getattr(cache, "num_gpu_blocks", 0) or 1
+            engine_config, layer_names(config), getattr(cache, "num_gpu_blocks", 0) or 1
         ),
     }
     facts = namespace_facts(settings, engine_config, config.model.name, shape)

@@ -42,6 +42,7 @@ from ..tiers.base import SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, kv_pages
 from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
+from .layer_map import group_specs
 from .packing import group_facts, packing_of_layers
 from .refusals import keeps_every_block
 
@@ -53,7 +54,7 @@ _AFTER_WORKERS = "update_connector_output"
 anywhere else, for a preempted request, workers may still be reading."""
 
 
-class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
+class CascadeLoadStoreSpecV16(BlockIDsLoadStoreSpec):
     """Slots of the arena; travels from the scheduler to the workers."""
 
     @staticmethod
@@ -61,7 +62,7 @@ class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
         return "CPU"
 
 
-class CascadeManager(OffloadingManager):
+class CascadeManagerV16(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def __init__(self, cascade: Cascade, tokens_per_block: int, steps_until_done: int) -> None:
@@ -113,7 +114,7 @@ class CascadeManager(OffloadingManager):
         self._cascade.close()
 
 
-class CascadeHandler(OffloadingHandler):
+class CascadeHandlerV16(OffloadingHandler):
     """Copies between the device and the arena, both directions. Worker main thread."""
 
     def __init__(self, side: WorkerSide, blocks_per_chunk: int) -> None:
@@ -169,8 +170,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._apply_blocks_per_chunk()
         self._geometry = self._make_geometry()
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._manager: CascadeManager | None = None
-        self._handler: CascadeHandler | None = None
+        self._manager: CascadeManagerV16 | None = None
+        self._handler: CascadeHandlerV16 | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -188,7 +189,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 waits_for_stores=False,
             )
             depth = engine_facts.pipeline_depth(config)
-            self._manager = CascadeManager(cascade, self._tokens_per_chunk, depth)
+            self._manager = CascadeManagerV16(cascade, self._tokens_per_chunk, depth)
             _at_exit(self._manager.close)
         return self._manager
 
@@ -216,10 +217,10 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 ),
                 steps_while_storing=False,
             )
-            self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
+            self._handler = CascadeHandlerV16(side, self._geometry.blocks_per_chunk)
             _at_exit(side.close)
-        yield GPULoadStoreSpec, CascadeLoadStoreSpec, self._handler
-        yield CascadeLoadStoreSpec, GPULoadStoreSpec, self._handler
+        yield GPULoadStoreSpec, CascadeLoadStoreSpecV16, self._handler
+        yield CascadeLoadStoreSpecV16, GPULoadStoreSpec, self._handler
 
     @property
     def _tokens_per_block(self) -> int:
@@ -251,7 +252,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 "kvcascade needs vLLM 0.24 or newer for a model with several KV cache groups; "
                 "upgrade vLLM, or disable the hybrid KV cache manager"
             )
-        if not keeps_every_block(cache.kv_cache_groups[0].kv_cache_spec):
+        if not all(keeps_every_block(spec) for _, spec in group_specs(cache, [0])):
             raise ConfigError(
                 "kvcascade needs vLLM 0.24 or newer for a model whose layers all keep a window or "
                 "a state only, because older ones store gaps as blocks; upgrade vLLM"
@@ -315,7 +316,7 @@ def _slots(spec: BlockIDsLoadStoreSpec) -> Any:
 
 def _to_vllm(spec: object) -> LoadStoreSpec:
     assert isinstance(spec, SlotSpec)
-    return CascadeLoadStoreSpec(spec.slots.tolist())
+    return CascadeLoadStoreSpecV16(spec.slots.tolist())
 
 
-__all__ = ["CascadeManager", "CascadeOffloadingSpec"]
+__all__ = ["CascadeManagerV16", "CascadeOffloadingSpec"]

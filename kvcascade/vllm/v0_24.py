@@ -23,14 +23,14 @@ _ANSWERS = {
 }
 
 
-class CascadeManager(v0_26.CascadeManager):
+class CascadeManagerV24(v0_26.CascadeManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
         return _ANSWERS[super().lookup(key, req_context)]
 
 
-class CascadeHandler(OffloadingHandler):
+class CascadeHandlerV24(OffloadingHandler):
     """The worker in both directions. Worker main thread."""
 
     def __init__(self, worker: Any) -> None:
@@ -67,10 +67,10 @@ class CascadeHandler(OffloadingHandler):
 class CascadeOffloadingSpec(v0_25.CascadeOffloadingSpec):
     """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`."""
 
-    manager_type = CascadeManager
+    manager_type = CascadeManagerV24
 
     def get_handlers(self, kv_caches: Any) -> Iterator[tuple[Any, Any, OffloadingHandler]]:
-        handler = CascadeHandler(self.get_worker(kv_caches))
+        handler = CascadeHandlerV24(self.get_worker(kv_caches))
         yield GPULoadStoreSpec, CascadeLoadStoreSpec, handler
         yield CascadeLoadStoreSpec, GPULoadStoreSpec, handler
 

@@ -59,6 +59,7 @@ from .layer_map import (
     about_blocks,
     full_attention_group,
     groups_offered_once,
+    layer_names,
     numbered_groups,
 )
 from .packing import group_facts, packing_of_layers
@@ -386,7 +387,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             config = self.config
-            layers = [group.layer_names for group in config.groups]
+            layers = layer_names(config)
             pages = from_canonical(kv_caches)
             require_whole(pages, layers, config.worker_kv_bytes_per_block)
             side = open_worker(
