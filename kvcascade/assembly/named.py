@@ -7,10 +7,9 @@ from typing import Any
 
 from ..config.machine import Machine, check_machine, check_nvme
 from ..config.options import noting
-from ..config.schema import Admission, CascadeConfig, NvmeTier, parse
+from ..config.schema import AdmissionMode, CascadeConfig, NvmeTier, parse
 from ..errors import ConfigError
-from ..manager.admission import Admission as AdmissionRule
-from ..manager.admission import AdmitAll, AdmitSecondTouch, admission_by_path
+from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
 from ..tiers.policies import known_names, order_class
 
 CONNECTOR = "OffloadingConnector"
@@ -25,11 +24,11 @@ TIER_ABOUT = ("label", "weights_id", "on_reset")
 """Options of that tier that stand beside the tiers elsewhere."""
 
 
-def admission_rule(name: str) -> AdmissionRule:
+def admission_rule(name: str) -> Admission:
     """The rule that an `admission` names. Raises `ConfigError`."""
-    if name == Admission.ALL:
+    if name == AdmissionMode.ALL:
         return AdmitAll()
-    if name == Admission.SECOND_TOUCH:
+    if name == AdmissionMode.SECOND_TOUCH:
         return AdmitSecondTouch()
     return admission_by_path(name)
 

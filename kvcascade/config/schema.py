@@ -100,13 +100,15 @@ class OnReset(StrEnum):
 
 
 class Durability(StrEnum):
-    """What a committed block survives."""
+    """Failure that every block reported as stored survives."""
 
     PROCESS = "process"
+    """The death of the process."""
     POWER = "power"
+    """A loss of power."""
 
 
-class Admission(StrEnum):
+class AdmissionMode(StrEnum):
     """Which blocks may enter a tier."""
 
     ALL = "all"
@@ -176,7 +178,7 @@ class NvmeTier:
     """Name, or "package.module:Class", of the replacement policy."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
     """What a committed block survives."""
-    admission: Annotated[Admission | str, choice_or_name(Admission)] = Admission.ALL
+    admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
     """Which blocks may enter; "package.module:function" asks a function of the user."""
     write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
     """Bytes, or drive writes, per day; `None`: no limit."""

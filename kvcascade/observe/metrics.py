@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MetricsSnapshot:
     """What the values are read from."""
 
     counters: Counters
@@ -53,18 +53,18 @@ class Metric:
     name: str
     documentation: str
     labels: tuple[str, ...]
-    values: Callable[[Snapshot], Values]
+    values: Callable[[MetricsSnapshot], Values]
 
 
-def _total(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _total(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         yield (), float(getattr(snapshot.counters, field))
 
     return read
 
 
-def _by_tier(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _by_tier(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, value in zip(counters.tier_names, getattr(counters, field), strict=True):
             yield (name,), float(value)
@@ -72,8 +72,8 @@ def _by_tier(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _by_link(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _by_link(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
             yield (name,), float(getattr(link, field))
@@ -81,10 +81,10 @@ def _by_link(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _latencies(field: str) -> Callable[[Snapshot], Values]:
+def _latencies(field: str) -> Callable[[MetricsSnapshot], Values]:
     """Samples are taken: each is reported once."""
 
-    def read(snapshot: Snapshot) -> Values:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
             samples = getattr(link, field)
@@ -94,8 +94,8 @@ def _latencies(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _of_state(value: Callable[[TierState], float | None]) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         for state in snapshot.tiers:
             found = value(state)
             if found is not None:
@@ -104,7 +104,7 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot]
     return read
 
 
-def _misses(snapshot: Snapshot) -> Values:
+def _misses(snapshot: MetricsSnapshot) -> Values:
     """A tier missed what no tier had, and what those below it served."""
     counters = snapshot.counters
     missed = counters.lookup_misses
@@ -114,20 +114,20 @@ def _misses(snapshot: Snapshot) -> Values:
         missed += blocks
 
 
-def _served_tokens(snapshot: Snapshot) -> Values:
+def _served_tokens(snapshot: MetricsSnapshot) -> Values:
     counters = snapshot.counters
     for name, blocks in zip(counters.tier_names, counters.served_blocks, strict=True):
         yield (name,), blocks * snapshot.tokens_per_block
 
 
-def _write_amplification(snapshot: Snapshot) -> Values:
+def _write_amplification(snapshot: MetricsSnapshot) -> Values:
     stored = snapshot.counters.stored_blocks * snapshot.tiers[0].block_bytes
     for state, link in zip(snapshot.tiers[1:], snapshot.counters.links, strict=True):
         if stored:
             yield (state.name,), link.demoted_bytes / stored
 
 
-def _written_per_read(snapshot: Snapshot) -> Values:
+def _written_per_read(snapshot: MetricsSnapshot) -> Values:
     for state in snapshot.tiers:
         if state.day is not None and state.day.read:
             yield (state.name,), state.day.written / state.day.read
@@ -170,18 +170,18 @@ TOTAL_FIELDS: dict[str, str] = {
 }
 
 
-def _recomputed(snapshot: Snapshot) -> Values:
+def _recomputed(snapshot: MetricsSnapshot) -> Values:
     for reason, blocks in snapshot.counters.recomputed_blocks.items():
         yield (reason.value,), float(blocks)
 
 
-def _turn_waits(snapshot: Snapshot) -> Values:
+def _turn_waits(snapshot: MetricsSnapshot) -> Values:
     samples = snapshot.counters.turn_waits_s
     while samples:
         yield (), samples.popleft()
 
 
-def _waiting(snapshot: Snapshot) -> Values:
+def _waiting(snapshot: MetricsSnapshot) -> Values:
     yield (), float(snapshot.waiting_requests)
 
 

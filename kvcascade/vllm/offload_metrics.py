@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ..manager.cascading import CascadingOffloadingManager
-from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, Snapshot
+from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, MetricsSnapshot
 
 
 def definitions() -> dict[str, Any]:
@@ -45,7 +45,7 @@ class MetricsReader:
         """Called by the scheduler thread; cheap enough for once a second."""
         stats = OffloadingConnectorStats()
         manager = self._manager
-        snapshot = Snapshot(
+        snapshot = MetricsSnapshot(
             manager.counters,
             manager.tier_states(),
             self._tokens_per_block,

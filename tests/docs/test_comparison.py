@@ -11,7 +11,7 @@ import pytest
 
 from kvcascade.config.schema import (
     POLICIES,
-    Admission,
+    AdmissionMode,
     CascadeConfig,
     CpuTier,
     NvmeTier,
@@ -106,7 +106,7 @@ def test_what_only_a_thread_says_is_reported(table: Table) -> None:
 
 def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
     options = {each.name for kind in (CascadeConfig, CpuTier, NvmeTier) for each in fields(kind)}
-    values = {*POLICIES, *WriteMode, *Admission}
+    values = {*POLICIES, *WriteMode, *AdmissionMode}
     used = set().union(*map(named, OURS)) - {"vllm serve", "kill -9"}
     assert used <= options | values
     assert used >= set(POLICIES)
@@ -122,4 +122,4 @@ def test_defaults_of_kvcascade_are_as_said() -> None:
     assert re.search(r"`write_budget`[^.]*off by default", text)
     assert default["write_budget"] is None
     assert re.search(r"`second_touch`[^.]*off by default", text)
-    assert default["admission"] != Admission.SECOND_TOUCH
+    assert default["admission"] != AdmissionMode.SECOND_TOUCH
