@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .generation import offered, platform_name
-from .layer_map import group_specs, specs_by_layer
+from .kv_layers import group_specs, specs_by_layer
 
 _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
 """By the first two vLLM takes one of its compiled parts. Attention packs for tiles (AMX), otherwise

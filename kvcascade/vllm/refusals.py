@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from . import engine_facts, generation
 from .engine_facts import kv_cache_config
-from .layer_map import group_specs, numbered_groups, specs_by_layer
+from .kv_layers import group_specs, numbered_groups, specs_by_layer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig

@@ -43,11 +43,11 @@ from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.tier import NvmeTier as OpenTier
 from . import engine_facts
-from .adapter import log_beside_vllm, namespace_facts, warn_of_privacy
 from .generation import chunk_rows, known_fields, set_state, state_of
-from .layer_map import layer_names
+from .kv_layers import layer_names
 from .packing import packing_of_layers
 from .refusals import refuse_useless, refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_facts, warn_of_privacy
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)

@@ -41,10 +41,10 @@ from ..manager.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, kv_pages
-from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
-from .layer_map import group_specs
+from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
 from .refusals import keeps_every_block
+from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
 
 log_beside_vllm()
 logger = get_logger(__name__)

@@ -39,7 +39,6 @@ from ..manager.standstill import Standstill
 from ..tiers.base import BlockHash, SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, offload_metrics
-from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
 from .engine_facts import kv_cache_config
 from .generation import (
     Locality,
@@ -54,16 +53,17 @@ from .generation import (
     set_state,
     state_of,
 )
-from .kv_pages import from_canonical, require_whole
-from .layer_map import (
+from .kv_layers import (
     about_blocks,
     full_attention_group,
     groups_offered_once,
     layer_names,
     numbered_groups,
 )
+from .kv_pages import from_canonical, require_whole
 from .packing import group_facts, packing_of_layers
 from .refusals import refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvcascade.vllm import generation
-from kvcascade.vllm.layer_map import about_blocks, full_attention_group, groups_offered_once
+from kvcascade.vllm.kv_layers import about_blocks, full_attention_group, groups_offered_once
 from kvcascade.vllm.v0_26 import _geometry
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from ...tiers.cpu.huge_pages import address_of, gather, map_file
 from ...tiers.cpu.prefault import prefault
 from ...tiers.nvme.segments.format import PAGE_BYTES
 from ...tiers.nvme.writer.capacity import plan_capacity
-from ...vllm.adapter import seconds_to_flush
+from ...vllm.scheduler_side import seconds_to_flush
 from .transfer import Given, read_tiering
 
 PROBE_BYTES = 128 << 20
