@@ -3,7 +3,8 @@
     "eviction_policy": "S3FifoPolicy", "cache_policy_module_path": "kvcascade.vllm_policies"
 
 For users who keep vLLM's manager (`CPUOffloadingSpec`, `TieringOffloadingSpec`). vLLM keeps the
-statuses; which chunk leaves next is decided by the same orders as in the cascade. Scheduler thread.
+statuses of chunks. Victims are chosen by the same eviction orders as in the cascade. Scheduler
+thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _tags(keys: Iterable[OffloadKey]) -> list[int]:
 
 
 class _OrderPolicy(CachePolicy):
-    """Any of our orders as a policy of vLLM."""
+    """Adapter from one of our eviction orders to vLLM's policy interface."""
 
     order_name: ClassVar[str]
 
@@ -98,7 +99,7 @@ class _OrderPolicy(CachePolicy):
         return slot
 
     def _slots(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Slots of those that are here, the first one's last."""
+        """Return the slots of the keys that are present, in reverse order of the keys."""
         found = [chunk_slot(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
         found.reverse()
         return found

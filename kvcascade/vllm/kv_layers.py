@@ -1,9 +1,8 @@
-"""Which layer lies where in a block, for people: written beside the fingerprint, no part of it.
+"""Walk the KV cache groups and layers of an engine, and describe where layers lie in a block.
 
-The scheduler process has the engine's KV cache configuration as a local variable of the connector
-that makes our spec. What it says is checked against the size of a block; where it does not add up
-(packed layouts, pipeline stages with layers of their own) nothing is written. It also tells which
-blocks tokens are counted by, and which ones are offered once.
+The description is for people: it is written beside the fingerprint and is no part of it. It is
+checked against the size of a block. If it does not add up (packed layouts, pipeline stages with
+layers of their own), nothing is written.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict[str, Any]:
-    """`{"world_size", "rank_bytes", "layers": [...]}`, or nothing where it is not known.
+    """Return `{"world_size", "rank_bytes", "layers": [...]}`; empty if the layout is not known.
 
-    Each layer: name, KV group, offset in a rank's part, pages, and bytes, type and shape of one.
+    Each layer has its name, KV group, offset in a rank's part, number of pages, and the bytes, type
+    and shape of a page.
     """
     kv_config = kv_cache_config() if kv_config is None else kv_config
     chunk = config.cache.blocks_per_chunk
@@ -56,7 +56,7 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
 def full_attention_group(
     config: OffloadingConfig, kv_config: Any | None = None
 ) -> tuple[int, int] | None:
-    """The first KV group whose every block is loaded, and tokens of one; None: not known."""
+    """Return the first group with full attention and its tokens per block; None if not known."""
     kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None:
         return None
@@ -69,10 +69,10 @@ def full_attention_group(
 
 
 def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) -> list[int]:
-    """KV groups of which vLLM offers a block in the step that fills it, and never again.
+    """Return the KV groups whose blocks vLLM offers only in the step that fills them.
 
-    Those hold states at the ends of scheduled parts of a prompt, in device blocks that are not kept
-    for the request. Earlier versions offer them like all others.
+    These groups hold states at the ends of scheduled parts of a prompt, in device blocks that are
+    not kept for the request. Earlier versions offer such blocks again, like all others.
     """
     kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None or not generation.offers_states_once():
@@ -117,7 +117,7 @@ def walk_layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int,
 
 
 def _place(kv_config: Any, name: str) -> Any:
-    """Something that is equal for layers that share their memory."""
+    """Return a value that is equal for layers that share their memory."""
     for number, tensor in enumerate(kv_config.kv_cache_tensors):
         layers = getattr(tensor, "layers", None)
         if layers is not None and name in layers:
@@ -129,7 +129,7 @@ def _place(kv_config: Any, name: str) -> Any:
 
 
 def _shape(spec: Any, page_bytes: int) -> dict[str, Any]:
-    """Type and shape of a page: (K and V, tokens, heads, head size) for attention layers."""
+    """Return a page's type and shape: (K and V, tokens, heads, head size) for attention layers."""
     dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
     item = getattr(getattr(spec, "dtype", None), "itemsize", 0)
     tokens, heads = getattr(spec, "block_size", 0), getattr(spec, "num_kv_heads", 0)

@@ -1,6 +1,6 @@
-"""What the installed vLLM says of a configuration before there is an engine; for `kvcascade check`.
+"""Check a configuration with the installed vLLM, without an engine; for `kvcascade check`.
 
-Importing vLLM takes seconds and logs: each function does it by itself, and only when it is called.
+Importing vLLM takes seconds and logs. Each function imports it itself, when it is called.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PLUGINS_ALLOWED = "VLLM_PLUGINS"
 
 
 def loads_plugin() -> bool:
-    """True if an engine that is started here knows the name of our spec."""
+    """Return True if an engine that is started here finds our spec by its name."""
     allowed = os.environ.get(PLUGINS_ALLOWED)
     names = [found.name for found in entry_points(group=PLUGINS) if found.value == PLUGIN]
     return any(allowed is None or name in allowed.split(",") for name in names)
 
 
 def transfer_errors(transfer: Mapping[str, object]) -> dict[str, str] | None:
-    """What vLLM's own class says of a `--kv-transfer-config`: key to message, "" for the whole.
+    """Validate a `--kv-transfer-config` with vLLM's own class; return key to message.
 
-    None: no vLLM can be asked.
+    The key "" is for the whole. None: vLLM cannot be imported.
     """
     with _quiet():
         try:
@@ -52,8 +52,9 @@ def transfer_errors(transfer: Mapping[str, object]) -> dict[str, str] | None:
 
 
 def check_spec(extra_config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the installed vLLM has no place for the spec that is named, or would
-    give wrong tokens with these options."""
+    """Raise `ConfigError` if the installed vLLM cannot run the named spec, or not correctly.
+
+    Some versions would give wrong tokens with some options."""
     with _quiet():
         from .generation import adapter, has_tiering_spec
         from .refusals import refuse_answers
@@ -83,7 +84,7 @@ def check_tier_class(key: str, tier: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What vLLM logs when it is imported concerns engines."""
+    """Silence the lines that vLLM logs when it is imported; they concern engines."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

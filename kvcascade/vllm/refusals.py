@@ -1,7 +1,6 @@
-"""Engines that would give wrong tokens with the right blocks: each is refused in one sentence.
+"""Refuse engines that would give wrong tokens even with correct blocks, each in one sentence.
 
-What is wrong is in vLLM's own scheduler or attention, and nothing of it can be seen from the blocks
-that it offers.
+The cause lies in vLLM's own scheduler or attention and cannot be seen from the blocks it offers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def refuse_useless(engine_config: Any | None) -> None:
-    """Raises `ConfigError` where attention cannot begin behind cached blocks."""
+    """Raise `ConfigError` if attention cannot continue from cached blocks."""
     if engine_config is not None and not engine_facts.continues_prefixes(engine_config):
         raise ConfigError(
             "kv_transfer_config: vLLM cannot continue a model with MLA from cached blocks on this "
@@ -29,9 +28,9 @@ def refuse_useless(engine_config: Any | None) -> None:
 
 
 def refuse_wrong_stores(config: OffloadingConfig) -> None:
-    """Raises `ConfigError` if this vLLM would store blocks of which a part was never written.
+    """Raise `ConfigError` if this vLLM would store blocks of which a part was never written.
 
-    To be called while the connector is being made: it knows the kinds of the KV groups.
+    To be called while the connector is being made, since it knows the kinds of the KV groups.
     """
     refuse_answers(config.extra_config)
     kv_config = kv_cache_config()
@@ -41,7 +40,7 @@ def refuse_wrong_stores(config: OffloadingConfig) -> None:
 
 
 def refuse_answers(extra_config: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if answers are to be offloaded and vLLM offers more than is computed.
+    """Raise `ConfigError` if answers are to be offloaded and vLLM offers more than is computed.
 
     A block that ends with its answer would then be stored, and the next turn would load it.
     """
@@ -54,10 +53,10 @@ def refuse_answers(extra_config: Mapping[str, Any]) -> None:
 
 
 def refuse_gaps(specs: Iterable[Any], blocks_per_chunk: int) -> None:
-    """Raises `ConfigError` if a chunk may have gaps: `specs` are those of vLLM's KV groups.
+    """Raise `ConfigError` if a chunk may have gaps: `specs` are those of vLLM's KV groups.
 
-    A chunk is offered if its last device block is there. Blocks before it that have left a window
-    are not copied, and their part of the slot would be whatever was there.
+    A chunk is offered if its last device block exists. Earlier blocks that have left a window are
+    not copied, and their part of the slot would keep older bytes.
     """
     if blocks_per_chunk > 1 and not all(map(keeps_every_block, specs)):
         raise ConfigError(
@@ -68,7 +67,7 @@ def refuse_gaps(specs: Iterable[Any], blocks_per_chunk: int) -> None:
 
 
 def keeps_every_block(spec: Any) -> bool:
-    """False for a KV group that has gaps in its list of device blocks: a window, or a state."""
+    """Return False for a KV group with gaps in its list of device blocks: a window, or states."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     # One kind of full attention has a window, over the answer.
