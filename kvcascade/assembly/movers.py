@@ -1,4 +1,4 @@
-"""Who moves blocks between the arena and the first NVMe tier: a helper process, or threads here."""
+"""Connect the arena and the first NVMe tier by a mover process or by threads of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tiers.nvme.tier import NvmeTier as OpenTier
 
 
 def link_by_threads(arena: Arena, tier: OpenTier, stores: Executor, loads: Executor) -> Link:
-    """Handlers on these executors, which are this process's."""
+    """Return handlers that run on executors of this process."""
     return Link(
         down=NvmeStoreHandler(tier.store, arena.slot_view, stores),
         up=NvmeLoadHandler(tier.store, arena.slot_view, loads),
@@ -26,13 +26,13 @@ def link_by_threads(arena: Arena, tier: OpenTier, stores: Executor, loads: Execu
 
 
 def link_by_process(tier: OpenTier, mover: Mover) -> Link:
-    """Handlers that have a mover do the work, index commits included."""
+    """Return handlers that leave all work to a mover, index commits included."""
     tier.backend.use_background(MoverBackground(tier.store, mover))
     return Link(down=MoverStoreHandler(tier.store, mover), up=MoverLoadHandler(tier.store, mover))
 
 
 def open_mover(arena: Arena, tier: OpenTier, options: NvmeTier, has_prefault: bool) -> Mover:
-    """Start the process for a tier that is open. Raises `TierIOError`; close it before the tier."""
+    """Start the mover of an open tier; close it before the tier. Raises `TierIOError`."""
 
     def start() -> Connection:
         tier.index.forget_dead_readers()

@@ -123,7 +123,7 @@ def _options(config: Any, names: Sequence[str]) -> list[str]:
 def _positions(model: Any) -> str:
     """Return the longest prompt, by which some models (LongRoPE, Llama 4) scale all positions.
 
-    If vLLM fits the length to the memory, the models use the one in `hf_config`: "auto".
+    Return "auto" if vLLM fits the length to the memory: models then use the one in `hf_config`.
     """
     if getattr(model, "original_max_model_len", None) == -1:
         return "auto"

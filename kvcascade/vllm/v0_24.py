@@ -1,4 +1,4 @@
-"""The cascade for vLLM 0.24: as for 0.25, but lookups say yes, no or later, and handlers copy."""
+"""The cascade for vLLM 0.24: as for 0.25, but lookups return bool or None, and handlers copy."""
 
 # The pinned vLLM does not have this module.
 # pyright: reportMissingImports=false
@@ -31,12 +31,12 @@ class CascadeManagerV24(v0_26.CascadeManager):
 
 
 class CascadeHandlerV24(OffloadingHandler):
-    """The worker in both directions. Worker main thread."""
+    """Copies between the device and the arena, both directions. Worker main thread."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._types: dict[int, tuple[str, str]] = {}
-        """Of the jobs under way: source and destination medium."""
+        """Source and destination medium of each job in flight."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, target = spec
