@@ -40,7 +40,7 @@ class ChainNotes:
         self._log = log
         self._now_s = wall_clock
         self._ends: OrderedDict[bytes, int] = OrderedDict()
-        """Last block of each logged chain, to `ChainLog.written` when the chain's start was logged."""
+        """Last block of each logged chain, to `ChainLog.written` when its start was logged."""
         self._queue: queue.Queue[_Noted | None] = queue.Queue(MAX_QUEUED)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcascade-chains", daemon=True)
@@ -50,7 +50,8 @@ class ChainNotes:
         """Queue a request that has ended. Never waits.
 
         `ends`: every block of it, to the number of tokens up to the block's end. `used`: blocks
-        that the cache was asked for, and whether the request stored them. Both may still grow.
+        that the cache was asked for, and whether the request stored them. Both may still grow, but
+        entries are neither changed nor removed.
         """
         try:
             self._queue.put_nowait((ends, used))
@@ -93,7 +94,7 @@ class ChainNotes:
             self._ends.popitem(last=False)
 
     def _noted_at(self, key: bytes) -> int | None:
-        """Return `ChainLog.written` when the chain up to a block was logged; None if not recently."""
+        """Return `ChainLog.written` when a block's chain was logged; None if not recently."""
         at = self._ends.get(key)
         return at if at is not None and self._log.written - at < self._log.size // 2 else None
 

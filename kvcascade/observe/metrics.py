@@ -1,8 +1,8 @@
-"""Every metric of the cascade: name, help, labels, and where its values come from.
+"""Every metric of the cascade: name, help, labels, and the source of its values.
 
-One table for all who need it: the declarations that vLLM asks for, the values that it is sent, and
-the documentation. Names follow the rules of Prometheus: base units, the unit last, and the
-exporter appends `_total` to counters.
+The table serves the declarations that vLLM asks for, the values that it is sent, and the
+documentation. Names follow the rules of Prometheus: base units, with the unit last. The exporter
+appends `_total` to counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATENCY_BUCKETS_S = (
 
 
 class Kind(Enum):
-    """How Prometheus treats a metric."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -31,18 +31,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """What the values are read from."""
+    """State of the manager that the values are read from."""
 
     counters: Counters
     tiers: list[TierState]
     tokens_per_block: float = 0.0
-    """Prompt tokens that one of the served blocks stands for."""
+    """Prompt tokens that one served block saves."""
     waiting_requests: int = 0
-    """Requests that wait for their turn to have blocks brought up."""
+    """Number of requests that wait for their turn to have blocks promoted."""
 
 
 Values = Iterator[tuple[tuple[str, ...], float]]
-"""Label values and the value."""
+"""Pairs of label values and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _by_link(field: str) -> Callable[[MetricsSnapshot], Values]:
 
 
 def _latencies(field: str) -> Callable[[MetricsSnapshot], Values]:
-    """Samples are taken: each is reported once."""
+    """Return a reader that removes the samples, so that each is reported once."""
 
     def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
@@ -105,7 +105,7 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[MetricsSn
 
 
 def _misses(snapshot: MetricsSnapshot) -> Values:
-    """A tier missed what no tier had, and what those below it served."""
+    """Yield the misses of each tier: blocks that no tier had, or that a tier below served."""
     counters = snapshot.counters
     missed = counters.lookup_misses
     served = list(zip(counters.tier_names, counters.loaded_blocks, strict=True))
@@ -222,7 +222,7 @@ _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
 
 
 def counter_name(field: str) -> str:
-    """The name of the metric for a field of the counters."""
+    """Return the name of the metric for a field of the counters."""
     return field[:-2] + "_seconds" if field.endswith("_s") else field
 
 
@@ -266,7 +266,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def table() -> str:
-    """All metrics as a table in Markdown, for the documentation."""
+    """Return all metrics as a table in Markdown, for the documentation."""
     lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
     for metric in METRICS:
         suffix = "_total" if metric.kind is Kind.COUNTER else ""

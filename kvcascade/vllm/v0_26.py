@@ -188,7 +188,7 @@ class CascadeManager(OffloadingManager):
         self._manager.complete_load(cast(Collection[BlockHash], keys))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note the keys, to be counted once; up to 0.30 called at every step of a running request."""
+        """Note the keys, to count them once; called at every step of a request up to 0.30."""
         noted = self._request_of(req_context).keys
         for key in _hashes(keys):
             noted.setdefault(key, False)
