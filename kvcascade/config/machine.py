@@ -189,8 +189,8 @@ def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
     kind = machine.file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
         return []
-    problem = f"is on {kind or 'an unknown file system'}, so that what lies in memory is written"
-    remedy = "to a disk as well; give a folder in shared memory, such as /dev/shm"
+    problem = f"is on {kind or 'an unknown file system'}, so that the arena is also written"
+    remedy = "to a disk; give a folder in shared memory, such as /dev/shm"
     return [str(At(f"{config.cpu.key}.arena_dir").wrong(str(folder), f"{problem} {remedy}"))]
 
 
@@ -283,9 +283,9 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
 
 def _check_enough(at: At, size: Size, count: int, where: str) -> None:
     if not count:
-        raise at.wrong(str(size), f"is nothing on {where}; raise it")
+        raise at.wrong(str(size), f"is 0 bytes on {where}; raise it")
     if count < MIN_CAPACITY_BYTES:
-        problem = 'is less than any block takes; give a size with its unit, such as "64GiB"'
+        problem = 'is too small for a block; give a size with its unit, such as "64GiB"'
         raise at.wrong(_written(size, count), problem)
 
 
@@ -337,7 +337,7 @@ def _looking_at(at: At, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"cannot be looked at ({error.strerror}); give a folder that this user may enter"
+        problem = f"cannot be read ({error.strerror}); give a folder that this user may enter"
         raise at.wrong(str(path), problem) from None
 
 

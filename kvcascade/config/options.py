@@ -148,7 +148,7 @@ def seconds(at: At, value: Any) -> float:
 def deadline(at: At, value: Any) -> float:
     """Read a time in seconds above zero."""
     if not seconds(at, value):
-        raise at.wrong(value, "leaves no time at all; give a number of seconds above 0")
+        raise at.wrong(value, "is not above 0; give a number of seconds above 0")
     return float(value)
 
 
@@ -164,7 +164,7 @@ def rate(at: At, value: Any) -> float:
 def flag(at: At, value: Any) -> bool:
     """Read true or false."""
     if not isinstance(value, bool):
-        raise at.wrong(value, "is not a switch; use true or false")
+        raise at.wrong(value, "is not a boolean; use true or false")
     return value
 
 
@@ -178,7 +178,7 @@ def text(at: At, value: Any) -> str:
 def word_or_none(at: At, value: Any) -> str | None:
     """Read text that is not blank, or null."""
     if value is not None and not text(at, value).strip():
-        raise at.wrong(value, "says nothing; give some text, or leave it out")
+        raise at.wrong(value, "is blank; give some text, or leave it out")
     return value  # type: ignore[no-any-return]
 
 
@@ -193,7 +193,9 @@ def policy_name(at: At, value: Any) -> str:
         return value
     hint = did_you_mean(value, at.policies)
     known = _either([*at.policies])
-    raise at.wrong(value, f'is no policy{hint}; use {known}, or a class as "package.module:Class"')
+    raise at.wrong(
+        value, f'is not a known policy{hint}; use {known}, or a class as "package.module:Class"'
+    )
 
 
 def folder(at: At, value: Any) -> Path:
@@ -202,7 +204,7 @@ def folder(at: At, value: Any) -> Path:
         raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise at.wrong(value, "depends on where the engine is started; give an absolute path")
+        raise at.wrong(value, "is a relative path; give an absolute path")
     return Path(os.path.normpath(path))
 
 

@@ -227,7 +227,9 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
     if value["type"] != ("nvme" if index else "cpu"):
-        raise at.below("type").wrong(value["type"], f"is not what comes here; {_ORDER_REMEDY}")
+        raise at.below("type").wrong(
+            value["type"], f"is not allowed at this position; {_ORDER_REMEDY}"
+        )
     options = {name: option for name, option in value.items() if name != "type"}
     if index:
         return read_options(NvmeTier, at, options, also=["type"])
@@ -316,5 +318,5 @@ def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None 
                 read(At(key), extra_config[key])
     with noting(noted):
         if None not in (extra_config.get("block_size"), extra_config.get("blocks_per_chunk")):
-            problem = "says the same as blocks_per_chunk; leave one of them out"
+            problem = "has the same meaning as blocks_per_chunk; leave one of them out"
             raise At("block_size").wrong(extra_config["block_size"], problem)

@@ -115,7 +115,7 @@ def parse_bytes(value: object) -> Bytes:
     """Parse bytes above zero; a share is not allowed."""
     size = _parse(value, BYTES_HINT)
     if not isinstance(size, Bytes):
-        raise ValueError(f"is a share where there is nothing to share; {BYTES_HINT}")
+        raise ValueError(f"is a share, which is not allowed here; {BYTES_HINT}")
     if not size.count:
         raise ValueError(f"is not above zero; {BYTES_HINT}")
     return size
@@ -197,7 +197,7 @@ def _parse(value: object, hint: str) -> Size:
         raise ValueError(f"{_unit_problem(unit)}; {hint}")
     count = int(number * _UNITS[unit.lower()])
     if count > MAX_BYTES:
-        raise ValueError(f"is beyond every file system; {hint}")
+        raise ValueError(f"is larger than any file system supports; {hint}")
     return Bytes(count, text)
 
 

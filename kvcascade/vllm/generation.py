@@ -41,8 +41,8 @@ def adapter() -> str:
         return "v0_16"
     version = getattr(import_module("vllm"), "__version__", "(of no known version)")
     raise ConfigError(
-        f"kvcascade does not support the installed vLLM {version}, whose interface for offloading "
-        f"is another one; install vLLM {SUPPORTED}."
+        f"kvcascade does not support the installed vLLM {version}, because its interface for "
+        f"offloading differs; install vLLM {SUPPORTED}."
     )
 
 

@@ -94,8 +94,8 @@ def with_time_to_flush(
         return settings, None
     return settings, (
         "kvcascade: vLLM kills this engine as soon as it is asked to stop (--shutdown-timeout 0), "
-        f"so nothing is written down then; to have that done, start it with --shutdown-timeout "
-        f"{needed_s}"
+        "so dirty blocks are not written at shutdown; to have them written, start it with "
+        f"--shutdown-timeout {needed_s}"
     )
 
 
