@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..config import sizes
 from ..config.machine import ThisMachine, cpu_capacity, writing
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..handlers.node.mover import Mover
+from ..handlers.node.nvme_handlers import NvmeLoadHandler
 from ..handlers.node.nvme_pair import NvmePairHandler
 from ..logs import get_logger
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from ..manager.flow import Link
 from ..manager.level import Tier
 from ..manager.request import Request
@@ -138,13 +140,17 @@ def _copier(
     arena: Arena,
     executor: ThreadPoolExecutor,
     has_prefault: bool,
-    may_hold_back_stores: bool,
+    may_hold_back: bool,
 ) -> DeviceCopier:
     if tensors[0].is_cuda:
         from ..handlers.device.device_cuda import CudaDeviceCopier
 
-        return CudaDeviceCopier(
-            tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+        return CudaDeviceCopier(tensors, layout, arena.slots, may_hold_back=may_hold_back)
+    kind = str(tensors[0].device.type)
+    if kind != "cpu":
+        raise ConfigError(
+            f"this worker's KV cache is on a device of type {kind!r}, which kvcascade cannot copy "
+            f"from; leave kv_transfer_config out, or use a CUDA or ROCm GPU"
         )
     from ..handlers.device.device_cpu import CpuDeviceCopier
 
@@ -295,7 +301,7 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = CascadingOffloadingManager(tiers, links, options_)
+        manager = build_cascade(tiers, links, options_)
         if table is not None and table.begin(key.digest, _epoch_of(opened)):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
@@ -332,11 +338,11 @@ def _link(
     stores: ThreadPoolExecutor,
     loads: ThreadPoolExecutor,
 ) -> Link:
-    """Between the last opened tier and the one above it."""
+    """Of the last opened tier: writes from the tier above it, reads into the arena."""
     store = opened[-1].store
     if len(opened) > 1:
-        above = opened[-2].store
-        return Link(NvmePairHandler(above, store, stores), NvmePairHandler(store, above, loads))
+        down = NvmePairHandler(opened[-2].store, store, stores)
+        return Link(down, NvmeLoadHandler(store, arena.slot_view, loads))
     if movers:
         return link_by_process(opened[0], movers[0])
     return link_by_threads(arena, opened[0], stores, loads)
@@ -393,7 +399,7 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Per tier: what it can hold and what was found in it."""
     settings = cascade.settings
-    policies = [settings.cpu.policy, *(tier.policy for tier in settings.nvme)]
+    policies = [tier.policy for tier in settings.tiers]
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
     fields: dict[str, dict[str, object]] = {}
     for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):

@@ -7,7 +7,7 @@ the same names and behave differently. If vLLM is not installed, this module can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
@@ -16,13 +16,48 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ConfigError
 
-SUPPORTED = "0.16 to 0.19 or 0.24 to 0.33"
 _BASE = "vllm.v1.kv_offload"
 
 State = TypeVar("State")
 
 
 # The adapter.
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """vLLM versions that one adapter serves."""
+
+    module: str
+    """Name of the adapter's module in this folder."""
+    first: int
+    """Minor version of the oldest vLLM of the generation."""
+    last: int
+    """Minor version of the newest vLLM of the generation."""
+    fits: Callable[[], bool]
+    """Returns True if the installed vLLM is of this generation, or of a newer one."""
+
+
+GENERATIONS = (
+    Generation("v0_26", 26, 33, lambda: _has_worker() and _offers(f"{_BASE}.config")),
+    Generation("v0_25", 25, 25, lambda: _has_worker()),
+    Generation("v0_24", 24, 24, lambda: _has_handlers_and_steps()),
+    Generation("v0_16", 16, 19, lambda: _is_seed()),
+)
+"""Newest first; the first that fits is taken."""
+
+
+def supported(generations: Sequence[Generation] = GENERATIONS) -> str:
+    """Return the supported versions in words, generations without a gap as one range."""
+    spans: list[tuple[int, int]] = []
+    for each in reversed(generations):
+        if spans and each.first == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], each.last)
+        else:
+            spans.append((each.first, each.last))
+    return " or ".join(
+        f"0.{first}" if first == last else f"0.{first} to 0.{last}" for first, last in spans
+    )
 
 
 def adapter() -> str:
@@ -33,17 +68,19 @@ def adapter() -> str:
     """
     if not _offers("vllm"):
         raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")
-    if _offers(f"{_BASE}.base", "OffloadingWorker"):
-        return "v0_26" if _offers(f"{_BASE}.config") else "v0_25"
-    if _has_handlers_and_steps():
-        return "v0_24"
-    if _is_seed():
-        return "v0_16"
+    for generation in GENERATIONS:
+        if generation.fits():
+            return generation.module
     version = getattr(import_module("vllm"), "__version__", "(of no known version)")
     raise ConfigError(
         f"kvcascade does not support the installed vLLM {version}, because its interface for "
-        f"offloading differs; install vLLM {SUPPORTED}."
+        f"offloading differs; install vLLM {supported()}."
     )
+
+
+def _has_worker() -> bool:
+    """Return True if a spec makes a worker that submits jobs."""
+    return _offers(f"{_BASE}.base", "OffloadingWorker")
 
 
 def _has_handlers_and_steps() -> bool:

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
+def refuse_platform() -> None:
+    """Raises `ConfigError` if vLLM runs on devices that no copier reads. A vLLM that has found no
+    device stops by itself."""
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    if kind not in ("", "cpu", "cuda"):  # ROCm says cuda
+        raise ConfigError(
+            f"kv_transfer_config: kvcascade copies KV caches of CUDA and ROCm GPUs and of CPUs, "
+            f"and this vLLM runs on {kind!r}; leave kv_transfer_config out"
+        )
+
+
 def refuse_useless(engine_config: Any | None) -> None:
     """Raise `ConfigError` if attention cannot continue from cached blocks."""
     if engine_config is not None and not engine_facts.continues_prefixes(engine_config):

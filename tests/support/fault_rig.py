@@ -10,21 +10,21 @@ from pathlib import Path
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.counters import LinkCounters
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, SlotSpec
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
 from .executors import InlineExecutor
 from .keys import keys
+from .memory_backend import MemoryBackend
+from .memory_file_system import MemoryFileSystem
 from .nvme_rig import BLOCK, Rig, config_for, content
 
 DEADLINE_S = 3.0
@@ -74,9 +74,7 @@ class FaultRig:
             Tier("nvme", self.rig.backend, self.rig.policy),
         ]
         options = ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=FLUSH_S)
-        self.manager = CascadingOffloadingManager(
-            tiers, [link], options, self.clock, self.clock.advance
-        )
+        self.manager = build_cascade(tiers, [link], options, self.clock, self.clock.advance)
 
     @property
     def counters(self) -> LinkCounters:
