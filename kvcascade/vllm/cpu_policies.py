@@ -1,4 +1,4 @@
-"""Our replacement policies for vLLM's own CPU manager.
+"""Our eviction policies for vLLM's own CPU manager.
 
     "eviction_policy": "S3FifoPolicy", "cache_policy_module_path": "kvcascade.vllm_policies"
 
@@ -22,7 +22,7 @@ from ..tiers.policies.ordered import tag_of
 from .generation import chunk_slot, key_positions
 
 PUBLIC_MODULE = "kvcascade.vllm_policies"
-"""Module by whose name users and vLLM find these classes."""
+"""Name of the module that users and vLLM import these classes from."""
 
 
 def _tags(keys: Iterable[OffloadKey]) -> list[int]:
@@ -116,4 +116,4 @@ def _policy(order_name: str, order: type[EvictionOrder]) -> type[_OrderPolicy]:
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.__name__: policy for policy in map(_policy, ORDERS, ORDERS.values())
 }
-"""Every built-in order as a policy of vLLM, by class name: `LruOrder` gives `LruPolicy`."""
+"""All built-in orders as policies of vLLM, by class name: `LruOrder` gives `LruPolicy`."""

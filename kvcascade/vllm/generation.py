@@ -63,8 +63,8 @@ def supported(generations: Sequence[Generation] = GENERATIONS) -> str:
 def adapter() -> str:
     """Return the name of the module with the adapter for the installed vLLM.
 
-    The interface for offloading was rebuilt several times. Its generations are told apart by their
-    modules and by the names in them. Raises `ConfigError` if no adapter fits.
+    vLLM rebuilt its interface for offloading several times. The generations differ in their modules
+    and in the names in them. Raises `ConfigError` if no adapter fits.
     """
     if not _offers("vllm"):
         raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")

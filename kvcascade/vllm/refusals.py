@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def refuse_platform() -> None:
-    """Raises `ConfigError` if vLLM runs on devices that no copier reads. A vLLM that has found no
-    device stops by itself."""
+    """Raise `ConfigError` if vLLM runs on devices that no copier supports.
+
+    If vLLM has found no device, it stops by itself.
+    """
     from vllm.platforms import current_platform
 
     kind = current_platform.device_type

@@ -4,10 +4,9 @@
     "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
                          "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
 
-The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes
-everything through; this tier is bounded, evicts by its own policy, verifies every block that it
-reads, and names the model in its namespace.
-All methods are called by the scheduler thread.
+The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes every
+block through. This tier is bounded, evicts by its own policy, verifies every block that it reads,
+and has the model in its namespace. The scheduler thread calls all methods.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
 logger = get_logger(__name__)
 
 MAX_KEPT_S = 5.0
-"""Seconds that transfers under way get at shutdown."""
+"""Longest wait for transfers in flight at shutdown."""
 
 
 @dataclass(slots=True)
 class _Used:
-    """What one request did with this tier's blocks."""
+    """Blocks of this tier that one request used."""
 
     keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks it asked for, stored or used, and whether a store or a load counted that."""
+    """Blocks that were looked up, stored or loaded, and whether a store or load counted the use."""
 
 
 class KVCascadeTier(SecondaryTierManager):
@@ -78,7 +77,7 @@ class KVCascadeTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """`options`: an `nvme` tier's, `label`, `weights_id`, `on_reset`. Raises our errors."""
+        """`options`: those of the module's docstring. Raises one of our errors."""
         if backpressure_detector is None:  # an argument of later versions
             super().__init__(offloading_spec, primary_kv_view, tier_type)
         else:
@@ -86,7 +85,7 @@ class KVCascadeTier(SecondaryTierManager):
         log_beside_vllm()
         self._rows = primary_kv_view.cast("B")
         assert primary_kv_view.strides is not None, "a view has strides"
-        self._row_bytes = primary_kv_view.strides[0]  # versions as old as 0.28 do not say it
+        self._row_bytes = primary_kv_view.strides[0]  # up to 0.28 nothing else states it
         settings = checked_tier(options, ThisMachine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
@@ -143,7 +142,7 @@ class KVCascadeTier(SecondaryTierManager):
         return [to_vllm_event(event) for event in self._jobs.take_events()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        """Note the keys, to count them once; called at every step of a request up to 0.30."""
         used = _used_by(req_context)
         for key in _hashes(keys):
             used.setdefault(key, False)
@@ -161,9 +160,9 @@ class KVCascadeTier(SecondaryTierManager):
         self._jobs.maintain()
 
     def drain_jobs(self) -> None:
-        """vLLM calls this in `reset_cache` and nowhere else, and resets no tier but its own.
+        """Drain and reset: vLLM calls this only in `reset_cache`, and resets only its own tier.
 
-        The weights may have been updated in place, so no older block may be a hit from here on.
+        The weights may have been updated in place, so no older block may be a hit afterwards.
         """
         self._jobs.drain()
         if self._on_reset is OnReset.INVALIDATE:
@@ -205,8 +204,8 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
     shape = {
         **shape_facts(config),
         "rows": f"vLLM's tiering, {row_bytes} bytes",
-        # Nothing of ours runs in workers: which backends they took is known if the one worker
-        # lives in this process, and otherwise what `shape_facts` says must do.
+        # None of our code runs in workers. Their attention backends are known only if the one
+        # worker lives in this process; otherwise `shape_facts` must suffice.
         "layers": packing_of_layers(
             engine_config, layer_names(config), getattr(cache, "num_gpu_blocks", 0) or 1
         ),
