@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import sizes
 from ..config.machine import ThisMachine, cpu_capacity, writing
-from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from ..config.schema import (
+    DEFAULT_FLUSH_S,
+    CascadeConfig,
+    DirectIO,
+    Movers,
+    NvmeTierOptions,
+    WriteMode,
+)
 from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
@@ -52,11 +59,11 @@ COPY_THREADS = 2
 """Threads of a worker on the CPU platform that copy pages, one per direction."""
 
 
-FileSystemOf = Callable[[NvmeTier], FileSystem]
+FileSystemOf = Callable[[NvmeTierOptions], FileSystem]
 """Returns the file system for an NVMe tier with these options."""
 
 
-def real_file_system(options: NvmeTier) -> FileSystem:
+def real_file_system(options: NvmeTierOptions) -> FileSystem:
     """Return the machine's file system, with direct I/O if the options allow it."""
     return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
 
@@ -325,7 +332,7 @@ def _kept_directory(
     return KeptDirectory(backend.capacity, table, lambda: _epoch_of(tiers))
 
 
-def _has_mover(options: NvmeTier, file_system: FileSystemOf) -> bool:
+def _has_mover(options: NvmeTierOptions, file_system: FileSystemOf) -> bool:
     """Return whether a mover process is used; it can use only the machine's file system."""
     return options.movers is Movers.PROCESS and file_system is real_file_system
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config.machine import Machine, check_machine, check_nvme
 from ..config.options import noting
-from ..config.schema import AdmissionMode, CascadeConfig, NvmeTier, parse
+from ..config.schema import AdmissionMode, CascadeConfig, NvmeTierOptions, parse
 from ..errors import ConfigError
 from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
 from ..tiers.policies import known_names, order_class
@@ -38,7 +38,7 @@ def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
     for tier in config.tiers:
         with noting(noted):
             order_class(tier.policy)
-        if isinstance(tier, NvmeTier):
+        if isinstance(tier, NvmeTierOptions):
             with noting(noted):
                 admission_rule(tier.admission)
 

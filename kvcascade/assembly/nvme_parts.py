@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
-from ..config.schema import NvmeTier
+from ..config.schema import NvmeTierOptions
 from ..errors import KVCascadeError, os_errors
 from ..logs import get_logger
 from ..manager.admission import WriteBudget
@@ -36,7 +36,7 @@ room for other namespaces in the path."""
 
 
 def io_threads_of(
-    options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
+    options: NvmeTierOptions, executors: list[ThreadPoolExecutor], undo: ExitStack
 ) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
     """Return threads for stores and for loads, so that a load never queues behind a store."""
     for direction in ("store", "load"):
@@ -46,14 +46,14 @@ def io_threads_of(
     return executors[-2], executors[-1]
 
 
-def slots_of_segment(options: NvmeTier, block_bytes: int) -> int | None:
+def slots_of_segment(options: NvmeTierOptions, block_bytes: int) -> int | None:
     """Return the configured slots of a segment; None if the tier decides."""
     size = options.segment_size
     return None if size is None else max(1, size.of(0) // block_bytes)
 
 
 def open_nvme(
-    options: NvmeTier,
+    options: NvmeTierOptions,
     block_bytes: int,
     key: NamespaceKey,
     executor: ThreadPoolExecutor,
@@ -97,7 +97,7 @@ def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
     return ChainNotes(ChainLog(cells))
 
 
-def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
+def nvme_level(name: str, options: NvmeTierOptions, tier: nvme.NvmeTier) -> Tier:
     """Return an open tier for the manager. Raises `ConfigError` for names that do not exist."""
     policy = create(
         options.policy, tier.backend.capacity, tier.directory, tier.arrays, with_usage=True
@@ -116,7 +116,7 @@ def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
     )
 
 
-def _write_budget(options: NvmeTier, totals: Callable[[], DayTotals]) -> WriteBudget | None:
+def _write_budget(options: NvmeTierOptions, totals: Callable[[], DayTotals]) -> WriteBudget | None:
     if options.write_budget is None:
         return None
     return WriteBudget(options.write_budget.of(nvme_disk_bytes(options, ThisMachine())), totals)

@@ -20,7 +20,7 @@ import psutil
 
 from .cgroup import group_memory
 from .options import At, noting
-from .schema import CascadeConfig, CpuTier, NvmeTier, WriteMode
+from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
 from .sizes import Share, Size, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
@@ -144,7 +144,7 @@ class ThisMachine(Machine):
         return sum(_bytes_below(namespace) for namespace in namespaces)
 
 
-def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
+def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the total size of the tier's disks in bytes."""
     return sum(disk.total for disk in _disks(tier, machine))
 
@@ -152,7 +152,8 @@ def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
 def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
     """Raise `ConfigError` for the first option that does not fit the machine, or collect all."""
     for tier in config.tiers[:1]:
-        if isinstance(tier, CpuTier):  # with `noted`, a tier that could not be parsed is absent
+        # With `noted`, a tier that could not be parsed is absent.
+        if isinstance(tier, CpuTierOptions):
             at = At(f"{tier.key}.arena_dir")
             with noting(noted), _looking_at(at, tier.arena_dir):
                 _check_cpu(tier, machine)
@@ -238,12 +239,12 @@ def write_mode_for(cpu_bytes: int, nvme_bytes: int) -> WriteMode:
     return WriteMode.BACK if nvme_bytes >= BACK_RATIO * cpu_bytes else WriteMode.DEMOTE
 
 
-def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
+def cpu_capacity(tier: CpuTierOptions, machine: Machine) -> int:
     """Return the tier's capacity in bytes."""
     return tier.capacity.of(machine.memory().total)
 
 
-def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
+def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the tier's capacity in bytes, over all its paths."""
     return tier.capacity.of(nvme_disk_bytes(tier, machine))
 
@@ -260,7 +261,7 @@ def file_system_of(directory: str) -> str:
     return kind
 
 
-def _check_cpu(tier: CpuTier, machine: Machine) -> None:
+def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
     at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
     folder = tier.arena_dir
     if machine.kind(folder) is not PathKind.FOLDER:
@@ -306,7 +307,7 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
     raise at.wrong(str(path), f"{problem}; create it, or give another folder")
 
 
-def _check_disks(tier: NvmeTier, machine: Machine) -> None:
+def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     at = At(f"{tier.key}.capacity")
     disks = _disks(tier, machine)
     own = sum(machine.used_by_namespaces(path) for path in tier.path)
@@ -341,7 +342,7 @@ def _looking_at(at: At, path: Path) -> Iterator[None]:
         raise at.wrong(str(path), problem) from None
 
 
-def _disks(tier: NvmeTier, machine: Machine) -> list[Disk]:
+def _disks(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
     """Return the file systems of a tier's paths, each once."""
     found = (machine.disk(_nearest(path, machine)) for path in tier.path)
     return list({disk.device: disk for disk in found}.values())

@@ -134,7 +134,7 @@ def _direct_io(at: At, value: Any) -> DirectIO:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuTier:
+class CpuTierOptions:
     """Options of the tier in shared memory."""
 
     type: ClassVar[str] = "cpu"
@@ -158,7 +158,7 @@ class CpuTier:
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeTier:
+class NvmeTierOptions:
     """Options of a tier on disk."""
 
     type: ClassVar[str] = "nvme"
@@ -189,11 +189,11 @@ class NvmeTier:
     """Approximate bytes of one segment file; `None`: 1 GiB, adapted to the tier's size."""
 
 
-TierConfig = CpuTier | NvmeTier
+TierConfig = CpuTierOptions | NvmeTierOptions
 """Options of one tier."""
-BELOW: Mapping[str, type[NvmeTier]] = {NvmeTier.type: NvmeTier}
+BELOW: Mapping[str, type[NvmeTierOptions]] = {NvmeTierOptions.type: NvmeTierOptions}
 """Types of tiers below the first, and the classes of their options."""
-TIER_TYPES = (CpuTier.type, *BELOW)
+TIER_TYPES = (CpuTierOptions.type, *BELOW)
 
 
 def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
@@ -207,7 +207,7 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
             tiers.append(_tier(at.item(index), item, index))
     owners: dict[Path, str] = {}
     for tier in tiers:
-        for path in tier.path if isinstance(tier, NvmeTier) else ():
+        for path in tier.path if isinstance(tier, NvmeTierOptions) else ():
             clash = f"is used by {owners.get(path)} already; give a folder that is used once"
             with noting(at.noted):
                 if path in owners:
@@ -231,7 +231,7 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
     options = {name: option for name, option in value.items() if name != "type"}
     if index:
         return read_options(BELOW[value["type"]], at, options, also=["type"])
-    tier = read_options(CpuTier, at, options, also=["type"])
+    tier = read_options(CpuTierOptions, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
         raise at.below("high_watermark").wrong(str(tier.high_watermark), problem)
@@ -245,7 +245,7 @@ class CascadeConfig:
     key: str
     """Empty, because the options are at the top level."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
-    """From the fastest down; the first is the only `CpuTier`."""
+    """From the fastest down; the first is the only `CpuTierOptions`."""
     write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
     """Time of writing a block to the tier below; `None`: chosen by `machine.writing`."""
     dirty_age_s: Annotated[float, seconds] = 5.0
@@ -272,15 +272,15 @@ class CascadeConfig:
     """Identity of the weights; `None`: determined from the model."""
 
     @property
-    def cpu(self) -> CpuTier:
+    def cpu(self) -> CpuTierOptions:
         """The first tier."""
-        assert isinstance(self.tiers[0], CpuTier)
+        assert isinstance(self.tiers[0], CpuTierOptions)
         return self.tiers[0]
 
     @property
-    def nvme(self) -> tuple[NvmeTier, ...]:
+    def nvme(self) -> tuple[NvmeTierOptions, ...]:
         """The NVMe tiers, below the first tier."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTier))
+        return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
 
 
 def parse(

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from ..assembly.named import checked_tier
 from ..assembly.nvme_parts import io_threads_of, nvme_level, open_nvme
 from ..config.machine import ThisMachine
-from ..config.schema import CascadeConfig, NvmeTier, OnReset
+from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
 from ..manager.below.solo import SoloTier
@@ -41,7 +41,7 @@ from ..manager.flow import Link
 from ..tiers.base import BlockHash
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.tier import NvmeTier as OpenTier
+from ..tiers.nvme.tier import NvmeTier
 from . import engine_facts
 from .generation import chunk_rows, known_fields, set_state, state_of
 from .kv_layers import layer_names
@@ -177,8 +177,8 @@ class KVCascadeTier(SecondaryTierManager):
         self._tier.close()
 
     def _open(
-        self, options: NvmeTier, key: NamespaceKey, with_events: bool, undo: ExitStack
-    ) -> tuple[OpenTier, TierJobs]:
+        self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
+    ) -> tuple[NvmeTier, TierJobs]:
         stores, loads = io_threads_of(options, self._executors, undo)
         file_system = RealFileSystem(direct=str(options.direct_io) != "off")
         tier = open_nvme(options, self._row_bytes, key, stores, file_system)

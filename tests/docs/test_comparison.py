@@ -12,8 +12,8 @@ import pytest
 from kvcascade.config.schema import (
     AdmissionMode,
     CascadeConfig,
-    CpuTier,
-    NvmeTier,
+    CpuTierOptions,
+    NvmeTierOptions,
     WriteMode,
 )
 from kvcascade.tiers.policies import ORDERS
@@ -105,7 +105,11 @@ def test_what_only_a_thread_says_is_reported(table: Table) -> None:
 
 
 def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
-    options = {each.name for kind in (CascadeConfig, CpuTier, NvmeTier) for each in fields(kind)}
+    options = {
+        each.name
+        for kind in (CascadeConfig, CpuTierOptions, NvmeTierOptions)
+        for each in fields(kind)
+    }
     values = {*ORDERS, *WriteMode, *AdmissionMode}
     used = set().union(*map(named, OURS)) - {"vllm serve", "kill -9"}
     assert used <= options | values
@@ -115,7 +119,9 @@ def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
 def test_defaults_of_kvcascade_are_as_said() -> None:
     cells = [value for row in OURS for value in row.values()]
     default = {
-        each.name: each.default for kind in (CascadeConfig, NvmeTier) for each in fields(kind)
+        each.name: each.default
+        for kind in (CascadeConfig, NvmeTierOptions)
+        for each in fields(kind)
     }
     said = re.findall(r"`promotion_deadline_s`\D{0,20}(\d+) s", " ".join(cells))
     assert [float(seconds) for seconds in said] == [default["promotion_deadline_s"]]
