@@ -1,4 +1,4 @@
-"""The CPU tier: a shared-memory arena of slots and the backend that hands them out."""
+"""The CPU tier: a shared-memory arena of slots and the backend that allocates them."""
 
 from .arena import Arena, ArenaRole
 from .arena_file import arena_path, sweep

@@ -4,20 +4,23 @@
 
 Guarantees:
 
-- All processes of an engine see the same memory, or `open` raises: the scheduler, which comes last,
-  checks that every rank has mapped this very file, so it can never sit on an empty second one.
-- Two engines with one engine_id never mix: a rank that a live process holds cannot be taken.
-- The name goes away as soon as the scheduler and all ranks have mapped the file, so kill -9 of
-  anything afterwards leaves nothing. Before that, whoever closes removes it; after kill -9 the
-  next `open` in the directory does (`sweep`). An arena whose geometry says `kept` gets a lasting
-  name then, and the next engine of the same geometry takes it over with what its table names.
+- All processes of an engine see the same memory, or `open` raises. The scheduler opens last. It
+  checks that every rank has mapped this very file, so it cannot map a second, empty one.
+- Two engines with one engine_id never share an arena: a rank that a live process holds cannot be
+  claimed.
+- The file loses its name as soon as the scheduler and all ranks have mapped it. A `kill -9` after
+  that leaves no file. Before that, `close` removes the file. After a `kill -9`, the next `open` in
+  the directory removes it (`sweep`).
+- A kept arena (`ArenaGeometry.kept`) gets a lasting name instead. The next engine of the same
+  geometry takes it over, with the blocks that its slot table records.
 
-Not guaranteed: any order between processes. Who may write a slot when is the manager's business;
-a slot has one writer at a time and readers only after the manager was told that it is complete.
+Not guaranteed: any order between processes. The manager decides which process writes a slot, and
+when. A slot has one writer at a time. Readers start only after the manager knows that it is
+complete.
 
-`open` may take seconds (it reserves memory); nothing else blocks. The arrays and views may be used
-from any thread. `close` must come after the last transfer; views that outlive it keep the mapping
-and the locks alive until they are dropped, and stay valid.
+`open` may take seconds, as it reserves memory; no other call blocks. Any thread may use the arrays
+and views. Call `close` after the last transfer. Views that outlive `close` stay valid, and keep the
+mapping and the locks until they are dropped.
 """
 
 from __future__ import annotations
@@ -64,31 +67,35 @@ _NO_DIGEST = bytes(layout.DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class ArenaRole:
-    """What the opening process is to the engine."""
+    """Role of the opening process in its engine: one worker rank, or the scheduler."""
 
     rank: int | None
-    """The worker's rank, from 0; None for the scheduler."""
+    """Rank of the worker, from 0; None for the scheduler."""
     may_make: bool = True
-    """False for a scheduler that comes after its workers: it only joins what they made."""
+    """True if the process may create the arena. False for a scheduler that starts after its
+    workers: it only joins their arena."""
 
     @classmethod
     def worker(cls, rank: int) -> ArenaRole:
-        """The worker process of this rank."""
+        """Return the role of the worker process of this rank."""
         return cls(rank)
 
     @classmethod
     def scheduler(cls, *, expect_workers: bool = True) -> ArenaRole:
-        """The scheduler. `expect_workers=False` (drivers, tools): it may be the first or alone."""
+        """Return the role of the scheduler.
+
+        With `expect_workers=False` (drivers, tools) it may start first or run without workers.
+        """
         return cls(None, may_make=not expect_workers)
 
     @property
     def record(self) -> int:
-        """Number of the role's record in the header."""
+        """Index of the role's record in the header."""
         return SCHEDULER_RECORD if self.rank is None else self.rank
 
 
 class Arena:
-    """The mapped arena; make it with `Arena.open`."""
+    """The mapped arena. `Arena.open` creates it."""
 
     def __init__(self, file: ArenaFile, role: ArenaRole) -> None:
         """Map a ready file and take over its descriptor."""
@@ -98,7 +105,7 @@ class Arena:
         self.token = file.header.token
         self.is_huge = file.header.is_huge
         self._fd = file.fd
-        self._may_unlink = file.is_made  # or, later, because it has a role here
+        self._may_unlink = file.is_made  # set later as well, once this process holds its role
         with os_errors(f"mapping the CPU arena {file.path}"):
             self._map: memoryview | None = map_file(file.fd, file.size_bytes)
         self._page: memoryview | None = self._map[:HEADER_BYTES]
@@ -117,14 +124,14 @@ class Arena:
         wait: Wait = time.sleep,
         probe: Probe = probe_machine,
     ) -> Arena:
-        """Make or join the arena of `engine_id` and claim this process's role in it.
+        """Create or join the arena of `engine_id`, and claim this process's role in it.
 
-        Leftover arenas of dead processes in `arena_dir` are removed first. `clock`, `wait` and
-        `probe` are the machine's; tests pass their own.
+        Removes the leftover arenas of dead processes in `arena_dir` first. `clock`, `wait` and
+        `probe` default to those of the machine; tests pass their own.
 
-        Raises `ConfigError` (no room for it, bad directory or rank), `NoSpaceError`,
-        `FormatError` (a peer came to another geometry), `InUseError` (the role is taken by a live
-        process, the workers are not there), `TierIOError`.
+        Raises `ConfigError` (too large, bad directory or rank), `NoSpaceError`, `FormatError` (the
+        file has another geometry), `InUseError` (a live process holds the role, or workers are
+        missing), `TierIOError`.
         """
         if role.rank is not None and not 0 <= role.rank < geometry.world_size:
             raise ConfigError(
@@ -154,13 +161,13 @@ class Arena:
 
     @property
     def slots(self) -> ByteArray:
-        """All slots, uint8 of shape `(slots, slot_bytes)`, over the shared memory."""
+        """All slots: uint8 array over the shared memory, shape `(slots, slot_bytes)`."""
         if self._slots is None:
             raise ClosedError("the CPU arena is closed; open it again")
         return self._slots
 
     def slot_table(self) -> SlotTable:
-        """The table of a kept arena, over the shared memory."""
+        """Return the slot table of a kept arena, over the shared memory."""
         assert self.geometry.kept, "only a kept arena has a table"
         if self._map is None:
             raise ClosedError("the CPU arena is closed; open it again")
@@ -173,14 +180,14 @@ class Arena:
         return int(self.slots.ctypes.data)
 
     def slot_view(self, slot: int) -> memoryview:
-        """The whole row of one slot, all ranks and the padding: `slot_bytes` writable bytes."""
+        """Return the row of one slot, ranks and padding: `slot_bytes` writable bytes."""
         return memoryview(self.slots[slot])
 
     def duplicate(self) -> int:
-        """A descriptor of the same memory for a helper process: it has no role.
+        """Return a descriptor of the same memory for a helper process, which has no role.
 
-        It holds the shared lock: while the helper lives, nobody takes the memory for abandoned.
-        Slot 0 begins at `HEADER_BYTES`. The caller closes it. Raises `TierIOError`.
+        The descriptor holds the shared lock, so the arena counts as in use while the helper lives.
+        Slot 0 begins at `HEADER_BYTES`. The caller closes the descriptor. Raises `TierIOError`.
         """
         self._header()
         with os_errors(f"opening the CPU arena {self.path} once more"):
@@ -189,13 +196,16 @@ class Arena:
         return fd
 
     def publish_layout(self, digest: bytes) -> None:
-        """Worker: leave the 16-byte digest of this rank's KV tensor layout for the scheduler."""
+        """Publish the 16-byte digest of this rank's KV tensor layout for the scheduler.
+
+        Only a worker may call this.
+        """
         assert self.role.rank is not None, "only a worker has a layout"
         assert len(digest) == layout.DIGEST_BYTES
         self._write_record(RecordState.PUBLISHED, digest)
 
     def layout_digests(self) -> list[bytes | None]:
-        """What each rank published, by rank; None for one that has not."""
+        """Return the layout digest of each rank, by rank; None for a rank that published none."""
         records = [
             layout.read_record(self._header(), rank) for rank in range(self.geometry.world_size)
         ]
@@ -204,7 +214,7 @@ class Arena:
         ]
 
     def missing_ranks(self) -> list[int]:
-        """Ranks that no live process holds, this one left out."""
+        """Return the ranks that no live process holds, except the rank of this process."""
         self._header()
         return [
             rank
@@ -214,25 +224,29 @@ class Arena:
         ]
 
     def prefault(self, executor: Executor | None = None) -> None:
-        """Fault in the pages that this process will touch, in parallel; never changes a byte.
+        """Fault in the pages that this process will touch, in parallel. Never changes a byte.
 
-        A worker takes its own part of every slot: page tables are per process, so nobody can do
-        this for another, and the pages of the others it never touches. All ranks run at the same
-        time, which spreads the zeroing of the memory over them. The scheduler, which moves whole
-        slots, takes everything, and may leave the call out: its I/O threads then fault pages as
-        they come, inside system calls. With GPU registration (which faults everything) the call is
-        not needed either. Raises `NoSpaceError`, `TierIOError`.
+        A worker faults in its own part of every slot and never touches the other parts. Page tables
+        are per process, so each process must do this for itself. All ranks run at the same time,
+        which spreads the zeroing of the memory over them.
+
+        The scheduler moves whole slots, so it faults in everything. It may omit the call: its I/O
+        threads then fault pages in one by one, inside system calls. GPU registration faults in
+        every page, so the call is not needed there either. Raises `NoSpaceError`, `TierIOError`.
         """
         prefault(self._pieces(), executor)
 
     def close(self) -> None:
-        """Unmap, give up the role, and remove the name if it is still this file's. Idempotent."""
+        """Unmap the arena, release the role, and remove the name if it still leads to this file.
+
+        Idempotent.
+        """
         if self._map is None or self._page is None:
             return
         if self._may_unlink:
             give_up_name(self.path, self._fd, self.geometry.kept)
         self._page.release()
-        self._map = self._page = self._slots = None  # the last view to go unmaps
+        self._map = self._page = self._slots = None  # the last view unmaps
         os.close(self._fd)
 
     def __enter__(self) -> Arena:
@@ -252,10 +266,12 @@ class Arena:
         return self._page
 
     def _part_offset(self, rank: int) -> int:
+        """Return the offset of a rank's part within a slot, in bytes."""
         assert 0 <= rank < self.geometry.world_size
         return 0 if self.geometry.replicated else rank * self.geometry.rank_bytes
 
     def _claim(self) -> None:
+        """Lock this process's role. Raises `InUseError` if a live process holds it."""
         if not ofd_locks.try_lock(self._fd, layout.record_offset(self.role.record)):
             holder = layout.read_record(self._header(), self.role.record).pid
             who = "scheduler" if self.role.rank is None else f"rank {self.role.rank}"
@@ -272,6 +288,7 @@ class Arena:
         layout.write_record(self._header(), self.role.record, record)
 
     def _await_ranks(self, clock: Clock, wait: Wait) -> None:
+        """Wait until live processes hold all ranks. Raises `InUseError` after the time limit."""
         deadline = clock() + JOIN_TIMEOUT_S
         missing = self.missing_ranks()
         for _ in range(int(JOIN_TIMEOUT_S / POLL_S)):
@@ -286,7 +303,10 @@ class Arena:
             )
 
     def _drop_name_if_complete(self) -> None:
-        """Remove the name once everybody is in; whoever comes last sees it."""
+        """Remove the name if the scheduler and all ranks have mapped the file.
+
+        Each process calls this after its claim, so the last one to join removes the name.
+        """
         scheduler = layout.record_offset(SCHEDULER_RECORD)
         if self.role.rank is not None and not ofd_locks.held_by_other(self._fd, scheduler):
             return
@@ -294,6 +314,7 @@ class Arena:
             give_up_name(self.path, self._fd, self.geometry.kept)
 
     def _pieces(self) -> Iterator[list[Span]]:
+        """Yield the memory to fault in, in pieces of about `PIECE_BYTES`."""
         geometry = self.geometry
         base = self.base_address
         if self.role.rank is None or geometry.parts == 1:

@@ -1,28 +1,31 @@
-"""Making, joining and removing the arena's file, safe against any process dying at any point.
+"""Create, join and remove the arena file; safe if any process dies at any point.
 
 Guarantees:
 
-- Exactly one process makes the file of a name; the others see it complete or not at all.
-- A file nobody alive holds, or whose maker is dead, is never joined: a worker replaces it, so a
-  crashed engine blocks nobody. What it does to a surviving process is nothing: that one keeps
-  its mapping of memory that has no name any more.
-- No memory is allocated before the capacity check; when a file is ready all of its pages are
-  reserved, so touching them later cannot fail for lack of space (SIGBUS).
+- Exactly one process creates the file of a name. The others see it complete or not at all.
+- A process never joins a file that no live process holds, or whose maker is dead. A worker replaces
+  such a file, so a crashed engine blocks no other. A surviving process keeps its mapping of the
+  replaced file, which no longer has a name.
+- No memory is allocated before the capacity check. All pages of a ready file are reserved, so
+  touching them later cannot fail for lack of space (SIGBUS).
 
-How: the maker creates the file (O_EXCL, 0600), locks the maker byte, takes the shared flock, and
-only then looks whether the name still leads to its file; a racing opener that found the file in
-between, unlocked, has removed it as stale, and the maker starts again. A joiner holds the shared
-flock before it looks at the maker byte, so a maker it sees as dead is dead.
+The maker creates the file (O_EXCL, 0600), locks the maker byte and takes the shared flock. Only
+then does it check that the name still leads to its file. A racing opener may have found the file
+unlocked and removed it as stale; the maker then starts again. A joiner takes the shared flock
+before it tests the maker byte, so a maker that it sees as dead is dead.
 
-An arena that is kept gets a lasting name once everybody has mapped it. A later maker takes it over
-only if it can have the exclusive flock, so never from anybody alive (a process that may write into
-slots holds the shared one), keeps that until the header is a new arena's, and shares it then.
-The ranks of an engine come at the same time: they take turns at taking one over or else making the
-name, or one would make a new file beside the arena that another is just taking over. A turn takes
-milliseconds, as the memory is reserved after it; who does not get it in time goes on without.
+A kept arena gets a lasting name once every process has mapped it. A later maker takes it over only
+with the exclusive flock. A live process that may write into slots holds the shared flock, so its
+arena cannot be taken. The maker holds the exclusive flock until the header describes a new arena,
+and changes to the shared one then.
 
-Assumes one host, a local file system that supports both kinds of locks (tmpfs, hugetlbfs, ext4,
-xfs), and one user. Not thread-safe; each call opens its own file.
+The ranks of an engine start at the same time. A lock on the directory lets one of them at a time
+take an arena over or create the file. Without it, one rank could create a new file beside the arena
+that another rank is taking over. A rank holds this lock for milliseconds, because the memory is
+reserved after it. A rank that does not get the lock in time goes on without it.
+
+Assumes one host, one user, and a local file system that supports both kinds of locks (tmpfs,
+hugetlbfs, ext4, xfs). Not thread-safe; each call opens its own file.
 """
 
 from __future__ import annotations
@@ -49,64 +52,66 @@ from .locks import try_flock, turn_in
 from .nodes import spread
 
 Clock = Callable[[], float]
-"""Monotonic seconds."""
+"""Returns monotonic seconds."""
 Wait = Callable[[float], None]
-"""Let that many seconds pass."""
+"""Waits for a number of seconds."""
 Probe = Callable[[str], MachineMemory]
+"""Returns the memory available for an arena in a directory."""
 
 POLL_S = 0.01
 OPEN_ATTEMPTS_MAX = 1000
 MAKE_TIMEOUT_S = 600.0
-"""How long a maker that is alive may take to reserve the memory."""
+"""Longest time a live maker may take to reserve the memory, in seconds."""
 JOIN_TIMEOUT_S = 60.0
-"""How long the scheduler waits for the workers' file and for their ranks."""
+"""Longest time the scheduler waits for the workers' file and for their ranks, in seconds."""
 TURN_TIMEOUT_S = 5.0
-"""How long one waits for who is taking a kept arena over; it may be stopped."""
+"""Longest wait for another process that is taking a kept arena over, in seconds. That process may
+be stopped."""
 SWEEP_ENTRIES_MAX = 1024
-"""Leftover files that one sweep looks at."""
+"""Maximum number of leftover files that one sweep examines."""
 
 _MAKER_BYTE = 0
 _NAME = re.compile(r"kvcascade-[0-9a-f]{32}")
 _KEPT_NAME = re.compile(r"kvcascade-kept-[0-9a-f]{32}")
 KEPT_ENTRIES_MAX = 1024
-"""Kept arenas that are looked at for one to take over."""
+"""Maximum number of kept arenas that are examined."""
 _DIGEST_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaFile:
-    """An open, ready arena file; the shared flock is held through `fd`."""
+    """An open, ready arena file. `fd` holds the shared flock."""
 
     fd: int
     path: str
     size_bytes: int
     header: ArenaHeader
     is_made: bool
-    """True if this process made it."""
+    """True if this process created the file or took it over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaRequest:
-    """What `open_file` is asked for."""
+    """Parameters of `open_file`."""
 
     geometry: ArenaGeometry
     path: str
     may_make: bool
-    """False: wait for others to make it, and never replace what is there."""
+    """If False, wait for another process to create the file, and never replace an existing one."""
     clock: Clock
     wait: Wait
     probe: Probe
 
 
 def arena_path(arena_dir: str, engine_id: str) -> str:
-    """The file's name: the same in all processes of one engine of one user."""
+    """Return the path of the arena file, equal in all processes of one engine of one user."""
     name = f"{os.geteuid()}:{engine_id}".encode()
     digest = hashlib.blake2b(name, digest_size=_DIGEST_SIZE).hexdigest()
     return os.path.join(arena_dir, f"kvcascade-{digest}")
 
 
 def kept_arenas(arena_dir: str) -> list[str]:
-    """Paths of the arenas in a directory that outlived, or may outlive, their processes."""
+    """Return the paths of the kept arenas in a directory, in use or not."""
     with suppress(OSError), os.scandir(arena_dir) as entries:
         found = [entry.path for entry in entries if _KEPT_NAME.fullmatch(entry.name)]
         return sorted(found)[:KEPT_ENTRIES_MAX]
@@ -114,9 +119,9 @@ def kept_arenas(arena_dir: str) -> list[str]:
 
 
 def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
-    """The arena's own name is not needed any more; a kept one gets a lasting name instead.
+    """Remove the engine's name of the arena; give a kept arena a lasting name first.
 
-    True if the name was still that of the open file.
+    Return True if this call removed the name and it still led to the open file.
     """
     if not is_kept:
         return unlink_if_same(path, fd)
@@ -127,19 +132,20 @@ def give_up_name(path: str, fd: int, is_kept: bool) -> bool:
             return unlink_if_same(path, fd)
         os.unlink(lasting)
     except OSError:
-        return False  # gone already: somebody else gave it its name
+        return False  # gone already: another process gave the file its lasting name
     return False
 
 
 def drop_kept(path: str) -> bool:
-    """Remove a kept arena unless a live process holds it; True if it is gone."""
+    """Remove a kept arena unless a live process holds it. Return True if it was removed."""
     return bool(_KEPT_NAME.fullmatch(os.path.basename(path))) and _remove_stale(path)
 
 
 def kept_header(path: str) -> tuple[ArenaHeader, bool] | None:
-    """The header of a kept arena, and whether a live process holds it; None if it is none of ours.
+    """Return the header of a kept arena, and True if a live process holds it.
 
-    Takes the exclusive lock for a moment, as a maker that looks for one to take over does.
+    Return None if the file is not an arena of this user. Takes the exclusive lock for a moment, as
+    a maker does that searches for an arena to take over.
     """
     fd = _open_own(path)
     if fd is None:
@@ -154,7 +160,7 @@ def kept_header(path: str) -> tuple[ArenaHeader, bool] | None:
 
 
 def check_dir(arena_dir: str) -> None:
-    """Raise `ConfigError` unless files can be made in `arena_dir`."""
+    """Raise `ConfigError` unless this process can create files in `arena_dir`."""
     if not os.path.isdir(arena_dir):
         raise ConfigError(f"arena_dir: {arena_dir!r} is no directory; name one, such as /dev/shm")
     if not os.access(arena_dir, os.R_OK | os.W_OK | os.X_OK):
@@ -162,10 +168,11 @@ def check_dir(arena_dir: str) -> None:
 
 
 def open_file(request: ArenaRequest) -> ArenaFile:
-    """Make or join the file at `request.path`.
+    """Create or join the file at `request.path`.
 
-    Raises `ConfigError` (capacity), `NoSpaceError`, `FormatError` (other geometry or version),
-    `InUseError` (foreign owner, maker too slow or never there), `TierIOError`.
+    Raises `ConfigError` (capacity, or the file cannot be created), `NoSpaceError`, `FormatError`
+    (other geometry or version), `InUseError` (file of another user, slow or missing maker),
+    `TierIOError`.
     """
     deadline = request.clock() + JOIN_TIMEOUT_S
     patience = _Patience(request)
@@ -190,21 +197,21 @@ def open_file(request: ArenaRequest) -> ArenaFile:
 
 
 def unlink_if_same(path: str, fd: int) -> bool:
-    """Remove the name if it still leads to the open file; True if it did."""
+    """Remove the name if it still leads to the open file. Return True if it was removed."""
     try:
         named, held = os.stat(path, follow_symlinks=False), os.fstat(fd)
         if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
             return False
         os.unlink(path)
     except OSError:
-        return False  # gone already, or not ours to remove
+        return False  # gone already, or this process may not remove it
     return True
 
 
 def sweep(arena_dir: str) -> list[str]:
-    """Remove arena files that no live process holds; returns their paths.
+    """Remove arena files that no live process holds, and return their paths.
 
-    Never touches a file that is locked, of another user, or no arena. Errors are ignored.
+    Skips locked files, files of other users and files that are not arenas. Ignores errors.
     """
     removed: list[str] = []
     with suppress(OSError), os.scandir(arena_dir) as entries:
@@ -214,7 +221,7 @@ def sweep(arena_dir: str) -> list[str]:
 
 
 def _open_own(path: str) -> int | None:
-    """Open a regular file of this user; None if it is not one."""
+    """Open a regular file of this user. Return None for any other file or on an error."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -227,6 +234,7 @@ def _open_own(path: str) -> int | None:
 
 
 def _remove_stale(path: str) -> bool:
+    """Remove an arena file that no live process holds. Return True if it was removed."""
     fd = _open_own(path)
     if fd is None:
         return False
@@ -241,7 +249,7 @@ def _remove_stale(path: str) -> bool:
 
 
 class _Patience:
-    """Waits for a turn, over all attempts of one opener."""
+    """Limits the total wait for the directory lock, over all attempts of one opener."""
 
     def __init__(self, request: ArenaRequest) -> None:
         self._request = request
@@ -249,7 +257,7 @@ class _Patience:
         self._waits_left = int(TURN_TIMEOUT_S / POLL_S)
 
     def wait(self) -> bool:
-        """Wait a little; False if it was enough."""
+        """Wait for `POLL_S`. Return False, without waiting, if the limit is reached."""
         if self._waits_left == 0 or self._request.clock() >= self._until_s:
             return False
         self._waits_left -= 1
@@ -258,7 +266,10 @@ class _Patience:
 
 
 def _take_over(request: ArenaRequest) -> ArenaFile | None:
-    """A kept arena of the same shape that nobody holds, under this engine's name."""
+    """Take over a kept arena of the same geometry that no live process holds.
+
+    The arena gets this engine's name. Return None if there is no such arena.
+    """
     for path in kept_arenas(os.path.dirname(request.path)):
         fd = _open_own(path)
         if fd is None:
@@ -274,6 +285,10 @@ def _take_over(request: ArenaRequest) -> ArenaFile | None:
 
 
 def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
+    """Give a kept arena the requested name and a new header.
+
+    Return None if a live process holds it or its geometry differs.
+    """
     if not try_flock(fd, exclusive=True):
         return None
     old = layout.read_fixed(os.pread(fd, HEADER_BYTES, 0), path)
@@ -288,7 +303,7 @@ def _renamed(request: ArenaRequest, path: str, fd: int) -> ArenaFile | None:
 
 
 def _make(request: ArenaRequest, patience: _Patience) -> ArenaFile | None:
-    """Take a kept arena over, or make a new one; None if the name is there already."""
+    """Take a kept arena over, or create a new one. Return None if the name exists already."""
     taken, fd = None, None
     if request.geometry.kept:
         folder = os.path.dirname(request.path)
@@ -309,7 +324,7 @@ def _make(request: ArenaRequest, patience: _Patience) -> ArenaFile | None:
 
 
 def _create(request: ArenaRequest) -> int | None:
-    """Create the file; None if it is there already or a racing opener took it for stale."""
+    """Create the file. Return None if it exists, or if a racing opener removed it as stale."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(request.path, flags, 0o600)
@@ -331,7 +346,10 @@ def _create(request: ArenaRequest) -> int | None:
 
 
 def _is_ours_alone(path: str, fd: int) -> bool:
-    """Lock a file just created; False if another opener saw it unlocked and removed it."""
+    """Lock a file just created or renamed.
+
+    Return False if another opener saw it unlocked and removed it.
+    """
     with os_errors(f"locking {path}"):
         if not ofd_locks.try_lock(fd, _MAKER_BYTE) or not try_flock(fd, exclusive=False):
             unlink_if_same(path, fd)
@@ -340,7 +358,7 @@ def _is_ours_alone(path: str, fd: int) -> bool:
 
 
 def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
-    """Reserve the memory, write the header, let the others in."""
+    """Reserve the memory and write the header, which lets other processes join."""
     geometry, path = request.geometry, request.path
     memory = request.probe(os.path.dirname(path))
     size = layout.round_up(geometry.file_bytes, memory.block_bytes)
@@ -351,11 +369,12 @@ def _fill(request: ArenaRequest, fd: int) -> ArenaFile:
 
 
 def _write_header(request: ArenaRequest, fd: int, size: int, is_huge: bool) -> ArenaHeader:
+    """Write the header of a new arena, with no rank mapped, and mark it ready."""
     pid = os.getpid()
     creator = Creator(pid, process_start_ticks(pid))
     token = secrets.token_bytes(layout.TOKEN_BYTES)
     made = ArenaHeader(request.geometry, creator, token, is_huge)
-    # Through a mapping: hugetlbfs files cannot be written with write().
+    # Write through a mapping: hugetlbfs files do not support write().
     page_bytes = min(size, request.probe(os.path.dirname(request.path)).block_bytes)
     with os_errors(f"mapping {request.path}"), mmap.mmap(fd, page_bytes) as page:
         with memoryview(page) as view:
@@ -366,7 +385,7 @@ def _write_header(request: ArenaRequest, fd: int, size: int, is_huge: bool) -> A
 
 
 def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -> bool:
-    """Take all of the memory; True if it lies in huge pages."""
+    """Reserve all of the memory. Return True if it lies in huge pages."""
     path = request.path
     try:
         os.ftruncate(fd, size)
@@ -387,7 +406,7 @@ def _reserve(request: ArenaRequest, fd: int, size: int, memory: MachineMemory) -
 
 
 def _join(request: ArenaRequest) -> ArenaFile | None:
-    """Open an existing file once it is ready; None to try again from the start."""
+    """Open an existing file once it is ready. Return None if the caller must start again."""
     path = request.path
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -410,6 +429,10 @@ def _join(request: ArenaRequest) -> ArenaFile | None:
 
 
 def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
+    """Take the shared flock of a live arena and return its header.
+
+    Return None if the caller must start again. Removes a stale file if this process may make one.
+    """
     path = request.path
     with os_errors(f"joining {path}"):
         _check_owner(path, fd)
@@ -418,7 +441,7 @@ def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
                 unlink_if_same(path, fd)
             return None
         if not try_flock(fd, exclusive=False):
-            return None  # a peer is looking whether the file is stale
+            return None  # another process is testing whether the file is stale
         if not _wait_ready(request, fd):
             return None
         header = layout.read_fixed(os.pread(fd, HEADER_BYTES, 0), path)
@@ -431,7 +454,7 @@ def _join_locked(request: ArenaRequest, fd: int) -> ArenaHeader | None:
 
 
 def _wait_ready(request: ArenaRequest, fd: int) -> bool:
-    """Wait for the maker; False if it is dead or the name is gone."""
+    """Wait for the maker. Return False if it is dead or the file has no name any more."""
     deadline = request.clock() + MAKE_TIMEOUT_S
     for _ in range(int(MAKE_TIMEOUT_S / POLL_S) + 1):
         if os.fstat(fd).st_nlink == 0:
@@ -452,6 +475,7 @@ def _wait_ready(request: ArenaRequest, fd: int) -> bool:
 
 
 def _check_owner(path: str, fd: int) -> None:
+    """Raise `InUseError` unless the file is a private regular file of this user."""
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
         raise InUseError(
@@ -460,6 +484,7 @@ def _check_owner(path: str, fd: int) -> None:
 
 
 def _checked_size(fd: int, geometry: ArenaGeometry, path: str) -> int:
+    """Return the size of the file in bytes. Raises `FormatError` if it is too short."""
     size = os.fstat(fd).st_size
     if size < geometry.file_bytes:
         raise FormatError(f"{path} is {size} bytes, too short; remove it and start again")

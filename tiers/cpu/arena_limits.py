@@ -1,4 +1,4 @@
-"""What the machine has for an arena, asked before anything is allocated."""
+"""Memory and space available for an arena, checked before any allocation."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .huge_pages import may_share_huge_pages
 from .nodes import memory_nodes
 
 _PAGE_BYTES = 4096
-_START_TIME_FIELD = 19  # of /proc/<pid>/stat, counted after the command name
+_START_TIME_FIELD = 19  # field of /proc/<pid>/stat, counted after the command name
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Room for an arena in one directory."""
+    """Memory and space that an arena in one directory can use."""
 
     available_bytes: int
-    """Memory that can be had without swapping, within the limits of the container."""
+    """Memory that can be allocated without swapping, within the container's limits, in bytes."""
     dir_free_bytes: int
-    """Free space of the directory's file system."""
+    """Free space of the directory's file system, in bytes."""
     block_bytes: int
-    """Sizes of files in the directory are multiples of this (2 MiB or more on hugetlbfs)."""
+    """Unit of file sizes in the directory, in bytes (2 MiB or more on hugetlbfs)."""
     huge: bool
-    """True for hugetlbfs, whose memory is set aside and not part of `available_bytes`."""
+    """True for hugetlbfs. Its memory is reserved and not part of `available_bytes`."""
     may_gather: bool = False
-    """True if the kernel may be asked for huge pages there."""
+    """True if this process may request huge pages for files in the directory."""
     nodes: tuple[int, ...] = ()
-    """NUMA nodes among which its memory can be spread."""
+    """NUMA nodes over which the arena's memory can be spread."""
 
 
 def probe_machine(arena_dir: str) -> MachineMemory:
-    """Ask the machine. Raises ours for a directory that cannot be asked."""
+    """Read the limits of this machine. Raises a `KVCascadeError` if that fails."""
     with os_errors(f"asking for the free space of arena_dir {arena_dir}"):
         free = psutil.disk_usage(arena_dir).free
         block_bytes = os.statvfs(arena_dir).f_bsize
@@ -67,7 +67,7 @@ def check_capacity(total_bytes: int, arena_dir: str, memory: MachineMemory) -> N
 
 
 def process_start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 if it cannot be read."""
+    """Return the start time of a process in clock ticks since boot; 0 if it cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return int(stat.rpartition(")")[2].split()[_START_TIME_FIELD])

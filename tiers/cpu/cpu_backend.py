@@ -1,10 +1,11 @@
-"""The CPU tier's slots: who has which.
+"""Allocation of the CPU tier's slots.
 
-Statuses are views over one C array, made once and kept: `ref_counts` is the same memory as numpy
-sees it, so a scan over all blocks is one vector operation. Belongs to the manager's thread.
-Allocation takes the slots freed last (their memory is warm in caches), in ascending order; in a
-larger allocation freed slots are put in order first, so that blocks that travel together lie next
-to each other and move as one piece.
+The statuses are views over one C array, created once. `ref_counts` is the same memory as a numpy
+array, so a scan over all blocks is one vector operation. The manager's thread owns the backend.
+
+An allocation takes the slots that were freed last, because their memory is warm in caches. It
+returns them in ascending order. A larger allocation sorts freed slots first. Blocks that are
+transferred together then lie next to each other and move as one piece.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from ..base import NOT_READY, Backend, BlockHash, BlockStatus, LoadStoreSpec, Sl
 from .arena import Arena
 
 SORT_FROM_BLOCKS = 4
-"""Allocations of at least this many blocks look for neighbours."""
+"""Allocations of at least this many blocks sort free slots first, to get adjacent ones."""
 SORT_WINDOW_FACTOR = 4
-"""Free slots looked at per block of such an allocation."""
+"""Free slots sorted per block of such an allocation."""
 
 _block_id = attrgetter("block_id")
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Millions of new objects of which none is garbage: collecting would take most of the time."""
+    """Disable the garbage collector.
+
+    Use it while creating millions of objects of which none is garbage: collections would take most
+    of the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -42,17 +47,17 @@ def collector_paused() -> Iterator[None]:
 
 
 class CpuBackend(Backend):
-    """Slots of the CPU arena, medium `"CPU"`."""
+    """Allocates slots of the CPU arena. Its medium is `"CPU"`."""
 
     def __init__(self, block_size: int, capacity: int, arena: Arena | None = None) -> None:
-        """`capacity` slots of `block_size` bytes; `close` closes the arena, if one is given."""
+        """Create a backend of `capacity` slots of `block_size` bytes. `close` closes the arena."""
         super().__init__(block_size, "CPU", capacity)
         self.arena = arena
         table = (BlockStatus * capacity)()
         fields = np.frombuffer(memoryview(table), np.int32).reshape(capacity, 2)
         fields[:, 1] = np.arange(capacity, dtype=np.int32)
         self.ref_counts: npt.NDArray[np.int32] = fields[:, 0]
-        """`ref_cnt` of every slot, shape `(capacity,)`, live; 0 for free ones."""
+        """Live view of the `ref_cnt` of every slot, shape `(capacity,)`; 0 for free slots."""
         with collector_paused():
             self._statuses = list(table)
         self._taken = bytearray(capacity)
@@ -62,7 +67,7 @@ class CpuBackend(Backend):
 
     @classmethod
     def over(cls, arena: Arena) -> CpuBackend:
-        """The backend of a mapped arena, which it closes."""
+        """Return the backend of a mapped arena. Closing the backend closes the arena."""
         return cls(arena.geometry.slot_bytes, arena.geometry.slots, arena)
 
     def get_num_free_blocks(self) -> int:
@@ -92,7 +97,7 @@ class CpuBackend(Backend):
         return allocated
 
     def adopt(self, slots: Sequence[int]) -> list[BlockStatus]:
-        """Take these free slots, whose bytes are complete: an earlier engine left them."""
+        """Allocate these free slots. An earlier engine left complete blocks in them."""
         adopted = set(slots)
         self._free = [slot for slot in self._free if slot not in adopted]
         self._taken_flags[list(slots)] = 1
@@ -122,7 +127,7 @@ class CpuBackend(Backend):
         n = len(statuses)
         assert len(block_hashes) == n
         first = statuses[0].block_id if n else 0
-        if self._statuses[first : first + n] == statuses:  # a prefix mostly lies in adjacent slots
+        if self._statuses[first : first + n] == statuses:  # a prefix usually lies in adjacent slots
             return SlotSpec(np.arange(first, first + n, dtype=np.int32))
         return SlotSpec(np.fromiter(map(_block_id, statuses), np.int32, n))
 
@@ -139,7 +144,7 @@ class CpuBackend(Backend):
             self.arena = None
 
     def _sort_tail(self, window: int) -> None:
-        """Put the slots that leave next in descending order (they are taken from the end)."""
+        """Sort the free slots at the end, which are allocated next, in descending order."""
         tail = self._free[-window:]
         tail.sort(reverse=True)
         self._free[-window:] = tail

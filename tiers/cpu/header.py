@@ -1,4 +1,4 @@
-"""The first 4096 bytes of the CPU arena: what it is, who made it, who has mapped it.
+"""The first 4096 bytes of the CPU arena: its geometry, its creator and the processes that map it.
 
 All integers are little-endian.
 
@@ -17,11 +17,11 @@ All integers are little-endian.
 |             | 2 layout published), start time uint64, 16-byte digest of the KV tensor layout  |
 | 2560..2592  | the scheduler's record, the same fields                                         |
 
-Shared memory: bytes 0..128 are written once, before the state becomes ready. A record has one
-writer, the process that holds the kernel lock of its rank (see `arena_file`), and its state is
-written last. A reader on another core may see the state before the bytes it stands for: the
-checksum covers the fixed part; a digest is read again until two reads agree (`read_record`).
-Nothing here knows of processes or files.
+The header is shared memory. Bytes 0..128 are written once, before the state becomes ready. A record
+has one writer: the process that holds the kernel lock of its rank (see `arena_file`). It writes the
+state of the record last. A reader on another core may see the state before the other bytes. The
+checksum protects the fixed part. A record is read again until two reads agree (`read_record`). This
+module opens no files and looks up no processes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _FLAG_KEPT = 2
 _FLAG_HUGE = 4
 
 SCHEDULER_RECORD = MAX_RANKS
-"""Number of the scheduler's record, behind the records of the ranks."""
+"""Index of the scheduler's record, behind the records of the ranks."""
 
 assert _FIXED_START + _FIXED.size <= _FIXED_END <= _STATE_OFFSET
 assert _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size <= HEADER_BYTES
 
 
 class RecordState(IntEnum):
-    """How far a rank has come."""
+    """Progress of one rank in joining the arena."""
 
     FREE = 0
     MAPPED = 1
@@ -72,18 +72,18 @@ class RecordState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaGeometry:
-    """Shape of the arena; every process of an engine must come to the same one."""
+    """Shape of the arena; every process of an engine must compute the same one."""
 
     slots: int
-    """Number of blocks that fit."""
+    """Number of slots, one block each."""
     rank_bytes: int
     """Bytes of one block that belong to one worker."""
     world_size: int
     """Number of worker processes that map the arena."""
     replicated: bool = False
-    """True if all ranks hold the same bytes: a slot then has one part, which all of them use."""
+    """True if all ranks hold the same bytes: a slot then has one part, shared by all ranks."""
     kept: bool = False
-    """True if the arena outlives its processes: a table of what it holds lies behind the slots."""
+    """True if the arena outlives its processes: a slot table then lies behind the slots."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.rank_bytes < 1:
@@ -104,7 +104,7 @@ class ArenaGeometry:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes from one slot to the next: all parts, padded to 4096."""
+        """Bytes from one slot to the next: all parts, padded to a multiple of 4096."""
         return round_up(self.rank_bytes * self.parts, SLOT_ALIGN_BYTES)
 
     @property
@@ -114,12 +114,12 @@ class ArenaGeometry:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table behind the slots."""
+        """Bytes of the slot table; 0 unless the arena is kept."""
         return slot_table.table_bytes(self.slots) if self.kept else 0
 
     @property
     def file_bytes(self) -> int:
-        """Header, slots and table."""
+        """Bytes of header, slots and slot table together."""
         return HEADER_BYTES + self.data_bytes + self.table_bytes
 
     @classmethod
@@ -131,7 +131,10 @@ class ArenaGeometry:
         replicated: bool = False,
         kept: bool = False,
     ) -> ArenaGeometry:
-        """The geometry with as many slots as `capacity_bytes` holds, header included."""
+        """Return the geometry with the most slots that fit in `capacity_bytes`, header included.
+
+        Raises `ConfigError` if not even one block fits.
+        """
         slot_bytes = cls(1, rank_bytes, world_size, replicated).slot_bytes
         record_bytes = slot_table.RECORD_BYTES if kept else 0
         fixed_bytes, per_slot_bytes = HEADER_BYTES + record_bytes, slot_bytes + record_bytes
@@ -146,16 +149,17 @@ class ArenaGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Creator:
-    """The process that made an arena."""
+    """The process that created an arena."""
 
     pid: int
     start_ticks: int
-    """Start of the process in clock ticks since boot, which tells it from a reused pid."""
+    """Start time of the process in clock ticks since boot; it tells the process from a reused
+    pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHeader:
-    """The fixed part of the header."""
+    """Contents of the fixed part of the header."""
 
     geometry: ArenaGeometry
     creator: Creator
@@ -167,7 +171,7 @@ class ArenaHeader:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one process wrote about itself."""
+    """Record of one process in the header, written by that process."""
 
     pid: int
     state: RecordState
@@ -176,12 +180,12 @@ class RankRecord:
 
 
 def round_up(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `value`."""
+    """Return the smallest multiple of `step` that is at least `value`."""
     return -(-value // step) * step
 
 
 def write_fixed(page: memoryview, header: ArenaHeader) -> None:
-    """Write the fixed part, checksum included; the state stays as it is."""
+    """Write the fixed part and its checksum; the state does not change."""
     geometry, creator = header.geometry, header.creator
     fixed = _FIXED.pack(
         geometry.slots,
@@ -201,29 +205,29 @@ def write_fixed(page: memoryview, header: ArenaHeader) -> None:
 
 
 def clear_records(page: memoryview) -> None:
-    """The arena begins a new life: not ready, and nobody has mapped it."""
+    """Reset the arena to not ready, with no process mapped."""
     end = _RECORDS_OFFSET + (MAX_RANKS + 1) * _RECORD.size
     _STATE.pack_into(page, _STATE_OFFSET, 0)
     page[_RECORDS_OFFSET:end] = bytes(end - _RECORDS_OFFSET)
 
 
 def mark_ready(page: memoryview) -> None:
-    """Let others in: the fixed part is complete and the memory reserved."""
+    """Set the state to ready: the fixed part is complete and the memory is reserved."""
     _STATE.pack_into(page, _STATE_OFFSET, 1)
 
 
 def is_ready(page: bytes) -> bool:
-    """True if the maker has finished; `page` may be shorter than a header."""
+    """Return True if the maker has finished. `page` may be shorter than a header."""
     return len(page) >= HEADER_BYTES and _STATE.unpack_from(page, _STATE_OFFSET)[0] == 1
 
 
 def looks_like_arena(page: bytes) -> bool:
-    """True for an arena and for the stub of one whose maker died before it wrote the header."""
+    """Return True for an arena, or for a stub whose maker died before it wrote the header."""
     return page[:8] == MAGIC or not page.strip(b"\0")
 
 
 def read_fixed(page: bytes, name: str) -> ArenaHeader:
-    """Parse the fixed part. Raises `FormatError`; `name` says which file in the message."""
+    """Parse the fixed part. Raises `FormatError`, with `name` as the file in its message."""
     if len(page) < HEADER_BYTES or page[:8] != MAGIC:
         raise FormatError(f"{name} is no kvcascade arena; remove the file or set arena_dir")
     _, version, crc = _PREFIX.unpack_from(page, 0)
@@ -248,13 +252,13 @@ def read_fixed(page: bytes, name: str) -> ArenaHeader:
 
 
 def record_offset(number: int) -> int:
-    """Offset in bytes of a rank's record, or of `SCHEDULER_RECORD`."""
+    """Return the offset in bytes of a rank's record, or of `SCHEDULER_RECORD`."""
     assert 0 <= number <= SCHEDULER_RECORD
     return _RECORDS_OFFSET + number * _RECORD.size
 
 
 def write_record(page: memoryview, number: int, record: RankRecord) -> None:
-    """Write a record, its state last. Only the holder of the rank may call this."""
+    """Write a record, its state last. Only the process that holds the rank may call this."""
     offset = record_offset(number)
     packed = _RECORD.pack(record.pid, record.state, record.start_ticks, record.digest)
     page[offset + 8 : offset + _RECORD.size] = packed[8:]
@@ -263,7 +267,7 @@ def write_record(page: memoryview, number: int, record: RankRecord) -> None:
 
 
 def read_record(page: memoryview, number: int) -> RankRecord:
-    """Read a record that its owner may be writing. Raises `FormatError` if it is nonsense."""
+    """Read a record that its owner may be writing. Raises `FormatError` for an invalid state."""
     offset = record_offset(number)
     raw = bytes(page[offset : offset + _RECORD.size])
     for _ in range(_RECORD_READS_MAX):

@@ -1,17 +1,16 @@
-"""Huge pages for shared memory: asked for once, by whoever makes it.
+"""Huge pages for shared memory, requested once by the process that creates the memory.
 
-A direct read or write is cut where its memory is not adjacent physically, and a kernel that works
-on pages does so 512 times as often if they are small. Shared memory comes in pages of 4 KiB unless
-somebody set up `huge=` or `shmem_enabled`, which hardly anybody does; but since Linux 6.1 a process
-may ask for huge pages in a range of it (`MADV_COLLAPSE`, which needs no such setting). A machine
-that was told to have none (`transparent_hugepage/enabled` is `never`, `shmem_enabled` is `deny`) is
-not asked.
+The kernel splits a direct read or write where its memory is not physically adjacent. With small
+pages it handles 512 times as many of them. Shared memory comes in pages of 4 KiB unless `huge=` or
+`shmem_enabled` is set, which is rare. Since Linux 6.1 a process may request huge pages for a range
+(`MADV_COLLAPSE`) without those settings. This module requests none if the machine forbids
+them (`transparent_hugepage/enabled` is `never`, or `shmem_enabled` is `deny`).
 
-Guarantees: what lies in the file stays as it is; where the kernel has no huge pages, or takes long
-to find them, the rest of the file is left for small ones.
+Guarantees: the contents of the file do not change. If the kernel has no huge pages, or takes long
+to find them, the rest of the file keeps small pages.
 
-A file in huge pages is mapped by them only where address and offset are multiples of one:
-`map_file` sees to that. Any thread; the calls into the kernel give up the interpreter lock.
+The kernel maps a file with huge pages only if address and offset are multiples of a huge page.
+`map_file` takes care of that. Any thread; the kernel calls release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from .prefault import madvise, memory_threads
 
 HUGE_PAGE_BYTES = 2 << 20
 PIECE_BYTES = 16 << 20
-"""Asked for at a time."""
+"""Bytes for which one call requests huge pages."""
 GATHER_TIMEOUT_S = 120.0
-"""Where memory is so fragmented that huge pages take longer, the rest is left for small ones."""
+"""Longest time for requesting huge pages, in seconds. If memory is so fragmented that it takes
+longer, the rest of the file keeps small pages."""
 MOSTLY = 7 / 8
-"""The share of a file in huge pages from which on it counts as one that is."""
+"""Share of a file that must lie in huge pages for the whole file to count as huge."""
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25
@@ -47,30 +47,32 @@ _mmap.restype = ctypes.c_void_p
 
 
 def has_huge_pages(settings: Path = _SETTINGS) -> bool:
-    """True if this system gives huge pages to who asks."""
+    """Return True if this system grants huge pages to processes that request them."""
     return _is_other_than("never", settings / "enabled")
 
 
 def may_share_huge_pages(settings: Path = _SETTINGS) -> bool:
-    """True if shared memory may be asked for in them."""
+    """Return True if a process may request huge pages for shared memory."""
     return has_huge_pages(settings) and _is_other_than("deny", settings / "shmem_enabled")
 
 
 def map_file(fd: int, length: int) -> memoryview:
-    """The first `length` bytes of a file, writable and shared, from a multiple of a huge page on.
+    """Map the first `length` bytes of a file, writable and shared.
 
-    Unmapped with the last view; the open file and its locks live as long. Raises `OSError`.
+    If possible, the address is a multiple of a huge page. Dropping the last view unmaps the memory.
+    Until then the open file and its locks stay alive. Raises `OSError`.
     """
-    with suppress(OSError):  # no address space to spare
+    with suppress(OSError):  # not enough address space
         if length >= HUGE_PAGE_BYTES:
             return _map_aligned(fd, length)
     return memoryview(mmap.mmap(fd, length))
 
 
 def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
-    """Have the kernel take huge pages for a file of shared memory that has no pages yet.
+    """Request huge pages for a file of shared memory that has no pages yet.
 
-    True if most of it lies in them afterwards. Raises `OSError` if it cannot be mapped.
+    Return True if most of the file lies in huge pages afterwards. Raises `OSError` if the file
+    cannot be mapped.
     """
     whole = length // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     memory, deadline = map_file(fd, length), clock() + GATHER_TIMEOUT_S
@@ -82,7 +84,7 @@ def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
 
     pieces = range(0, whole, PIECE_BYTES)
     first = gather_piece(0) if pieces else 0
-    if not first:  # this kernel, this file system, or the memory that is left has none
+    if not first:  # the kernel, the file system or the free memory has none
         return False
     with memory_threads() as threads:
         return first + sum(threads.map(gather_piece, pieces[1:])) > length * MOSTLY
@@ -91,9 +93,10 @@ def gather(fd: int, length: int, clock: Callable[[], float]) -> bool:
 def aligned_room(
     length: int, more_flags: int = 0, page_bytes: int = HUGE_PAGE_BYTES
 ) -> tuple[mmap.mmap, memoryview]:
-    """Private memory, not touched yet, and `length` bytes of it from a huge page's border on.
+    """Map private memory, untouched, and return it with an aligned view of `length` bytes.
 
-    The room goes on to the end of the last page. Unmapped with the last view. Raises `OSError`.
+    The view begins at a multiple of `page_bytes`. The mapping continues at least to the end of the
+    view's last page. Dropping the last view unmaps it. Raises `OSError`.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | more_flags
     room = mmap.mmap(-1, round_up(length, page_bytes) + page_bytes, flags=flags)
@@ -102,12 +105,12 @@ def aligned_room(
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Where it begins."""
+    """Return the address of the first byte."""
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _is_other_than(word: str, setting: Path) -> bool:
-    """True if a setting of the kernel's is there, and something else was chosen."""
+    """Return True if the kernel setting exists and its chosen value is not `word`."""
     try:
         return f"[{word}]" not in setting.read_text()
     except OSError:
@@ -115,8 +118,8 @@ def _is_other_than(word: str, setting: Path) -> bool:
 
 
 def _map_aligned(fd: int, length: int) -> memoryview:
-    # On hugetlbfs the kernel maps whole pages of that file system, whatever length it is given, and
-    # replaces what lies there: all of it must be our room.
+    # On hugetlbfs the kernel maps whole pages of that file system, whatever the length. It replaces
+    # any mapping there, so all of that range must belong to our private mapping.
     page_bytes = max(HUGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
     _, view = aligned_room(length, _MAP_NORESERVE, page_bytes)
     where, protection = address_of(view), mmap.PROT_READ | mmap.PROT_WRITE
@@ -126,16 +129,16 @@ def _map_aligned(fd: int, length: int) -> memoryview:
 
 
 def _touch(fd: int, start: int, end: int) -> bool:
-    """Have a small page in each, as the kernel collapses nothing where there is none at all."""
+    """Touch a small page in each huge page: the kernel collapses no range without any page."""
     try:
         for offset in range(start, end, HUGE_PAGE_BYTES):
             os.pwrite(fd, b"\0", offset)
-    except OSError:  # no room: who reserves the rest will say so
+    except OSError:  # no space: reserving the rest of the file reports it
         return False
     return True
 
 
 def _collapse(piece: memoryview) -> bool:
     address = address_of(piece)
-    madvise(address, len(piece), mmap.MADV_HUGEPAGE)  # three times as fast with it
+    madvise(address, len(piece), mmap.MADV_HUGEPAGE)  # makes the collapse three times as fast
     return bool(madvise(address, len(piece), _MADV_COLLAPSE) == 0)

@@ -1,15 +1,17 @@
-"""Kernel locks on the arena file: who is alive is asked of the kernel, never of a pid.
+"""Kernel locks on the arena file; the kernel tells which holders are alive, not a pid.
 
-Kinds which do not interact, all bound to the open file (not to the process), and released by the
-kernel when the last descriptor and mapping of that open file is gone, however its owner dies:
+There are three kinds of locks, and they do not interact. Each is bound to the open file, not to the
+process. The kernel releases it with the last descriptor and mapping of that open file, however the
+owner dies.
 
-- `flock`: every opener holds a shared one. If an exclusive one can be had, nobody is alive.
-- a `flock` on the folder itself: a turn, for what only one process at a time should do there. It
-  leaves nothing behind, and nothing depends on it: who does not get it in time goes on without.
-- byte locks (`ofd_locks`): one byte per role (maker, each rank, scheduler), exclusive. Two opens of
+- `flock` on the file: every opener holds it shared. If a process can take it exclusively, no live
+  process has the file open.
+- `flock` on the directory: serializes a step that one process at a time should do there. It leaves
+  no file behind. It is advisory: a process that does not get it in time goes on without it.
+- Byte locks (`ofd_locks`): one byte per role (maker, each rank, scheduler), exclusive. Two opens of
   one file conflict even inside one process, so a test needs no second process.
 
-A child made by fork shares its parent's locks until it exits or closes the descriptor.
+A child made by `fork` shares its parent's locks until it exits or closes the descriptor.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager, suppress
 
 
 def try_flock(fd: int, exclusive: bool) -> bool:
-    """Take the whole-file lock without waiting; False if a live process is in the way.
+    """Take the whole-file lock without waiting. Return False if a live process prevents it.
 
     A failed change from shared to exclusive may lose the shared lock.
     """
@@ -34,10 +36,11 @@ def try_flock(fd: int, exclusive: bool) -> bool:
 
 @contextmanager
 def turn_in(folder: str, may_wait: Callable[[], bool]) -> Iterator[None]:
-    """One process at a time, of those that ask, in a folder.
+    """Hold the lock of a directory, so that one process at a time runs the body.
 
-    `may_wait` waits a little, or says False: then it is done without. So it is where a folder
-    cannot be locked. Raises `OSError` if the folder is not there.
+    While another process holds the lock, `may_wait` is called. It waits a little and returns True,
+    or returns False to give up. The body then runs without the lock. It also does if the directory
+    cannot be locked. Raises `OSError` if the directory does not exist.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -46,6 +49,6 @@ def turn_in(folder: str, may_wait: Callable[[], bool]) -> Iterator[None]:
                 pass
         yield
     finally:
-        with suppress(OSError):  # a child that was forked meanwhile would keep it
+        with suppress(OSError):  # a child forked meanwhile would keep the lock
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -1,13 +1,16 @@
-"""Shared memory over the NUMA nodes of a machine with several sockets.
+"""Spread shared memory over the NUMA nodes of a machine with several sockets.
 
-One process takes all of the arena's memory, so it would lie on that process' node, and half of the
-GPUs would reach it through the link between sockets. The kernel keeps a preferred node for each
-piece of a shared file (`mbind` on tmpfs and hugetlbfs), whoever takes its pages later; pieces take
-turns at the nodes. The kernel's own interleaving does not do: it chooses a node by the number of a
-small page, and those from which huge pages are gathered are all even.
+One process reserves all of the arena's memory. By default the memory lies on that process's node,
+so half of the GPUs reach it through the link between sockets. The kernel keeps a preferred node for
+each piece of a shared file (`mbind` on tmpfs and hugetlbfs), whichever process faults in its pages.
+This module assigns the pieces to the nodes in round-robin order.
 
-Preferred means that a full node takes nothing and fails nothing. Docker's default profile forbids
-the call without CAP_SYS_NICE; memory then lies where the process runs, as a line in the log says.
+The kernel's own interleaving does not work here. It chooses a node by the number of a small page,
+and huge pages are gathered from pages whose numbers are all even.
+
+The node is a preference: if it is full, the memory comes from another node and no call fails.
+Docker's default profile forbids the call without CAP_SYS_NICE. The memory then lies where the
+process runs, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from .huge_pages import PIECE_BYTES, address_of
 logger = get_logger(__name__)
 
 Bind = Callable[[int, int, int], None]
-"""`bind(address, length, node)`. Raises `OSError`."""
+"""`bind(address, length, node)` sets the preferred node of a memory range. Raises `OSError`."""
 
 PIECES_MAX = 4096
-"""Of an arena; each is a call of some microseconds, and a record in the kernel."""
+"""Maximum number of pieces of an arena. Each piece costs a call of some microseconds and a record
+in the kernel."""
 _CALLS = {"x86_64": 237, "aarch64": 235}
-"""Numbers of the system call `mbind`."""
+"""Number of the system call `mbind`, by machine type."""
 _PREFERRED = 1
 _NODE_BITS = 64
 
@@ -43,7 +47,7 @@ def memory_nodes(
     system: Path = Path("/sys/devices/system/node/has_memory"),
     status: Path = Path("/proc/self/status"),
 ) -> tuple[int, ...]:
-    """Nodes with memory that this process may use; none if the kernel does not say."""
+    """Return the nodes with memory that this process may use; empty if the kernel does not tell."""
     try:
         nodes = _numbers(system.read_text())
         allowed = next(
@@ -57,7 +61,7 @@ def memory_nodes(
 
 
 def bind_memory(address: int, length: int, node: int) -> None:
-    """Prefer a node for mapped memory. Raises `OSError`."""
+    """Set the preferred node of a range of mapped memory. Raises `OSError`."""
     number = _CALLS.get(platform.machine())
     if number is None or node >= _NODE_BITS:
         raise OSError(f"not known how to ask for node {node} on {platform.machine()}")
@@ -69,14 +73,15 @@ def bind_memory(address: int, length: int, node: int) -> None:
 
 
 def spread(fd: int, length: int, nodes: Sequence[int], bind: Bind = bind_memory) -> bool:
-    """Let pieces of a file that has no pages yet take turns at the nodes; a line says how it went.
+    """Assign the pieces of a file that has no pages yet to the nodes, in round-robin order.
 
-    False if the kernel refuses; nothing else changes then. Raises `OSError` if it cannot be mapped.
+    Logs the result. Return False if the kernel refuses; pieces assigned before that keep their
+    node. Raises `OSError` if the file cannot be mapped.
     """
     piece = round_up(max(PIECE_BYTES, length // PIECES_MAX), PIECE_BYTES)
     for start, node in zip(range(0, length, piece), cycle(nodes), strict=False):
         size = min(piece, length - start)
-        # Each by itself: in one mapping they would be as many, and a process may have 65,530.
+        # One mapping a piece: each piece of a shared one becomes a mapping, of 65,530 allowed.
         with mmap.mmap(fd, size, offset=start) as mapped, memoryview(mapped) as memory:
             try:
                 bind(address_of(memory), size, node)
@@ -99,7 +104,7 @@ def _named(nodes: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """`0-1,4` as numbers."""
+    """Return the numbers of a list such as `0-1,4`."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -1,12 +1,12 @@
 """Fault pages in before they are used, in parallel and without holding the interpreter lock.
 
-`mmap.madvise` keeps the GIL while the kernel zeroes pages (a 64 MiB piece stalls every other
-thread for its whole length), so the call goes through ctypes, which releases it.
+`mmap.madvise` keeps the GIL while the kernel zeroes pages. A 64 MiB piece stalls every other thread
+for the whole call. This module calls `madvise` through ctypes, which releases the GIL.
 
-The pages are shared with other processes, which may be using them already. Faulting in never
-changes a byte: where the kernel lacks MADV_POPULATE_WRITE the fallback reads one byte per page
-(a read-modify-write could undo another process's write in between). The space must have been
-reserved before (`posix_fallocate`), or a fault can end in SIGBUS.
+Other processes share the pages and may use them already. Faulting in never changes a byte. If the
+kernel lacks MADV_POPULATE_WRITE, the fallback reads one byte per page. A read-modify-write could
+undo another process's write. Reserve the space first (`posix_fallocate`), or a fault can end in
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ...errors import NoSpaceError, from_os_error
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 20
-"""Memory that one task faults in."""
+"""Bytes that one task faults in."""
 THREADS_MAX = 8
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 Span = tuple[int, int]
-"""(address, length in bytes)."""
+"""Range of memory: (address, length in bytes)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 madvise = _libc.madvise
@@ -38,10 +38,10 @@ madvise.restype = ctypes.c_int
 
 
 def prefault(pieces: Iterable[list[Span]], executor: Executor | None = None) -> None:
-    """Fault in all spans, one task per piece; returns when all are there.
+    """Fault in all spans, one task per piece; return when all pages are present.
 
-    Without an executor a pool is made for the call.
-    Raises `NoSpaceError` if memory runs out, `TierIOError` otherwise.
+    Without an executor, the call creates a pool of its own.
+    Raises `NoSpaceError` if memory runs out, `TierIOError` for any other error.
     """
     if executor is not None:
         for _ in executor.map(populate, pieces):
@@ -53,7 +53,7 @@ def prefault(pieces: Iterable[list[Span]], executor: Executor | None = None) -> 
 
 
 def memory_threads() -> ThreadPoolExecutor:
-    """Threads that ask the kernel for memory side by side: it takes its time to zero it."""
+    """Return a pool of threads that request memory in parallel, as the kernel zeroes it slowly."""
     return ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS_MAX), "kvcascade-prefault")
 
 

@@ -1,18 +1,19 @@
-"""What lies in each slot of an arena that outlives its processes.
+"""The slot table: the block in each slot of an arena that outlives its processes.
 
     | fingerprint 32, epoch uint64 little-endian, 24 unused | slot 0: 64 | slot 1: 64 | ...
     slot: key length uint8 (0: nothing complete), 7 zero bytes, key padded to 48,
           XXH3-64 of key and slot number, uint64 little-endian
 
-The table lies behind the slots in the same file. Guarantees: a record is there only while the bytes
-of its slot are complete. The scheduler, its only writer, writes it after the bytes have arrived and
-removes it before the slot is given to anybody; a record that was torn by the writer's death does
-not match its checksum. What the machine itself loses, it loses altogether: it is memory.
+The table lies behind the slots in the same file. Guarantee: a record exists only while the bytes of
+its slot are complete. The scheduler is the only writer. It writes a record after the bytes have
+arrived, and removes it before it allocates the slot again. If the writer dies during a write, the
+torn record does not match its checksum. The table is memory, so it does not survive a restart of
+the machine.
 
-The epoch counts the resets of the tiers below, other engines' among them, that the writer knew of:
-what a dead engine left is worth nothing if there was another one since. Nor is what an engine
-stored after its own reset: its weights may have been updated in place, and the next process loads
-those of the disk.
+The epoch counts the resets of the tiers below that the writer knew of, those by other engines
+included. Blocks of a dead engine are discarded if the tiers were reset since. Blocks that an engine
+stored after its own reset are discarded as well: its weights may have been updated in place, and
+the next process loads weights from disk.
 """
 
 from __future__ import annotations
@@ -33,30 +34,33 @@ CHECK_OFFSET = KEY_OFFSET + MAX_KEY_BYTES
 FINGERPRINT_BYTES = 32
 _BATCH_RECORDS = 1 << 16
 _NO_EPOCH = (1 << 64) - 1
-"""Of what was stored after a reset: the next process has none of that number."""
+"""Epoch of blocks that were stored after this process's own reset. No later process has this epoch,
+so it discards them."""
 
 _Bytes = npt.NDArray[np.uint8]
 _digest = xxhash.xxh3_64_intdigest
 
 
 def table_bytes(slots: int) -> int:
-    """Size of the table of an arena of so many slots."""
+    """Return the size of the table of an arena with `slots` slots, in bytes."""
     return (slots + 1) * RECORD_BYTES
 
 
 class SlotTable:
-    """The table over shared memory. Scheduler thread (under the manager's lock)."""
+    """The slot table over shared memory. Scheduler thread, under the manager's lock."""
 
     def __init__(self, memory: _Bytes) -> None:
-        """`memory`: uint8, `table_bytes(slots)` long."""
+        """`memory` is a uint8 array of length `table_bytes(slots)`."""
         rows = memory.reshape(-1, RECORD_BYTES)
         self._fingerprint = rows[0, :FINGERPRINT_BYTES]
         self._epoch = rows[0, FINGERPRINT_BYTES : FINGERPRINT_BYTES + 8].view("<u8")
         self._rows = rows[1:]
 
     def begin(self, fingerprint: bytes, epoch: int = 0) -> bool:
-        """Use the table for this namespace, as of this epoch; False if it was for another one, and
-        is empty now."""
+        """Use the table for this namespace and epoch.
+
+        Return True if the table belongs to both already. Otherwise clear it and return False.
+        """
         assert len(fingerprint) == FINGERPRINT_BYTES
         if self.fingerprint == fingerprint and self._epoch[0] == epoch:
             return True
@@ -67,13 +71,13 @@ class SlotTable:
 
     @property
     def fingerprint(self) -> bytes:
-        """Of the namespace that the table was last used for; zeros if for none."""
+        """Fingerprint of the namespace that last used the table; zeros if none has."""
         return self._fingerprint.tobytes()
 
     def complete(self) -> tuple[list[BlockHash], list[int]]:
-        """Blocks whose bytes are complete, and their slots in ascending order.
+        """Return the blocks whose bytes are complete, and their slots in ascending order.
 
-        Of two slots with one key the first counts.
+        If two slots have one key, the first one counts.
         """
         lengths = self._rows[:, 0]
         slots = np.flatnonzero((lengths > 0) & (lengths <= MAX_KEY_BYTES))
@@ -83,7 +87,10 @@ class SlotTable:
         return list(keys), list(keys.values())
 
     def _read(self, slots: npt.NDArray[np.intp], keys: dict[BlockHash, int]) -> None:
-        """Add what is complete in these slots. A start reads millions: arrays do what they can."""
+        """Add the valid records of these slots to `keys`.
+
+        A start reads millions of records, so arrays do most of the work.
+        """
         rows = self._rows[slots]
         is_padding = np.arange(MAX_KEY_BYTES) >= rows[:, :1]
         is_spoilt = (rows[:, KEY_OFFSET:CHECK_OFFSET] * is_padding).any(axis=1)
@@ -100,9 +107,9 @@ class SlotTable:
                 keys.setdefault(BlockHash(key), slot)
 
     def mark(self, keys: Sequence[BlockHash], slots: Sequence[int], epoch: int = 0) -> None:
-        """The bytes of these slots are complete. Keys that are too long are left out.
+        """Record that the bytes of these slots are complete. Keys that are too long are left out.
 
-        All that is in the table is of this epoch: it is empty when another one begins.
+        All records of the table are of this epoch: the table is empty when the epoch changes.
         """
         if self._epoch[0] != epoch:
             self._epoch[0] = epoch
@@ -119,21 +126,21 @@ class SlotTable:
         self._rows[where] = records
 
     def unmark(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing from now on."""
+        """Remove the records of these slots."""
         self._rows[slots, 0] = 0
 
     def clear(self) -> None:
-        """No slot holds anything."""
+        """Remove all records."""
         self._rows[:, 0] = 0
 
 
 class KeptDirectory(DictDirectory):
-    """A directory in memory that keeps the table true."""
+    """A directory in memory that updates the slot table with every change."""
 
     def __init__(
         self, capacity: int, table: SlotTable, epoch_of: Callable[[], int] = lambda: 0
     ) -> None:
-        """`epoch_of` gives the epoch, which changes only while this is empty."""
+        """`epoch_of` returns the epoch, which changes only while the directory is empty."""
         super().__init__(capacity)
         self._table = table
         self._epoch_of = epoch_of
@@ -161,7 +168,7 @@ class KeptDirectory(DictDirectory):
 
 
 def _checks(keys: Sequence[bytes], slots: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
-    """The last field of the records of these keys in these slots."""
+    """Return the checksums of the records of these keys in these slots."""
     numbers = slots.astype("<u8").tobytes()
     digests = [_digest(key + numbers[8 * i : 8 * i + 8]) for i, key in enumerate(keys)]
     return np.array(digests, dtype="<u8")
