@@ -1,10 +1,10 @@
 """The contracts of a tier: its slots (`Backend`) and its order of eviction (`CachePolicy`).
 
-Names and semantics follow vLLM's offloading framework (`vllm.v1.kv_offload`), so that a reader of
-one finds the way in the other. Nothing here imports vLLM or torch.
+Names and semantics follow vLLM's offloading framework (`vllm.v1.kv_offload`), so a reader of one
+knows the terms of the other. Nothing here imports vLLM or torch.
 
 Threads: a `Backend` and a `CachePolicy` belong to the thread (or lock) of the manager that owns
-them; none of their methods may block on a file. Moving bytes is the job of `kvcascade.handlers`.
+them. None of their methods may block on a file. `kvcascade.handlers` moves the bytes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 BlockHash = NewType("BlockHash", bytes)
-"""The chained prefix hash that identifies a block; opaque, of any length up to 255 bytes."""
+"""Chained prefix hash that identifies a block: opaque bytes, at most 255."""
 
 SlotArray = npt.NDArray[np.int32]
-"""Slot numbers, shape `(n,)`."""
+"""Slot numbers: int32 array of shape `(n,)`."""
 
 NOT_READY = -1
-"""`BlockStatus.ref_cnt` of a block whose bytes have not arrived yet."""
+"""Value of `BlockStatus.ref_cnt` for a block whose bytes have not arrived yet."""
 
 
 class BlockStatus(ctypes.Structure):
     """The place of one block in a tier.
 
-    `ref_cnt`: -1 the bytes have not arrived, 0 idle, n > 0: n transfers read it now.
-    `block_id`: the slot. A status is a live view: writing `ref_cnt` takes effect for every holder.
+    `ref_cnt` is -1 until the bytes have arrived, 0 for an idle block, and n > 0 while n transfers
+    read it. `block_id` is the slot. A status is a live view: every holder sees a change of
+    `ref_cnt`.
     """
 
     _fields_ = [("ref_cnt", ctypes.c_int32), ("block_id", ctypes.c_int32)]
@@ -53,11 +54,11 @@ class BlockOutcome(Enum):
     OK = "ok"
     GONE = "gone"  # the source no longer holds this block (evicted, replaced, reset)
     CORRUPT = "corrupt"  # bytes arrived but length or checksum do not match
-    IO_ERROR = "io_error"  # the device failed; the block may still be there
+    IO_ERROR = "io_error"  # the device failed; the block may still exist
     NO_SPACE = "no_space"  # the destination is full
-    CANCELLED = "cancelled"  # never started
+    CANCELLED = "cancelled"  # the transfer never started
     HELD = "held"  # not written: another process stored the same block there first
-    REFUSED = "refused"  # not written: no room for a moment, though nothing failed nor is full
+    REFUSED = "refused"  # not written: no space for a moment, without a failure or a full tier
 
 
 class LoadStoreSpec(ABC):
@@ -66,7 +67,7 @@ class LoadStoreSpec(ABC):
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Name of the medium, such as `"CPU"`."""
+        """Return the name of the medium, such as `"CPU"`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Moved:
     block_hashes: list[BlockHash]
     """Hashes of such blocks; some may have returned or left again meanwhile."""
     removed: bool
+    """True if the blocks left the tier, False if they came to it."""
 
 
 class Backend(ABC):
@@ -115,9 +117,9 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
-        """Take one slot per hash, adjacent where possible; each status has `ref_cnt == -1`.
+        """Allocate one slot per hash, adjacent where possible; each status has `ref_cnt == -1`.
 
-        Raises `NoSpaceError`, and takes nothing, if fewer slots are free.
+        Raises `NoSpaceError`, and allocates nothing, if fewer slots are free.
         """
 
     @abstractmethod
@@ -132,7 +134,8 @@ class Backend(ABC):
     def avoid(self, slots: Sequence[int]) -> bool:
         """Avoid slots for a while in which blocks could not be written, if there are others.
 
-        Until then those that become free there do not count as free. False if there are no others.
+        During that time, slots that become free there do not count as free. Return False if there
+        are no other slots.
         """
         return False
 
@@ -144,36 +147,38 @@ class Backend(ABC):
 
     @abstractmethod
     def reset(self) -> list[BlockStatus]:
-        """Free every idle slot at once; returns the busy ones (`ref_cnt != 0`).
+        """Free every idle slot at once, and return the busy ones (`ref_cnt != 0`).
 
-        Those stay allocated until `free`. The policy is cleared by the caller.
+        Busy slots stay allocated until `free`. The caller clears the policy.
         """
 
     def maintain(self, policy: CachePolicy) -> bool:
         """Do upkeep at the end of a step, and about every 50 ms in an idle engine; never wait.
 
-        `policy` is told which blocks came to this tier or went without the manager's doing, and
-        `tell_found` who asked for that. True if another process reset the tier: the caller must
-        clear the policy and `reset` this.
+        Tells `policy`, and the callback of `tell_found`, about blocks that came to this tier or
+        left it without a call of the manager. Return True if another process reset the tier. The
+        caller must then clear the policy and call `reset` on this backend.
         """
         return False
 
     def tell_found(self, told: Callable[[SlotArray], None]) -> None:  # noqa: B027 - may have none
-        """Call `told` with the slots whose blocks another process put there.
+        """Call `told` with slots whose blocks another process stored.
 
-        At once with those that an earlier one left, all of them, and from now on in `maintain`
-        with those of slots that are taken over. A tier that ends with its process has none.
+        The first call is immediate and has all slots that an earlier process left. Later calls come
+        from `maintain`, with the slots that this process takes over. A tier that ends with its
+        process has no such slots.
         """
 
     def take_moved(self) -> Moved | None:
         """Return a bounded batch of blocks that appeared or left in `maintain`, for announcement.
 
-        Asked at every step by who wants to know; nothing is noted before the first time.
+        A caller that announces these blocks calls this at every step. Recording starts with the
+        first call.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 - optional for implementers
-        """Release everything; idempotent. No other method may be called afterwards."""
+        """Release all resources; idempotent. No other method may be called afterwards."""
 
 
 SlotMask = npt.NDArray[np.bool_]
@@ -183,7 +188,7 @@ SlotMask = npt.NDArray[np.bool_]
 class CachePolicy(ABC):
     """The blocks of a tier and their order of eviction.
 
-    Organisation and replacement belong together: a policy may keep ghosts of what left.
+    Both are one class, because a policy may keep ghosts of evicted blocks.
     """
 
     wants_chains: bool = False
@@ -203,7 +208,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Add a block that is not present; it becomes the most recent one."""
+        """Add a block that is absent; it becomes the most recent one."""
 
     @abstractmethod
     def remove(self, block_hash: BlockHash) -> BlockStatus | None:
@@ -213,7 +218,7 @@ class CachePolicy(ABC):
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
         """Note a use of blocks, given in prefix order; unknown ones are ignored.
 
-        The first of them is the most recent afterwards, so that tails leave before heads.
+        The first block becomes the most recent one, so the tail of a prefix leaves before its head.
         """
 
     @abstractmethod
@@ -222,9 +227,9 @@ class CachePolicy(ABC):
     ) -> list[tuple[BlockHash, BlockStatus]] | None:
         """Remove exactly `n` idle, unprotected blocks and return them, coldest first.
 
-        Returns None, with no change of any state, if there are not that many. Blocks with
-        `ref_cnt != 0` never leave, nor do those whose slot is False in `mask`. The slots stay
-        allocated: the caller frees them.
+        Return None, and change nothing, if there are not that many. Blocks with `ref_cnt != 0` are
+        never evicted, nor are blocks whose slot is False in `mask`. The slots stay allocated; the
+        caller frees them.
         """
 
     @abstractmethod
@@ -246,7 +251,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of blocks present."""
+        """Return the number of blocks present."""
 
     ready_at: list[BlockHash] | None = None
     """Hash of each slot's block if `mark_ready` was called for it and it is still present, else an
@@ -260,14 +265,14 @@ class CachePolicy(ABC):
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """Announce missing blocks that will be inserted; the policy can learn before `evict`.
 
-        It may be called more than once or not at all, and the blocks may never come.
+        It may be called more than once or not at all, and the blocks may never be inserted.
         """
 
     @abstractmethod
     def settle(self, block_hashes: Iterable[BlockHash]) -> None:
         """Put blocks that one request inserted in parts into the order of its prompt.
 
-        Not a use: among blocks that were never used since, the last one leaves first afterwards.
+        This is not a use. Among blocks that were not used since, the last one leaves first.
         """
 
     @abstractmethod
@@ -281,8 +286,8 @@ class CachePolicy(ABC):
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """Note the blocks of an ended request in prefix order, instead of `settle` and `touch`.
 
-        A use of those that are present; the others tell how long the request was. The first ones
-        may be missing, if the engine had them itself.
+        It counts as a use of the blocks that are present. The absent ones tell the length of the
+        request. The first blocks may be absent if the engine had them itself.
         """
 
     def insert_many(

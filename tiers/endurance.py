@@ -1,11 +1,11 @@
 """Bytes written and read back over the last day, in buckets of a quarter of an hour.
 
-The record lies in the index and changes in the transaction of each commit, so it is shared by all
-processes of a namespace and survives restarts and `kill -9` as exactly as the blocks themselves do.
+The record lies in the index and changes in the transaction of each commit. All processes of a
+namespace share it. It survives restarts and `kill -9` exactly as the blocks themselves do.
 
-Time is wall-clock time, because the window outlives processes. A clock that goes back takes all of
-the day along, so what was written is never forgotten early, and all of it a day later; one that
-jumps ahead forgets.
+Times are wall-clock times, because the window outlives processes. If the clock goes back, the
+totals of the day move to the current bucket. Writes are then never forgotten early, but all of them
+expire together, a day later. If the clock jumps ahead, the buckets of the skipped time are cleared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 DAY_S = 86_400
 BUCKET_S = 900
 BUCKETS = DAY_S // BUCKET_S + 1
-"""The one that fills up now, and those of the 24 hours before it."""
+"""Number of buckets: the current one, and those of the 24 hours before it."""
 
 _NEWEST = struct.Struct("<Q")
 RECORD_BYTES = _NEWEST.size + BUCKETS * 16
@@ -29,23 +29,23 @@ _Table = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class DayTotals:
-    """What the last day saw, in bytes."""
+    """Totals of the last day, in bytes."""
 
     written: int = 0
     read: int = 0
     is_whole_day: bool = False
-    """True if the oldest bucket has writes: there is a day to judge by."""
+    """True if the oldest bucket has writes, so the totals cover a whole day."""
 
 
 def add(record: bytes, now_s: float, written: int, read: int) -> bytes:
-    """The record after `written` and `read` bytes more. A damaged record begins anew."""
+    """Return the record with `written` and `read` bytes added. A damaged record starts empty."""
     newest, table = _at(record, now_s)
     table[newest % BUCKETS] += np.array([written, read], dtype=np.uint64)
     return _NEWEST.pack(newest) + table.tobytes()
 
 
 def day_totals(record: bytes, now_s: float) -> DayTotals:
-    """The sums of the sliding day that ends now."""
+    """Return the sums of the sliding day that ends now."""
     newest, table = _at(record, now_s)
     written, read = table.sum(axis=0).tolist()
     is_whole = bool(table[(newest + 1) % BUCKETS, 0])
@@ -53,13 +53,13 @@ def day_totals(record: bytes, now_s: float) -> DayTotals:
 
 
 def _at(record: bytes, now_s: float) -> tuple[int, _Table]:
-    """The record as of now: the bucket that fills up, and the table without what is too old."""
+    """Return the number of the current bucket, and the table with expired buckets cleared."""
     now = max(0, int(now_s // BUCKET_S))
     if len(record) != RECORD_BYTES:
         return now, np.zeros((BUCKETS, 2), dtype=np.uint64)
     (newest,) = _NEWEST.unpack_from(record)
     table: _Table = np.frombuffer(record, dtype="<u8", offset=_NEWEST.size).reshape(-1, 2).copy()
-    if newest == now + 1:  # a clock that is corrected by seconds is nothing to speak of
+    if newest == now + 1:  # tolerates a clock that was set back by seconds
         return newest, table
     if newest > now:
         day = table.sum(axis=0)

@@ -2,8 +2,8 @@
 
     policy = create("lru", capacity=1024)
 
-An order may be given by its name here, by the name of an entry point of the group
-`kvcascade.policies`, or as `"package.module:Class"`: a subclass of `EvictionOrder`.
+A policy's order is a subclass of `EvictionOrder`. It is named by its key in `ORDERS`, by an entry
+point of the group `kvcascade.policies`, or as `"package.module:Class"`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ORDERS: dict[str, type[EvictionOrder]] = {
 """Built-in orders by the name used in the configuration."""
 
 ENTRY_POINTS = "kvcascade.policies"
-"""Group of entry points by which other packages add orders."""
+"""Group of entry points through which other packages add orders."""
 
 __all__ = [
     "ENTRY_POINTS",
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def order_class(name: str) -> type[EvictionOrder]:
-    """The order called `name`. Raises `ConfigError` naming what there is."""
+    """Return the order called `name`. Raises `ConfigError` with the known names."""
     if name in ORDERS:
         return ORDERS[name]
     installed = entry_points(group=ENTRY_POINTS)
@@ -69,11 +69,12 @@ def order_class(name: str) -> type[EvictionOrder]:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that may stand in the configuration: the built-in ones and what is installed."""
+    """Return the names of all built-in and installed orders, sorted."""
     return tuple(sorted({*ORDERS, *entry_points(group=ENTRY_POINTS).names}))
 
 
 def _loaded(name: str, path: str) -> type[EvictionOrder]:
+    """Import an order. Raises `ConfigError` unless it is a subclass of `EvictionOrder`."""
     found = named_object("policy", name, path)
     if not (isinstance(found, type) and issubclass(found, EvictionOrder)):
         raise ConfigError(f"policy {name!r} is no EvictionOrder; make it a subclass of that")
@@ -88,9 +89,9 @@ def create(
     *,
     with_usage: bool = False,
 ) -> CachePolicy:
-    """A policy for a tier of `capacity` slots; without a directory it lives in memory.
+    """Create a policy for a tier of `capacity` slots. By default its directory is in memory.
 
-    `with_usage` also notes when and how often blocks are used (see `UsageOrder`).
+    With `with_usage` it also records when and how often blocks are used (see `UsageOrder`).
     """
     order = order_class(name)(capacity, arrays)
     if with_usage:

@@ -1,12 +1,12 @@
 """Adaptive replacement cache.
 
 N. Megiddo, D. Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. T1 holds
-blocks used once, T2 blocks used again, B1 and B2 remember what left them; `target` is the share of
-T1 that a hit in B1 grows and a hit in B2 shrinks.
+blocks used once, T2 blocks used again. B1 and B2 hold the ghosts of blocks evicted from T1 and T2.
+`target` is the wanted size of T1. A hit in B1 raises it, a hit in B2 lowers it.
 
-Where this differs from the paper: a block may be pinned or protected, so REPLACE takes the next
-block of the preferred list that may leave, and of the other list if there is none. A miss is seen
-when `expect` announces it, and at the latest when the block is inserted.
+Differences from the paper: a block may be pinned or protected. REPLACE then takes the next
+evictable block of the preferred list, or of the other list if there is none. A miss is seen when
+`expect` announces it, at the latest when the block is inserted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .tags import NONE
 
 _B1, _B2, _COMING = 0, 1, 2
 _TARGET_SCALE = 1_000_000
-"""`target` is kept in millionths of a slot, so that it fits a persistent integer array."""
+"""Units of `target` per slot: it is stored in millionths, in a persistent integer array."""
 
 
 class ArcOrder(EvictionOrder):
-    """ARC over slots: about 70 bytes a slot, ghosts included, which are 64-bit tags."""
+    """ARC over slots: about 70 bytes a slot, ghosts included. Ghosts are 64-bit tags."""
 
     wants_tags = True
 

@@ -1,7 +1,7 @@
-"""Which hash lies in which slot: the organisation half of a cache policy.
+"""The directory half of a cache policy: the map between block hashes and slots.
 
-A tier in memory uses `DictDirectory`; the NVMe tier has its own over its on-disk index. Both are
-used by one thread (or under one lock) at a time.
+A tier in memory uses `DictDirectory`. The NVMe tier has its own directory over its on-disk index.
+One thread at a time uses a directory, or several under one lock.
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from collections.abc import Callable, Iterator, Sequence
 from ..base import BlockHash, BlockStatus
 
 NO_BLOCK = BlockHash(b"")
-"""Stands where no block is."""
+"""Hash that stands for an empty slot."""
 PIECE_BLOCKS = 32
-"""Blocks of a prefix that are looked for in one go: enough to forget the cost of the call, and few
-enough that a prefix which was stored in several parts is still found in adjacent slots mostly."""
+"""Number of blocks of a prefix that one comparison looks up. At this size the cost of the call is
+small. Larger pieces would more often span two parts of a prefix that were stored separately."""
 
 
 class BlockDirectory(ABC):
-    """Hash to status, and slot to hash."""
+    """Maps a block hash to its status, and a slot to its hash."""
 
     ready_at: list[BlockHash] | None = None
-    """By slot, the blocks that were marked ready and are still here, else `NO_BLOCK`; one more of
-    those at the end. For the hot path, which follows runs of adjacent slots. None: not offered."""
+    """Hash of the ready block in each slot, by slot number; `NO_BLOCK` for other slots and in one
+    extra entry at the end. The hot path follows runs of adjacent slots in it. None if the directory
+    does not offer it."""
 
     get: Callable[[BlockHash], BlockStatus | None]
-    """The live status of a block, or None. An attribute so that the hot path can bind it."""
+    """Returns the live status of a block, or None. It is an attribute so the hot path can bind
+    it."""
     owned: bytearray | None = None
-    """A byte per slot, 0 where the block is somebody else's: found here, but never to leave from
-    here. None: all are one's own."""
+    """One byte per slot; 0 if another process owns the block. Such a block can be found here, but
+    never evicted from here. None if this process owns all blocks."""
 
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
-        """`get` for many."""
+        """Do `get` for many blocks."""
         return list(map(self.get, block_hashes))
 
     def slots_of(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """Slots of those blocks that are here."""
+        """Return the slots of the blocks that are present."""
         return [status.block_id for status in map(self.get, block_hashes) if status is not None]
 
     @abstractmethod
     def put(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Add a block that is not present."""
+        """Add a block that is absent."""
 
     @abstractmethod
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:
-        """Remove a block; None if it was not there."""
+        """Remove a block. Return its status, or None if it was absent."""
 
     def put_many(
         self,
@@ -53,40 +55,40 @@ class BlockDirectory(ABC):
         statuses: Sequence[BlockStatus],
         slots: Sequence[int],
     ) -> None:
-        """`put` for many; `slots` are those of the statuses."""
+        """Do `put` for many blocks. `slots` are the slots of the statuses."""
         for block_hash, status in zip(block_hashes, statuses, strict=True):
             self.put(block_hash, status)
 
     def pop_many(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """`pop` for many that are here, in these slots."""
+        """Do `pop` for many blocks that are present, in these slots."""
         for block_hash in block_hashes:
             self.pop(block_hash)
 
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """The bytes of these blocks, which are here, are complete until they are popped."""
+        """Note that the bytes of these present blocks are complete until the blocks are popped."""
         if self.ready_at is not None:
             for block_hash, slot in zip(block_hashes, slots, strict=True):
                 self.ready_at[slot] = block_hash
 
     @abstractmethod
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
-        """The block in a slot, or None if the slot holds none."""
+        """Return the block in a slot, or None if the slot holds none."""
 
     def is_readable(self) -> bool:
-        """False if nobody can tell now what lies in the slots: to search them would be in vain."""
+        """Return False if the contents of the slots cannot be read now; a search finds nothing."""
         return True
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block."""
+        """Remove every block."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
 
 
 class DictDirectory(BlockDirectory):
-    """A dict, and lists by slot: for tiers that live in memory."""
+    """Directory of a tier in memory: a dict, and lists by slot."""
 
     def __init__(self, capacity: int) -> None:
         self._status_of: dict[BlockHash, BlockStatus] = {}
@@ -110,10 +112,11 @@ class DictDirectory(BlockDirectory):
     def _runs(
         self, block_hashes: Sequence[BlockHash]
     ) -> Iterator[tuple[Sequence[BlockHash], slice | None]]:
-        """Pieces, and the slots of those that lie in adjacent ones.
+        """Yield the hashes in pieces, each with its slots if they are adjacent, else with None.
 
-        A prefix does mostly. Comparing its hashes with those that lie there is one call a piece,
-        and costs no more in a tier of a million blocks, where each look is a miss of the cache.
+        The slots of a prefix are mostly adjacent. One comparison of lists then checks a whole
+        piece. Its cost does not grow with the tier, where each lookup of a single block is a miss
+        of the processor's cache.
         """
         for at in range(0, len(block_hashes), PIECE_BLOCKS):
             piece = block_hashes[at : at + PIECE_BLOCKS]

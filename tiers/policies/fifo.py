@@ -12,7 +12,7 @@ from .order import ArraySource, EvictionOrder, heap_arrays
 
 
 class FifoOrder(EvictionOrder):
-    """The slot that was filled longest ago leaves first; uses change nothing. 20 bytes a slot."""
+    """FIFO: evicts the slot that was filled longest ago; uses change nothing. 20 bytes a slot."""
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)

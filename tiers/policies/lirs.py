@@ -1,15 +1,15 @@
 """LIRS: low inter-reference recency set.
 
 S. Jiang, X. Zhang: "LIRS: An Efficient Low Inter-reference Recency Set Replacement Policy to
-Improve Buffer Cache Performance", SIGMETRICS 2002. A block that was used again sooner than the
-stalest "hot" block (LIR) was, becomes hot itself. Hot blocks have 99 % of the slots; the others
-(HIR) queue in Q and leave first. The stack S holds, by recency, the hot blocks and what was used
-since the stalest of them, residents and ghosts alike.
+Improve Buffer Cache Performance", SIGMETRICS 2002. Blocks are hot (LIR) or cold (HIR). Hot blocks
+have 99 % of the slots. Cold blocks queue in Q and are evicted first. The stack S is ordered by
+recency. It holds the hot blocks, and every block used since the least recent hot one, ghosts
+included. A cold block that is used while it is in S becomes hot.
 
-Where this differs from the paper: S never has more than two entries a slot, the ghost that left
-first goes (as in most implementations). A block may be pinned or protected, so that the next one of
-Q leaves instead, and if there is none, the stalest hot block. If more leave at once than Q holds,
-hot blocks leave as well.
+Differences from the paper: S never has more than two entries a slot; beyond that, the oldest ghost
+is dropped, as in most implementations. A block may be pinned or protected. The next block of Q is
+then evicted instead, or, if there is none, the least recent hot block. If one eviction needs more
+blocks than Q holds, it takes hot blocks as well.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 from .tags import NONE, TagTable
 
 HIR_SHARE = 0.01
-"""Share of the slots for blocks that are not hot; at least one."""
+"""Share of the slots that is reserved for cold blocks; at least one slot."""
 STACK_LIMIT_PER_SLOT = 2
+"""Maximum number of entries of S, per slot."""
 
 _S = 0
 _Q, _GHOSTS, _HOT = 0, 1, 2
@@ -37,8 +38,9 @@ _Q, _GHOSTS, _HOT = 0, 1, 2
 class LirsOrder(EvictionOrder):
     """LIRS over slots: about 57 bytes a slot, ghosts included.
 
-    Entries are slots, and from `capacity` on ghosts. Each is in one of the lists Q, ghosts (by when
-    they left) and hot (in no order that matters); the hot ones, the ghosts and some of Q are in S.
+    Entries below `capacity` are slots, the others are ghosts. Each entry is in one of three lists:
+    Q, the ghosts in the order of their eviction, and the hot blocks in no particular order. All hot
+    blocks, all ghosts and some blocks of Q are also in S.
     """
 
     wants_tags = True
@@ -85,7 +87,7 @@ class LirsOrder(EvictionOrder):
                 self._limit_hot()
 
     def settle(self, slots: Sequence[int]) -> None:
-        # As many of them stay hot as were; the least recent ones are in Q.
+        # The number of hot blocks among them stays the same; the least recent ones go to Q.
         kinds = sorted(self._kind_of[slot] for slot in slots)
         for kind, slot in zip(kinds, slots, strict=True):
             if slot in self._stack:
@@ -160,9 +162,9 @@ class LirsOrder(EvictionOrder):
         self._kind_of[entry] = kind
 
     def _limit_hot(self) -> None:
-        """The stalest hot block joins the end of Q if there is one too many."""
+        """Move the least recent hot block to the end of Q if there is one too many."""
         if self._kinds.size(_HOT) > self._hot_limit:
-            self._prune()  # where hardly any may be hot, S need not end with a hot one yet
+            self._prune()  # with a very low limit, the last entry of S may not be hot yet
             stalest = self._stack.coldest(_S)
             self._stack.remove(_S, stalest)
             self._kinds.remove(_HOT, stalest)
@@ -170,7 +172,7 @@ class LirsOrder(EvictionOrder):
         self._prune()
 
     def _prune(self) -> None:
-        """S ends with a hot block: what is staler than all of those can never become one."""
+        """Remove the entries of S below its least recent hot block; they cannot become hot."""
         for _ in range(self._stack.size(_S)):
             entry = self._stack.coldest(_S)
             if self._kind_of[entry] == _HOT:
@@ -181,7 +183,7 @@ class LirsOrder(EvictionOrder):
                 self._drop_ghost(entry)
 
     def _leave_ghost(self, slot: int, tag: int) -> None:
-        """A ghost takes the place in S of a block that left."""
+        """Replace an evicted block by a ghost at the same place in S."""
         known = self._tags.find(tag)
         if known != NONE:
             self._drop_ghost(self.capacity + known)

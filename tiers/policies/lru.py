@@ -12,7 +12,7 @@ from .order import ArraySource, EvictionOrder, heap_arrays
 
 
 class LruOrder(EvictionOrder):
-    """Exact LRU: the slot whose last use is longest ago leaves first. 20 bytes a slot."""
+    """Exact LRU: evicts the slot whose last use is longest ago. 20 bytes a slot."""
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)

@@ -1,4 +1,4 @@
-"""Objects of a user's own that the configuration names: policies and admission rules."""
+"""Import of user-defined objects that the configuration names: policies and admission rules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...errors import ConfigError
 
 
 def named_object(kind: str, name: str, path: str) -> Any:
-    """What lies at `"package.module:object"`; messages say `kind` and `name`.
+    """Import and return the object at `"package.module:object"`.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if that fails. `kind` and `name` appear in its message.
     """
     try:
         return pkgutil.resolve_name(path)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except Exception as error:  # a user's module may raise anything when it is imported
         said = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{kind} {name!r} cannot be imported ({said}); check the path, or mend the module"

@@ -1,18 +1,18 @@
 """S3-FIFO.
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi: "FIFO Queues Are All You Need for Cache Eviction",
-SOSP 2023. New blocks enter a small queue with a tenth of the slots. What leaves it goes to the main
-queue if it was used at least twice meanwhile, and out otherwise; a block that comes back while it
-is remembered as a ghost enters the main queue at once. The main queue gives its oldest one more
-round for each use, three at most.
+SOSP 2023. New blocks enter a small queue with a tenth of the slots. The oldest block of the small
+queue moves to the main queue if it was used at least twice there. Otherwise it is evicted and
+becomes a ghost. A block that returns while its ghost exists enters the main queue directly. The
+oldest block of the main queue gets one more round for each use, at most three.
 
-Warm-up: `S3FifoOrder` does as the paper does and lets the small queue grow while the tier is not
-full. `S3FifoEagerOrder` is the rule of later versions of libCacheSim: until the first eviction, new
+Warm-up: `S3FifoOrder` follows the paper and lets the small queue grow while the tier is not full.
+`S3FifoEagerOrder` has the rule of later versions of libCacheSim. Until the first eviction, new
 blocks go to the main queue once the small one is full.
 
-Where both differ from the paper: a block may be pinned or protected. It is passed by and keeps its
-place. If many leave at once, the slots that get another round line up behind those that came from
-the small queue meanwhile.
+Differences from the paper, in both classes: a block may be pinned or protected. It is skipped and
+keeps its place. If one eviction takes many blocks, the small queue promotes its blocks first.
+Blocks of the main queue that get another round queue up behind them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .log import FEW, Marks, RecencyLog, Search
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 
 SMALL_SHARE = 0.1
-"""Share of the slots that is the small queue's."""
+"""Share of the slots that belongs to the small queue."""
 GHOST_SHARE = 0.9
-"""Ghosts that are kept, as a share of the slots."""
+"""Maximum number of ghosts, as a share of the slots."""
 USES_TO_STAY = 2
-"""Uses in the small queue from which on a block goes to the main queue."""
+"""Number of uses in the small queue that promotes a block to the main queue."""
 USES_MAX = 3
-"""Uses are counted up to here."""
+"""Maximum of the use counter."""
 
 _UNLIMITED = 255
 _NOT_SEARCHED = (0, None)
@@ -48,7 +48,7 @@ class S3FifoOrder(EvictionOrder):
 
     wants_tags = True
     main_fills_first: ClassVar[bool] = False
-    """The warm-up rule; see above."""
+    """True if new blocks fill the main queue during warm-up, once the small one is full."""
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
         super().__init__(capacity, arrays)
@@ -176,9 +176,9 @@ class S3FifoOrder(EvictionOrder):
             self._uses.of[slot] = uses
 
     def _small_candidates(self, search: Search) -> Iterator[tuple[int | None, list[int]]]:
-        """Slots that leave the small queue, each with those that move up before it does.
+        """Yield the victims of the small queue, each with the slots that are promoted before it.
 
-        At the end comes None, with those that move up after the last one.
+        The last item is None, with the slots that are promoted after the last victim.
         """
         at = self._small.head
         for slot in self._small.scan(search, marks=self._seldom):
@@ -193,7 +193,10 @@ class S3FifoOrder(EvictionOrder):
             yield None, moving
 
     def _main_candidates(self, search: Search, moved: deque[int]) -> Iterator[int]:
-        """Slots that leave the main queue: after a round for each use, `moved` joining behind."""
+        """Yield the victims of the main queue. Each slot gets a round for each use.
+
+        The slots in `moved` join the queue after a round.
+        """
         first_round, start = self._skip_used()
         for uses, marks in enumerate(self._rounds):
             if uses >= first_round:
@@ -205,9 +208,10 @@ class S3FifoOrder(EvictionOrder):
                     yield slot
 
     def _skip_used(self) -> tuple[int, int | None]:
-        """The first round in which anything leaves, and where. Remembered while nothing leaves.
+        """Return the first round that has a victim, and the position of that victim.
 
-        Without that, a tier where all is used would be searched from end to end at every look.
+        The result is cached until an eviction. Otherwise every search would scan the whole queue of
+        a tier whose blocks are all used.
         """
         first_round, start = self._searched
         if len(self._main):
@@ -220,11 +224,11 @@ class S3FifoOrder(EvictionOrder):
         return self._searched
 
     def _main_is_next_but_for_small(self) -> bool:
-        """True if the small queue was asked first and had nothing but what moves up."""
+        """Return True if the small queue was searched first and had only blocks to promote."""
         return 0 < len(self._small) and len(self._main) <= self._main_limit
 
     def _move_up_before(self, stop: int) -> None:
-        """What was used often in the small queue before a position goes to the main queue."""
+        """Promote the often used slots of the small queue before a position to the main queue."""
         moving = list(self._small.scan(Search(), None, stop, self._often))
         if moving:
             self._small.discard(moving)
@@ -232,9 +236,9 @@ class S3FifoOrder(EvictionOrder):
             self._main.append(moving)
 
     def _give_rounds_before(self, slot: int) -> None:
-        """The slots of the main queue before this one line up again, each one use the poorer."""
+        """Move the slots of the main queue before this one to its end, with one use less each."""
         uses = self._uses
-        for _ in range(uses.of[slot]):  # whole rounds: the order stays, all have one use less
+        for _ in range(uses.of[slot]):  # a whole round takes a use from each slot
             everyone = self._main.to_array()
             uses.array[everyone] -= uses.array[everyone] > 0
         stop = self._main.position(slot)
@@ -248,6 +252,6 @@ class S3FifoOrder(EvictionOrder):
 
 
 class S3FifoEagerOrder(S3FifoOrder):
-    """S3-FIFO with libCacheSim's warm-up rule."""
+    """S3-FIFO with the warm-up rule of libCacheSim."""
 
     main_fills_first = True

@@ -1,11 +1,11 @@
 """SIEVE.
 
 Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi: "SIEVE is Simpler than LRU: an Efficient
-Turn-Key Eviction Algorithm for Web Caches", NSDI 2024. A queue in the order of arrival that never
-moves, one bit a slot for "used since the hand came by", and a hand that goes from the oldest to
-the newest and round again: it clears set bits, and what has none leaves.
+Turn-Key Eviction Algorithm for Web Caches", NSDI 2024. Blocks are queued in the order of arrival
+and never move. Each slot has a bit that a use sets. A hand goes from the oldest slot to the newest
+and then starts again. It clears set bits, and evicts the blocks whose bit is clear.
 
-Where this differs from the paper: a block may be pinned or protected; the hand passes it by.
+Difference from the paper: a block may be pinned or protected; the hand skips it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 class SieveOrder(EvictionOrder):
     """SIEVE over slots: 21 bytes a slot.
 
-    The hand is a position of the queue: the next slot it looks at is the first one from there on.
+    The hand is a position of the queue. It examines the first slot at or after that position next.
     """
 
     def __init__(self, capacity: int, arrays: ArraySource = heap_arrays) -> None:
@@ -45,7 +45,7 @@ class SieveOrder(EvictionOrder):
     def settle(self, slots: Sequence[int]) -> None:
         tail = self._queue.tail
         self._queue.append(slots)
-        if self._queue.tail != tail + len(slots):  # it was compacted
+        if self._queue.tail != tail + len(slots):  # the queue was compacted
             self._searched = None
 
     def remove(self, slots: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class SieveOrder(EvictionOrder):
         search = Search(wanted, mask, window)
         queue, hand = self._queue, self._hand[0]
         ahead, behind = self._skip_used()
-        # What is marked now leaves on the second lap, since the first one clears the mark.
+        # Marked slots are victims on the second lap only, as the first lap clears the mark.
         unused, used = self._laps
         laps = (
             queue.scan(search, start, stop, marks)
@@ -103,9 +103,9 @@ class SieveOrder(EvictionOrder):
             self._used.of[slot] = used
 
     def _advance_to(self, slot: int) -> None:
-        """The hand goes on to a slot that leaves, and past it."""
+        """Move the hand past a slot that is evicted, and clear the bits on the way."""
         queue, at = self._queue, self._queue.position(slot)
-        if self._used.of[slot]:  # a whole lap first
+        if self._used.of[slot]:  # the hand makes a whole lap first
             self._used.array[:] = 0
         elif at < self._hand[0]:
             self._clear_between(self._hand[0], queue.tail)
@@ -115,10 +115,10 @@ class SieveOrder(EvictionOrder):
         self._hand[0] = at + 1
 
     def _skip_used(self) -> tuple[int, int]:
-        """Positions ahead of the hand and behind it before which all is used.
+        """Return two positions: of the first unused slot ahead of the hand, and behind it.
 
-        Remembered while nothing leaves; without that, a tier where all is used would be searched
-        from end to end at every look.
+        The result is cached until an eviction. Otherwise every search would scan the whole queue of
+        a tier whose blocks are all used.
         """
         queue, hand = self._queue, self._hand[0]
         ahead, behind = self._searched or (hand, queue.head)
@@ -136,14 +136,14 @@ class SieveOrder(EvictionOrder):
             self._used.array[self._queue.between(start, stop)] = 0
 
     def _wrap(self) -> None:
-        """Back to the oldest if nothing is left ahead, so that what comes next is not looked at."""
+        """Move the hand to the oldest slot if none is ahead of it, so that it skips new slots."""
         if next(self._queue.scan(Search(), self._hand[0]), None) is None:
             self._hand[0] = 0
         self._searched = None
 
 
 class _Queue(RecencyLog):
-    """Keeps the hand between the same two slots when positions change."""
+    """Queue that keeps the hand between the same two slots when positions change."""
 
     def __init__(
         self, name: str, capacity: int, arrays: ArraySource, hand: memoryview[int]

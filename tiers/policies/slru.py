@@ -2,11 +2,12 @@
 
 R. Karedla, J. S. Love, B. G. Wherry: "Caching Strategies to Improve Disk System Performance", IEEE
 Computer 27(3), 1994, with four segments instead of two (as Q. Huang et al.: "An Analysis of
-Facebook Photo Caching", SOSP 2013). A use moves a block to the next higher segment; what a segment
-has too many of falls to the one below. The coldest of the lowest segment leaves.
+Facebook Photo Caching", SOSP 2013). A use moves a block to the next higher segment. If a segment is
+too long, its coldest block falls to the segment below. The victim is the coldest block of the
+lowest segment.
 
-Where this differs from the papers: while the tier is not full, new blocks enter the lowest segment
-that has room; and a block may be pinned or protected, so that the next one leaves instead.
+Differences from the papers: while the tier is not full, new blocks enter the lowest segment with a
+free place. A block may be pinned or protected; the next one is then evicted instead.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class SlruOrder(EvictionOrder):
                 self._append(above - 1, falling)
 
     def settle(self, slots: Sequence[int]) -> None:
-        # They keep their places in each segment among them, the least recent in the lowest one.
+        # Each segment keeps its number of these slots; the least recent ones go to the lowest.
         segments = sorted(self._segment_of[slot] for slot in slots)
         self.remove(slots)
         for segment, slot in zip(segments, slots, strict=True):
