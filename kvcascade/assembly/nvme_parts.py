@@ -18,6 +18,7 @@ from ..tiers.endurance import DayTotals
 from ..tiers.nvme import tier as nvme
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.nvme.opening import open_nvme_tier
 from ..tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
 from ..tiers.nvme.segments.store import Durability
 from ..tiers.policies import OrderedPolicy, create
@@ -78,7 +79,7 @@ def open_nvme(
         min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
         slots_per_segment=slots_of_segment(options, block_bytes),
     )
-    return nvme.open_nvme_tier(config, executor, file_system)
+    return open_nvme_tier(config, executor, file_system)
 
 
 def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:

@@ -16,7 +16,14 @@ from kvcascade.tools.bench.scale import EngineScale
 from kvcascade.tools.bench.transfers import quantities
 from kvcascade.tools.quantiles import quantile
 
-FOUND = {"hit rate", "recency kept", "cached tokens", "of the idle rate"}
+FOUND = {
+    "hit rate",
+    "recency kept",
+    "cached tokens",
+    "of the idle rate",
+    "beside stores",
+    "beside loads",
+}
 """In names of rows of which more is better, though they are no rates."""
 
 

@@ -185,6 +185,8 @@ def test_frozen() -> None:
         parse(GOOD).label = "x"  # type: ignore[misc]
 
 
+_QUOTED = [f'"{name}"' for name in known_names()]
+ALL_POLICIES = f"{', '.join(_QUOTED[:-1])} or {_QUOTED[-1]}"
 WRONG: list[tuple[str, object, str]] = [
     # unknown keys
     ("writemode", "back", 'did you mean "write_mode"?'),
@@ -268,8 +270,8 @@ WRONG: list[tuple[str, object, str]] = [
     ("cpu.arena_dir", "shm", "absolute path"),
     # policies
     ("cpu.policy", "lrru", 'did you mean "lru"?'),
-    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve" or "slru"'),
-    ("nvme.policy", 3, '"sieve" or "slru"'),
+    ("nvme.policy", "clock", ALL_POLICIES),
+    ("nvme.policy", 3, ALL_POLICIES),
     ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
     # tiers
     ("tiers", [], '{"type": "cpu"'),

@@ -75,7 +75,8 @@ def open_disk_tier(wanted: Wanted, index: str) -> DiskTier:
 
 
 def _with_lmdb(wanted: Wanted) -> DiskTier:
-    from ....tiers.nvme.tier import NvmeTierConfig, open_nvme_tier
+    from ....tiers.nvme.opening import open_nvme_tier
+    from ....tiers.nvme.tier import NvmeTierConfig
 
     size = wanted.blocks * wanted.block_bytes
     config = NvmeTierConfig(
