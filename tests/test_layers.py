@@ -97,7 +97,7 @@ def layer(module: str) -> str:
 
 def speaks_vllm(module: str) -> bool:
     """Whether a module may import vLLM."""
-    if module.startswith("kvcascade.tools."):  # comparisons with vLLM itself
+    if module.startswith("kvcascade.tools.dev."):  # comparisons with vLLM itself
         return module.rpartition(".")[2].startswith("vllm_")
     return module.startswith("kvcascade.vllm.")
 

@@ -12,9 +12,12 @@ from typing import Annotated
 
 import typer
 
-from .commands import bench, carry, check, demo, gc, inspect, replay, shm, top, verify, version
-from .commands.common import ExitCode, complain
+from .commands import carry, check, gc, inspect, shm, top, verify, version
+from .commands.command_line import ExitCode, complain
 from .commands.output import watched
+from .dev.bench import bench_command
+from .dev.demo import demo_command
+from .replay import replay_options
 
 EPILOG = (
     "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
@@ -38,9 +41,9 @@ app.command("export")(carry.export)
 app.command("import")(carry.import_)
 app.command("check")(check.check)
 app.add_typer(shm.app, name="shm")
-app.command("replay")(replay.replay)
-app.command("bench")(bench.bench)
-app.command("demo")(demo.demo)
+app.command("replay")(replay_options.replay)
+app.command("bench")(bench_command.bench)
+app.command("demo")(demo_command.demo)
 app.command("version")(version.print_version)
 
 

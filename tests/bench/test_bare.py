@@ -93,10 +93,16 @@ def test_gpu_tests_are_collected() -> None:
 
 
 def test_benchmark_modules_are_imported() -> None:
-    modules = ("gpu", "gpu_device", "gpu_moves", "page_copies", "round_trip", "report", "machine")
+    gpu = ("gpu", "gpu_device", "gpu_moves", "page_copies")
+    modules = (
+        *(f"dev.bench.gpu.{name}" for name in gpu),
+        "dev.bench.round_trip",
+        "commands.bench.bench_report",
+        "commands.bench.machine_facts",
+    )
     code = (
         "from importlib import import_module\n"
-        "for name in sys.argv[1:]: import_module('kvcascade.tools.bench.' + name)\n"
+        "for name in sys.argv[1:]: import_module('kvcascade.tools.' + name)\n"
         "import kvcascade.handlers.device.device_cuda"
     )
     done = bare(code, *modules)
@@ -108,7 +114,7 @@ def test_the_command_drives_all_tiers(tmp_path: Path) -> None:
     code = (
         "from dataclasses import replace\n"
         "from kvcascade.tools import __main__ as tools\n"
-        "from kvcascade.tools.bench import scale\n"
+        "from kvcascade.tools.dev.bench import scale\n"
         "scale.QUICK = replace(scale.SMOKE, repeats=1)\n"
         "raise SystemExit(tools.main(sys.argv[1:]))"
     )

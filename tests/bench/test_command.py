@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from kvcascade.config import schema
-from kvcascade.tools import bench
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.bench import BenchOptions
-from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import OURS, VLLM, Table
-from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
-from kvcascade.tools.commands import bench as command
-from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Table
+from kvcascade.tools.commands.bench.machine_facts import headline, machine_facts, version_facts
+from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.dev import bench
+from kvcascade.tools.dev.bench import BenchOptions
+from kvcascade.tools.dev.bench import bench_command as command
+from kvcascade.tools.dev.bench.measurement import Setup
+from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {

@@ -10,9 +10,10 @@ import pytest
 
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
-from kvcascade.tools.bench import gpu_engine
-from kvcascade.tools.bench.engine import MEASUREMENT
-from kvcascade.tools.bench.engine_runs import (
+from kvcascade.tools.commands.bench.bench_results import NONE, OURS, VLLM
+from kvcascade.tools.dev.bench.engine import gpu_engine
+from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT
+from kvcascade.tools.dev.bench.engine.engine_runs import (
     Answers,
     Ask,
     FreshRounds,
@@ -23,9 +24,8 @@ from kvcascade.tools.bench.engine_runs import (
     one_pass,
     written_bytes,
 )
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import NONE, OURS, VLLM
-from kvcascade.tools.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
+from kvcascade.tools.dev.bench.measurement import Setup
+from kvcascade.tools.dev.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 

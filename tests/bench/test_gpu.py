@@ -21,10 +21,11 @@ from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu, gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import CudaDevice, Room
-from kvcascade.tools.bench.gpu_moves import (
+from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS, VLLM, BenchError, Row
+from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice, Room
+from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     BESIDE,
     HEAR_LONGEST,
     MEANWHILE,
@@ -41,9 +42,8 @@ from kvcascade.tools.bench.gpu_moves import (
     costs,
     paced,
 )
-from kvcascade.tools.bench.measurement import Figures, Setup, run
-from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, BenchError, Row
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.measurement import Figures, Setup, run
+from kvcascade.tools.dev.bench.scale import SMOKE
 
 SMALL = Shape("small", 3, 64)
 TRANSFER = Transfer.scattered(4, 8, 8)

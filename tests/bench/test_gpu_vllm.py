@@ -18,10 +18,17 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_moves import HEAR_LONGEST, RATE, Mover, Transfer, check, costs
-from kvcascade.tools.bench.vllm_device import VllmCopier
+from kvcascade.tools.dev.bench.gpu import gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.gpu.gpu_moves import (
+    HEAR_LONGEST,
+    RATE,
+    Mover,
+    Transfer,
+    check,
+    costs,
+)
+from kvcascade.tools.dev.bench.gpu.vllm_device import VllmCopier
 
 BLOCKS = 24
 TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tools.bench.manager import flatness
-from kvcascade.tools.bench.measurement import Case, Figures, Measurement, Setup, run
-from kvcascade.tools.bench.report import render
-from kvcascade.tools.bench.results import OURS, VLLM, Quantity, Row, Table
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.commands.bench.bench_report import render
+from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Quantity, Row, Table
+from kvcascade.tools.dev.bench.measurement import Case, Figures, Measurement, Setup, run
+from kvcascade.tools.dev.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.scheduler.manager_cost import flatness
 
 QUANTITIES = (Quantity("a", "s"), Quantity("b", "s"))
 
@@ -90,7 +90,7 @@ def test_flatness_compares_the_smallest_and_the_largest() -> None:
 
 
 def _manager_rows(*figures: float) -> list[Row]:
-    from kvcascade.tools.bench.manager import MEASUREMENT, label_of
+    from kvcascade.tools.dev.bench.scheduler.manager_cost import MEASUREMENT, label_of
 
     return [
         Row(label_of(128 * (number + 1)), quantity, {OURS: [figure]})

@@ -13,11 +13,11 @@ from support.executors import InlineExecutor
 from kvcascade.handlers.device.batched_copy import NoBatchedCopyError
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_moves import Mover, Transfer, check
-from kvcascade.tools.bench.page_copies import PageCopier
-from kvcascade.tools.bench.results import PAGES, VLLM
+from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM
+from kvcascade.tools.dev.bench.gpu import gpu_device
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.gpu.gpu_moves import Mover, Transfer, check
+from kvcascade.tools.dev.bench.gpu.page_copies import PageCopier
 
 BLOCKS = 24
 SHAPE = Shape("layers", 5, 192)

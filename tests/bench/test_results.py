@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcascade.tools.bench.results import (
+from kvcascade.tools.commands.bench.bench_results import (
     LIMIT,
     OURS,
     VLLM,
@@ -16,7 +16,7 @@ from kvcascade.tools.bench.results import (
     Table,
     document,
 )
-from kvcascade.tools.quantiles import quantile
+from kvcascade.tools.commands.bench.quantiles import quantile
 
 
 def row(goals: tuple[Goal, ...] = (), **samples: list[float]) -> Row:

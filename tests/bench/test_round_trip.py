@@ -15,12 +15,19 @@ import torch
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.index.index_port import Removal
 from kvcascade.tiers.nvme.segments.format import IndexEntry
-from kvcascade.tools.bench import round_trip
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.measurement import Setup, run
-from kvcascade.tools.bench.results import OURS, BenchError
-from kvcascade.tools.bench.round_trip import BROUGHT_UP, LOADED, OPENED, STORED, WRITTEN, RoundTrip
-from kvcascade.tools.bench.round_trip.disk_tier import (
+from kvcascade.tools.commands.bench.bench_results import OURS, BenchError
+from kvcascade.tools.dev.bench import round_trip
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.measurement import Setup, run
+from kvcascade.tools.dev.bench.round_trip import (
+    BROUGHT_UP,
+    LOADED,
+    OPENED,
+    STORED,
+    WRITTEN,
+    RoundTrip,
+)
+from kvcascade.tools.dev.bench.round_trip.disk_tier import (
     LMDB,
     RECORDS,
     DiskTier,
@@ -28,8 +35,8 @@ from kvcascade.tools.bench.round_trip.disk_tier import (
     Wanted,
     open_disk_tier,
 )
-from kvcascade.tools.bench.round_trip.drive import Engine, Part
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.round_trip.drive import Engine, Part
+from kvcascade.tools.dev.bench.scale import SMOKE
 
 SMALL = Shape("small", 3, 4096)
 BLOCKS = 24

@@ -8,8 +8,8 @@ from pathlib import Path
 from demo.demo_phases import phase, reference
 from rich.console import Console
 
-from kvcascade.tools.demo.chart import draw
-from kvcascade.tools.demo.report import ROWS, Reporter, table
+from kvcascade.tools.dev.demo.chart import draw
+from kvcascade.tools.dev.demo.demo_report import ROWS, Reporter, table
 
 
 def test_the_table_fits_a_narrow_terminal_and_says_everything() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvcascade.tools.demo.report import Reporter
-from kvcascade.tools.demo.results import (
+from kvcascade.tools.dev.demo.demo_report import Reporter
+from kvcascade.tools.dev.demo.demo_results import (
     DEVICE_HITS,
     LOADED_BLOCKS,
     READ_BYTES,
     DemoError,
     problems,
 )
-from kvcascade.tools.demo.runner import BLOCK_TOKENS, Demo, Settings
-from kvcascade.tools.demo.workload import Shape
-from kvcascade.tools.server import Completion
+from kvcascade.tools.dev.demo.runner import BLOCK_TOKENS, Demo, Settings
+from kvcascade.tools.dev.demo.workload import Shape
+from kvcascade.tools.dev.server import Completion
 
 SHAPE = Shape(conversations=4, prefix_tokens=64, answer_tokens=2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcascade.tools.demo.workload import FIRST_TOKEN, Shape, Turn, Workload, waves
+from kvcascade.tools.dev.demo.workload import FIRST_TOKEN, Shape, Turn, Workload, waves
 
 SHAPE = Shape(conversations=6, prefix_tokens=40, message_tokens_min=5, message_tokens_max=9)
 

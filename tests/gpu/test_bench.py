@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tools.bench import gpu, gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import CudaDevice
-from kvcascade.tools.bench.gpu_moves import BESIDE, RATE
-from kvcascade.tools.bench.measurement import Setup, run
-from kvcascade.tools.bench.results import LIMIT, OURS
-from kvcascade.tools.bench.round_trip import RoundTrip
-from kvcascade.tools.bench.round_trip.disk_tier import LMDB, RECORDS
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS
+from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice
+from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, RATE
+from kvcascade.tools.dev.bench.measurement import Setup, run
+from kvcascade.tools.dev.bench.round_trip import RoundTrip
+from kvcascade.tools.dev.bench.round_trip.disk_tier import LMDB, RECORDS
+from kvcascade.tools.dev.bench.scale import SMOKE
 
 pytestmark = pytest.mark.gpu
 with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from kvcascade.tools.server import GPU_OPTIONS, is_on_cpu
+from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GONE_TIMEOUT_S = 60.0

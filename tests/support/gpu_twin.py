@@ -20,10 +20,10 @@ from kvcascade.handlers.device.geometry import WorkerLayout
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import Contender, Device, Make, Room
-from kvcascade.tools.bench.results import VLLM
+from kvcascade.tools.commands.bench.bench_results import VLLM
+from kvcascade.tools.dev.bench.gpu import gpu_device
+from kvcascade.tools.dev.bench.gpu.gpu import Shape
+from kvcascade.tools.dev.bench.gpu.gpu_device import Contender, Device, Make, Room
 
 from .clock import ManualClock
 from .executors import InlineExecutor

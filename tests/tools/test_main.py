@@ -13,7 +13,7 @@ from support.cache_rig import ROOT, call, fill
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import ExitCode, answering_apart, emit
+from kvcascade.tools.commands.command_line import ExitCode, answering_apart, emit
 
 OURS = (
     *("inspect", "top", "verify", "gc", "export", "import", "check"),

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from ...config import sizes
 from ...errors import os_errors
-from ..cache import show
-from .report import Quantiles, ReplayReport, TierReport
+from ..commands import show
+from .replay_report import Quantiles, ReplayReport, TierReport
 from .virtual import Rate
 
 UNKNOWN = "-"

@@ -23,8 +23,8 @@ from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
 from ...tiers.policies import create
-from .options import ReplayOptions, TierOptions
-from .report import BreakEven, Quantiles, ReplayReport, TierReport
+from .replay_report import BreakEven, Quantiles, ReplayReport, TierReport
+from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
 from .virtual import DailyWrites, SlotBackend, TimedHandler, VirtualClock
 

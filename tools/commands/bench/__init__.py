@@ -1,0 +1,1 @@
+"""`kvcascade bench`: parts that measurements and `kvcascade replay` share."""

@@ -1,0 +1,92 @@
+"""`kvcascade bench`: options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...commands.command_line import JsonOption, OutOption, PlotOption
+from . import MEASUREMENTS, BenchOptions, run
+
+
+def _known(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        if name not in MEASUREMENTS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(MEASUREMENTS)}")
+    return names
+
+
+def _begun(incomplete: str) -> list[tuple[str, str]]:
+    return [pair for pair in MEASUREMENTS.items() if pair[0].startswith(incomplete)]
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise typer.BadParameter("give it as OPTION=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:  # a word
+        return name, value
+
+
+_LISTED = "; ".join(f"{name}: {summary}" for name, summary in MEASUREMENTS.items())
+QuickOption = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes.")]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="NAME",
+        callback=_known,
+        autocompletion=_begun,
+        help=f"This measurement only (repeatable). {_LISTED}.",
+    ),
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option("--repeats", metavar="N", min=1, help="How often everything is measured."),
+]
+NvmeOption = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--nvme",
+        metavar="OPTION=VALUE",
+        parser=_option,
+        help="An option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false.",
+    ),
+]
+PathOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--path", metavar="FOLDER", help="A folder on the disk to measure, else that of --out."
+    ),
+]
+
+
+def bench(
+    quick: QuickOption = False,
+    only: OnlyOption = None,
+    repeats: RepeatsOption = None,
+    nvme: NvmeOption = None,
+    path: PathOption = None,
+    out: OutOption = Path("out"),
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure beside vLLM's own offloading and the disk's limit.
+
+    Examples:
+
+        kvcascade bench --quick
+
+        kvcascade bench --path /mnt/nvme --only transfers --repeats 5
+
+        kvcascade bench --out results --plot results/bench.png
+    """
+    options = dict(nvme or ())
+    raise typer.Exit(
+        run(BenchOptions(quick, tuple(only or ()), repeats, options, path, out, plot, as_json))
+    )
