@@ -144,6 +144,21 @@ def test_only_the_adapters_know_vllm() -> None:
     assert not wrong
 
 
+def is_development(module: str) -> bool:
+    """Whether a module stays in the repository: `tools/dev`."""
+    return f"{module}.".startswith("kvcascade.tools.dev.")
+
+
+def test_the_product_imports_nothing_of_development() -> None:
+    assert any(is_development(module) for module in MODULES)
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if is_development(found.target) and not is_development(found.source)
+    ]
+    assert not wrong
+
+
 def test_decisions_and_places_do_not_load_torch() -> None:
     wrong = [
         str(found)

@@ -18,8 +18,8 @@ from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Table
 from kvcascade.tools.commands.bench.machine_facts import headline, machine_facts, version_facts
 from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.dev import bench
+from kvcascade.tools.dev import dev_commands as command
 from kvcascade.tools.dev.bench import BenchOptions
-from kvcascade.tools.dev.bench import bench_command as command
 from kvcascade.tools.dev.bench.measurement import Setup
 from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
 
@@ -78,7 +78,7 @@ def test_the_options_that_help_shows_are_right_ones(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["extra"], ["--nvme", "x"]],
+    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["one", "two"], ["--nvme", "x"]],
 )
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *wrong]) == ExitCode.USAGE

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcascade.tools.commands.bench.bench_results import Quantity
-from kvcascade.tools.commands.bench.quantiles import quantile
+from kvcascade.tools.commands.bench.bench_results import Quantity, quantile
 from kvcascade.tools.dev.bench import MEASUREMENTS, measurement_of
 from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT as ENGINE
 from kvcascade.tools.dev.bench.engine.engine_runs import fresh_prompts, one_pass

@@ -15,8 +15,8 @@ from kvcascade.tools.commands.bench.bench_results import (
     Row,
     Table,
     document,
+    quantile,
 )
-from kvcascade.tools.commands.bench.quantiles import quantile
 
 
 def row(goals: tuple[Goal, ...] = (), **samples: list[float]) -> Row:

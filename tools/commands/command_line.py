@@ -82,7 +82,7 @@ OutOption = Annotated[
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade\\[plot])."),
+    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade[plot])."),
 ]
 
 

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...errors import FormatError, os_errors
-from ..commands.bench.bench_results import OURS
-from ..commands.bench.labels import DOWN, TRANSFERS, UP, transfer_block_bytes
+from ..commands.bench.bench_results import DOWN, OURS, TRANSFERS, UP, transfer_block_bytes
 from ..commands.bench.raw_disk import RawDisk
 from .tier_options import GivenTier, TierOptions
 from .virtual import Rate, RateSource

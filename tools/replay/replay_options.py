@@ -107,7 +107,7 @@ CsvOption = Annotated[
 ]
 SweepPlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Draw the sweep (needs kvcascade\\[plot])."),
+    typer.Option("--plot", metavar="PNG", help="Draw the sweep (needs kvcascade[plot])."),
 ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...config.schema import WriteMode
-from ..commands.bench.quantiles import quantile
+from ..commands.bench.bench_results import quantile
 from .virtual import Rate
 
 FORMAT = 1

@@ -5,8 +5,9 @@ Plain data and pure functions: nothing here takes a time.
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,16 @@ OURS, VLLM, PAGES, LIMIT, NONE = "ours", "vllm", "pages", "limit", "none"
 CONTENDERS = (OURS, VLLM, PAGES, LIMIT, NONE)
 """Who is measured: kvcascade, what vLLM ships, a batched copy of single pages in its place, what
 the machine can do at best, and an engine without offloading."""
+
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GIGA = 1e9
+
+TRANSFERS = "transfers"
+"""Name of the measurement of a tier's rates; `kvcascade replay --bench` reads its rows."""
+DOWN, UP = "down", "up"
+_UNITS = {"KiB": KIB, "MiB": MIB}
+_CASE = re.compile(r"([0-9]+) (KiB|MiB) blocks")
 
 
 class BenchError(Exception):
@@ -134,3 +145,35 @@ def _row(row: Row) -> dict[str, Any]:
         ],
         "samples": {contender: list(row.samples[contender]) for contender in there},
     }
+
+
+def quantile(samples: Iterable[float], share: float) -> float:
+    """Return the smallest sample such that at least `share` of all samples are not above it.
+
+    The result is always a sample. Of few samples a high quantile is the largest one.
+    """
+    ordered = sorted(samples)
+    if not ordered:
+        raise ValueError("a quantile of nothing")
+    rank = max(1, -int(-share * len(ordered) // 1))
+    return ordered[min(rank, len(ordered)) - 1]
+
+
+def size_label(size: int) -> str:
+    """Return the size of a block as it stands in tables."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def transfer_case(block_bytes: int, paths: int = 1) -> str:
+    """Return the name of the transfer case of a block size."""
+    more = ", two paths" if paths > 1 else ""
+    return f"{size_label(block_bytes)} blocks{more}"
+
+
+def transfer_block_bytes(case: str) -> int | None:
+    """Return the block size of a transfer case with one path, or None for any other case.
+
+    Cases with two paths are left out because two disks are faster than one.
+    """
+    found = _CASE.fullmatch(case)
+    return int(found[1]) * _UNITS[found[2]] if found else None

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Name, driver and CUDA version of the GPU; nothing where torch sees none."""
+    """Return name, driver and CUDA version of the GPU; nothing if torch sees none."""
+    if find_spec("torch") is None:
+        return {}
     import torch
 
     if not torch.cuda.is_available():

@@ -9,9 +9,16 @@ from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ...commands.bench.bench_results import OURS, VLLM, Goal, Quantity
-from ...commands.bench.labels import DOWN, UP, transfer_case
-from ...commands.bench.quantiles import quantile
+from ...commands.bench.bench_results import (
+    DOWN,
+    OURS,
+    UP,
+    VLLM,
+    Goal,
+    Quantity,
+    quantile,
+    transfer_case,
+)
 from ...commands.bench.raw_disk import drop_page_cache
 from .measurement import Case, Figures, Measurement, Setup
 from .transfers import SEED, Bench

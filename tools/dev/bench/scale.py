@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+from ...commands.bench.bench_results import GIB, KIB, MIB
 
 BLOCK_TOKENS = 32
 """The engine on CPU takes multiples of 32."""

@@ -9,11 +9,22 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ...commands.bench.bench_results import LIMIT, OURS, VLLM, Goal, Quantity
-from ...commands.bench.labels import DOWN, TRANSFERS, UP, transfer_case
+from ...commands.bench.bench_results import (
+    DOWN,
+    GIGA,
+    KIB,
+    LIMIT,
+    MIB,
+    OURS,
+    TRANSFERS,
+    UP,
+    VLLM,
+    Goal,
+    Quantity,
+    transfer_case,
+)
 from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
 from .measurement import Case, Figures, Measurement, Setup
-from .scale import KIB, MIB
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +32,6 @@ if TYPE_CHECKING:
     from .vllm_calls import Key
     from .vllm_engines import Engine, OurEngine, VllmEngine
 
-GIGA = 1e9
 NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
 ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
 ABOVE_VLLM_AT = 512 * KIB

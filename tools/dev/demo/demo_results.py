@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...commands.bench.quantiles import quantile
+from ...commands.bench.bench_results import quantile
 from ..server import Completion, ServerError
 from .workload import Turn
 

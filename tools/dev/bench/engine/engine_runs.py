@@ -21,8 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ....commands.bench.bench_results import NONE, OURS, VLLM, BenchError
-from ....commands.bench.quantiles import quantile
+from ....commands.bench.bench_results import NONE, OURS, VLLM, BenchError, quantile
 from ...demo import disk
 from ...server import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, ServerError, ServerProcess
 from ..measurement import Say

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity
-from ....commands.bench.quantiles import quantile
+from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
 from ...server import is_on_cpu, write_tokenizer
 from ..measurement import Case, Figures, Measurement, Setup
-from ..scale import BLOCK_TOKENS, MIB, RestartScale
+from ..scale import BLOCK_TOKENS, RestartScale
 
 if TYPE_CHECKING:
     from ...server import Completion, ServerProcess

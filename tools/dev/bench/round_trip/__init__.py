@@ -21,11 +21,10 @@ from .....config.sizes import human
 from .....tiers.base import BlockHash
 from .....tiers.cpu import ArenaGeometry
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
-from ....commands.bench.bench_results import OURS, BenchError, Quantity
+from ....commands.bench.bench_results import MIB, OURS, BenchError, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
 from ..gpu.gpu import MEMORY_SHARE, Shape
 from ..measurement import Case, Figures, Measurement, Setup
-from ..scale import MIB
 from .disk_tier import LMDB, Wanted, index_here, open_disk_tier
 from .drive import WINDOW, Engine, Part
 

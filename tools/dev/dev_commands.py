@@ -1,15 +1,26 @@
-"""`kvcascade bench`: options."""
+"""Commands that only a checkout has: options of `kvcascade bench` without a path, and of `demo`.
+
+`tools/__main__` registers `COMMANDS` where this module is importable.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ...commands.command_line import JsonOption, OutOption, PlotOption
-from . import MEASUREMENTS, BenchOptions, run
+from ..commands.bench import bench as bench_path
+from ..commands.command_line import (
+    ExitCode,
+    JsonOption,
+    OutOption,
+    PlotOption,
+    complain,
+)
+from .bench import MEASUREMENTS, BenchOptions, run
 
 
 def _known(names: list[str] | None) -> list[str] | None:
@@ -33,6 +44,7 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
+DEFAULT_OUT = Path("out")
 _LISTED = "; ".join(f"{name}: {summary}" for name, summary in MEASUREMENTS.items())
 QuickOption = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes.")]
 OnlyOption = Annotated[
@@ -66,17 +78,29 @@ PathOption = Annotated[
 ]
 
 
+DiskOption = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="PATH", help="Measure the disk of this folder through our tiers, without vLLM."
+    ),
+]
+KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the NVMe tier's files there.")]
+
+
 def bench(
+    disk: DiskOption = None,
     quick: QuickOption = False,
     only: OnlyOption = None,
     repeats: RepeatsOption = None,
     nvme: NvmeOption = None,
     path: PathOption = None,
-    out: OutOption = Path("out"),
+    out: OutOption = DEFAULT_OUT,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure beside vLLM's own offloading and the disk's limit.
+
+    With PATH it measures the rates of the tiers alone, as an installed `kvcascade bench` does.
 
     Examples:
 
@@ -86,7 +110,33 @@ def bench(
 
         kvcascade bench --out results --plot results/bench.png
     """
+    if disk is not None:
+        if quick or only or repeats or nvme or path or plot or out != DEFAULT_OUT:
+            said = "PATH stands alone; options other than --json are for comparisons without PATH"
+            raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
+        bench_path(disk, as_json)
+        return
     options = dict(nvme or ())
     raise typer.Exit(
         run(BenchOptions(quick, tuple(only or ()), repeats, options, path, out, plot, as_json))
     )
+
+
+def demo(
+    out: OutOption = DEFAULT_OUT, keep: KeepOption = False, as_json: JsonOption = False
+) -> None:
+    """Run the main job end to end, and print what came from where.
+
+    Examples:
+
+        kvcascade demo
+
+        kvcascade demo --out results --keep
+    """
+    from .demo import run as run_demo
+
+    raise typer.Exit(run_demo(out, keep, as_json))
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {"bench": bench, "demo": demo}
+"""Commands by name."""
