@@ -1,25 +1,18 @@
-"""Public name of our policies: `"cache_policy_module_path": "kvcascade.vllm_policies"` in vLLM."""
+"""Public name of our policies: `"cache_policy_module_path": "kvcascade.vllm_policies"` in vLLM.
+
+Every built-in order is here: `LruOrder` as `LruPolicy`, `S3FifoOrder` as `S3FifoPolicy`.
+"""
 
 from __future__ import annotations
 
-from .vllm.cpu_policies import (
-    ArcPolicy,
-    FifoPolicy,
-    LirsPolicy,
-    LruPolicy,
-    PrefixPolicy,
-    S3FifoPolicy,
-    SievePolicy,
-    SlruPolicy,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ArcPolicy",
-    "FifoPolicy",
-    "LirsPolicy",
-    "LruPolicy",
-    "PrefixPolicy",
-    "S3FifoPolicy",
-    "SievePolicy",
-    "SlruPolicy",
-]
+from .vllm.cpu_policies import POLICIES
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
+
+    def __getattr__(name: str) -> type[CachePolicy]: ...
+
+
+globals().update(POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -50,14 +51,27 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run", run)
     assert main(["bench"]) == 0
     words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
-    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json"
+    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json --minutes 7"
     assert main([*words.split(), *more.split()]) == 0
     nvme = {"io_threads": 8, "policy": "arc"}
     places = (Path("/mnt"), Path("here"), Path("x.png"))
     assert asked == [
         BenchOptions(),
-        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True),
+        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True, minutes=7.0),
     ]
+
+
+def test_measurements_on_a_gpu_are_bounded_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.minutes_of(BenchOptions(only=("gpu",))) == bench.BARE_MINUTES
+    assert bench.minutes_of(BenchOptions(only=("gpu", "busy"))) == math.inf
+    assert bench.minutes_of(BenchOptions()) == math.inf
+    asked = BenchOptions(only=("round_trip",), minutes=0.0, out=tmp_path)
+    assert bench.minutes_of(asked) == 0 and bench.run(asked) == 0
+    said = "round_trip is not measured, the time is up; --minutes gives more"
+    assert json.loads((tmp_path / "bench.json").read_text())["notes"] == [said]
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_gpu_is_asked_everything_it_is_there_for() -> None:

@@ -13,7 +13,7 @@ from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS
 from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import Shape
 from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice
-from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, RATE
+from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, MEANWHILE, RATE
 from kvcascade.tools.dev.bench.measurement import Setup, run
 from kvcascade.tools.dev.bench.round_trip import RoundTrip
 from kvcascade.tools.dev.bench.round_trip.disk_tier import LMDB, RECORDS
@@ -36,13 +36,14 @@ def test_every_contender_has_figures(
     rows = run(gpu.MEASUREMENT, setup).rows
     both = {OURS, *CudaDevice().others()}
     assert len(both) == 2 or notes, "what does not run is said"
-    assert len(rows) == len(shapes) * (1 + 8 * 2 + 4 + 2 * 6)
+    assert len(rows) == len(shapes) * (1 + 8 * 2 + 2 * 4 + 2 * 6)
     for row in rows:
         name, contenders = row.quantity.name, set(row.samples)
         if name in BESIDE.values():
             assert contenders <= both, "transfers may be too short here"
         else:
-            assert contenders == {*both, *([LIMIT] if name in RATE.values() else [])}, row
+            rates = (*RATE.values(), *MEANWHILE.values())
+            assert contenders == {*both, *([LIMIT] if name in rates else [])}, row
         if name == gpu.PINNED:
             assert row.samples == {each: [100.0] for each in both}
 

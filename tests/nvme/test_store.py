@@ -12,11 +12,11 @@ from pathlib import Path
 import lmdb
 import pytest
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.concurrency import HANDOVER_S, Turns
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.index import block_index
 from kvcascade.tiers.nvme.segments import store as store_module
 from kvcascade.tiers.nvme.segments.store import Durability

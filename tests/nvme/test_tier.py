@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, SLOT_BYTES, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.nvme_backend import BATCHES_AHEAD
 from kvcascade.tiers.nvme.segments.format import MAX_SLOTS, SegmentLayout

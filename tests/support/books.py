@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from kvcascade.manager.flow import Job
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .cascade import Cascade
+from .memory_backend import MemoryBackend
 
 
 class Books:

@@ -233,7 +233,7 @@ from pathlib import Path
 from support.nvme_rig import config_for, key
 from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
 from kvcascade.tiers.nvme.offline.reader import read_description
-from kvcascade.tools.cache.opened import locations, opened
+from kvcascade.tools.commands.cache_access import locations, opened
 
 class Interrupted(list):
     def __getitem__(self, part):

@@ -20,7 +20,7 @@ from ..commands.command_line import (
     PlotOption,
     complain,
 )
-from .bench import MEASUREMENTS, BenchOptions, run
+from .bench import BARE, BARE_MINUTES, MEASUREMENTS, BenchOptions, run
 
 
 def _known(names: list[str] | None) -> list[str] | None:
@@ -61,6 +61,15 @@ RepeatsOption = Annotated[
     int | None,
     typer.Option("--repeats", metavar="N", min=1, help="How often everything is measured."),
 ]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        metavar="N",
+        min=0,
+        help=f"Begin no case later; {BARE_MINUTES:g} for {', '.join(BARE)}, else no limit.",
+    ),
+]
 NvmeOption = Annotated[
     list[Any] | None,
     typer.Option(
@@ -96,6 +105,7 @@ def bench(
     path: PathOption = None,
     out: OutOption = DEFAULT_OUT,
     plot: PlotOption = None,
+    minutes: MinutesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure beside vLLM's own offloading and the disk's limit.
@@ -111,15 +121,15 @@ def bench(
         kvcascade bench --out results --plot results/bench.png
     """
     if disk is not None:
-        if quick or only or repeats or nvme or path or plot or out != DEFAULT_OUT:
+        if quick or only or repeats or nvme or path or plot or minutes or out != DEFAULT_OUT:
             said = "PATH stands alone; options other than --json are for comparisons without PATH"
             raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
         bench_path(disk, as_json)
         return
     options = dict(nvme or ())
-    raise typer.Exit(
-        run(BenchOptions(quick, tuple(only or ()), repeats, options, path, out, plot, as_json))
-    )
+    names = tuple(only or ())
+    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes)
+    raise typer.Exit(run(asked))
 
 
 def demo(

@@ -1,6 +1,6 @@
 """The only door to the operating system for segment, state and description files.
 
-`RealFileSystem` is the machine; `memory_filesystem` is a twin in memory that
+`RealFileSystem` is the machine; `tests/support/memory_file_system.py` is a twin in memory that
 fails on command. Both raise plain `OSError`; the callers map it (`kvcascade.errors`).
 
 Durability: nothing is durable before `File.sync` (contents) and `FileSystem.sync_dir` (names).

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from shutil import disk_usage
@@ -114,6 +115,8 @@ def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
         TemporaryDirectory(prefix="kvcascade-bench-", dir=path) as made,
     ):
         facts: dict[str, Any] = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": "kvcascade bench PATH",
             "machine": machine_facts(Path(made)),
             "versions": version_facts(),
             "is_quick": False,
