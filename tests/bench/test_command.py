@@ -21,7 +21,7 @@ from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.dev import bench
 from kvcascade.tools.dev import dev_commands as command
 from kvcascade.tools.dev.bench import BenchOptions
-from kvcascade.tools.dev.bench.measurement import Setup
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup
 from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
@@ -160,7 +160,7 @@ def test_every_measurement_at_the_smallest_size(
 def test_a_picture_without_a_place_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(name: str, setup: Setup) -> Table:
+    def measure(name: str, setup: MeasurementSetup) -> Table:
         raise AssertionError(f"{name} was measured")
 
     monkeypatch.setattr(bench, "measure", measure)

@@ -23,8 +23,7 @@ from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
 from kvcascade.tools.commands.verify.rebuild import RebuildReport
 from kvcascade.tools.commands.verify.verify_blocks import BlockProblem, Problem, VerifyReport
 from kvcascade.tools.dev.demo.demo_results import document as demo_document
-from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayReport
-from kvcascade.tools.replay.replay_report import TierReport as ReplayedTier
+from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S))

@@ -13,7 +13,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
+class AttentionShape:
     """What a token leaves in the cache of every layer."""
 
     layers: int
@@ -29,14 +29,14 @@ class KvShape:
         return self.layers * ranks * rank_heads * self.head_elements * element_bytes
 
 
-def attention(layers: int, kv_heads: int, head_size: int) -> KvShape:
+def attention(layers: int, kv_heads: int, head_size: int) -> AttentionShape:
     """Keys and values of each head."""
-    return KvShape(layers, kv_heads, 2 * head_size)
+    return AttentionShape(layers, kv_heads, 2 * head_size)
 
 
-def latent(layers: int, kv_lora_rank: int, rope: int) -> KvShape:
+def latent(layers: int, kv_lora_rank: int, rope: int) -> AttentionShape:
     """MLA."""
-    return KvShape(layers, 1, kv_lora_rank + rope)
+    return AttentionShape(layers, 1, kv_lora_rank + rope)
 
 
 MODELS = {

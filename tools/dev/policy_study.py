@@ -38,7 +38,7 @@ DPI = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PolicyCell:
     """One policy at one size."""
 
     policy: str
@@ -51,7 +51,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StudyWorkload:
     """A trace, as hashes."""
 
     name: str
@@ -60,7 +60,7 @@ class Workload:
     block_tokens: float
 
     @classmethod
-    def of(cls, trace: Trace, name: str) -> Workload:
+    def of(cls, trace: Trace, name: str) -> StudyWorkload:
         """Every block id becomes a hash that is spread as real ones are."""
         known: dict[int, BlockHash] = {}
         chains = []
@@ -89,7 +89,7 @@ def _hash(block_id: int) -> BlockHash:
     return BlockHash((block_id * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + bytes(8))
 
 
-def study(work: Workload, name: str, way: str, capacity: int) -> float:
+def study(work: StudyWorkload, name: str, way: str, capacity: int) -> float:
     """Share of the input tokens that a tier of `capacity` blocks would have had."""
     extra = max(map(len, work.chains)) if way == "late" else 0
     policy = create(name, capacity + extra)
@@ -127,7 +127,7 @@ def _make_room(policy: CachePolicy, n: int, kept: set[BlockHash], free: list[Blo
         free += [status for _, status in evicted]
 
 
-def optimum(work: Workload, capacity: int) -> float:
+def optimum(work: StudyWorkload, capacity: int) -> float:
     """The same for who knows the future: what is used last of all leaves first (Belady).
 
     A block is used whenever one that follows it is, so heads stay by themselves; among equals the
@@ -157,9 +157,9 @@ def optimum(work: Workload, capacity: int) -> float:
     return hits / sum(work.tokens)
 
 
-def cells(work: Workload, policies: Sequence[str]) -> list[Cell]:
+def cells(work: StudyWorkload, policies: Sequence[str]) -> list[PolicyCell]:
     """Every policy at every size."""
-    found: list[Cell] = []
+    found: list[PolicyCell] = []
     distinct, references = work.distinct, work.references
     for name in policies:
         ways = WAYS[:1] if name in SIZED_BY_NATURE else WAYS
@@ -170,12 +170,14 @@ def cells(work: Workload, policies: Sequence[str]) -> list[Cell]:
                 is_optimum = name == OPTIMUM
                 ratio = optimum(work, blocks) if is_optimum else study(work, name, way, blocks)
                 cost_us = (time.process_time() - start_s) / references * 1e6
-                found.append(Cell(name, way, share, blocks, round(ratio, 6), round(cost_us, 2)))
+                found.append(
+                    PolicyCell(name, way, share, blocks, round(ratio, 6), round(cost_us, 2))
+                )
                 print(work.name, *asdict(found[-1]).values(), file=sys.stderr, flush=True)
     return found
 
 
-def table(name: str, found: Sequence[Cell]) -> str:
+def table(name: str, found: Sequence[PolicyCell]) -> str:
     """Hit ratios as a Markdown table, the best policy of each column in bold."""
     rows = dict.fromkeys((cell.way, cell.policy) for cell in found)
     ratio = {(c.way, c.policy, c.share): c.hit_ratio for c in found}
@@ -193,7 +195,7 @@ def table(name: str, found: Sequence[Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(name: str, found: Sequence[Cell], path: Path) -> None:
+def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
     """Hit ratio over size, one line a policy, as PNG. Raises `ImportError` without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -221,12 +223,12 @@ def plot(name: str, found: Sequence[Cell], path: Path) -> None:
     figure.savefig(path)
 
 
-def _load(text: str) -> Workload:
+def _load(text: str) -> StudyWorkload:
     path, *part = text.split(":")
     first, stop = (int(part[0]), int(part[1])) if part else (0, None)
     trace = read_trace(Path(path), stop)
     name = Path(path).stem + (f"_{first}_{stop}" if part else "")
-    return Workload.of(Trace(trace.name, trace.block_tokens, trace.requests[first:]), name)
+    return StudyWorkload.of(Trace(trace.name, trace.block_tokens, trace.requests[first:]), name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

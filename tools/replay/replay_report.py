@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
+class ReplayedTier:
     """One tier over the whole trace."""
 
     name: str
@@ -96,7 +96,7 @@ class ReplayReport:
     requests_loaded: int
     requests_recomputed: int
     """By load or recompute."""
-    tiers: tuple[TierReport, ...]
+    tiers: tuple[ReplayedTier, ...]
     prefill_s_saved: float | None
     ttft_s: Quantiles | None
     """Waiting for reads and computing; waiting for other requests' computing left out."""

@@ -36,7 +36,7 @@ from ...commands.command_line import (
 
 if TYPE_CHECKING:
     from ...commands.bench.bench_results import Table
-    from .measurement import Measurement, Setup
+    from .measurement import Measurement, MeasurementSetup
     from .scale import Scale
 
 NEEDED = ("vllm", "rich")
@@ -143,7 +143,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     from ...commands.bench.bench_report import Reporter
     from ...commands.bench.bench_results import document
     from ...commands.bench.machine_facts import headline, machine_facts, version_facts
-    from .measurement import Setup
+    from .measurement import MeasurementSetup
 
     out, folder = _folders(options)
     scale = scale_of(options)
@@ -177,7 +177,9 @@ def _run(options: BenchOptions) -> dict[str, Any]:
             else:
                 with reporter.measuring(name):
                     nvme = dict(options.nvme)
-                    setup = Setup(folder / name, scale, reporter.progress, nvme, note, has_time)
+                    setup = MeasurementSetup(
+                        folder / name, scale, reporter.progress, nvme, note, has_time
+                    )
                     tables.append(measure(name, setup))
                 reporter.table(tables[-1])
             facts["seconds"] = round(time.monotonic() - began, 1)
@@ -255,7 +257,7 @@ def measurement_of(name: str) -> Measurement:
     return measurement
 
 
-def measure(name: str, setup: Setup) -> Table:
+def measure(name: str, setup: MeasurementSetup) -> Table:
     """Run one measurement in its folder, which is gone afterwards."""
     from .measurement import run as run_measurement
 

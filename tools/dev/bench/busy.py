@@ -20,8 +20,8 @@ from ...commands.bench.bench_results import (
     transfer_case,
 )
 from ...commands.bench.raw_disk import drop_page_cache
-from .measurement import Case, Figures, Measurement, Setup
-from .transfers import SEED, Bench
+from .measurement import Case, Figures, Measurement, MeasurementSetup
+from .transfers import SEED, TransferBench
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,9 @@ class BusyScheduler:
         return taken
 
 
-def run(bench: Bench, opened: Callable[[torch.Tensor], Engine], setup: Setup) -> Figures:
+def run(
+    bench: TransferBench, opened: Callable[[torch.Tensor], Engine], setup: MeasurementSetup
+) -> Figures:
     """One contender: idle and busy, down and up."""
     from .vllm_calls import random_keys
 
@@ -96,11 +98,11 @@ def run(bench: Bench, opened: Callable[[torch.Tensor], Engine], setup: Setup) ->
 
 
 def _half(
-    bench: Bench,
+    bench: TransferBench,
     opened: Callable[[torch.Tensor], Engine],
     device: torch.Tensor,
     keys: list[Key],
-    setup: Setup,
+    setup: MeasurementSetup,
     is_down: bool,
 ) -> tuple[float, list[float], list[float]]:
     """One direction: its seconds, and those of the bursts before and during it."""
@@ -134,10 +136,10 @@ def _check(device: torch.Tensor) -> None:
     check_pattern(device, SEED)
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """One."""
     scale = setup.scale
-    bench = Bench(setup, scale.busy_block_size, scale.busy_bytes, pinned=RESIDENT_BLOCKS)
+    bench = TransferBench(setup, scale.busy_block_size, scale.busy_bytes, pinned=RESIDENT_BLOCKS)
     yield Case(
         transfer_case(scale.busy_block_size),
         {

@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class MeasurementSetup:
     """What a measurement is given."""
 
     folder: Path
@@ -63,13 +63,13 @@ class Measurement:
     """How it was measured, for readers of the table."""
     quantities: tuple[Quantity, ...]
     """Its rows, in their order; those that no contender has a figure of are left out."""
-    cases: Callable[[Setup], Generator[Case, None, None]]
+    cases: Callable[[MeasurementSetup], Generator[Case, None, None]]
     """Makes the cases; what a case needs may go when the next one is asked for."""
     derived: Callable[[Sequence[Row]], list[Row]] = lambda rows: []
     """Rows that follow from the others."""
 
 
-def run(measurement: Measurement, setup: Setup) -> Table:
+def run(measurement: Measurement, setup: MeasurementSetup) -> Table:
     """Run all cases of a measurement."""
     rows: list[Row] = []
     with closing(measurement.cases(setup)) as cases:
@@ -85,7 +85,7 @@ def run(measurement: Measurement, setup: Setup) -> Table:
     return Table(measurement.name, measurement.title, measurement.note, rows)
 
 
-def run_case(case: Case, quantities: Sequence[Quantity], setup: Setup) -> list[Row]:
+def run_case(case: Case, quantities: Sequence[Quantity], setup: MeasurementSetup) -> list[Row]:
     """Run one case as often as the scale says, or once if the time is up; returns the rows that it
     has figures of."""
     samples: dict[str, dict[str, list[float]]] = {}

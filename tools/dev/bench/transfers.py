@@ -24,7 +24,7 @@ from ...commands.bench.bench_results import (
     transfer_case,
 )
 from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
-from .measurement import Case, Figures, Measurement, Setup
+from .measurement import Case, Figures, Measurement, MeasurementSetup
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +53,16 @@ def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
     return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
 
 
-class Bench:
+class TransferBench:
     """What the contenders of one case share: sizes, folders, the memory of the device."""
 
     def __init__(
-        self, setup: Setup, block_bytes: int, total_bytes: int, paths: int = 1, pinned: int = 0
+        self,
+        setup: MeasurementSetup,
+        block_bytes: int,
+        total_bytes: int,
+        paths: int = 1,
+        pinned: int = 0,
     ) -> None:
         """`pinned`: room in the CPU tier for so many more blocks."""
         self.block_bytes = block_bytes
@@ -165,11 +170,11 @@ class Bench:
         return self.blocks * self.block_bytes / took_s / GIGA
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """One per block size, and one with two paths."""
     scale = setup.scale
     for block_bytes in scale.block_sizes:
-        bench = Bench(setup, block_bytes, scale.transfer_bytes)
+        bench = TransferBench(setup, block_bytes, scale.transfer_bytes)
         yield Case(
             transfer_case(block_bytes),
             {
@@ -179,7 +184,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
             },
             quantities(block_bytes, 1),
         )
-    two = Bench(setup, scale.busy_block_size, scale.transfer_bytes, paths=2)
+    two = TransferBench(setup, scale.busy_block_size, scale.transfer_bytes, paths=2)
     yield Case(
         transfer_case(scale.busy_block_size, paths=2),
         {OURS: partial(two.round_trip, two.ours), LIMIT: two.limit},

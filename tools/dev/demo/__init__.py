@@ -55,21 +55,21 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
         is_on_cpu,
         write_tokenizer,
     )
-    from .demo_report import Reporter
+    from .demo_report import DemoReporter
     from .runner import Demo, Settings
-    from .workload import Shape
+    from .workload import ChatShape
 
     began = time.monotonic()
     work, kv = out / "demo", out / "demo" / "kv"
     shutil.rmtree(kv, ignore_errors=True)
     kv.mkdir(parents=True)
-    shape = Shape()
+    shape = ChatShape()
     model = make_llama(work / "model", vocab=shape.vocabulary)
     write_tokenizer(model, shape.vocabulary)
     on_cpu = is_on_cpu()
     settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
-    reporter = Reporter()
+    reporter = DemoReporter()
     reporter.say(f"kvcascade demo: four servers, one after another; their logs are in {work}")
     demo = Demo(
         settings,

@@ -25,7 +25,7 @@ class Count(Protocol):
     def __call__(self, answered: int) -> None: ...
 
 
-class Reporter:
+class DemoReporter:
     """Prints progress: bars on a terminal, lines anywhere else."""
 
     def __init__(self, console: Console | None = None) -> None:

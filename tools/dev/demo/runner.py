@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..server import Completion
 from . import disk
-from .demo_report import Reporter
+from .demo_report import DemoReporter
 from .demo_results import (
     READ_BYTES,
     DemoError,
@@ -29,7 +29,7 @@ from .demo_results import (
     times,
     wrong_tokens,
 )
-from .workload import Shape, Turn, Workload, waves
+from .workload import ChatShape, Turn, Workload, waves
 
 BLOCK_TOKENS = 32
 """The engine on CPU takes multiples of 32."""
@@ -51,7 +51,7 @@ class Settings:
     model: Path
     kv: Path
     """Folder of the NVMe tier."""
-    shape: Shape
+    shape: ChatShape
     gpu_blocks: int = 92
     cpu_capacity: str = "20MiB"
     nvme_capacity: str = "96MiB"
@@ -145,7 +145,7 @@ class Demo:
         self,
         settings: Settings,
         launch: Launch,
-        reporter: Reporter,
+        reporter: DemoReporter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.settings = settings

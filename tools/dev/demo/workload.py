@@ -29,7 +29,7 @@ Answers = Mapping[Turn, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ChatShape:
     """How many requests there are, and how long they are."""
 
     prefixes: int = 3
@@ -52,7 +52,7 @@ class Shape:
 class Workload:
     """The conversations of a shape."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ChatShape) -> None:
         self.shape = shape
 
     def prompt(self, turn: Turn, answers: Answers) -> list[int]:

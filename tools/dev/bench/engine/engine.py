@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity
 from ...server import is_on_cpu, write_tokenizer
-from ..measurement import Case, Measurement, Setup
+from ..measurement import Case, Measurement, MeasurementSetup
 from ..scale import BLOCK_TOKENS, EngineScale
 
 if TYPE_CHECKING:
-    from .engine_runs import Runs
+    from .engine_runs import EngineRuns
 
 NOT_SLOWER = (Goal(1.0, VLLM),)
 NO_COST = (Goal(1.03, NONE),)
@@ -21,7 +21,7 @@ CACHED = Quantity("after a restart: cached tokens", "tokens", is_more_better=Tru
 UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Long prefixes that come again; blocks of which half never do."""
     scale = setup.scale.engine
     runs = make_runs(setup, scale)
@@ -43,10 +43,10 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
     )
 
 
-def make_runs(setup: Setup, scale: EngineScale) -> Runs:
+def make_runs(setup: MeasurementSetup, scale: EngineScale) -> EngineRuns:
     """Servers of every contender over a model of this scale, which is made."""
     from ...model import make_llama
-    from .engine_runs import VOCABULARY, Runs, Servers
+    from .engine_runs import VOCABULARY, EngineRuns, Servers
 
     positions = scale.prompt_tokens_max
     model = make_llama(
@@ -57,10 +57,10 @@ def make_runs(setup: Setup, scale: EngineScale) -> Runs:
         max_positions=positions,
     )
     write_tokenizer(model, VOCABULARY)
-    return Runs(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
+    return EngineRuns(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
 
 
-def prefixes_case(runs: Runs, scale: EngineScale, repeats: int) -> Case:
+def prefixes_case(runs: EngineRuns, scale: EngineScale, repeats: int) -> Case:
     """Two passes over all prefixes, and one after a restart."""
     return Case(
         f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",

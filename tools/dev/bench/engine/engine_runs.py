@@ -52,7 +52,7 @@ Prompt = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class EngineAnswers:
     """What one list of requests took."""
 
     ttft_s: Sequence[float]
@@ -70,7 +70,7 @@ class Answers:
         }
 
 
-Ask = Callable[[Sequence[Prompt]], Answers]
+Ask = Callable[[Sequence[Prompt]], EngineAnswers]
 """Has one engine answer prompts, one after another."""
 
 
@@ -214,7 +214,7 @@ class Servers:
         }
 
 
-class Runs:
+class EngineRuns:
     """Servers of every contender over one model."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Runs:
 
     def prefixes(self, contender: str) -> dict[str, float]:
         """Two passes, a restart, one more pass; bytes written, tokens compared."""
-        passes: list[Answers] = []
+        passes: list[EngineAnswers] = []
         with self._servers.disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, self._scale.cpu_share)
             figures: dict[str, float] = {}
@@ -281,7 +281,7 @@ class Runs:
             written = written_bytes(contender, disk_folder)
         return {"written to disk": written / 2**20, "after a restart: cached tokens": cached}
 
-    def _unlike(self, passes: Sequence[Answers]) -> float:
+    def _unlike(self, passes: Sequence[EngineAnswers]) -> float:
         """Tokens that differ from the first engine's first pass, in all of these passes."""
         self._first_pass = self._first_pass or passes[0].tokens
         return float(
@@ -293,13 +293,13 @@ class Runs:
             )
         )
 
-    def _ask(self, server: ServerProcess, prompts: Sequence[Prompt]) -> Answers:
+    def _ask(self, server: ServerProcess, prompts: Sequence[Prompt]) -> EngineAnswers:
         began = time.monotonic()
         replies = server.complete_all(prompts, ANSWER_TOKENS, 1)
         total_s = time.monotonic() - began
         cached = sum(reply.cached_tokens for reply in replies)
         answered = [reply.tokens for reply in replies]
-        return Answers([reply.ttft_s for reply in replies], total_s, cached, answered)
+        return EngineAnswers([reply.ttft_s for reply in replies], total_s, cached, answered)
 
     @contextmanager
     def _asked(self, contender: str, options: dict[str, Any]) -> Iterator[Ask]:

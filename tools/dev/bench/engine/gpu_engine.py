@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ..measurement import Case, Setup
+from ..measurement import Case, MeasurementSetup
 from ..scale import EngineScale
 from .engine import MEASUREMENT as ENGINE
 from .engine import make_runs, prefixes_case
@@ -16,7 +16,7 @@ GPU_SCALE = EngineScale(layers=24, hidden=1024, prefix_blocks=120)
 """About 100 KiB of KV cache a token, and prompts of 4,000 tokens."""
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Long prefixes that come again, once; nothing where the engine is not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
 from ...server import is_on_cpu, write_tokenizer
-from ..measurement import Case, Figures, Measurement, Setup
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from ..scale import BLOCK_TOKENS, RestartScale
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _computed(answers: Sequence[Completion]) -> float:
     return float(sum(answer.prompt_tokens - answer.cached_tokens for answer in answers))
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Two ways to end, then storms of more and more clients."""
     from ...model import make_llama
     from .engine_runs import VOCABULARY, Servers

@@ -18,7 +18,7 @@ from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from .....handlers.device.hazards import Direction
 from .....tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from ....commands.bench.bench_results import LIMIT, OURS, Goal, Quantity
-from ..measurement import Case, Figures, Measurement, Setup
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from .gpu_device import Contender, CudaDevice, Device, Room
 from .gpu_moves import (
     BESIDE,
@@ -33,8 +33,8 @@ from .gpu_moves import (
     STEP_S,
     SUBMIT,
     SUBMIT_LONGEST,
+    DeviceMover,
     Kernels,
-    Mover,
     Transfer,
     beside,
     check,
@@ -64,7 +64,7 @@ PINNED = "CPU memory is pinned"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GpuShape:
     """The KV cache of a model on one GPU."""
 
     label: str
@@ -86,10 +86,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10, share=0.90),
-    Shape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
-    Shape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
-    Shape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
+    GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10, share=0.90),
+    GpuShape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
+    GpuShape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
+    GpuShape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
 )
 """The last one is what vLLM 0.24 to 0.28 make with a layout across layers."""
 
@@ -99,7 +99,7 @@ def room_for(count: int) -> int:
     return count + max(1, count // SPARE)
 
 
-def need(shape: Shape, count: int) -> Room:
+def need(shape: GpuShape, count: int) -> Room:
     """What transfers of so many blocks take: a cache on the device and two in shared memory, ours
     and vLLM's, and one copy on either side for the limit, for which torch takes the next power of
     two of pinned memory."""
@@ -107,7 +107,7 @@ def need(shape: Shape, count: int) -> Room:
     return Room(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
 
 
-def lacking(shape: Shape, count: int, free: Room) -> str:
+def lacking(shape: GpuShape, count: int, free: Room) -> str:
     """What is too little for transfers of so many blocks; empty: nothing."""
     wanted = need(shape, count)
     larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
@@ -126,16 +126,16 @@ def lacking(shape: Shape, count: int, free: Room) -> str:
     return ""
 
 
-class Bench:
+class GpuBench:
     """One shape: device tensors, and each contender's CPU memory, for the largest transfer.
 
     Raises `BenchError` if a contender brings back other bytes than it took.
     """
 
-    def __init__(self, device: Device, shape: Shape, largest: int, undo: ExitStack) -> None:
+    def __init__(self, device: Device, shape: GpuShape, largest: int, undo: ExitStack) -> None:
         self._device, self._shape = device, shape
         self._room, self._beside = room_for(largest), min(largest, BESIDE_BLOCKS)
-        self._movers: dict[str, Mover] = {}
+        self._movers: dict[str, DeviceMover] = {}
         self._is_pinned: dict[str, bool] = {}
         undo.callback(self._let_go)
         geometry = ArenaGeometry(self._room, shape.block_bytes, 1)
@@ -153,7 +153,7 @@ class Bench:
         for name, make in makers.items():
             contender = make()
             undo.callback(contender.copier.shutdown)
-            self._movers[name] = Mover(contender.copier)
+            self._movers[name] = DeviceMover(contender.copier)
             self._is_pinned[name] = contender.is_pinned
             check(self._movers[name], tensors, some)
 
@@ -211,7 +211,7 @@ class Bench:
         self._device.release()
 
 
-def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Case, None, None]:
     """Every shape, from one block to as many as fit; what does not fit is named."""
     device = device or CudaDevice()
     for note in device.notes():
@@ -223,14 +223,16 @@ def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, N
         if fitting:
             setup.say(f"{shape.label}: pinning memory")
             with ExitStack() as undo:
-                yield from _measured(Bench(device, shape, fitting[-1], undo), shape, fitting)
+                yield from _measured(GpuBench(device, shape, fitting[-1], undo), shape, fitting)
         for count in COUNTS[len(fitting) :]:
             setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
-def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
+def _measured(
+    bench: GpuBench, shape: GpuShape, counts: Sequence[int]
+) -> Generator[Case, None, None]:
     names, rows = bench.names, quantities(shape.share)
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:

@@ -108,7 +108,7 @@ class Chain(Protocol):
         ...
 
 
-class Mover:
+class DeviceMover:
     """Transfers through a copier, counted."""
 
     def __init__(self, copier: DeviceCopier) -> None:
@@ -151,7 +151,7 @@ class Transit:
     """The longest call that asked what ended."""
 
 
-def one_transfer(mover: Mover, way: Direction, transfer: Transfer, clock: Clock) -> Transit:
+def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: Clock) -> Transit:
     """Submit one, and ask until it has ended."""
     began = clock()
     mover.submit(way, transfer)
@@ -167,7 +167,9 @@ def one_transfer(mover: Mover, way: Direction, transfer: Transfer, clock: Clock)
     return Transit(now - began, submitted - began, hear_s)
 
 
-def costs(mover: Mover, way: Direction, transfer: Transfer, size: int, clock: Clock) -> Figures:
+def costs(
+    mover: DeviceMover, way: Direction, transfer: Transfer, size: int, clock: Clock
+) -> Figures:
     """Transfers of `size` bytes, one after another; the first one is not counted."""
     one_transfer(mover, way, transfer, clock)
     transits = [one_transfer(mover, way, transfer, clock) for _ in range(repeats_for(size))]
@@ -196,7 +198,7 @@ def repeats_for(size: int) -> int:
 
 
 def beside(
-    mover: Mover,
+    mover: DeviceMover,
     way: Direction,
     kernels: Kernels,
     transfer: Transfer,
@@ -229,7 +231,7 @@ def beside(
 
 
 def paced(
-    mover: Mover,
+    mover: DeviceMover,
     way: Direction,
     transfer: Transfer,
     size: int,
@@ -268,7 +270,7 @@ def paced(
     }
 
 
-def check(mover: Mover, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
+def check(mover: DeviceMover, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
     """Raise `BenchError` unless blocks that went to CPU memory come back byte by byte."""
     import torch
 

@@ -23,15 +23,15 @@ from .....tiers.cpu import ArenaGeometry
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ....commands.bench.bench_results import MIB, OURS, BenchError, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
-from ..gpu.gpu import MEMORY_SHARE, Shape
-from ..measurement import Case, Figures, Measurement, Setup
-from .disk_tier import LMDB, Wanted, index_here, open_disk_tier
-from .drive import WINDOW, Engine, Part
+from ..gpu.gpu import MEMORY_SHARE, GpuShape
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from .disk_tier import LMDB, DiskTierOptions, index_here, open_disk_tier
+from .drive import WINDOW, DrivenEngine, RequestPart
 
 if TYPE_CHECKING:
     import torch
 
-SHAPE = Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10)
+SHAPE = GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10)
 REQUEST_BYTES = 16 * MIB
 BLOCKS_MIN = 4
 DISK_FACTOR = 4
@@ -47,7 +47,7 @@ BROUGHT_UP, LOADED = "NVMe to device, after the restart", "CPU tier to device"
 class RoundTrip:
     """Blocks on a device that go down to NVMe and come back after a restart."""
 
-    def __init__(self, folder: Path, device: str, shape: Shape, blocks: int, index: str) -> None:
+    def __init__(self, folder: Path, device: str, shape: GpuShape, blocks: int, index: str) -> None:
         """`device`: `"cuda"` or `"cpu"`; `index`: see `disk_tier`."""
         self._folder, self._device, self._shape = folder, device, shape
         self._blocks, self._index = blocks, index
@@ -84,12 +84,12 @@ class RoundTrip:
         rates = {name: size / took_s / GIGA for name, took_s in seconds.items()}
         return {**rates, OPENED: opened_s}
 
-    def _open(self, tensors: Sequence[torch.Tensor]) -> Engine:
+    def _open(self, tensors: Sequence[torch.Tensor]) -> DrivenEngine:
         layout = self._shape.layout(self._blocks, self._geometry)
-        wanted = Wanted(self._folder, self._blocks, self._geometry.slot_bytes)
+        wanted = DiskTierOptions(self._folder, self._blocks, self._geometry.slot_bytes)
         disk = open_disk_tier(wanted, self._index)
         try:
-            return Engine(tensors, layout, self._geometry, disk)
+            return DrivenEngine(tensors, layout, self._geometry, disk)
         except BaseException:
             disk.close()
             raise
@@ -102,22 +102,22 @@ class RoundTrip:
         # Layers in one allocation, as in vLLM 0.32.
         return list(cache.view(self._shape.layers, self._blocks, -1).unbind())
 
-    def _parts(self, order: str) -> list[Part]:
+    def _parts(self, order: str) -> list[RequestPart]:
         """The same blocks in requests; `order` says which device blocks they lie in."""
         keys = [_key(number) for number in range(self._blocks)]
         places = random.Random(order).sample(range(self._blocks), self._blocks)
         size = max(1, REQUEST_BYTES // self._shape.block_bytes)
         starts = range(0, self._blocks, size)
-        return [Part(keys[at : at + size], places[at : at + size]) for at in starts]
+        return [RequestPart(keys[at : at + size], places[at : at + size]) for at in starts]
 
 
-def _slots_for(shape: Shape, blocks: int) -> int:
+def _slots_for(shape: GpuShape, blocks: int) -> int:
     """Of the CPU tier: half of it may be promoted into."""
     asked_for = WINDOW * max(1, REQUEST_BYTES // shape.block_bytes)
     return 2 * blocks + min(blocks, asked_for)
 
 
-def _fitting(setup: Setup, wanted: int) -> int:
+def _fitting(setup: MeasurementSetup, wanted: int) -> int:
     """Blocks for which there is room; says so where those are fewer than wanted."""
     shared = psutil.disk_usage(DEFAULT_ARENA_DIR).free
     disk = psutil.disk_usage(str(setup.folder.parent)).free
@@ -144,8 +144,8 @@ def _key(number: int) -> BlockHash:
 def _compare(
     after: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor],
-    parts: Sequence[Part],
-    back: Sequence[Part],
+    parts: Sequence[RequestPart],
+    back: Sequence[RequestPart],
 ) -> None:
     import torch
 
@@ -157,7 +157,7 @@ def _compare(
         raise BenchError("blocks came back to the device with other bytes than they left with")
 
 
-def cases(setup: Setup, device: str = "") -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup, device: str = "") -> Generator[Case, None, None]:
     """One, on the GPU if torch sees one, else in ordinary memory."""
     import torch
 

@@ -38,7 +38,7 @@ METADATA_FACTOR = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DiskTierOptions:
     """A tier as a drive wants it."""
 
     folder: Path
@@ -69,12 +69,12 @@ def index_here() -> str:
     return LMDB if find_spec("lmdb") else RECORDS
 
 
-def open_disk_tier(wanted: Wanted, index: str) -> DiskTier:
+def open_disk_tier(wanted: DiskTierOptions, index: str) -> DiskTier:
     """Open or create a tier with this kind of index. Raises one of our errors."""
     return _with_lmdb(wanted) if index == LMDB else _with_records(wanted)
 
 
-def _with_lmdb(wanted: Wanted) -> DiskTier:
+def _with_lmdb(wanted: DiskTierOptions) -> DiskTier:
     from .....tiers.nvme.tier import NvmeTierConfig, open_nvme_tier
 
     size = wanted.blocks * wanted.block_bytes
@@ -95,7 +95,7 @@ def _with_lmdb(wanted: Wanted) -> DiskTier:
         return DiskTier(tier.store, Tier(NAME, tier.backend, policy), LMDB, undo.pop_all().close)
 
 
-def _with_records(wanted: Wanted) -> DiskTier:
+def _with_records(wanted: DiskTierOptions) -> DiskTier:
     slots = max(1, min(wanted.blocks, SEGMENT_BYTES // wanted.block_bytes))
     layout = SegmentLayout(wanted.block_bytes, slots, wanted.key.fingerprint)
     segments = SegmentSet(RealFileSystem(), [wanted.folder], layout)

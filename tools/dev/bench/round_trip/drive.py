@@ -45,7 +45,7 @@ _engines = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RequestPart:
     """Blocks of one request, and the device blocks that hold them."""
 
     keys: list[BlockHash]
@@ -54,11 +54,11 @@ class Part:
 
 @dataclass(slots=True)
 class _Job:
-    part: Part
+    part: RequestPart
     request: Request
 
 
-class Engine:
+class DrivenEngine:
     """One life of an engine over an open NVMe tier, which it closes. One thread."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Engine:
         if not has_ended:
             raise BenchError("transfers to the disk were still under way at the shutdown")
 
-    def store(self, parts: Sequence[Part]) -> float:
+    def store(self, parts: Sequence[RequestPart]) -> float:
         """Store every part into the CPU tier; returns the seconds until the last one is there."""
         began = perf_counter()
         for part in parts:
@@ -134,7 +134,7 @@ class Engine:
             self._manager.end_step()
         return perf_counter() - began
 
-    def load(self, parts: Sequence[Part]) -> float:
+    def load(self, parts: Sequence[RequestPart]) -> float:
         """Bring every part to the device, from whichever tier; returns the seconds.
 
         Raises `BenchError` if a block is in no tier.
@@ -171,7 +171,7 @@ class Engine:
     def _submit(
         self,
         start: Callable[[int, GpuBlocks, SlotArray], bool],
-        part: Part,
+        part: RequestPart,
         request: Request,
         spec: SlotSpec,
     ) -> None:

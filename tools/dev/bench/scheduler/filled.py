@@ -28,7 +28,7 @@ from .....tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
 from .....tiers.policies import OrderedPolicy, create
 from .....tiers.policies.lru import LruOrder
 from ....commands.bench.bench_results import BenchError
-from ..measurement import Say, Setup
+from ..measurement import MeasurementSetup, Say
 
 BLOCK_BYTES = 4096
 FILL_BATCH = 512
@@ -64,7 +64,7 @@ def config_of(folder: Path, blocks: int) -> NvmeTierConfig:
     )
 
 
-def filled(setup: Setup, blocks: int) -> Path:
+def filled(setup: MeasurementSetup, blocks: int) -> Path:
     """The folder of a tier that holds so many blocks; made once per run, beside `setup.folder`."""
     folder = setup.folder.parent / f"filled-{blocks}"
     if folder.exists():

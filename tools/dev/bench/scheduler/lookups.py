@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
-from ..measurement import Case, Figures, Measurement, Setup
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from .filled import filled, key_of, open_filled
 
 COLD_HIT, COLD_MISS = "hit, page cache dropped", "miss, page cache dropped"
@@ -25,7 +25,7 @@ VLLM_FILES = 4096
 """Blocks in vLLM's `fs` tier: one file each, and two folders."""
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """One per size of the index."""
     for blocks in setup.scale.index_blocks:
         folder = filled(setup, blocks)
@@ -38,7 +38,7 @@ def cases(setup: Setup) -> Generator[Case, None, None]:
         )
 
 
-def ours(folder: Path, blocks: int, setup: Setup) -> Figures:
+def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     """Reopen, and ask about blocks that are there, that are not, and that are on their way."""
     from ..vllm_calls import as_offload_key, copied, over
     from .vllm_lookups import ask_ours
@@ -75,7 +75,7 @@ def read_files(folder: Path) -> None:
                 pass
 
 
-def vllm(setup: Setup) -> Figures:
+def vllm(setup: MeasurementSetup) -> Figures:
     """The same questions to vLLM's tiering with its `fs` tier."""
     from .vllm_lookups import ask_vllm, plain_hit
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from functools import partial
 
 from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity, Row
-from ..measurement import Case, Measurement, Setup
+from ..measurement import Case, Measurement, MeasurementSetup
 
 HALF = (Goal(0.5, VLLM),)
 FLAT = Goal(1.3)
@@ -22,7 +22,7 @@ PER_BLOCK = (
 """What is held against vLLM's, and against itself in a larger tier."""
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """One per capacity."""
     from ..vllm_calls import Keys, drive, our_lru, vllm_lru
 

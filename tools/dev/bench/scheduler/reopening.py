@@ -14,14 +14,14 @@ from typing import Any
 
 from ....commands.bench.bench_results import OURS, BenchError, Goal, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
-from ..measurement import Case, Figures, Measurement, Setup
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from .filled import filled
 
 TIMEOUT_S = 600
 CLEAN, KILLED = "after a clean close", "after kill -9"
 
 
-def cases(setup: Setup) -> Generator[Case, None, None]:
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """One per size."""
     for blocks in setup.scale.reopen_blocks:
         folder = filled(setup, blocks)
