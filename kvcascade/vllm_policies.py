@@ -5,14 +5,13 @@ Every built-in order is here: `LruOrder` as `LruPolicy`, `S3FifoOrder` as `S3Fif
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .vllm.cpu_policies import POLICIES
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-    def __getattr__(name: str) -> type[CachePolicy]: ...
+    def __getattr__(name: str) -> type[Any]: ...
 
 
 globals().update(POLICIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -23,6 +24,15 @@ class Reason(StrEnum):
 
 def _latencies() -> deque[float]:
     return deque(maxlen=MAX_LATENCIES)
+
+
+@dataclass(slots=True)
+class Departures:
+    """Blocks that left one tier to make room."""
+
+    evicted_blocks: int = 0
+    lost_dirty_blocks: int = 0
+    """Evicted blocks that no tier below held; none in the last tier."""
 
 
 @dataclass(slots=True)
@@ -76,8 +86,6 @@ class Counters:
     """Blocks for which that was the last answer to their request."""
     store_truncated_blocks: int = 0
     """Offered blocks that were not taken because they could not fit."""
-    dropped_dirty_blocks: int = 0
-    """Blocks that left the last place that held them without a copy below, except in the last."""
     recomputed_blocks: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     """Blocks that requests computed although a tier held them."""
     turn_waits: int = 0
@@ -93,19 +101,36 @@ class Counters:
     """Requests that did not fit into the recording's queue, or came after it had failed."""
     promotion_probes: int = 0
     """Reads that nobody waited for, to see whether a slow tier has recovered."""
-    evicted_blocks: list[int] = field(default_factory=list)
+    departures: list[Departures] = field(default_factory=list)
+    """Blocks that left each tier to make room."""
     resets: int = 0
     resets_by_others: int = 0
     """Resets of a shared tier by other engines."""
     links: list[LinkCounters] = field(default_factory=list)
 
     @classmethod
-    def for_tiers(cls, names: tuple[str, ...]) -> Counters:
-        """Zeros for a chain of tiers."""
+    def for_tiers(
+        cls,
+        names: tuple[str, ...],
+        links: Sequence[LinkCounters] | None = None,
+        departures: Sequence[Departures] | None = None,
+    ) -> Counters:
+        """Zeros for a cascade; the tiers below count `links` and `departures` if they are given."""
         return cls(
             tier_names=names,
             loaded_blocks=[0] * len(names),
             served_blocks=[0] * len(names),
-            evicted_blocks=[0] * len(names),
-            links=[LinkCounters() for _ in names[1:]],
+            departures=list(departures or [Departures() for _ in names]),
+            links=list(links or [LinkCounters() for _ in names[1:]]),
         )
+
+    @property
+    def evicted_blocks(self) -> list[int]:
+        """Blocks that left each tier to make room."""
+        return [tier.evicted_blocks for tier in self.departures]
+
+    @property
+    def dropped_dirty_blocks(self) -> int:
+        """Blocks that left the last place that held them without a copy below, except in the
+        last."""
+        return sum(tier.lost_dirty_blocks for tier in self.departures)

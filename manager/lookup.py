@@ -55,12 +55,12 @@ class Lookups:
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
-        self._top = flow.levels[0]
-        self.is_single = len(flow.levels) == 1
+        self._below = flow.below
+        self.is_single = flow.is_single
         """True if what is not in the first tier is a miss."""
-        self.top_get = self._top.policy.get
+        self.top_get = flow.top.policy.get
         """The status of a block in the first tier; for adapters that inline the plain hit."""
-        self.answers = Answers(self._top.policy.ready_at)
+        self.answers = Answers(flow.top.policy.ready_at)
         self._asking: Request | None = None
         self._is_put_off = False
         """True if the request that is asking waits for an earlier question."""
@@ -173,7 +173,7 @@ class Lookups:
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        may_read_top = request.may_read(self._top.medium)
+        may_read_top = request.may_read(self._flow.top.medium)
         if status is not None and status.ref_cnt >= 0 and may_read_top:
             self.answers.hit(block_hash)
             self._turns.note_hit(block_hash, request)
@@ -184,7 +184,7 @@ class Lookups:
             return LookupState.MISS
         pending = self._promoter.find(block_hash)
         if pending is not None:
-            medium = self._flow.levels[pending.found_in].medium
+            medium = self._below.tiers[pending.tier - 1].medium
             if pending.is_late or not request.may_read(medium):
                 return LookupState.MISS
             return self._want(block_hash, 0, request)
@@ -193,8 +193,8 @@ class Lookups:
         if self._looks >= MAX_LOOKS_PER_STEP and request.claim is None:
             return LookupState.RETRY
         self._looks += 1
-        level = self._turns.level_below(block_hash, request)
-        return self._want(block_hash, level, request) if level else LookupState.MISS
+        tier = self._below.may_hold(block_hash, request.allowed_media)
+        return self._want(block_hash, tier, request) if tier else LookupState.MISS
 
     def _state_put_off(self, block_hash: BlockHash, request: Request) -> LookupState:
         if block_hash in request.pending:
@@ -203,15 +203,15 @@ class Lookups:
         is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
         return LookupState.RETRY if is_wanted else LookupState.MISS
 
-    def _want(self, block_hash: BlockHash, level: int, request: Request) -> LookupState:
+    def _want(self, block_hash: BlockHash, tier: int, request: Request) -> LookupState:
         claim = request.claim
         if claim is None or claim.is_admitted:
-            if level == 0 and claim is not None and block_hash in claim.wanted:
+            if tier == 0 and claim is not None and block_hash in claim.wanted:
                 return LookupState.PENDING
             found = self.answers.of_request()
             self.answers.leave_run()  # from now on hits are noted one by one
-            return self._turns.want(block_hash, level, request, found)
-        return self._turns.want(block_hash, level, request, ())
+            return self._turns.want(block_hash, tier, request, found)
+        return self._turns.want(block_hash, tier, request, ())
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """The block is being stored by a worker: pending, until the request's deadline."""

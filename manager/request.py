@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..tiers.base import BlockHash, BlockStatus
 
 if TYPE_CHECKING:
-    from .turns import Claim
+    from .claims import Claim
 
 
 Hash = TypeVar("Hash", bound=bytes)

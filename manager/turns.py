@@ -23,55 +23,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 from ..tiers.base import BlockHash
 from .base import LookupState
+from .claims import Claim, PromotionRoom
 from .counters import Reason
 from .flow import Flow
 from .holds import Holds
 from .promotion import Promoter
 from .request import Request
-from .workers import WorkerTransfers
 from .worth import Worth
 
-STORE_SHARE = 16
-"""Promotions leave one slot of so many to stores, beside those of dirty blocks. Half of the tier is
-theirs in any case."""
-SMALL_SHARE = 8
-"""A claim is small if it takes at most one slot of so many of the budget."""
-OVERTAKING_SHARE = 2
-"""Small claims that overtake the same one take at most one slot of so many of the budget."""
 HOLD_DEADLINES = 2
 """For so many deadlines blocks that are there are held for a request that does not load them."""
 LOOK_AGAIN_S = 0.02
 """Claims that wait are looked at this often, if none is new and the first does not fit: others may
 compute by now, or find their blocks on their way. One of them is counted anew, 0.2 µs a block."""
-
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """What one request waits for."""
-
-    request: Request
-    since_s: float
-    wanted: dict[BlockHash, int] = field(default_factory=dict)
-    """Blocks of its prefix in the order asked, with the level where each was found. Level 0 stands
-    for the first tier, and for blocks on their way there."""
-    is_admitted: bool = False
-    has_waited: bool = False
-    """True if it was not admitted in the step in which it asked."""
-    new_slots: int | None = None
-    """Slots that it would take beyond those that others have taken; None: not counted yet."""
-    blocks: list[int] = field(default_factory=list)
-    """Per level: blocks that would have to be read."""
-    saved_blocks: int = 0
-    """Blocks that need not be computed by anybody if those are read."""
-    overtaken_blocks: int = 0
-    """Slots that went to claims behind it while it waited."""
-    ready_s: float | None = None
-    """When nothing of it was on its way any more; None before."""
 
 
 class Turns:
@@ -82,25 +50,21 @@ class Turns:
         flow: Flow,
         promoter: Promoter,
         holds: Holds,
-        workers: WorkerTransfers,
+        room: PromotionRoom,
         worth: Worth | None,
         deadline_s: float,
-        budget_slots: int | None,
         served_end: bytes,
     ) -> None:
-        """`budget_slots`: slots of the first tier for promotions; None: what is clean, or half.
-
-        `served_end`: end of the hashes of blocks by which tokens are counted.
-        """
+        """`served_end`: end of the hashes of blocks by which tokens are counted."""
         self._flow = flow
         self._promoter = promoter
         self._holds = holds
-        self._workers = workers
+        self.room = room
         self._worth = worth
         self._deadline_s = deadline_s
-        self._given_budget = budget_slots
         self._served_end = served_end
-        self._top = flow.levels[0]
+        self._top = flow.top
+        self._below = flow.below
         self._asked: list[Claim] = []
         """Claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
@@ -111,7 +75,6 @@ class Turns:
         self._look_again_s = -math.inf
         self._turn = 0
         """Which of the waiting claims was counted anew in the last look."""
-        self._store_need = self._refused_stores = 0
 
     @property
     def waiting(self) -> int:
@@ -194,15 +157,11 @@ class Turns:
         self._admitted.clear()
         self._asked.clear()
 
-    def note_refused_store(self, blocks: int) -> None:
-        """A store of so many blocks was put off for want of room: it comes before promotions."""
-        self._refused_stores = max(self._refused_stores, blocks)
-
     # ---- the end of a step -----------------------------------------------------------------
 
     def end_step(self) -> None:
         """The step's questions were asked: they say whose turn comes first."""
-        self._store_need, self._refused_stores = self._refused_stores, 0
+        self.room.end_step()
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
             self._queue = dict.fromkeys(first) | self._queue
@@ -212,7 +171,7 @@ class Turns:
         """Give room to those whose turn it is, and let those compute for whom that is better."""
         if not self._queue or not self._is_time():
             return
-        now_s, budget = self._flow.clock(), self._budget()
+        now_s, budget = self._flow.clock(), self.room.budget()
         self._look_again_s = now_s + LOOK_AGAIN_S
         ahead = self._promoter.queued_blocks()
         blocked: Claim | None = None
@@ -223,10 +182,10 @@ class Turns:
                 self._count(claim)
             if self._gives_up(claim, ahead, now_s):
                 continue
-            room = self._room_for(claim, budget, blocked)
+            room = self.room.room_for(claim, budget, blocked)
             if room is not None and not is_exact:  # what others wanted may have left meanwhile
                 self._count(claim)
-                room = self._room_for(claim, budget, blocked)
+                room = self.room.room_for(claim, budget, blocked)
             if room is None:
                 blocked = blocked or claim
                 claim.has_waited = True
@@ -243,7 +202,7 @@ class Turns:
             self._has_new = False
             return True
         first = next(iter(self._queue))
-        return self._room_for(first, self._budget(), None) is not None
+        return self.room.room_for(first, self.room.budget(), None) is not None
 
     def release_expired(self) -> None:
         """Unpin blocks for which no request came in time."""
@@ -271,7 +230,7 @@ class Turns:
 
     def _may_be_worth(self, level: int, request: Request) -> bool:
         """False if it need not even be known how many blocks the request finds below."""
-        if self._promoter.is_resting(level):
+        if self._below.rests(level):
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False
         if request.recomputes:
@@ -292,7 +251,7 @@ class Turns:
     def _count(self, claim: Claim) -> None:
         """Find out what the claim would take now, and what it would save."""
         holds, get, find = self._holds, self._top.policy.get, self._promoter.find
-        blocks = [0] * len(self._flow.levels)
+        blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
         new_slots = 0
         for block_hash in claim.request.holds:
@@ -302,7 +261,7 @@ class Turns:
             if status is not None:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in holds
             elif find(block_hash) is None:
-                level = level or self.level_below(block_hash, claim.request)
+                level = level or self._below.may_hold(block_hash, claim.request.allowed_media)
                 if not level:  # it left every tier meanwhile, and what follows is of no use
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
@@ -314,21 +273,12 @@ class Turns:
             saved = self._worth.saved_blocks(to_read, list(claim.wanted))
             claim.saved_blocks = saved - self._worth.backlog.shared(to_read)
 
-    def level_below(self, block_hash: BlockHash, request: Request) -> int:
-        """The first lower level that holds the block and that the request may read; 0 if none."""
-        for index, level in enumerate(self._flow.levels):
-            if index and request.may_read(level.medium):
-                status = level.policy.get(block_hash)
-                if status is not None and status.ref_cnt >= 0:
-                    return index
-        return 0
-
     def _gives_up(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
         """True if the request computes from now on, or is answered anew."""
         needed = [level for level, blocks in enumerate(claim.blocks) if blocks]
         if not needed:
             return False
-        if any(self._promoter.is_resting(level) for level in needed):
+        if any(self._below.rests(level) for level in needed):
             self.release(claim.request)
             return True
         if self._worth is None:
@@ -346,7 +296,7 @@ class Turns:
         missed = [h for h, level in claim.wanted.items() if level]
         level = max(level for level, blocks in enumerate(claim.blocks) if blocks)
         if self._worth.is_hopeless(level, now_s) and self._worth.may_probe(level, now_s):
-            room = max(0, self._room(self._budget()))
+            room = max(0, self.room.left(self.room.budget()))
             for block_hash in missed[: min(room, self._worth.probe_blocks(level, now_s))]:
                 if self._promoter.find(block_hash) is None:
                     self._promoter.begin(block_hash, claim.wanted[block_hash], None)
@@ -359,29 +309,6 @@ class Turns:
         request.missed.update(missed)
         served = sum(h.endswith(self._served_end) for h in missed)
         self._flow.counters.recomputed_blocks[reason] += served
-
-    def _room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
-        """Slots that the claim may take now; None: it waits.
-
-        `blocked` is the first claim that waits, if there is one before it. A claim that nobody else
-        disturbs may take what dirty blocks take now: they are written down for it. It is cut only
-        if it is larger than all that there is.
-        """
-        if claim.new_slots is None:
-            return None
-        if blocked is None:
-            is_alone = self._taken() == len(claim.request.holds)
-            most = self._most()
-            room = self._room(most if is_alone else budget)
-            is_too_large = claim.new_slots > most - len(claim.request.holds)
-            may_be_cut = is_alone and is_too_large and not self._workers.loads
-            return room if claim.new_slots <= room or may_be_cut else None
-        if not claim.new_slots:
-            return 0
-        room = self._room(budget)
-        is_small = claim.new_slots <= min(room, budget // SMALL_SHARE)
-        overtaken = blocked.overtaken_blocks + claim.new_slots
-        return room if is_small and overtaken <= budget // OVERTAKING_SHARE else None
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
         """Pin what is there, and queue what is below."""
@@ -407,12 +334,12 @@ class Turns:
         end, request = self._served_end, claim.request
         served = [h for h in claim.wanted if h.endswith(end)]
         others = [h for h in claim.wanted if not h.endswith(end)]
-        before = self._taken()
+        before = self.room.taken()
         at = self._take_first(served, claim, room - len(others))
         if at < len(served):
             self._miss(request, served[at:], Reason.BUDGET)
         else:
-            at = self._take_first(others, claim, room - (self._taken() - before))
+            at = self._take_first(others, claim, room - (self.room.taken() - before))
             self._miss(request, others[at:], Reason.BUDGET)
 
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
@@ -443,27 +370,3 @@ class Turns:
             self._promoter.join(block_hash, pending, request)
         elif status is None:  # else a worker is storing it
             self._promoter.begin(block_hash, level, request)
-
-    # ---- room --------------------------------------------------------------------------------
-
-    def _budget(self) -> int:
-        """Slots of the first tier that promotions may take or hold now."""
-        if self._given_budget is not None:
-            return self._given_budget
-        kept = self._top.dirty_blocks + self._store_need
-        return max(1, self._top.capacity // 2, self._most() - kept)
-
-    def _most(self) -> int:
-        """Slots that promotions may take or hold if nothing is dirty."""
-        capacity = self._top.capacity
-        return self._given_budget or max(1, capacity - capacity // STORE_SHARE)
-
-    def _taken(self) -> int:
-        """Slots that promotions have taken."""
-        return self._promoter.in_flight + len(self._holds)
-
-    def _room(self, budget: int) -> int:
-        """Slots that are left of a budget; those that workers read now cannot be had."""
-        capacity = self._top.capacity
-        most = capacity - capacity // STORE_SHARE - len(self._workers.loads)
-        return min(budget, most) - self._taken()

@@ -1,6 +1,6 @@
 """Load or recompute: which of two queues is expected to serve a request first?
 
-    load       = (bytes ahead of it + its own) / read rate of the link
+    load       = (bytes ahead of it + its own) / read rate of the tier
     recompute  = (tokens ahead of it + its own) / prefill speed
 
 Ahead of it are, in one queue, blocks on their way and those of requests whose turn comes first; in
@@ -204,7 +204,7 @@ class Backlog:
 
 
 class Worth:
-    """Compares the two queues for one request. `links[i]` lies between levels `i` and `i + 1`."""
+    """Compares the two queues for one request. `links[i]` are reads from tier `i + 1` below."""
 
     def __init__(
         self,
@@ -269,10 +269,8 @@ class Worth:
 
         Then no number of them is worth it, and there is no need to wait for the number.
         """
-        patience_s = self._patience_s(1)
-        return any(
-            self._block_bytes / link.bytes_per_s(now_s) > patience_s for link in self.links[:level]
-        )
+        link = self.links[level - 1]
+        return self._block_bytes / link.bytes_per_s(now_s) > self._patience_s(1)
 
     def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
         """How many blocks need not be computed if those in `wanted` are loaded, of all in `chain`.
@@ -298,26 +296,22 @@ class Worth:
         `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent; `saved`
         blocks need not be computed then, or as many as are loaded.
         """
-        longest_s, crossing, ahead = 0.0, 0, 0
-        for level in range(len(self.links), 0, -1):
-            crossing += blocks[level]
-            ahead += queued[level]
-            if crossing:
-                size_bytes = (crossing + ahead) * self._block_bytes
-                link = self.links[level - 1]
+        longest_s = 0.0
+        for level, link in enumerate(self.links, start=1):
+            if blocks[level]:
+                size_bytes = (blocks[level] + queued[level]) * self._block_bytes
                 longest_s = max(longest_s, link.expected_s(size_bytes, now_s))
         return longest_s <= self._patience_s(sum(blocks) if saved is None else saved)
 
     def may_probe(self, level: int, now_s: float) -> bool:
         """True if the last probe was long ago and nothing is on its way from this level."""
-        is_idle = not any(link.in_flight_bytes for link in self.links[:level])
-        return is_idle and now_s >= self._probe_due_s
+        return not self.links[level - 1].in_flight_bytes and now_s >= self._probe_due_s
 
     def probe_blocks(self, level: int, now_s: float) -> int:
         """Begin a probe; returns how many blocks to read for it."""
         self._probe_due_s = now_s + PROBE_INTERVAL_S
-        slowest = min(link.bytes_per_s(now_s) for link in self.links[:level])
-        return max(1, int(min(PROBE_BYTES_MAX, slowest * PROBE_S)) // self._block_bytes)
+        bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
+        return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
     def _patience_s(self, blocks: int) -> float:
         """How long loading so many blocks may take to be the better choice."""

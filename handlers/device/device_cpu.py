@@ -26,11 +26,11 @@ from ...errors import ConfigError, TierIOError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
 from ..base import TransferResult
-from .brief_turns import BRIEF_TURNS, BriefTurns
 from .copier import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction, HazardBoard
 from .memcopy import copy_scattered
+from .switch_interval import SWITCH_INTERVAL, SwitchInterval
 
 logger = get_logger(__name__)
 
@@ -82,10 +82,10 @@ class CpuDeviceCopier(DeviceCopier):
         *,
         clock: Callable[[], float] = time.perf_counter,
         use_vectored_copy: bool = True,
-        turns: BriefTurns = BRIEF_TURNS,
+        switch_interval: SwitchInterval = SWITCH_INTERVAL,
     ) -> None:
         """`tensors` match `layout.tensors`; `slots` is `Arena.slots`; the executor stays the
-        caller's. `use_vectored_copy=False` copies with numpy alone; `turns` is the process's.
+        caller's. `use_vectored_copy=False` copies with numpy alone.
 
         Raises `ConfigError` if tensors, layout and arena do not fit together.
         """
@@ -99,7 +99,7 @@ class CpuDeviceCopier(DeviceCopier):
         self._executor = executor
         self._clock = clock
         self._is_vectored = use_vectored_copy
-        self._turns = turns
+        self._switch_interval = switch_interval
         self._bases: IntArray = np.array([t.ctypes.data for t in tensors], dtype=np.int64)
         blocks = max((tensor.num_blocks for tensor in layout.tensors), default=0)
         self._board = HazardBoard(blocks, layout.slots)
@@ -168,7 +168,7 @@ class CpuDeviceCopier(DeviceCopier):
             if lane.is_running or not self._is_runnable(direction):
                 return
             lane.is_running = True
-        self._turns.begin()
+        self._switch_interval.shorten()
         try:
             self._executor.submit(self._run, direction)
         except RuntimeError:  # the executor was shut down, but accepted jobs must be done
@@ -186,7 +186,7 @@ class CpuDeviceCopier(DeviceCopier):
                 jobs = self._take(direction)
                 if not jobs:
                     lane.is_running = False
-                    self._turns.end()
+                    self._switch_interval.restore()
                     return
             results = self._perform(direction, jobs)
             with self._changed:

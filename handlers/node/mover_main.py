@@ -170,10 +170,10 @@ class MoverServer:
                 ticket,
                 outcomes,
                 time_s,
-                pack_removals(self._store.take_owed()),
+                pack_removals(self._store.take_deferred()),
                 counts,
                 reported - self._reported_bytes,
-                tuple(self._store.take_strays()),
+                tuple(self._store.take_orphans()),
             )
             self._counted, self._reported_bytes = now, reported
             self._send(frame(answer))

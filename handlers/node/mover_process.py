@@ -16,7 +16,7 @@ from ...tiers.base import BlockOutcome, SlotSpec
 from ...tiers.nvme.index.index_port import Removal
 from ...tiers.nvme.nvme_backend import Background, NvmeSpec
 from ...tiers.nvme.segments.store import BlockStore
-from ...tiers.nvme.writer.repairs import OnEnd
+from ...tiers.nvme.writer.failing_devices import OnEnd
 from ..base import OffloadingHandler, TransferResult, TransferSpec
 from .mover import Mover
 from .mover_wire import (
@@ -90,7 +90,7 @@ class _MoverHandler(OffloadingHandler):
         n = len(blocks.hashes)
         if answer is None:
             outcomes = [BlockOutcome.IO_ERROR] * n
-            self._store.owe(blocks.removals, blocks.epoch)
+            self._store.defer_removals(blocks.removals, blocks.epoch)
         else:
             outcomes = unpack_outcomes(answer.outcomes, n)
             take_books(self._store, answer, blocks.epoch)
@@ -106,12 +106,12 @@ class MoverStoreHandler(_MoverHandler):
         arena, blocks = spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
-        removals = [*self._store.take_owed(), *blocks.removals]
+        removals = [*self._store.take_deferred(), *blocks.removals]
         job = NvmeSpec(blocks.hashes, blocks.slots, blocks.epoch, removals=tuple(removals))
         order = partial(_store_job, arena, job, pack_removals(removals))
         is_taken = self._may_start and self._submit(job_id, job, order)
         if not is_taken or not blocks.hashes:
-            self._store.owe(removals, blocks.epoch)
+            self._store.defer_removals(removals, blocks.epoch)
         return is_taken
 
 
@@ -133,13 +133,13 @@ class MoverBackground(Background):
         self._mover = mover
 
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        due = [*self._store.take_owed(), *removals]
+        due = [*self._store.take_deferred(), *removals]
         packed = pack_removals(due)
         is_sent = self._mover.submit(
             lambda ticket: RemoveJob(ticket, packed, epoch), partial(self._end, due, epoch)
         )
         if not is_sent:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
 
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         wanted = tuple(slots)
@@ -149,15 +149,15 @@ class MoverBackground(Background):
         if not is_sent:
             on_end(None)
 
-    def take_strays(self) -> list[int]:
-        """Return strays as in the contract, and poll the mover.
+    def take_orphans(self) -> list[int]:
+        """Return orphaned slots as in the contract, and poll the mover.
 
         The manager calls this at every step and tick. The handlers poll only while they have jobs.
         Without this poll, answers to commits would pile up, and a dead idle mover would go
         unnoticed.
         """
         self._mover.listen()
-        return self._store.take_strays()
+        return self._store.take_orphans()
 
     def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
         self._end([], 0, answer)
@@ -165,7 +165,7 @@ class MoverBackground(Background):
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
         else:
             take_books(self._store, answer, epoch)
 
@@ -173,9 +173,9 @@ class MoverBackground(Background):
 def take_books(store: BlockStore, answer: Answer, epoch: int) -> None:
     """Add a mover's counters and failed removals to those of this process."""
     store.absorb(answer.counts, answer.reported_bytes)
-    store.note_strays(answer.strays)
+    store.note_orphans(answer.strays)
     if answer.owed:
-        store.owe(unpack_removals(answer.owed), epoch)
+        store.defer_removals(unpack_removals(answer.owed), epoch)
 
 
 def _store_job(

@@ -53,7 +53,7 @@ class NvmeStoreHandler(_ArenaHandler):
         return blocks
 
     def _owe(self, removals: Sequence[Removal], epoch: int) -> None:
-        self._store.owe(removals, epoch)
+        self._store.defer_removals(removals, epoch)
 
     def _move(self, job: Job, part: Part) -> list[BlockOutcome]:
         arena, blocks = job.spec

@@ -40,7 +40,7 @@ class NvmePairHandler(NvmeJobHandler):
         return blocks
 
     def _owe(self, removals: Sequence[Removal], epoch: int) -> None:
-        self._target.owe(removals, epoch)
+        self._target.defer_removals(removals, epoch)
 
     def _move(self, job: Job, part: Part) -> list[BlockOutcome]:
         source, target = job.spec

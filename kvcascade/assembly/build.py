@@ -22,9 +22,10 @@ from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..handlers.node.mover import Mover
+from ..handlers.node.nvme_handlers import NvmeLoadHandler
 from ..handlers.node.nvme_pair import NvmePairHandler
 from ..logs import get_logger
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from ..manager.flow import Link
 from ..manager.level import Tier
 from ..manager.request import Request
@@ -300,7 +301,7 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = CascadingOffloadingManager(tiers, links, options_)
+        manager = build_cascade(tiers, links, options_)
         if table is not None and table.begin(key.digest, _epoch_of(opened)):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
@@ -337,11 +338,11 @@ def _link(
     stores: ThreadPoolExecutor,
     loads: ThreadPoolExecutor,
 ) -> Link:
-    """Between the last opened tier and the one above it."""
+    """Of the last opened tier: writes from the tier above it, reads into the arena."""
     store = opened[-1].store
     if len(opened) > 1:
-        above = opened[-2].store
-        return Link(NvmePairHandler(above, store, stores), NvmePairHandler(store, above, loads))
+        down = NvmePairHandler(opened[-2].store, store, stores)
+        return Link(down, NvmeLoadHandler(store, arena.slot_view, loads))
     if movers:
         return link_by_process(opened[0], movers[0])
     return link_by_threads(arena, opened[0], stores, loads)

@@ -36,8 +36,9 @@ from ..config.machine import ThisMachine
 from ..config.schema import CascadeConfig, NvmeTier, OnReset
 from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
+from ..manager.below.solo import SoloTier
+from ..manager.below.tier_jobs import TierJobs
 from ..manager.flow import Link
-from ..manager.solo import SoloTier
 from ..tiers.base import BlockHash
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
@@ -90,29 +91,29 @@ class KVCascadeTier(SecondaryTierManager):
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
         self._executors: list[ThreadPoolExecutor] = []
+        with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         with ExitStack() as undo:
-            self._tier, self._solo = self._open(settings.nvme[0], key, undo)
+            self._tier, self._jobs = self._open(settings.nvme[0], key, with_events, undo)
             undo.pop_all()
-        self._with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
-        state = self._solo.level
+        (state,) = self._jobs.below.state()
         logger.info(
             "kvcascade opened: %s (blocks=%d, capacity_blocks=%d, policy=%s, namespace=%s)",
             tier_type,
-            len(state.policy),
-            state.capacity,
+            state.blocks,
+            state.capacity_blocks,
             settings.nvme[0].policy,
             self._tier.report.folder,
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if not self._solo.has(BlockHash(key)):
+        if not self._jobs.has(BlockHash(key)):
             return LookupResult.MISS
         _used_by(req_context).setdefault(BlockHash(key), False)
         return LookupResult.HIT
 
     def submit_store(self, job_metadata: Any) -> None:
         hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
-        stored = self._solo.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        stored = self._jobs.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
         for block_hash in hashes:
             used.setdefault(block_hash, False)
         used.update(dict.fromkeys(stored, True))
@@ -120,11 +121,11 @@ class KVCascadeTier(SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         hashes = _hashes(job_metadata.keys)
         _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
-        self._solo.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        self._jobs.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
-        for result in self._solo.finished():
+        for result in self._jobs.finished():
             about = {
                 "successful_keys": result.loaded or None,
                 "transfer_time": result.time_s,
@@ -135,14 +136,11 @@ class KVCascadeTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        is_busy: bool = self._solo.is_busy
+        is_busy: bool = self._jobs.is_busy
         return is_busy
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if not self._with_events:
-            self._solo.events.clear()
-            return []
-        return [to_vllm_event(event) for event in self._solo.take_events()]
+        return [to_vllm_event(event) for event in self._jobs.take_events()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Up to 0.30 called at every step of a running request: noted, and counted once."""
@@ -156,23 +154,23 @@ class KVCascadeTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         used = _used_by(req_context)
         counted = {block_hash for block_hash, is_counted in used.items() if is_counted}
-        self._solo.finish_request(in_prompt_order(req_context, used), counted)
+        self._jobs.finish_request(in_prompt_order(req_context, used), counted)
         used.clear()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._solo.maintain()
+        self._jobs.maintain()
 
     def drain_jobs(self) -> None:
         """vLLM calls this in `reset_cache` and nowhere else, and resets no tier but its own.
 
         The weights may have been updated in place, so no older block may be a hit from here on.
         """
-        self._solo.drain()
+        self._jobs.drain()
         if self._on_reset is OnReset.INVALIDATE:
-            self._solo.reset()
+            self._jobs.reset()
 
     def shutdown(self) -> None:
-        if not self._solo.close(MAX_KEPT_S):
+        if not self._jobs.close(MAX_KEPT_S):
             logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
             return
         for executor in self._executors:
@@ -180,8 +178,8 @@ class KVCascadeTier(SecondaryTierManager):
         self._tier.close()
 
     def _open(
-        self, options: NvmeTier, key: NamespaceKey, undo: ExitStack
-    ) -> tuple[OpenTier, SoloTier]:
+        self, options: NvmeTier, key: NamespaceKey, with_events: bool, undo: ExitStack
+    ) -> tuple[OpenTier, TierJobs]:
         stores, loads = io_threads_of(options, self._executors, undo)
         file_system = RealFileSystem(direct=str(options.direct_io) != "off")
         tier = open_nvme(options, self._row_bytes, key, stores, file_system)
@@ -190,7 +188,9 @@ class KVCascadeTier(SecondaryTierManager):
             down=NvmeStoreHandler(tier.store, self._row, stores),
             up=NvmeLoadHandler(tier.store, self._row, loads),
         )
-        return tier, SoloTier(nvme_level(self.tier_type, options, tier), link, time.monotonic)
+        level = nvme_level(self.tier_type, options, tier)
+        below = SoloTier(level, link, time.monotonic, with_events=with_events)
+        return tier, TierJobs(below, level.admission, time.monotonic)
 
     def _row(self, slot: int) -> memoryview:
         start = slot * self._row_bytes

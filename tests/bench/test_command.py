@@ -9,9 +9,11 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.clock import ManualClock
 
 from kvcascade.config import schema
 from kvcascade.tools.__main__ import main
@@ -72,6 +74,30 @@ def test_measurements_on_a_gpu_are_bounded_in_time(
     said = "round_trip is not measured, the time is up; --minutes gives more"
     assert json.loads((tmp_path / "bench.json").read_text())["notes"] == [said]
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_round_trip_has_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part, for which there is a GPU, ends before the limit; the engine has none."""
+    clock, asked = ManualClock(), dict[str, list[bool]]()
+
+    def measure(name: str, setup: MeasurementSetup) -> Table:
+        began_s = clock.now_s
+        for passed_s in (239.0, 241.0, 299.0, 301.0):
+            clock.now_s = began_s + passed_s
+            asked.setdefault(name, []).append(setup.has_time())
+        clock.now_s = began_s
+        return Table(name, name, "", [])
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.run(BenchOptions(only=("gpu",), out=tmp_path)) == 0
+    assert asked == {
+        "gpu": [True, False, False, False],
+        "round_trip": [True, True, True, False],
+        "gpu_engine": [True, True, True, True],
+    }
 
 
 def test_a_gpu_is_asked_everything_it_is_there_for() -> None:

@@ -19,7 +19,7 @@ from support.memory_backend import MemoryBackend
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
+from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import SlotSpec
@@ -42,7 +42,7 @@ class Engine:
         store, copies = self.below.tier.store, InlineExecutor()
         down = NvmeStoreHandler(store, self.top.view, copies)
         up = NvmeLoadHandler(store, self.top.view, copies)
-        self.manager = CascadingOffloadingManager(
+        self.manager = build_cascade(
             [
                 Tier("cpu", self.top, create("lru", SLOTS)),
                 Tier("nvme", self.below.backend, self.below.policy),

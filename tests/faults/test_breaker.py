@@ -7,9 +7,9 @@ from support.clock import ManualClock
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.tier_writes import STALLED_S
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S, Breaker
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 

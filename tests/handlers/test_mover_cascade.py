@@ -13,7 +13,7 @@ from support.mover_rig import ARENA_SLOTS, LIMIT_S, MoverRig
 from support.nvme_rig import BLOCK, content, key
 
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
@@ -50,7 +50,7 @@ def slots_of(manager: CascadingOffloadingManager, hashes: list[BlockHash]) -> li
 def test_a_mover_that_stands_still_costs_misses_and_nothing_else(rig: MoverRig) -> None:
     clock = ManualClock()
     top = CpuBackend(BLOCK, ARENA_SLOTS)
-    manager = CascadingOffloadingManager(
+    manager = build_cascade(
         [
             Tier("cpu", top, create("lru", ARENA_SLOTS)),
             Tier("nvme", rig.rig.backend, rig.rig.policy),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import BLOCK_SIZE, Cascade, block_bytes
+from support.inside import demoters, levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
+from kvcascade.manager.below.tier_writes import STALLED_S
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.flow import MAX_BATCH_BLOCKS, STALLED_S
+from kvcascade.manager.flow import MAX_BATCH_BLOCKS
 from kvcascade.manager.request import Request
+from kvcascade.manager.stores import MAX_PUT_OFFS
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
 
@@ -247,7 +250,7 @@ class TestDemotion:
         counters = cascade.manager.counters
         assert counters.links[0].demoted_blocks == 24
         assert counters.evicted_blocks[1] > 0 and len(cascade.policies[1]) == 8
-        assert sum(level.dirty_mask.sum() for level in cascade.manager._levels) == 16
+        assert sum(level.dirt.dirty_mask.sum() for level in levels(cascade.manager)) == 16
         cascade.store(keys(100, 116))
         assert cascade.manager.counters.dropped_dirty_blocks == 0, "written when they leave"
 
@@ -504,7 +507,7 @@ class TestPromotion:
         second = Request("second")
         assert states(cascade, second, [*keys(20, 24), key(4)]) == [HIT] * 4 + [PENDING]
         cascade.manager.end_step()
-        cascade.manager._demoters[0].demote_coldest(4)
+        demoters(cascade.manager)[0].demote_coldest(4)
         cascade.down[0].step()
         cascade.manager.end_step()
         assert cascade.store(keys(30, 34)) == keys(30, 34), "there is room while both wait"
@@ -556,22 +559,6 @@ class TestPromotion:
             cascade.run_transfers()
         assert states(cascade, request, keys(0, 4)) == [HIT] * 4
         assert cascade.manager.counters.dropped_dirty_blocks == 0
-
-    def test_promotion_climbs_through_every_tier(self) -> None:
-        cascade = Cascade((4, 8, 32))
-        cascade.below_only(keys(0, 2))
-        cascade.manager.flush_dirty(cascade.now_s + 1)
-        for block_hash in keys(0, 2):
-            status = cascade.policies[1].remove(block_hash)
-            assert status is not None
-            cascade.backends[1].free(status)
-        request = Request()
-        assert states(cascade, request, keys(0, 2)) == [PENDING, PENDING]
-        for _ in range(4):
-            cascade.manager.end_step()
-            cascade.run_transfers()
-        assert states(cascade, request, keys(0, 2)) == [HIT, HIT]
-        assert cascade.holds(1, key(0)), "a copy stays on the way"
 
     def test_a_request_reads_only_from_media_it_allows(self) -> None:
         cascade = Cascade((8, 16))
@@ -661,7 +648,7 @@ def test_nothing_is_counted_in_the_last_tier_where_nothing_is_dirty() -> None:
     """It may have tens of millions of slots, and metrics ask often."""
     cascade = Cascade((8, 16))
     cascade.store(keys(0, 3))
-    del cascade.manager._levels[-1].dirty_mask
+    del levels(cascade.manager)[-1].dirt.dirty_mask
     assert [state.dirty_blocks for state in cascade.manager.tier_states()] == [3, 0]
 
 

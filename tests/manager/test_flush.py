@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade, key
+from support.inside import demoters
 
 from kvcascade.manager import flush, level
+from kvcascade.manager.below.tier_writes import STALLED_S
 from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
-from kvcascade.manager.flow import STALLED_S
 from kvcascade.manager.flush import RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -45,13 +46,13 @@ def test_a_handler_that_takes_nothing_is_asked_again() -> None:
     cascade = Cascade((16, 64))
     cascade.store(keys(0, 8))
     cascade.down[0].accepts = False
-    pass_time = cascade.manager._pause
+    pass_time = cascade.manager._closing._pause
 
     def pause(seconds: float) -> None:
         pass_time(seconds)
         cascade.down[0].accepts = True
 
-    cascade.manager._pause = pause
+    cascade.manager._closing._pause = pause
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
 
 
@@ -59,9 +60,9 @@ def test_a_tier_that_rested_already_is_waited_for() -> None:
     cascade = Cascade((16, 64))
     cascade.store(keys(0, 8))
     failing(cascade, 1)
-    cascade.manager._demoters[0].demote_coldest(1)
+    demoters(cascade.manager)[0].demote_coldest(1)
     cascade.run_transfers()
-    assert cascade.manager._demoters[0].is_blocked
+    assert cascade.manager._flow.below.is_blocked
     assert cascade.manager.flush_dirty(cascade.now_s + LONG_S) and written(cascade) == 8
 
 
@@ -105,7 +106,7 @@ def test_a_rest_beyond_the_deadline_is_not_waited_for() -> None:
 def test_a_copy_that_never_ends_is_given_up() -> None:
     cascade = Cascade((16, 64))
     cascade.store(keys(0, 8))
-    cascade.manager._demoters[0].demote_coldest(8)
+    demoters(cascade.manager)[0].demote_coldest(8)
     cascade.down[0].wait = lambda job_ids, timeout_s=None: None  # type: ignore[method-assign]
     cascade.now_s += STALLED_S
     start_s = cascade.now_s
@@ -201,7 +202,7 @@ def test_what_is_worth_most_is_written_first(monkeypatch: pytest.MonkeyPatch) ->
     manager.prepare_load(keys(10, 14), again)
     manager.complete_load(keys(10, 14))
     manager.finish_request(again)
-    order = manager._demoters[0].most_useful(8, ())
+    order = demoters(manager)[0].search.most_useful(8, ())
     assert order == [*keys(10, 14), *keys(20, 22), *keys(0, 2)]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade
+from support.inside import demoters, levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
 from kvcascade.manager.breaker import REST_S
-from kvcascade.manager.cascading import AGING_PER_SLOT, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.demotion import AGING_PER_SLOT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.policies import OrderedPolicy
@@ -130,14 +132,14 @@ def test_a_damaged_block_keeps_its_slot_while_it_is_written_on() -> None:
     cascade = Cascade((4, 6, 16))
     manager = cascade.manager
     cascade.below_only(keys(0, 1))
-    manager._demoters[1].demote_coldest(1)
+    demoters(manager)[1].demote_coldest(1)
     assert manager.lookup(keys(0, 1), Request()) is None
     manager.end_step()
     cascade.up[0].fate = lambda source, target: BlockOutcome.CORRUPT
     cascade.up[0].step()
     manager.end_step()
     cascade.store(keys(1, 2))
-    manager._demoters[0].demote_coldest(1)
+    demoters(manager)[0].demote_coldest(1)
     cascade.down[0].step()
     manager.end_step()
     cascade.down[1].step()
@@ -156,11 +158,11 @@ def test_a_damaged_block_between_the_tiers_does_not_stop_the_others() -> None:
     cascade.down[1].fate = lambda source, target: (
         BlockOutcome.CORRUPT if source == damaged.block_id else BlockOutcome.OK
     )
-    manager._demoters[1].demote_coldest(4)
+    demoters(manager)[1].demote_coldest(4)
     cascade.run_transfers()
     assert [cascade.holds(2, h) for h in keys(0, 4)] == [False, True, True, True]
-    assert not manager._demoters[1].is_blocked
-    assert manager._demoters[1].demote_coldest(4) == 0, "it is not tried again"
+    assert not demoters(manager)[1]._below.is_blocked
+    assert demoters(manager)[1].demote_coldest(4) == 0, "it is not tried again"
 
 
 def test_an_idle_engine_does_not_compute() -> None:
@@ -177,8 +179,8 @@ def test_an_idle_engine_does_not_compute() -> None:
     cascade.now_s += 3600.0
     for _ in range(3):
         manager.end_step()
-    assert manager._worth is not None
-    assert manager._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
+    assert manager._turns._worth is not None
+    assert manager._turns._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
 
 
 def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
@@ -186,7 +188,7 @@ def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
     cascade.store(keys(0, 8))
     cascade.backends[1].is_overtaken = True
     cascade.manager.end_step()
-    assert not any(level._lost for level in cascade.manager._levels)
+    assert not any(level._lost for level in levels(cascade.manager))
 
 
 def test_a_bad_block_of_another_engine_is_no_event_of_this_one() -> None:

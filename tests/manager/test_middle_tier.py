@@ -9,7 +9,8 @@ from support.nvme_peer import Peer
 from support.nvme_rig import key
 from support.three_tiers import MIDDLE_SLOTS, TOP_SLOTS, middle_config, three_tiers
 
-from kvcascade.manager import demotion, flow
+from kvcascade.manager import flow
+from kvcascade.manager.below import tier_chain
 from kvcascade.manager.cascading import ManagerOptions, WriteMode
 from kvcascade.tiers.nvme.writer.growth import RECHECK_S
 
@@ -60,7 +61,7 @@ def test_only_so_much_of_a_large_tier_is_looked_at_ahead(
 ) -> None:
     with three_tiers(tmp_path, THROUGH) as engine:
         engine.store(0, 2 * MIDDLE_SLOTS)
-    monkeypatch.setattr(demotion, "MAX_AHEAD_BLOCKS", MIDDLE_SLOTS // 4)
+    monkeypatch.setattr(tier_chain, "MAX_AHEAD_BLOCKS", MIDDLE_SLOTS // 4)
     with three_tiers(tmp_path, THROUGH) as engine:
         engine.step(8)
         assert engine.dirty() == MIDDLE_SLOTS - MIDDLE_SLOTS // 8
@@ -90,7 +91,7 @@ def test_a_full_tier_makes_room_for_all_that_a_shutdown_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_below: bool
 ) -> None:
     """By writing its own blocks down one by one, or by finding that they are below already."""
-    monkeypatch.setattr(demotion, "MAX_AHEAD_BLOCKS", 1)
+    monkeypatch.setattr(tier_chain, "MAX_AHEAD_BLOCKS", 1)
     monkeypatch.setattr(flow, "MAX_BATCH_BLOCKS", 1)
     with three_tiers(tmp_path) as engine:
         engine.store(0, MIDDLE_SLOTS)

@@ -7,8 +7,9 @@ import pytest
 from support.cascade import Cascade
 from support.keys import key, keys
 
-from kvcascade.manager.cascading import MAX_PUT_OFFS, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
+from kvcascade.manager.stores import MAX_PUT_OFFS
 from kvcascade.tiers.base import BlockHash
 
 STATE = b"\0\0\0\1"

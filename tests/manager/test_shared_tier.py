@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.cascade import Cascade
+from support.inside import demoters
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
@@ -100,7 +101,7 @@ def test_its_own_reset_after_another_engines() -> None:
 def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
     cascade = Cascade((4, 6, 16))
     cascade.store(keys(0, 4))
-    cascade.manager._demoters[0].demote_coldest(4)
+    demoters(cascade.manager)[0].demote_coldest(4)
     cascade.run_transfers()
     assert len(cascade.policies[1]) == 4
     cascade.backends[2].is_overtaken = True
@@ -110,7 +111,8 @@ def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
 
 
 def test_a_tier_below_the_one_that_was_reset_keeps_its_blocks() -> None:
-    """Jobs between the two end: what was read goes nowhere, what was to be written is not there."""
+    """Jobs between the two end: reads go nowhere, and a block of before that is being written to
+    the tier that was not reset is as good there as the others."""
     cascade = Cascade((4, 6, 16))
     manager = cascade.manager
     cascade.store(keys(0, 4))
@@ -122,17 +124,17 @@ def test_a_tier_below_the_one_that_was_reset_keeps_its_blocks() -> None:
     manager.lookup(keys(0, 2), request)
     manager.end_step()
     cascade.store(keys(10, 12))
-    manager._demoters[0].demote_coldest(2)
+    demoters(manager)[0].demote_coldest(2)
     cascade.down[0].wait(set(cascade.down[0].queued))
     manager._collect()
-    manager._demoters[1].demote_coldest(2)
+    demoters(manager)[1].demote_coldest(2)
     assert cascade.up[1].queued and cascade.down[1].queued
     cascade.backends[1].is_overtaken = True
     manager.end_step()
     cascade.run_transfers()
-    assert [len(policy) for policy in cascade.policies] == [0, 0, 4]
-    assert [b.get_num_free_blocks() for b in cascade.backends] == [4, 6, 12]
-    assert len(cascade.policies[2].coldest(4)) == 4, "none is pinned"
+    assert [len(policy) for policy in cascade.policies] == [0, 0, 6]
+    assert [b.get_num_free_blocks() for b in cascade.backends] == [4, 6, 10]
+    assert len(cascade.policies[2].coldest(6)) == 6, "none is pinned"
 
 
 def test_what_another_engine_took_is_told_in_batches() -> None:
@@ -164,7 +166,7 @@ def test_what_is_back_was_not_lost() -> None:
 def test_stores_under_way_end_without_a_trace() -> None:
     cascade = Cascade((8, 16))
     cascade.store(keys(0, 3))
-    cascade.manager._demoters[0].demote_coldest(3)
+    demoters(cascade.manager)[0].demote_coldest(3)
     assert cascade.down[0].queued
     reset_by_another(cascade)
     cascade.down[0].fate = lambda source, target: BlockOutcome.GONE

@@ -9,10 +9,11 @@ from support.memory_backend import MemoryBackend
 from support.memory_handler import MemoryHandler, all_ok
 
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
+from kvcascade.manager.below.solo import SoloTier
+from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
 from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
-from kvcascade.manager.solo import FORGET_FAILED_S, SoloResult, SoloTier
 from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
 from kvcascade.tiers.policies import create
 
@@ -34,17 +35,18 @@ class Rig:
         self.up = MemoryHandler(ours, self.theirs, False)
         log = DayLog(lambda: self.now_s)
         budget = NotedBudget(bytes_per_day, log) if bytes_per_day else None
-        tier = Tier("ours", ours, create(policy, slots), admission or AdmitAll(), budget)
-        self.solo = SoloTier(tier, Link(self.down, self.up), lambda: self.now_s)
+        tier = Tier("ours", ours, create(policy, slots), write_budget=budget)
+        self.tier = SoloTier(tier, Link(self.down, self.up), lambda: self.now_s)
+        self.solo = TierJobs(self.tier, admission or AdmitAll(), lambda: self.now_s)
         self._jobs = 0
 
-    def store(self, *numbers: int) -> SoloResult:
+    def store(self, *numbers: int) -> TierJobResult:
         hashes = [key(i) for i in numbers]
         for slot, block_hash in enumerate(hashes):
             self.theirs.view(slot)[:] = block_bytes(block_hash)
         return self._ended(self.solo.store, hashes)
 
-    def load(self, *numbers: int) -> SoloResult:
+    def load(self, *numbers: int) -> TierJobResult:
         for slot in range(len(numbers)):
             self.theirs.view(slot)[:] = bytes(BLOCK_SIZE)
         return self._ended(self.solo.load, [key(i) for i in numbers])
@@ -55,7 +57,7 @@ class Rig:
     def read(self, slot: int) -> bytes:
         return bytes(self.theirs.view(slot))
 
-    def _ended(self, start: object, hashes: list[BlockHash]) -> SoloResult:
+    def _ended(self, start: object, hashes: list[BlockHash]) -> TierJobResult:
         assert callable(start)
         self._jobs += 1
         start(self._jobs, hashes, list(range(len(hashes))))
@@ -80,7 +82,7 @@ def test_it_is_bounded_and_evicts_with_an_event() -> None:
     rig.load(1, 2)
     rig.store(5, 6)
     assert rig.has(1, 2, 3, 4, 5, 6) == [True, True, False, False, True, True]
-    removed = {h for event in rig.solo.events if event.removed for h in event.block_hashes}
+    removed = {h for event in rig.solo.take_events() if event.removed for h in event.block_hashes}
     assert removed == {key(3), key(4)}
 
 
@@ -183,7 +185,7 @@ def test_a_block_that_another_engine_stored_first_is_no_failure() -> None:
 def test_a_reset_by_another_engine_empties_it() -> None:
     rig = Rig()
     rig.store(1, 2)
-    backend = rig.solo.level.backend
+    backend = rig.tier.level.backend
     assert isinstance(backend, MemoryBackend)
     backend.is_overtaken = True
     rig.solo.maintain()
@@ -194,7 +196,7 @@ def test_a_reset_by_another_engine_empties_it() -> None:
 def test_a_reset_by_another_engine_spares_what_is_being_read() -> None:
     rig = Rig(slots=2)
     rig.store(1, 2)
-    backend = rig.solo.level.backend
+    backend = rig.tier.level.backend
     assert isinstance(backend, MemoryBackend)
     for job_id in (9, 10):
         rig.solo.load(job_id, [key(1)], [job_id])
@@ -250,7 +252,7 @@ def test_a_policy_that_wants_chains_is_told_of_them() -> None:
         chain = [key(i) for i in [*shared, *tail]]
         rig.store(*shared, *tail)
         rig.solo.finish_request(chain, set(chain))
-    policy = rig.solo.level.policy
+    policy = rig.tier.level.policy
     assert policy.wants_chains
     coldest = [h for h, _ in policy.coldest(6)]
     assert set(coldest[-2:]) == {key(i) for i in shared}

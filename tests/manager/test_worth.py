@@ -291,15 +291,15 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._worth is not None
-    assert manager._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
+    assert manager._turns._worth is not None
+    assert manager._turns._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
 
 
 def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     """Ten blocks are computed every 0.1 s, and none is taken while the tier below is silent."""
     cascade = Cascade((300, 1000), ManagerOptions(tokens_per_block=TOKENS))
     manager = cascade.manager
-    assert manager._worth is not None
+    assert manager._turns._worth is not None
     request, prompt = Request("r"), [key(i) for i in range(260)]
     cascade.store([key(i) for i in range(1000, 1300)])
     assert manager.lookup_block(prompt[0], request) is MISS
@@ -312,8 +312,8 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     for _ in range(12):
         cascade.now_s += 0.1
         manager.end_step()
-    assert manager._worth.prefill.tokens_per_s is not None
-    assert 7000 < manager._worth.prefill.tokens_per_s <= 11000
+    assert manager._turns._worth.prefill.tokens_per_s is not None
+    assert 7000 < manager._turns._worth.prefill.tokens_per_s <= 11000
 
 
 WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
@@ -346,7 +346,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     """The whole window was asked for after the first block was missed, and is offered, too."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS, served_end=b"\0"))
     manager, request = cascade.manager, Request("r")
-    assert manager._worth is not None
+    assert manager._turns._worth is not None
     for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
         assert manager.lookup_block(block_hash, request) is MISS
     second = WINDOW_KEYS if first is KEYS else KEYS
@@ -354,7 +354,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
+    assert manager._turns._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
 
 
 def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
@@ -368,8 +368,8 @@ def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._worth is not None
-    assert manager._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
+    assert manager._turns._worth is not None
+    assert manager._turns._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
 
 
 def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
@@ -435,8 +435,8 @@ def test_a_probe_is_one_however_many_ask_for_the_same_blocks() -> None:
 def test_what_another_loads_anyway_costs_no_more() -> None:
     """Behind what is on its way, one block alone takes longer than it saves; four do not."""
     slow = Slow(read_s=0.5)
-    assert slow.manager._worth is not None
-    slow.manager._worth.links[0].sent(2 * BLOCK_SIZE, slow.cascade.now_s)
+    assert slow.manager._turns._worth is not None
+    slow.manager._turns._worth.links[0].sent(2 * BLOCK_SIZE, slow.cascade.now_s)
     long, short = Request("long"), Request("short")
     assert slow.ask(long) == [PENDING] * 4
     assert slow.manager.lookup_block(KEYS[0], short) is PENDING

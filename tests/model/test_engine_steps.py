@@ -16,11 +16,13 @@ from functools import partial
 import pytest
 from support.books import Books
 from support.cascade import BLOCK_SIZE, Cascade
+from support.inside import levels
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import ManagerOptions, Pairs
+from kvcascade.manager.cascading import ManagerOptions
+from kvcascade.manager.level import Pairs
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
 
@@ -110,7 +112,7 @@ class Engine:
         self.jobs: list[WorkerJob] = []
         self.lost: list[WorkerJob] = []
         """From before a reset: they end, and nobody is told."""
-        for index, level in enumerate(self.manager._levels):
+        for index, level in enumerate(levels(self.manager)):
             assert level.on_evicted is not None
             level.on_evicted = partial(self.check_evicted, index, level.on_evicted)
 
@@ -291,13 +293,13 @@ class Engine:
 
     def check_evicted(self, index: int, note: Callable[[Pairs], None], evicted: Pairs) -> None:
         """What is dropped without being counted is below. `note`: the manager's own books."""
-        level, links = self.manager._levels[index], self.manager.counters.links
+        level, links = levels(self.manager)[index], self.manager.counters.links
         self.may_lose |= any(
             link.demote_refused_blocks or link.demote_over_budget_blocks for link in links
         )
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
-            if not (self.may_lose or level.is_last or level.is_dirty(status.block_id)):
+            if not (self.may_lose or level.is_last or level.dirt.is_dirty(status.block_id)):
                 below = self.cascade.policies[index + 1 :]
                 assert any(policy.get(block_hash) for policy in below), "lost and not counted"
         note(evicted)
@@ -313,7 +315,7 @@ class Engine:
             self.cascade.now_s += 3 * DEADLINE_S
             self.cascade.run_transfers()
         promoter, turns = self.manager._promoter, self.manager._turns
-        assert not (self.jobs or promoter._pending or self.manager._holds)
+        assert not (self.jobs or promoter._pending or self.manager._turns._holds)
         assert not (turns._queue or turns._admitted)
         self.check()
         self.manager.shutdown()

@@ -383,7 +383,7 @@ def test_the_overlay_and_the_tombstones_drain(tmp_path: Path) -> None:
         rig.store(keys(start, start + 128))
     for _ in range(20):
         rig.tier.directory.refresh()
-    assert not rig.tier.directory._overlay and not rig.tier.directory._gone
+    assert not rig.tier.directory._overlay and not rig.tier.directory._tombstones
     assert len(rig.policy) == 256
     rig.close()
 

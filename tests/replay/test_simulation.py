@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -57,11 +56,10 @@ def check(report: ReplayReport) -> None:
     """What must add up in any run."""
     top, *lower = report.tiers
     assert sum(t.hit_tokens for t in report.tiers) == report.hit_tokens <= report.input_tokens
-    came = report.stored_blocks + (lower[0].promoted_blocks if lower else 0)
+    came = report.stored_blocks + sum(one.promoted_blocks for one in lower)
     assert came == top.resident_blocks + top.evicted_blocks, "every block stayed or left"
-    for one, below in zip_longest(lower, lower[1:]):
-        came = one.demoted_blocks + (below.promoted_blocks if below else 0)
-        assert came == one.resident_blocks + one.evicted_blocks
+    for one in lower:
+        assert one.demoted_blocks == one.resident_blocks + one.evicted_blocks
     assert all(t.resident_blocks <= t.capacity_blocks for t in report.tiers)
     assert report.stored_blocks + report.unstored_blocks >= report.distinct_blocks
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-from kvcascade.manager.flow import Job
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus
 from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .cascade import Cascade
+from .inside import demoters, levels, solos
 from .memory_backend import MemoryBackend
 
 
@@ -27,21 +27,22 @@ class Books:
         """Slots that are copied down: neither dirty nor settled."""
         self.readers[0].update(read)
         self.writing[0].update(written)
-        for job in self._jobs():
-            for status in job.sources:
-                self.readers[job.source_level][status.block_id] += 1
-                if job.target_level > job.source_level:
-                    self.leaving[job.source_level].add(status.block_id)
-            self.writing[job.target_level] |= {status.block_id for status in job.targets}
+        for index, demoter in enumerate(demoters(self._manager)):
+            for job in demoter.jobs:  # it reads here; its writes below are the tier's
+                slots = [status.block_id for status in job.statuses]
+                self.readers[index].update(slots)
+                self.leaving[index].update(slots)
+        for queue in self._manager._promoter.queues:
+            for job_up in queue.jobs.values():
+                self.writing[0] |= {status.block_id for status in job_up.statuses}
+        for index, solo in enumerate(solos(self._manager._flow.below), start=1):
+            for moved in solo.reads.way.jobs.values():
+                self.readers[index].update(status.block_id for status in moved.statuses)
+            for moved in solo.writes.way.jobs.values():
+                self.writing[index] |= {status.block_id for status in moved.statuses}
         for _, gone, kept in self._manager._workers._quarantine:
             self.readers[0].update(status.block_id for status in kept)
             self.writing[0] |= {status.block_id for status in gone}
-
-    def _jobs(self) -> Iterator[Job]:
-        for jobs in self._manager._promoter._jobs:
-            yield from jobs.values()
-        for demoter in self._manager._demoters:
-            yield from demoter._jobs.values()
 
     def check(self, requests: Collection[Request], content: Callable[[BlockHash], bytes]) -> None:
         """Every slot of every tier, and the events so far. `content`: the right bytes."""
@@ -49,8 +50,8 @@ class Books:
         for request in requests:
             self.readers[0].update(status.block_id for status in request.holds.values())
         held = {status.block_id for request in requests for status in request.holds.values()}
-        assert set(manager._holds._users) == held, "held for nobody"
-        assert manager._turns._taken() <= self._most(), "beyond the budget"
+        assert set(manager._turns._holds._users) == held, "held for nobody"
+        assert manager._turns.room.taken() <= self._most(), "beyond the budget"
         for request in requests:
             self._check_request(request)
         self._cascade.apply_events()
@@ -100,6 +101,6 @@ class Books:
         assert blocks == len(policy)
 
     def _may_leave_some_day(self, index: int, status: BlockStatus) -> bool:
-        level, slot = self._manager._levels[index], status.block_id
-        is_settled = bool(level.settled_mask[slot])
-        return is_settled or level.is_dirty(slot) or slot in self.leaving[index]
+        level, slot = levels(self._manager)[index], status.block_id
+        is_settled = bool(level.dirt.settled_mask[slot])
+        return is_settled or level.dirt.is_dirty(slot) or slot in self.leaving[index]

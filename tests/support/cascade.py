@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvcascade.manager.admission import Admission, AdmitAll
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.policies import create
 
 from .day_log import DayLog, NotedBudget
+from .inside import demoters
 from .keys import key
 from .memory_backend import MemoryBackend
 from .memory_handler import MemoryHandler
@@ -43,9 +44,9 @@ class Cascade:
         ]
         pairs = list(zip(self.backends, self.backends[1:], strict=False))
         self.down = [MemoryHandler(a, b, is_immediate) for a, b in pairs]
-        self.up = [MemoryHandler(b, a, is_immediate) for a, b in pairs]
+        self.up = [MemoryHandler(b, self.backends[0], is_immediate) for _, b in pairs]
         self.policies = [create(policy, n) for n in capacities]
-        self.manager = CascadingOffloadingManager(
+        self.manager = build_cascade(
             [
                 Tier(
                     backend.medium,
@@ -100,7 +101,7 @@ class Cascade:
     def below_only(self, hashes: Sequence[BlockHash]) -> None:
         """Bring blocks to the second tier, to none below it, and out of the first."""
         self.store(hashes)
-        self.manager._demoters[0].demote_coldest(len(hashes))
+        demoters(self.manager)[0].demote_coldest(len(hashes))
         self.run_transfers()
         evicted = self.policies[0].evict(len(hashes), ())
         assert evicted is not None

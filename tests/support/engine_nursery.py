@@ -132,7 +132,7 @@ def _fork_instead_of_spawning() -> None:
     def get_context(method: str | None = None) -> BaseContext:
         return original("fork" if method == "spawn" else method)
 
-    vars(multiprocessing)["get_context"] = get_context
+    multiprocessing.__dict__["get_context"] = get_context
 
 
 def _preload() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.counters import LinkCounters
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
@@ -74,9 +74,7 @@ class FaultRig:
             Tier("nvme", self.rig.backend, self.rig.policy),
         ]
         options = ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=FLUSH_S)
-        self.manager = CascadingOffloadingManager(
-            tiers, [link], options, self.clock, self.clock.advance
-        )
+        self.manager = build_cascade(tiers, [link], options, self.clock, self.clock.advance)
 
     @property
     def counters(self) -> LinkCounters:

@@ -29,9 +29,11 @@ from vllm.v1.kv_offload.base import (
 from kvcascade.spec import CascadeOffloadingSpec
 from kvcascade.vllm.v0_26 import CascadeManager
 
+from .inside import demoters, solos
 from .kv_bytes import Shape, offloading_config, page
 from .spec_parts import Job, Load, Request, Worker
 
+WAIT_S = 60.0
 ROUNDS_MAX = 400
 """Longest run of steps that a driver waits for something to end."""
 _engines = itertools.count()
@@ -272,12 +274,13 @@ class Driver:
     def wait_for_transfers(self) -> None:
         """Wait until the transfers between tiers that are under way now have ended."""
         manager = self.cascade.manager
-        for level, link in enumerate(manager._flow.links, start=1):
-            with manager.lock:
-                ups = manager._promoter.job_ids(level)
-                downs = manager._demoters[level - 1].job_ids
-            link.up.wait(ups)
-            link.down.wait(downs)
+        below = manager._flow.below
+        with manager.lock:
+            tickets = {t for queue in manager._promoter.queues for t in queue.jobs}
+            tickets |= manager._demoter.job_ids
+        for solo in solos(below):
+            solo.wait(tickets, WAIT_S)
+        below.wait(set(), WAIT_S)
 
     def settle(self) -> None:
         """Step until nothing moves any more."""
@@ -287,7 +290,7 @@ class Driver:
             self.wait_for_transfers()
             self.finish_jobs(list(self.jobs.values()))
             self.step()
-            busy = any(demoter.jobs_in_flight for demoter in manager._demoters)
+            busy = any(demoter.jobs_in_flight for demoter in demoters(manager))
             if not busy and not self.manager.has_pending_work():
                 return
         raise AssertionError("the cascade never came to rest")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcascade.manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
+from kvcascade.manager.cascading import Link, ManagerOptions, Tier, build_cascade
 from kvcascade.manager.request import Request
 from kvcascade.manager.standstill import Standstill
 from kvcascade.tiers.base import BlockHash
@@ -87,7 +87,7 @@ class Storm:
         low_policy = create("lru", low.capacity)
         self.up = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
         self.down = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
-        self.manager = CascadingOffloadingManager(
+        self.manager = build_cascade(
             [Tier("cpu", top, create("lru", top.capacity)), Tier("nvme", low, low_policy)],
             [Link(self.down, self.up)],
             ManagerOptions(

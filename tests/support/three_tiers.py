@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.node.nvme_pair import NvmePairHandler
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
+from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, SlotSpec
@@ -18,6 +18,7 @@ from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
 from .executors import InlineExecutor
+from .inside import demoters
 from .memory_backend import MemoryBackend
 from .nvme_rig import BLOCK, Rig, config_for, content, key
 
@@ -50,16 +51,14 @@ class ThreeTiers:
                 NvmeStoreHandler(above, self.top.view, run),
                 NvmeLoadHandler(above, self.top.view, run),
             ),
-            Link(NvmePairHandler(above, below, run), NvmePairHandler(below, above, run)),
+            Link(NvmePairHandler(above, below, run), NvmeLoadHandler(below, self.top.view, run)),
         ]
         tiers = [
             Tier("cpu", self.top, self.top_policy),
             Tier("nvme0", self.middle.backend, self.middle.policy),
             Tier("nvme1", self.last.backend, self.last.policy),
         ]
-        self.manager = CascadingOffloadingManager(
-            tiers, links, options, self.clock, self.clock.advance
-        )
+        self.manager = build_cascade(tiers, links, options, self.clock, self.clock.advance)
 
     @property
     def written(self) -> list[int]:
@@ -104,7 +103,7 @@ class ThreeTiers:
     def write_middle_down(self) -> None:
         """Have the last tier hold all that is in the middle."""
         while self.dirty():
-            self.manager._demoters[1].demote_coldest(MIDDLE_SLOTS)
+            demoters(self.manager)[1].demote_coldest(MIDDLE_SLOTS)
             self.step()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvcascade import vllm_policies
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
+from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.cpu import CpuBackend
@@ -36,7 +36,7 @@ UNORDERED = {"s3fifo", "s3fifo_eager", "slru", "sieve", "fifo", "lirs"}
 def ours(name: str) -> Make:
     def make(blocks: int) -> OffloadingManager:
         tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create(name, blocks))
-        return over(CascadingOffloadingManager([tier], [], ManagerOptions()))
+        return over(build_cascade([tier], [], ManagerOptions()))
 
     return make
 

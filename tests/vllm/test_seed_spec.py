@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import solos
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcascade.assembly.build import open_worker
@@ -116,8 +117,8 @@ class Engine:
             if output is not None:
                 break
             self.manager.take_events()
-            for link in self.manager._cascade.manager._flow.links:
-                link.down.wait(set(range(10_000)), 1.0)
+            for solo in solos(self.manager._cascade.manager._flow.below):
+                solo.writes.way.wait(set(range(10_000)), 1.0)
         assert output is not None
         new = list(output.block_hashes_to_store)
         if new:
@@ -141,8 +142,8 @@ class Engine:
             if hits is not None:
                 return int(hits)
             self.manager.take_events()
-            for link in self.manager._cascade.manager._flow.links:
-                link.up.wait(set(range(10_000)), 1.0)
+            for solo in solos(self.manager._cascade.manager._flow.below):
+                solo.reads.way.wait(set(range(10_000)), 1.0)
         raise AssertionError("a lookup never ended")
 
     def load(self, hashes: list[bytes], skip: int = 0) -> None:

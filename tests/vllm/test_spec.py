@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.clock import ManualClock
+from support.inside import levels
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -125,7 +126,7 @@ def test_reset_with_stores_and_loads_under_way(shape: Shape, is_late: bool, tmp_
                 driver.serve(f"later {text}", chunks)
         assert driver.await_hits(driver.request("text 3", chunks)) == 0
         driver.settle()
-        top = driver.cascade.manager._levels[0]
+        top = levels(driver.cascade.manager)[0]
         assert len(top.policy) + top.backend.get_num_free_blocks() == top.capacity, "none is lost"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import levels
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
 from support.spec_parts import Job, Request
@@ -152,7 +153,7 @@ class Engine:
             self.driver.finish(each.request)
         self.live.clear()
         self.driver.settle()
-        for level in self.driver.cascade.manager._levels:
+        for level in levels(self.driver.cascade.manager):
             used = level.capacity - level.backend.get_num_free_blocks()
             assert len(level.policy) <= used
 

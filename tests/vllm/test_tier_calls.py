@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.cascade import key
+from support.inside import solos
 from support.kv_bytes import Shape, offloading_config
 from support.waiting import wait_until
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -68,7 +69,8 @@ class Rig:
         self.tier.on_schedule_end(ScheduleEndContext((), ()))
 
     def coldest(self) -> list[BlockHash]:
-        return [h for h, _ in self.tier._solo.level.policy.coldest(ROWS)]
+        (solo,) = solos(self.tier._jobs.below)
+        return [h for h, _ in solo.level.policy.coldest(ROWS)]
 
     def _end(self, submit: object, context: ReqContext, keys: list[OffloadKey]) -> None:
         assert callable(submit)

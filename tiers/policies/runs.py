@@ -196,7 +196,7 @@ class Runs:
         for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
             field[:] = 0
 
-    def _leave(self, slots: Ints) -> int:
+    def _leave(self, slots: Slots) -> int:
         """Take slots out of their runs; returns how many of them were present."""
         is_present = self.log.stamps(slots) > 0
         present = int(np.count_nonzero(is_present))

@@ -18,7 +18,13 @@ from ...assembly.named import admission_rule
 from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ...manager.admission import WriteBudget
-from ...manager.cascading import CascadingOffloadingManager, Link, ManagerOptions, Tier
+from ...manager.cascading import (
+    CascadingOffloadingManager,
+    Link,
+    ManagerOptions,
+    Tier,
+    build_cascade,
+)
 from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
@@ -242,7 +248,7 @@ class Simulation:
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
-        return CascadingOffloadingManager(made, links, options, self._clock)
+        return build_cascade(made, links, options, self._clock)
 
     def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
         capacity = tier.capacity_bytes // self.block_bytes
@@ -303,8 +309,7 @@ class Simulation:
             written, read = link.demoted_blocks, link.promoted_blocks
         else:
             written, read = counters.stored_blocks, sum(counters.loaded_blocks)
-        if level + 1 < len(self._options.tiers):
-            written += counters.links[level].promoted_blocks
+            written += sum(each.promoted_blocks for each in counters.links)
         days = self._trace.duration_s / self._options.speed_up / DAY_S
         stored = counters.stored_blocks
         return ReplayedTier(

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from ....errors import ConfigError, os_errors
 from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
+from ....tiers.nvme.disk.transfers import write_all
 from ....tiers.nvme.offline.reader import Snapshot
 from ....tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
 from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
-from ....tiers.nvme.segments.segment_files import write_all
 from ..cache_access import OpenedCache
 from ..inspect.block_report import only_match
 from ..verify.verify_blocks import Progress

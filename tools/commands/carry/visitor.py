@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....errors import InUseError, os_errors
-from ....manager.level import Level, Tier
+from ....manager.level import Level, Pairs, Tier
 from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.nvme.disk.byte_locks import RealByteLocks
 from ....tiers.nvme.disk.filesystem import RealFileSystem
@@ -126,7 +127,7 @@ class Visitor:
     def keep_up(self) -> None:
         """Take in what other processes did. Raises `InUseError` after a reset."""
         if self._level.maintain():
-            self._level.forget([])
+            self._level.empty(Counter())
             raise InUseError(
                 f"{self.name} was reset meanwhile: its weights may have changed, and nothing that "
                 "was stored before is left; begin again only if the blocks are of the new weights"
@@ -169,7 +170,7 @@ class Visitor:
         assert isinstance(policy, OrderedPolicy)
         if tier.recovered or not has_state:
             policy.reconcile(tier.live_slots())
-        return Level(Tier("nvme", tier.backend, policy), is_last=True)
+        return Level(Tier("nvme", tier.backend, policy), is_last=True, on_evicted=_nobody_is_told)
 
     def _room(self, n: int) -> int:
         """Free slots for up to `n` blocks: orphans, new segments, and then what may leave."""
@@ -187,7 +188,7 @@ class Visitor:
     def _ask_for_a_segment(self) -> bool:
         """Have a running engine hand a segment over; False if none does in time."""
         owners = self._tier.namespace.owners
-        owners.say_hungry(True)
+        owners.announce_below_share(True)
         try:
             self.keep_up()  # nothing of the index is held meanwhile: engines need its pages
             for _ in range(round(HAND_OVER_WAIT_S / HAND_OVER_PAUSE_S)):
@@ -196,8 +197,12 @@ class Visitor:
                     return True
                 self._pause(HAND_OVER_PAUSE_S)
         finally:
-            owners.say_hungry(False)
+            owners.announce_below_share(False)
         return False
+
+
+def _nobody_is_told(evicted: Pairs) -> None:
+    """A visitor has no books of what leaves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ....assembly.build import Cascade
-from ....manager.cascading import CascadingOffloadingManager, ManagerOptions
+from ....manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from ....manager.level import Tier
 from ....tiers.cpu import CpuBackend
 from ....tiers.policies import create
@@ -66,7 +66,7 @@ def over(manager: CascadingOffloadingManager) -> CascadeManager:
 def our_lru(blocks: int) -> OffloadingManager:
     """Ours with a CPU tier and nothing below it."""
     tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create("lru", blocks))
-    return over(CascadingOffloadingManager([tier], [], ManagerOptions(with_events=False)))
+    return over(build_cascade([tier], [], ManagerOptions(with_events=False)))
 
 
 def vllm_lru(blocks: int) -> OffloadingManager:

@@ -59,6 +59,9 @@ PREFILL_SHARE = 0.7
 CALL = (Goal(1.0),)
 """Goal of the longest call, in ms."""
 
+REPEATS_MAX = 3
+"""How often a case is measured at most, so that all shapes have their turn."""
+
 GIB = 1 << 30
 PINNED = "CPU memory is pinned"
 
@@ -223,7 +226,8 @@ def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Ca
         if fitting:
             setup.say(f"{shape.label}: pinning memory")
             with ExitStack() as undo:
-                yield from _measured(GpuBench(device, shape, fitting[-1], undo), shape, fitting)
+                bench = GpuBench(device, shape, fitting[-1], undo)
+                yield from _measured(bench, shape, fitting, setup.scale.repeats)
         for count in COUNTS[len(fitting) :]:
             setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
@@ -231,9 +235,10 @@ def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Ca
 
 
 def _measured(
-    bench: GpuBench, shape: GpuShape, counts: Sequence[int]
+    bench: GpuBench, shape: GpuShape, counts: Sequence[int], most: int
 ) -> Generator[Case, None, None]:
-    names, rows = bench.names, quantities(shape.share)
+    """All cases of a shape, each measured `most` times at most."""
+    names, rows, repeats = bench.names, quantities(shape.share), min(REPEATS_MAX, most)
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:
         contenders = {name: partial(bench.costs, name, count) for name in names}
@@ -241,17 +246,20 @@ def _measured(
             f"{shape.label}: {count:,} blocks",
             {**contenders, LIMIT: partial(bench.limit, count)},
             rows,
+            repeats,
         )
     for kernels in Kernels:
         contenders = {name: partial(bench.beside, name, kernels) for name in names}
         yield Case(
             f"{shape.label}: beside kernels of {kernels} size",
             {**contenders, LIMIT: partial(bench.limit_beside, kernels)},
+            repeats=repeats,
         )
     for step_s in PACED_S:
         yield Case(
             f"{shape.label}: {step_s * 1e3:g} ms between calls",
             {name: partial(bench.paced, name, step_s) for name in names},
+            repeats=repeats,
         )
 
 

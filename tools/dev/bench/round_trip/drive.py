@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.geometry import WorkerLayout
 from .....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
+from .....manager.cascading import ManagerOptions, WriteMode, build_cascade
 from .....manager.flow import Link
 from .....manager.level import Tier
 from .....manager.request import Request
@@ -90,7 +90,7 @@ class DrivenEngine:
             options = ManagerOptions(
                 write_mode=WriteMode.THROUGH, load_or_recompute=False, with_events=False
             )
-            self._manager = CascadingOffloadingManager([top, disk.tier], [link], options)
+            self._manager = build_cascade([top, disk.tier], [link], options)
             self._undo = undo.pop_all()
         self._disk = disk
 

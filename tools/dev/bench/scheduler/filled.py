@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .....handlers.base import OffloadingHandler, TransferResult, TransferSpec
-from .....manager.cascading import CascadingOffloadingManager, ManagerOptions
+from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from .....manager.flow import Link
 from .....manager.level import Tier
 from .....tiers.base import BlockHash
@@ -171,7 +171,7 @@ def open_filled(folder: Path, blocks: int, cpu_blocks: int, executor: Executor) 
             policy.reconcile(tier.live_slots())
         up = Stalled()
         top = Tier("cpu", CpuBackend(BLOCK_BYTES, cpu_blocks), create("lru", cpu_blocks))
-        manager = CascadingOffloadingManager(
+        manager = build_cascade(
             [top, Tier("nvme", tier.backend, policy)],
             [Link(Stalled(), up)],
             ManagerOptions(with_events=False),

@@ -1,0 +1,1 @@
+"""Everything below the first tier: the port, and its implementation in this process."""

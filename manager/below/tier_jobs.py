@@ -1,0 +1,198 @@
+"""Jobs of another manager over the port: its stores and loads, answered block by block.
+
+The other manager decides what it offers and when. Admission, room and write budget may refuse
+blocks: those are left out of a store, which does not fail for it. A block that fails to load is a
+miss for `FORGET_FAILED_S`, so that the other manager does not ask for it in a loop. While the tier
+rests, because transfers fail or stall, it takes nothing, and every block is a miss.
+
+Used by one thread; nothing here waits, `drain` and `close` apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from ...tiers.base import BlockHash, BlockOutcome
+from ..admission import Admission, PastUses
+from ..base import BlockEvent
+from .port import Below, Ended, Put
+from .tier_writes import NOT_WANTED
+
+FORGET_FAILED_S = 30.0
+MAX_FAILED = 65_536
+"""Failed blocks that are remembered; beyond it all are tried again."""
+DRAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierJobResult:
+    """A job that ended."""
+
+    job_id: int
+    """Number that the other manager gave to the job."""
+    loaded: tuple[BlockHash, ...]
+    """Blocks of a load that arrived and were verified."""
+    is_whole: bool
+    """True if every block of a load arrived, or nothing of a store failed."""
+    size_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    job_id: int
+    keys: list[BlockHash]
+    epoch: int
+    """Resets before the job was started."""
+
+
+class TierJobs:
+    """Stores and loads of slots that another manager owns."""
+
+    def __init__(self, below: Below, admission: Admission, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self.below = below
+        self._admission = admission
+        self._clock = clock
+        self._tickets = itertools.count(1)
+        self._jobs: dict[int, _Asked] = {}
+        self._ended: list[TierJobResult] = []
+        self._failed: dict[BlockHash, float] = {}
+        self._epoch = 0
+        self._past = PastUses(below.tiers[0].capacity) if admission.counts_uses else None
+
+    @property
+    def is_busy(self) -> bool:
+        """True while jobs are under way."""
+        return bool(self._jobs)
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """True if the block can be loaded."""
+        if self.below.rests(1):
+            return False
+        until_s = self._failed.get(block_hash)
+        if until_s is not None:
+            if self._clock() < until_s:
+                return False
+            del self._failed[block_hash]
+        return bool(self.below.may_hold(block_hash))
+
+    def store(
+        self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]
+    ) -> list[BlockHash]:
+        """Write the blocks that are not here and may come; returns them.
+
+        `slots` are the other manager's.
+        """
+        offered = [
+            (h, slot)
+            for h, slot in zip(block_hashes, slots, strict=True)
+            if not self.below.may_hold(h) and self._admits(h)
+        ]
+        ticket, hashes = next(self._tickets), [h for h, _ in offered]
+        answers = self.below.put(ticket, hashes, [slot for _, slot in offered]) if offered else ()
+        started = [h for h, a in zip(hashes, answers, strict=True) if a is Put.STARTED]
+        if started:
+            self._jobs[ticket] = _Asked(job_id, started, self._epoch)
+        else:
+            is_whole = Put.NOT_TAKEN not in answers
+            self._ended.append(TierJobResult(job_id, (), is_whole, 0, 0.0))
+        return started
+
+    def load(self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        """Read and verify blocks into the other manager's slots."""
+        ticket = next(self._tickets)
+        self._jobs[ticket] = _Asked(job_id, list(block_hashes), self._epoch)
+        self.below.get(ticket, 1, block_hashes, slots)
+
+    def finished(self) -> list[TierJobResult]:
+        """Jobs that ended since the last call."""
+        self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def maintain(self) -> None:
+        """Upkeep of the tier; at the end of every step. What other processes did is taken in.
+
+        It is also the end of the last call before an engine idles: nothing of a shared index may be
+        held then.
+        """
+        self.below.take_lost()
+        if self.below.maintain():
+            self._epoch += 1
+
+    def finish_request(
+        self, block_hashes: Sequence[BlockHash], counted: Container[BlockHash]
+    ) -> None:
+        """A request ended: its blocks in prefix order; the use of those in `counted` was noted when
+        they were stored or loaded."""
+        if not self.below.chain(block_hashes):
+            self.below.settle([h for h in block_hashes if h in counted])
+            self.below.touch([h for h in block_hashes if h not in counted])
+        self.maintain()
+
+    def take_events(self) -> list[BlockEvent]:
+        """What came and went since the last call."""
+        events = self.below.take_events()
+        self.maintain()
+        return events
+
+    def drain(self) -> None:
+        """Wait until every job has ended, `DRAIN_S` at most for each direction."""
+        self.below.wait(set(self._jobs), DRAIN_S)
+
+    def reset(self) -> None:
+        """Make every older block unreachable; `drain` comes first.
+
+        What is under way after all keeps its slots, and leaves nothing behind.
+        """
+        self._collect()
+        self.below.reset()
+        self._epoch += 1
+        self._failed.clear()
+
+    def close(self, deadline_s: float) -> bool:
+        """Stop the transfers within so many seconds; False if some are still under way."""
+        has_ended = self.below.shutdown(self._clock() + deadline_s)
+        self.finished()
+        return has_ended
+
+    def _collect(self) -> None:
+        for ended in self.below.poll():
+            asked = self._jobs.pop(ended.ticket)
+            loaded, is_whole = self._land(asked, ended)
+            self._ended.append(
+                TierJobResult(asked.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
+            )
+
+    def _land(self, asked: _Asked, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
+        if not ended.is_get:
+            return (), all(o is BlockOutcome.OK or o in NOT_WANTED for o in ended.outcomes)
+        came = list(zip(asked.keys, ended.outcomes, strict=True))
+        loaded = tuple(h for h, outcome in came if outcome is BlockOutcome.OK)
+        if asked.epoch == self._epoch:
+            self._note_failed([h for h, outcome in came if self._would_ask_again(h, outcome)])
+        return loaded, len(loaded) == len(came)
+
+    def _would_ask_again(self, block_hash: BlockHash, outcome: BlockOutcome) -> bool:
+        """True if a block failed and may still be found."""
+        if outcome is BlockOutcome.GONE:
+            return bool(self.below.may_hold(block_hash))
+        return outcome is not BlockOutcome.OK
+
+    def _note_failed(self, block_hashes: list[BlockHash]) -> None:
+        until_s = self._clock() + FORGET_FAILED_S
+        for block_hash in block_hashes:
+            if len(self._failed) >= MAX_FAILED:
+                self._failed.clear()
+            self._failed[block_hash] = until_s
+
+    def _admits(self, block_hash: BlockHash) -> bool:
+        """The other manager offers a block once per request: offers are its uses."""
+        uses = 1
+        if self._past is not None:
+            uses += self._past.of(block_hash)
+            self._past.note(block_hash, uses)
+        return self._admission.admits(block_hash, uses)

@@ -1,0 +1,94 @@
+"""Resets of the cache: this engine's own, and those of other engines that share a tier.
+
+Used under the manager's lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+from ..config.schema import OnReset
+from .demotion import Aging, Demoter
+from .flow import Flow
+from .lookup import Lookups
+from .promotion import Promoter
+from .turns import Turns
+from .workers import WorkerTransfers
+
+
+class Resets:
+    """Makes older blocks unreachable."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        demoter: Demoter,
+        promoter: Promoter,
+        turns: Turns,
+        lookups: Lookups,
+        workers: WorkerTransfers,
+        aging: Aging,
+        on_reset: OnReset,
+    ) -> None:
+        self._flow = flow
+        self._top = flow.top
+        self._demoter = demoter
+        self._promoter = promoter
+        self._turns = turns
+        self._lookups = lookups
+        self._workers = workers
+        self._aging = aging
+        self._on_reset = on_reset
+
+    def reset(self) -> None:
+        """`CascadingOffloadingManager.reset_cache`."""
+        self._flow.counters.resets += 1
+        if self._on_reset is OnReset.KEEP:
+            self._forget_worker_transfers()
+            return
+        self._flow.take_in_events()
+        self._flow.below.reset()
+        self._forget_top(is_own=True)
+
+    def tend(self) -> None:
+        """Upkeep of every tier. Blocks that another process reset are forgotten, and all above."""
+        is_overtaken = self._flow.below.maintain() > 0
+        if self._top.maintain() or is_overtaken:
+            self._flow.counters.resets_by_others += 1
+            self._forget_top(is_own=False)
+
+    def _forget_worker_transfers(self) -> None:
+        written = list(self._workers.stores.values())
+        for block_hash, status in self._workers.stores.items():
+            self._top.policy.remove(block_hash)
+            status.ref_cnt = 1
+        read = []
+        for loading, count in self._workers.loads.values():
+            loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
+            read.append(loading)
+        written += [status for status, _ in self._workers.outdated.values()]
+        self._workers.forget(written, read)
+
+    def _forget_top(self, *, is_own: bool) -> None:
+        """Empty the first tier.
+
+        `is_own`: the engine asked for it, and will not report what its workers are doing now. If
+        another process reset a tier, the engine knows nothing: it goes on with what it was given,
+        and everything is reported.
+        """
+        self._turns.orphan()
+        jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
+        workers = self._workers.using()
+        self._workers.outdate_pinned()
+        if not is_own:
+            self._workers.outdate()
+        users = Counter(status.block_id for job in jobs for status in job.statuses)
+        users.update(s.block_id for s in chain(workers, self._workers.quarantined()))
+        if not is_own and self._flow.with_events:
+            self._top.note_loss()
+        self._top.empty(users)
+        self._aging.clear()
+        self._lookups.end_step()
+        if is_own:
+            self._workers.forget(workers)

@@ -1,0 +1,172 @@
+"""Stores: slots of the first tier for blocks that workers write.
+
+Used under the manager's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ..config.schema import WriteMode
+from ..tiers.base import BlockHash
+from .answers import Answers
+from .base import PrepareStoreOutput
+from .demotion import Aging, Demoter
+from .flow import Flow
+from .promotion import Promoter, collect
+from .request import Request
+from .turns import Turns
+from .workers import WorkerTransfers
+from .worth import Worth
+
+MAX_PUT_OFFS = 32
+"""Steps that a request's blocks wait for dirty ones to be written: several times what that takes.
+After that the first of them are taken, as many as there is room for."""
+
+
+class Stores:
+    """Blocks that are offered, and blocks that workers have written."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        demoter: Demoter,
+        promoter: Promoter,
+        turns: Turns,
+        workers: WorkerTransfers,
+        answers: Answers,
+        worth: Worth | None,
+        aging: Aging,
+        mode: WriteMode,
+        offered_once: tuple[bytes, ...],
+    ) -> None:
+        """`answers`: hits of this step, which stay; the offers of requests are told to `worth`.
+
+        `offered_once`: ends of the hashes of blocks that the engine never offers again.
+        """
+        self._flow = flow
+        self._top = flow.top
+        self._below = flow.below
+        self._demoter = demoter
+        self._promoter = promoter
+        self._turns = turns
+        self._workers = workers
+        self._answers = answers
+        self._worth = worth
+        self._aging = aging
+        self._is_aging = mode is not WriteMode.DEMOTE and not flow.is_single
+        self._offered_once = offered_once
+
+    def prepare(
+        self, block_hashes: Sequence[BlockHash], request: Request | None
+    ) -> PrepareStoreOutput | None:
+        """`CascadingOffloadingManager.prepare_store`."""
+        flow, top = self._flow, self._top
+        get = top.policy.get
+        flow.evicted.clear()
+        new = [block_hash for block_hash in block_hashes if get(block_hash) is None]
+        if len(new) > 1:
+            new = list(dict.fromkeys(new))
+        if self._workers.outdated:
+            new = [h for h in new if h not in self._workers.outdated]
+        top.policy.expect(new)
+        room = self._room_for(new, block_hashes, request)
+        if self._worth is not None and request is not None:
+            self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
+        if room is None:
+            flow.counters.store_refused_busy += 1
+            self._turns.room.note_refused_store(len(new))
+            if request is not None:
+                request.note_put_off(new)
+            return None
+        if room < len(new):
+            flow.counters.store_truncated_blocks += len(new) - room
+            new = new[:room]
+        depth = 0 if request is None else len(request.keys)
+        statuses = top.take(new, depth) if new else []
+        self._workers.stores.update(zip(new, statuses, strict=True))
+        if request is not None:
+            request.note_taken(block_hashes)
+            request.note_stored(block_hashes, new)
+        evicted, flow.evicted = flow.evicted, []
+        return PrepareStoreOutput(new, top.backend.get_load_store_spec(new, statuses), evicted)
+
+    def complete(
+        self, block_hashes: Collection[BlockHash], success: bool, request: Request | None
+    ) -> None:
+        """`CascadingOffloadingManager.complete_store`."""
+        flow, top = self._flow, self._top
+        stored: list[BlockHash] = []
+        slots: list[int] = []
+        pop, origin = self._workers.stores.pop, self._promoter.origin
+        for block_hash in block_hashes:
+            status = pop(block_hash, None)
+            if status is None:  # from before a reset, or never prepared
+                self._workers.report(block_hash)
+                continue
+            if not success:
+                top.drop(block_hash, status)
+                continue
+            slot = status.block_id
+            status.ref_cnt = origin[slot] = 0
+            stored.append(block_hash)
+            slots.append(slot)
+        top.policy.mark_ready(stored, slots)
+        top.dirt.set_dirty(slots)
+        flow.counters.stored_blocks += len(stored)
+        flow.emit(stored, removed=False)
+        if self._worth is not None and not self._workers.stores:
+            self._worth.prefill.all_stored(flow.clock())
+        if stored and self._is_aging:
+            # A worker reports a set; slots were taken in the order of the offers.
+            in_order = [block_hash for _, block_hash in sorted(zip(slots, stored, strict=True))]
+            self._aging.note(request.in_prompt_order(in_order) if request else in_order)
+
+    def end_step(self) -> None:
+        """A step of the scheduler ended."""
+        self._workers.end_step()
+        if self._worth is not None:
+            self._worth.prefill.end_step(self._flow.clock())
+
+    def _room_for(
+        self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
+    ) -> int | None:
+        """Slots for the new blocks, evicting; None if waiting a little gives more."""
+        need, top = len(new), self._top
+        if need <= top.backend.get_num_free_blocks():
+            return need
+        protected = {*offered, *self._answers.hits()}
+        may_drop = self._below.is_blocked
+        if need <= top.capacity and top.make_all_room(need, protected, may_drop):
+            return need
+        once = self._offered_once  # an offer of these is one, or one of each KV group
+        if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
+            return top.make_room(min(need, top.capacity), protected, True)
+        if request is not None and request.put_offs >= MAX_PUT_OFFS:
+            return top.make_room(min(need, top.capacity), protected, may_drop)
+        return self._room_under_pressure(need, protected, may_drop)
+
+    def _room_under_pressure(
+        self, need: int, protected: set[BlockHash], may_drop: bool
+    ) -> int | None:
+        """There is not room for all: free slots by writing blocks down, or take what there is."""
+        top, demoter = self._top, self._demoter
+        wanted = min(need, top.capacity)
+        if not may_drop:
+            demoter.demote_coldest(wanted)
+            collect(self._flow, self._promoter, demoter)
+            if demoter.jobs_in_flight or demoter.may_find_room:
+                return None
+            if demoter.was_cut_short:  # the blocks it looked at need not be written
+                return wanted if top.make_all_room(wanted, protected, False) else None
+            # Nothing below takes anything: better lose the coldest than the newest.
+        if top.make_all_room(wanted, protected, may_drop_dirty=True):
+            return wanted
+        if wanted == need and self._is_busy():
+            return None
+        return top.make_room(wanted, protected, may_drop_dirty=True)
+
+    def _is_busy(self) -> bool:
+        """True if slots of the first tier will be given back by transfers that are under way."""
+        is_moving = self._workers.is_busy or self._promoter.in_flight
+        return bool(is_moving or self._demoter.jobs_in_flight)

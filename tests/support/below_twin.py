@@ -1,0 +1,188 @@
+"""`BelowTwin`: the port below in a dict, which fails, stalls and lies when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcascade.manager.base import BlockEvent
+from kvcascade.manager.below.port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from kvcascade.manager.counters import Departures, LinkCounters
+from kvcascade.manager.state import TierState
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+
+NAME = "twin"
+View = Callable[[int], memoryview]
+
+
+class BelowTwin(Below):
+    """One tier of so many blocks; the block that came first leaves first."""
+
+    def __init__(self, view: View, capacity: int, block_bytes: int) -> None:
+        """`view`: the bytes of a slot of the first tier."""
+        self.tiers = (TierFacts(NAME, NAME, block_bytes, capacity, is_lasting=True),)
+        self.links = (LinkCounters(),)
+        self.departures = (Departures(),)
+        self._view = view
+        self._held: dict[BlockHash, bytes] = {}
+        self._coming: dict[BlockHash, int] = {}
+        self._queued: list[tuple[int, bool, list[BlockHash], list[int], int]] = []
+        self._ended: list[Ended] = []
+        self._landed: list[tuple[BlockHash, bytes, int]] = []
+        self._lost: list[BlockHash] = []
+        self._events: list[BlockEvent] = []
+        self._epoch = 0
+        self.outcome = BlockOutcome.OK
+        """What becomes of every block of a transfer that ends now."""
+        self.answer = Put.STARTED
+        """The answer to every put of new blocks."""
+        self.is_stalled = False
+        """Transfers are taken, and none ends."""
+        self.lies: dict[BlockHash, int] = {}
+        """Wrong answers of `may_hold`."""
+        self.is_overtaken = False
+        """Another process resets the tier before the next upkeep."""
+
+    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+        if media is not None and NAME not in media:
+            return 0
+        return self.lies.get(key, int(key in self._held))
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        self._queued.append((ticket, True, list(keys), list(slots), self._epoch))
+
+    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        known = self._held.keys() | self._coming.keys()
+        new = [(h, slot) for h, slot in zip(keys, slots, strict=True) if h not in known]
+        started = new[: self.tiers[0].capacity] if self.answer is Put.STARTED else []
+        if started:
+            hashes = [h for h, _ in started]
+            self._coming.update(dict.fromkeys(hashes, ticket))
+            self._queued.append((ticket, False, hashes, [s for _, s in started], self._epoch))
+        going, wanted = {h for h, _ in started}, {h for h, _ in new}
+        late = Put.LATER if started else self.answer
+        return [Put.STARTED if h in going else late if h in wanted else Put.ALREADY for h in keys]
+
+    def touch(self, keys: Sequence[BlockHash]) -> None:
+        for key in reversed(keys):
+            if key in self._held:
+                self._held[key] = self._held.pop(key)
+
+    def settle(self, keys: Sequence[BlockHash]) -> None:
+        """The order of coming is kept."""
+
+    def chain(self, keys: Sequence[BlockHash]) -> bool:
+        return False
+
+    def run(self) -> None:
+        """Let every transfer end, unless the twin is stalled."""
+        while self._queued and not self.is_stalled:
+            ticket, is_get, hashes, slots, epoch = self._queued.pop(0)
+            move = self._load if is_get else self._store
+            outcomes = [move(h, slot, epoch) for h, slot in zip(hashes, slots, strict=True)]
+            self._ended.append(Ended(ticket, is_get, 1, outcomes))
+
+    def _load(self, key: BlockHash, slot: int, epoch: int) -> BlockOutcome:
+        if self.outcome is not BlockOutcome.OK:
+            if self.outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+                self._leave(key)
+            return self.outcome
+        if epoch != self._epoch or key not in self._held:
+            return BlockOutcome.GONE
+        self._view(slot)[:] = self._held[key]
+        return BlockOutcome.OK
+
+    def _store(self, key: BlockHash, slot: int, epoch: int) -> BlockOutcome:
+        if epoch != self._epoch:
+            return BlockOutcome.GONE
+        if self.outcome is BlockOutcome.OK:
+            self._landed.append((key, bytes(self._view(slot)), epoch))
+        else:
+            del self._coming[key]
+        return self.outcome
+
+    def _leave(self, key: BlockHash) -> None:
+        if self._held.pop(key, None) is not None:
+            self._lost.append(key)
+            self._events.append(BlockEvent((key,), NAME, True, NAME))
+
+    def poll(self) -> Sequence[Ended]:
+        for key, data, epoch in self._landed:
+            if epoch == self._epoch:
+                self._keep(key, data)
+        self._landed.clear()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _keep(self, key: BlockHash, data: bytes) -> None:
+        del self._coming[key]
+        while len(self._held) >= self.tiers[0].capacity:
+            self.departures[0].evicted_blocks += 1
+            self._leave(next(iter(self._held)))
+        self._held[key] = data
+        self._events.append(BlockEvent((key,), NAME, False, NAME))
+
+    def take_lost(self) -> list[BlockHash]:
+        lost, self._lost = self._lost, []
+        return lost
+
+    def take_events(self) -> list[BlockEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
+        found = tuple(key for key in keys if key in self._held)
+        if found:
+            self._events.append(BlockEvent(found, NAME, False, NAME))
+
+    def room(self, n: int) -> int:
+        return min(n, self.tiers[0].capacity)
+
+    @property
+    def takes_puts(self) -> bool:
+        return self.answer is not Put.RESTING
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.answer is Put.RESTING
+
+    def rests(self, tier: int) -> bool:
+        return False
+
+    def write_state(self) -> WriteState:
+        rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
+        return WriteState(self.is_stalled, rest_left_s, is_making_room=self.answer is Put.LATER)
+
+    def keep_ahead(self) -> None:
+        """One tier writes nothing further down."""
+
+    def maintain(self) -> int:
+        if not self.is_overtaken:
+            return 0
+        self.is_overtaken = False
+        self._forget()
+        return 1
+
+    def reset(self) -> None:
+        self._forget()
+        self._events.clear()
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._coming.clear()
+        self._lost.clear()
+        self._epoch += 1
+
+    def wait(self, tickets: set[int], limit_s: float) -> None:
+        self.run()
+
+    def flush(self, means: FlushMeans, deadline_s: float) -> None:
+        """Nothing is written from the last tier."""
+
+    def shutdown(self, deadline_s: float) -> bool:
+        self.run()
+        return not self._queued
+
+    def state(self) -> list[TierState]:
+        (facts,) = self.tiers
+        held = len(self._held)
+        return [TierState(NAME, NAME, facts.block_bytes, held, facts.capacity, 0)]
