@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, KVCascadeError, TierIOError
+from ...errors import ConfigError, CorruptionError, KVCascadeError, TierIOError
+from ...tiers.nvme.index.index_file import DATA_NAME, damaged
 from ...tiers.nvme.namespace import SHORT_FINGERPRINT_DIGITS
 from ...tiers.nvme.offline.presence import owners
 from ...tiers.nvme.offline.reader import (
@@ -17,14 +20,25 @@ from ...tiers.nvme.offline.reader import (
     IndexReader,
     Location,
     SegmentReader,
+    index_options,
     locate,
     read_description,
 )
 from ...tiers.nvme.offline.state_reader import StateReader
 from ...tiers.nvme.segments.format import segment_number
-from .index_probe import check_index_can_be_walked
 
 MAX_MATCHES_SHOWN = 8
+PROBE_TIMEOUT_S = 600
+_CODE = """
+import sys, lmdb
+path, size, lock = sys.argv[1:]
+env = lmdb.open(path, map_size=int(size), readonly=True, create=False, max_dbs=4,
+                readahead=False, lock=lock == "1")
+with env.begin() as txn:
+    for name in (b"meta", b"blocks"):
+        for pair in txn.cursor(env.open_db(name, txn=txn, create=False)):
+            pass
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +176,24 @@ def parse_hash(text: str) -> bytes:
         raise ConfigError(
             f"{text!r} is no block hash; give an even number of hexadecimal digits"
         ) from None
+
+
+def check_index_can_be_walked(home: Path) -> None:
+    """Read the whole index of a namespace directory in a child process.
+
+    LMDB may end its process on a damaged page. The child imports nothing but LMDB, so it starts
+    fast. Errors that it reports are ignored: this process meets them again with a better message.
+    Raises `CorruptionError` if that process dies of it.
+    """
+    index = home / "index"
+    if not (index / DATA_NAME).is_file():
+        return
+    map_bytes, is_locking = index_options(index)
+    arguments = [str(index), str(map_bytes), str(int(is_locking))]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _CODE, *arguments],
+        capture_output=True,
+        timeout=PROBE_TIMEOUT_S,
+    )
+    if done.returncode < 0:
+        raise CorruptionError(damaged(index, f"reading it ends in signal {-done.returncode}"))

@@ -2,7 +2,8 @@
 
 Per layer and token, an attention layer keeps a key and a value for each KV head; multi-head latent
 attention (DeepSeek-V2 and after) keeps one latent vector and the rotary part of one key instead.
-What tensor parallelism does not divide, each rank keeps a copy of.
+Each rank keeps its own copy of the data that tensor parallelism does not divide. `MODELS` has the
+models that are known by name, from their public configurations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .known_models import MODELS, attention, latent
 
 TYPE_BYTES = {
     "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2,
@@ -24,6 +24,49 @@ TYPE_BYTES = {
 MAX_CONFIG_BYTES = 16 << 20
 MAX_NUMBER = 1 << 24
 """No layer count and no width of a model is larger."""
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a token leaves in the cache of every layer."""
+
+    layers: int
+    kv_heads: int
+    """KV heads per layer; 1 for MLA."""
+    head_elements: int
+    """Numbers per layer, head and token: `2 * head_size`, or `kv_lora_rank + rope` for MLA."""
+
+    def bytes_per_token(self, element_bytes: int = BF16_BYTES, ranks: int = 1) -> int:
+        """Over all layers, and all ranks of tensor parallelism: vLLM divides the KV heads among
+        them, and where there are fewer heads than ranks each rank has a copy of one."""
+        rank_heads = max(1, self.kv_heads // ranks)
+        return self.layers * ranks * rank_heads * self.head_elements * element_bytes
+
+
+def attention(layers: int, kv_heads: int, head_size: int) -> AttentionShape:
+    """Keys and values of each head."""
+    return AttentionShape(layers, kv_heads, 2 * head_size)
+
+
+def latent(layers: int, kv_lora_rank: int, rope: int) -> AttentionShape:
+    """MLA."""
+    return AttentionShape(layers, 1, kv_lora_rank + rope)
+
+
+MODELS = {
+    "llama-3.1-8b": attention(32, 8, 128),
+    "llama-3.1-70b": attention(80, 8, 128),
+    "llama-3.1-405b": attention(126, 8, 128),
+    "mistral-7b-v0.3": attention(32, 8, 128),
+    "qwen3-8b": attention(36, 8, 128),
+    "qwen3-32b": attention(64, 8, 128),
+    "qwen3-30b-a3b": attention(48, 4, 128),
+    "qwen3-235b-a22b": attention(94, 4, 128),
+    "deepseek-v2-lite": latent(27, 512, 64),
+    "deepseek-v3": latent(61, 512, 64),
+}
+"""By the name that `--model` takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def check(
         if as_json:
             emit("check", report.as_json())
         else:
-            from .check_view import print_checked
+            from .config_check import print_checked
 
             print_checked(report)
     finish(ExitCode.PROBLEMS if report.problem else ExitCode.OK)

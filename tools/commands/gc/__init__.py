@@ -131,7 +131,6 @@ def _run(
 ) -> ExitCode:
     from ..cache_access import choose_for_good, chosen_of, locations
     from . import collect as core
-    from .gc_view import print_collected
 
     found = locations(path, also)
     if wish.whole and namespace is not None:
@@ -143,7 +142,7 @@ def _run(
         listed = [report.as_json() for report in reports]
         emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
     else:
-        print_collected(reports, dry_run)
+        core.print_collected(reports, dry_run)
     if wish.whole and any(report.skipped for report in reports):
         return ExitCode.IN_USE
     return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK

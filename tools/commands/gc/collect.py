@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.text import Text
 
 from ....errors import ConfigError, InUseError, KVCascadeError, os_errors
 from ....tiers.nvme.disk.filesystem import RealFileSystem
@@ -32,6 +33,7 @@ from ....tiers.nvme.offline.maintenance import (
 from ....tiers.nvme.offline.presence import owners
 from ....tiers.nvme.offline.reader import Location, Snapshot, read_description
 from ....tiers.nvme.segments.chains import head_of
+from .. import show
 from ..cache_access import OpenedCache, count_segments, opened, parse_hash
 from ..command_line import sentence
 from ..inspect.block_report import only_match
@@ -338,3 +340,17 @@ def _remove_kept_index(home: Path) -> None:
 
 def _held_bytes(location: Location) -> int:
     return sum(map(RealFileSystem().used_bytes, location.folders))
+
+
+def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:
+    """Print what was removed, or would be."""
+    title = "Would be removed" if is_dry_run else "Removed"
+    names = ["blocks", "of", "segments", "freed", "last use, ago"]
+    table = show.columns(title, "namespace", *names, "", right=names)
+    for report in reports:
+        note = "the whole namespace" if report.was_removed else report.skipped
+        cells = (report.blocks_removed, report.blocks_before, report.segments_removed)
+        shown = [show.UNKNOWN if cell is None else f"{cell:,}" for cell in cells]
+        hottest = show.duration(report.hottest_idle_s)
+        table.add_row(report.name, *shown, show.size(report.bytes_freed), hottest, Text(note))
+    show.console().print(table)

@@ -20,8 +20,7 @@ from ....tiers.nvme.offline.reader import Description, SegmentReader
 from ....tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
 from ....tiers.nvme.offline.state_reader import StateReader
 from ....tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
-from ..cache_access import open_index
-from ..index_probe import check_index_can_be_walked
+from ..cache_access import check_index_can_be_walked, open_index
 from .verify_blocks import Progress
 
 
