@@ -34,9 +34,9 @@ from kvcascade.tiers.nvme.offline.reader import read_description
 from kvcascade.tiers.nvme.segments.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tools.commands.cache_access import locations, opened
-from kvcascade.tools.commands.carry import export as export_module
+from kvcascade.tools.commands.carry import export_file as export_module
 from kvcascade.tools.commands.carry.carried import CarriedReader
-from kvcascade.tools.commands.carry.export import Choice, export
+from kvcascade.tools.commands.carry.export_file import Choice, export
 from kvcascade.tools.commands.carry.import_file import import_file
 from kvcascade.tools.commands.carry.visitor import Visitor, WantedNamespace
 from kvcascade.tools.commands.command_line import ExitCode

@@ -24,7 +24,7 @@ from ..command_line import (
 from ..verify import LimitOption, size_of
 
 if TYPE_CHECKING:
-    from .export import Choice
+    from .export_file import Choice
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
 InArgument = Annotated[
@@ -129,7 +129,7 @@ def import_(
 
 def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
     from ..cache_access import parse_hash
-    from .export import Choice
+    from .export_file import Choice
 
     return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
 
@@ -148,7 +148,7 @@ def _export(
     from ....tiers.nvme.offline.scan import Throttle
     from ..cache_access import choose, locations, opened
     from ..verify.verify_view import progress_of
-    from . import export as core
+    from . import export_file as core
 
     throttle = Throttle(size_of("--bwlimit", bwlimit))
     with opened(choose(locations(path, also), namespace)) as cache:
