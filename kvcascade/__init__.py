@@ -1,7 +1,7 @@
-"""kvcascade: a multi-tier home for the KV-cache blocks of vLLM, from GPU to memory to NVMe.
+"""kvcascade: multi-tier KV-cache offloading for vLLM, from GPU to CPU memory to NVMe.
 
-Importing this package loads neither torch nor vLLM: the names that need more than the standard
-library are loaded when they are first asked for.
+Importing this package loads neither torch nor vLLM. Names that need more than the standard library
+are loaded on first use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name that is not light when it is first asked for."""
+    """Load a public name that needs more than the standard library, on first use."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_LATE[name], __name__), name)

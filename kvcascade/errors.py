@@ -1,4 +1,4 @@
-"""Every error that kvcascade raises, and the one place where OS errors become ours.
+"""Every error that kvcascade raises, and the mapping of OS errors to them.
 
 A block that is missing, torn or damaged is never an exception: it is an outcome (see
 `kvcascade.tiers.base.BlockOutcome`). Exceptions are for faults of the configuration, of the
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class ErrorKind(Enum):
-    """What went wrong, for callers that branch on it."""
+    """Kind of an error, for callers that branch on it."""
 
     CONFIG = "config"
     NO_SPACE = "no_space"
@@ -26,7 +26,7 @@ class ErrorKind(Enum):
 
 
 class KVCascadeError(Exception):
-    """Base class of all errors of this package; `kind` says which family it is."""
+    """Base class of all errors of this package; `kind` is its family."""
 
     kind: ErrorKind = ErrorKind.IO
 
@@ -38,13 +38,13 @@ class ConfigError(KVCascadeError, ValueError):
 
 
 class NoSpaceError(KVCascadeError):
-    """A slot, memory or disk space was asked for that is not there."""
+    """There is no free slot, memory or disk space for a request."""
 
     kind = ErrorKind.NO_SPACE
 
 
 class CorruptionError(KVCascadeError):
-    """Metadata that must be right to go on (an index, a header) is damaged."""
+    """Metadata that is needed to go on (an index, a header) is damaged."""
 
     kind = ErrorKind.CORRUPTION
 
@@ -56,7 +56,7 @@ class TierIOError(KVCascadeError, OSError):
 
 
 class InUseError(KVCascadeError):
-    """Another live process owns what was to be opened."""
+    """Another live process owns the object that was to be opened."""
 
     kind = ErrorKind.IN_USE
 
@@ -95,7 +95,7 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
 
 
 def is_for_want_of_resources(error: KVCascadeError) -> bool:
-    """True if the process ran out of descriptors or memory: nothing is wrong with the file."""
+    """Return True if the process ran out of descriptors or memory; the file itself is fine."""
     cause = error.__cause__
     number = cause.errno if isinstance(cause, OSError) else 0
     return number == errno.ENOMEM or number in _NO_DESCRIPTOR_ERRNOS

@@ -1,12 +1,12 @@
-"""Whose blocks are whose: the identity of weights, a field of every namespace fingerprint.
+"""The identity of weights, a field of every namespace fingerprint.
 
-Block hashes name tokens, not the model that made the bytes. Two engines may exchange blocks only
-if everything that shapes the bytes is equal, the weights above all.
+Block hashes identify tokens, not the model that computed the bytes. Two engines may exchange blocks
+only if everything that shapes the bytes is equal, above all the weights.
 
-Weights are identified without reading them whole: by the resolved revision of a hub model, or, for
-local files, by a digest over configuration, code and, for every tensor, its name, type, shape and a
-few sampled pieces of its bytes. Training or merging changes nearly every number of a tensor, so a
-sample sees it, which sizes and headers alone do not.
+Weights are identified without reading all of them. A hub model is identified by its resolved
+revision. Local files are identified by a digest over configuration, code and, for every tensor, its
+name, type, shape and a few samples of its bytes. Training or merging changes nearly every number of
+a tensor, so samples reveal it; sizes and headers do not.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from .errors import ConfigError
 SAMPLES_PER_TENSOR = 3
 SAMPLE_BYTES = 256
 SAMPLES_PER_OPAQUE_FILE = 256
-"""Files whose tensors we cannot tell apart are sampled evenly."""
+"""Samples of a file whose tensors are not known; they are spread evenly."""
 MAX_HEADER_BYTES = 100 << 20
-"""The limit that the safetensors format sets itself."""
+"""Limit on the header in the safetensors format."""
 
 _CONFIG_FILES = ("*.json", "*.py")
-"""Configuration, and the code that comes with some models: both are read whole."""
+"""Patterns of configuration and of code that comes with some models; read in full."""
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
-    """A word that is equal only for equal weights.
+    """Return a word that is equal only for equal weights.
 
-    `model`: hub name or local path; `is_real`: False for weights that are not what lies there, and
-    then never shared with another process. Raises `ConfigError` if local files cannot be read.
+    `model`: hub name or local path. `is_real`: False if the weights are not those of `model`; they
+    then get an identity that no other process has. Raises `ConfigError` if local files cannot be
+    read.
     """
     if not is_real:
         return private_identity()
@@ -57,17 +58,17 @@ def weights_identity(model: str, revision: str | None, is_real: bool) -> str:
 
 
 def private_identity() -> str:
-    """A word that no other process has."""
+    """Return a word that no other process has."""
     return f"process:{uuid.uuid4().hex}"
 
 
 def is_shareable(identity: str) -> bool:
-    """False if this names what one process only knows."""
+    """Return False for a private identity, which only one process has."""
     return not identity.startswith("process:")
 
 
 def _snapshot_commit(path: Path) -> str | None:
-    """The commit of a folder inside a hub cache (`.../snapshots/<commit>`), else None."""
+    """Return the commit of a folder in a hub cache (`.../snapshots/<commit>`), else None."""
     resolved = Path(os.path.abspath(path))
     if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
         return f"{resolved.parent.parent.name}@{resolved.name}"
@@ -75,7 +76,7 @@ def _snapshot_commit(path: Path) -> str | None:
 
 
 def _cached_commit(model: str, revision: str | None) -> str | None:
-    """The commit that the local hub cache holds for a model and revision."""
+    """Return the commit that the local hub cache holds for a model and revision."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -91,7 +92,7 @@ def _cached_commit(model: str, revision: str | None) -> str | None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Configuration, code and weights; none if the weights are in files that we do not know."""
+    """Return configuration, code and weights; none if no known weight file is there."""
     weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
     configuration = {path for pattern in _CONFIG_FILES for path in folder.glob(pattern)}
     return sorted(weights | configuration) if weights else []
@@ -114,7 +115,7 @@ def _digest_files(files: list[Path], folder: Path) -> str:
 
 
 def _pieces(path: Path, size: int) -> Iterator[bytes]:
-    """What of a file goes into the digest."""
+    """Yield the pieces of a file that go into the digest."""
     if path.suffix in (".json", ".py"):
         yield path.read_bytes()
         return
@@ -132,7 +133,7 @@ def _pieces(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _tensor_header(prefix: bytes, size: int) -> int | None:
-    """Length of a safetensors header, or None if this cannot be one."""
+    """Return the length of a safetensors header, or None if this cannot be one."""
     if len(prefix) < 8:
         return None
     (length,) = struct.unpack("<Q", prefix)
@@ -140,7 +141,7 @@ def _tensor_header(prefix: bytes, size: int) -> int | None:
 
 
 def _tensor_offsets(raw_header: bytes, data_start: int, size: int) -> list[int]:
-    """Where to sample: at the start, the middle and the end of every tensor."""
+    """Return the offsets of samples: the start, the middle and the end of every tensor."""
     try:
         header = json.loads(raw_header)
         spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
@@ -154,6 +155,6 @@ def _tensor_offsets(raw_header: bytes, data_start: int, size: int) -> list[int]:
 
 
 def _spread(start: int, end: int, n: int) -> list[int]:
-    """`n` offsets from `start` to the last sample before `end`, evenly."""
+    """Return `n` evenly spread offsets from `start` to the last sample before `end`."""
     last = max(start, end - SAMPLE_BYTES)
     return [start + (last - start) * i // max(1, n - 1) for i in range(n)]

@@ -1,7 +1,7 @@
-"""Loggers whose lines cannot flood: a line of one kind comes a few times a minute at most.
+"""Rate-limited loggers: each kind of line is logged a few times a minute at most.
 
-Lines are of one kind if they come from one place in the code and their texts are equal before the
-values are filled in. The first line after a pause says how many were left out.
+Lines are of one kind if they come from one place in the code with the same text before formatting.
+The first line after a pause states how many were left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 WINDOW_S = 60.0
 LINES_PER_WINDOW = 5
 MAX_KINDS = 1000
-"""Kinds that are told apart; there are fewer texts than that in the code."""
+"""Limit on the kinds that are counted; the code has fewer texts than that."""
 
 
 class RateLimit(logging.Filter):
-    """Lets `LINES_PER_WINDOW` lines of a kind pass per window. Any thread."""
+    """Passes `LINES_PER_WINDOW` lines of a kind per window. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives monotonic seconds."""
@@ -26,10 +26,10 @@ class RateLimit(logging.Filter):
         self._clock = clock
         self._lock = threading.Lock()
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
-        """File, line and text to the start of the window and the lines since then."""
+        """File, line and text of a kind, to the start of its window and its lines since then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True if the line may pass; adds the number of those left out."""
+        """Return True if the line may pass; add the number of omitted lines to it."""
         now_s, kind = self._clock(), (record.pathname, record.lineno, str(record.msg))
         with self._lock:
             begun_s, lines = self._kinds.get(kind, (now_s, 0))
@@ -47,7 +47,7 @@ _limit = RateLimit()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module, with the limit on it."""
+    """Return the rate-limited logger of a module."""
     logger = logging.getLogger(name)
     logger.addFilter(_limit)  # adding it twice does nothing
     return logger

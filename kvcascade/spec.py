@@ -1,9 +1,10 @@
-"""What a user names in the engine's configuration: `kvcascade.spec:CascadeOffloadingSpec`.
+"""Public name of the spec: `kvcascade.spec:CascadeOffloadingSpec` in the engine's configuration.
 
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
        "spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec", "tiers": [...]}}
 
-The class is the adapter for the installed vLLM; importing this raises `ConfigError` without one.
+The class is the adapter for the installed vLLM. Importing this module raises `ConfigError` if there
+is none.
 """
 
 from __future__ import annotations

@@ -15,3 +15,4 @@ if TYPE_CHECKING:
 
 
 globals().update(POLICIES)
+__all__ = list(POLICIES)  # pyright: ignore[reportUnsupportedDunderAll]

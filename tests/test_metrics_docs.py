@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvcascade.manager.counters import Counters
-from kvcascade.observe.metrics import METRICS, PREFIX, Kind, Snapshot, table
+from kvcascade.observe.metrics import METRICS, PREFIX, Kind, MetricsSnapshot, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -42,5 +42,5 @@ def test_what_one_tier_serves_those_above_it_missed() -> None:
     counters = Counters.for_tiers(("cpu", "nvme", "slow"))
     counters.lookup_misses, counters.loaded_blocks = 7, [100, 20, 3]
     (metric,) = (metric for metric in METRICS if metric.name == "tier_misses")
-    missed = {tier: value for (tier,), value in metric.values(Snapshot(counters, []))}
+    missed = {tier: value for (tier,), value in metric.values(MetricsSnapshot(counters, []))}
     assert missed == {"cpu": 30, "nvme": 10, "slow": 7}

@@ -1,4 +1,4 @@
-"""The contracts of a tier: where blocks live (`Backend`) and who leaves next (`CachePolicy`).
+"""The contracts of a tier: its slots (`Backend`) and its order of eviction (`CachePolicy`).
 
 Names and semantics follow vLLM's offloading framework (`vllm.v1.kv_offload`), so that a reader of
 one finds the way in the other. Nothing here imports vLLM or torch.
@@ -30,7 +30,7 @@ NOT_READY = -1
 
 
 class BlockStatus(ctypes.Structure):
-    """One block's place in a tier.
+    """The place of one block in a tier.
 
     `ref_cnt`: -1 the bytes have not arrived, 0 idle, n > 0: n transfers read it now.
     `block_id`: the slot. A status is a live view: writing `ref_cnt` takes effect for every holder.
@@ -43,12 +43,12 @@ class BlockStatus(ctypes.Structure):
 
     @property
     def is_ready(self) -> bool:
-        """True if the block's bytes are complete and may be read."""
+        """Return True if the block's bytes are complete and may be read."""
         return self.ref_cnt >= 0
 
 
 class BlockOutcome(Enum):
-    """What became of one block of a transfer."""
+    """Outcome of one block of a transfer."""
 
     OK = "ok"
     GONE = "gone"  # the source no longer holds this block (evicted, replaced, reset)
@@ -61,7 +61,7 @@ class BlockOutcome(Enum):
 
 
 class LoadStoreSpec(ABC):
-    """Where a list of blocks lies in one medium; picklable, travels to the workers."""
+    """Places of a list of blocks in one medium; picklable, since it is sent to the workers."""
 
     @staticmethod
     @abstractmethod
@@ -71,7 +71,7 @@ class LoadStoreSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec(LoadStoreSpec):
-    """Slots of a medium that is addressed by slot number alone."""
+    """Places in a medium whose slots are addressed by number alone."""
 
     slots: SlotArray
     """Slot numbers in the order of the blocks."""
@@ -83,32 +83,34 @@ class SlotSpec(LoadStoreSpec):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Blocks that came to a tier or left it without the manager's doing."""
+    """Blocks that appeared in a tier or left it without a call of the manager."""
 
     block_hashes: list[BlockHash]
-    """Some may be named although they came back or left again meanwhile."""
+    """Hashes of such blocks; some may have returned or left again meanwhile."""
     removed: bool
 
 
 class Backend(ABC):
-    """Slots that hold bytes. Knows nothing of recency; does no I/O on the caller's thread."""
+    """Slots of one medium. It knows no recency and does no I/O on the caller's thread."""
 
     is_lasting: bool = False
-    """True if the medium keeps the blocks: a shutdown need not write them anywhere else."""
+    """Whether the medium keeps its blocks, so that a shutdown need not write them elsewhere."""
 
     def __init__(self, block_size: int, medium: str, capacity: int) -> None:
-        """`block_size` in bytes, `capacity` in slots."""
+        """Make a backend of `capacity` slots with `block_size` bytes each."""
         self.block_size = block_size
         self.medium = medium
         self.capacity = capacity
 
     @abstractmethod
     def get_num_free_blocks(self) -> int:
-        """Slots that `allocate_blocks` could give now."""
+        """Number of slots that `allocate_blocks` could return now."""
 
     def get_num_possible_blocks(self) -> int:
-        """Slots that could be given without evicting, if asked for bit by bit: the free ones, and
-        those that are made when they are needed, as far as it is known that they can be."""
+        """Number of slots that can be allocated in parts without an eviction.
+
+        These are the free slots, and slots that are known to be available on demand.
+        """
         return self.get_num_free_blocks()
 
     @abstractmethod
@@ -120,15 +122,15 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self, status: BlockStatus) -> None:
-        """Give a slot back, exactly once per allocation. Sets its `ref_cnt` to 0."""
+        """Free a slot, exactly once per allocation. Sets its `ref_cnt` to 0."""
 
     def free_many(self, statuses: Sequence[BlockStatus]) -> None:
-        """`free` for many."""
+        """Free many slots."""
         for status in statuses:
             self.free(status)
 
     def avoid(self, slots: Sequence[int]) -> bool:
-        """Blocks could not be written there: where there is a choice, give out others for a while.
+        """Avoid slots for a while in which blocks could not be written, if there are others.
 
         Until then those that become free there do not count as free. False if there are no others.
         """
@@ -138,7 +140,7 @@ class Backend(ABC):
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> LoadStoreSpec:
-        """Where these blocks lie, in this order."""
+        """Return the places of these blocks, in this order."""
 
     @abstractmethod
     def reset(self) -> list[BlockStatus]:
@@ -148,7 +150,7 @@ class Backend(ABC):
         """
 
     def maintain(self, policy: CachePolicy) -> bool:
-        """Upkeep at the end of a step, and about every 50 ms in an idle engine; must not wait.
+        """Do upkeep at the end of a step, and about every 50 ms in an idle engine; never wait.
 
         `policy` is told which blocks came to this tier or went without the manager's doing, and
         `tell_found` who asked for that. True if another process reset the tier: the caller must
@@ -164,7 +166,7 @@ class Backend(ABC):
         """
 
     def take_moved(self) -> Moved | None:
-        """Blocks that came or went in `maintain`, to be told to others: a batch of bounded size.
+        """Return a bounded batch of blocks that appeared or left in `maintain`, for announcement.
 
         Asked at every step by who wants to know; nothing is noted before the first time.
         """
@@ -175,28 +177,28 @@ class Backend(ABC):
 
 
 SlotMask = npt.NDArray[np.bool_]
-"""One flag per slot of a tier, shape `(capacity,)`."""
+"""One flag for each slot of a tier, shape `(capacity,)`."""
 
 
 class CachePolicy(ABC):
-    """Which blocks a tier holds, and which leave next.
+    """The blocks of a tier and their order of eviction.
 
     Organisation and replacement belong together: a policy may keep ghosts of what left.
     """
 
     wants_chains: bool = False
-    """True if the policy makes use of `note_chain`; others need not be told."""
+    """Whether the policy uses `note_chain`; it need not be called otherwise."""
 
     @abstractmethod
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
-        """The block's status, or None. Does not change recency."""
+        """Return the block's status, or None. Does not change recency."""
 
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
-        """`get` for many, best in prefix order."""
+        """Return the status of each block, or None; fastest in prefix order."""
         return list(map(self.get, block_hashes))
 
     def owns(self, block_hash: BlockHash) -> bool:
-        """True if the block is here and is not another process's."""
+        """Return True if the block is present and not owned by another process."""
         return self.get(block_hash) is not None
 
     @abstractmethod
@@ -205,11 +207,11 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def remove(self, block_hash: BlockHash) -> BlockStatus | None:
-        """Forget a block, whatever its state; returns its status, None if it was not there."""
+        """Remove a block in any state and return its status, or None if it was absent."""
 
     @abstractmethod
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """A use of these blocks, given in prefix order; unknown ones are ignored.
+        """Note a use of blocks, given in prefix order; unknown ones are ignored.
 
         The first of them is the most recent afterwards, so that tails leave before heads.
         """
@@ -233,51 +235,51 @@ class CachePolicy(ABC):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[tuple[BlockHash, BlockStatus]]:
-        """Up to `n` blocks that `evict` would take, in that order; changes nothing.
+        """Return up to `n` blocks that `evict` would remove, in that order; change nothing.
 
         `window` bounds the search to about that many of the blocks that would leave next.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block and every ghost. Slots stay allocated."""
+        """Remove every block and every ghost. Slots stay allocated."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of blocks present."""
 
     ready_at: list[BlockHash] | None = None
-    """By slot, the blocks that `mark_ready` named and that are still here, else an empty hash; one
-    more of those at the end. A policy need not offer it: it only makes hits faster to find."""
+    """Hash of each slot's block if `mark_ready` was called for it and it is still present, else an
+    empty hash; the last item is an empty hash. It is optional and makes hits faster to find."""
 
     def mark_ready(  # noqa: B027 - may be ignored
         self, block_hashes: Sequence[BlockHash], slots: Sequence[int]
     ) -> None:
-        """The bytes of these blocks are complete, and stay so until they are removed."""
+        """Mark blocks as complete; they stay complete until they are removed."""
 
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:  # noqa: B027 - may be ignored
-        """These blocks are missing and will be inserted: a chance to learn before `evict`.
+        """Announce missing blocks that will be inserted; the policy can learn before `evict`.
 
         It may be called more than once or not at all, and the blocks may never come.
         """
 
     @abstractmethod
     def settle(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Blocks that one request inserted bit by bit, in the order of its prompt.
+        """Put blocks that one request inserted in parts into the order of its prompt.
 
         Not a use: among blocks that were never used since, the last one leaves first afterwards.
         """
 
     @abstractmethod
     def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """These blocks are in the tier already, put there by another process: the coldest ones."""
+        """Add blocks that another process put into the tier, as the coldest ones."""
 
     @abstractmethod
     def disown(self, slots: Sequence[int]) -> None:
-        """Forget what lies in these slots, and that it was here; another process has them now."""
+        """Forget the blocks in these slots without ghosts; another process owns the slots now."""
 
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
-        """The blocks of one request in prefix order, told when it ends, not `settle` and `touch`.
+        """Note the blocks of an ended request in prefix order, instead of `settle` and `touch`.
 
         A use of those that are present; the others tell how long the request was. The first ones
         may be missing, if the engine had them itself.
@@ -286,6 +288,6 @@ class CachePolicy(ABC):
     def insert_many(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
-        """`insert` for a list in prefix order: the first is the most recent afterwards."""
+        """Insert blocks in prefix order; the first is the most recent afterwards."""
         for block_hash, status in zip(reversed(block_hashes), reversed(statuses), strict=True):
             self.insert(block_hash, status)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from ...tiers.base import BlockOutcome, SlotSpec
+from ...tiers.nvme.background import Background
 from ...tiers.nvme.index.index_port import Removal
-from ...tiers.nvme.nvme_backend import Background, NvmeSpec
+from ...tiers.nvme.nvme_backend import NvmeSpec
 from ...tiers.nvme.segments.store import BlockStore
 from ...tiers.nvme.writer.failing_devices import OnEnd
 from ..base import OffloadingHandler, TransferResult, TransferSpec

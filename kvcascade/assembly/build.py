@@ -1,8 +1,8 @@
-"""Building a cascade from its configuration: arena, tiers, handlers, manager, background thread.
+"""Build a cascade from its configuration: arena, tiers, handlers, manager, background thread.
 
-The two halves of an engine meet in the arena: every worker process opens a `WorkerSide`, and the
-scheduler process, last, a `Cascade`. What fails while opening raises one of our errors and leaves
-nothing behind: whatever was opened is closed again.
+The two sides of an engine share the arena: every worker process opens a `WorkerSide`, then the
+scheduler process opens a `Cascade`. If opening fails, everything opened so far is closed again, and
+one of our errors is raised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import sizes
 from ..config.machine import ThisMachine, cpu_capacity, writing
-from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from ..config.schema import (
+    DEFAULT_FLUSH_S,
+    CascadeConfig,
+    DirectIO,
+    Movers,
+    NvmeTierOptions,
+    WriteMode,
+)
 from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
@@ -52,18 +59,18 @@ COPY_THREADS = 2
 """Threads of a worker on the CPU platform that copy pages, one per direction."""
 
 
-FileSystemOf = Callable[[NvmeTier], FileSystem]
-"""What an NVMe tier with these options reads and writes through."""
+FileSystemOf = Callable[[NvmeTierOptions], FileSystem]
+"""Returns the file system for an NVMe tier with these options."""
 
 
-def real_file_system(options: NvmeTier) -> FileSystem:
-    """The machine's own, with direct I/O if the options allow it."""
+def real_file_system(options: NvmeTierOptions) -> FileSystem:
+    """Return the machine's file system, with direct I/O if the options allow it."""
     return RealFileSystem(direct=options.direct_io is not DirectIO.OFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the engine says about the bytes of one block; equal in all its processes."""
+    """Sizes of a block, as the engine states them; equal in all its processes."""
 
     rank_bytes: int
     """Bytes of one block (all blocks of a chunk) that belong to one worker."""
@@ -74,15 +81,15 @@ class Geometry:
     tokens_per_block: float = 0.0
     """Prompt tokens that one of our blocks saves; 0: unknown."""
     served_end: bytes = b""
-    """End of the hashes of the blocks that `tokens_per_block` is about; empty: all."""
+    """End of the hashes of the blocks that `tokens_per_block` applies to; empty: all."""
     mean_tokens: float = 0.0
-    """Prompt tokens over the blocks of all KV groups, in a prompt of which every block is known."""
+    """Prompt tokens per block over the blocks of all KV groups of a prompt."""
     offered_once: tuple[bytes, ...] = ()
-    """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
+    """Ends of the hashes of blocks that the engine offers only once, whatever the answer."""
 
 
 class WorkerSide:
-    """A worker's part: the mapped arena and the copier. Worker main thread."""
+    """The worker's side: the mapped arena and the copier. Worker main thread."""
 
     def __init__(self, arena: Arena, copier: DeviceCopier, executor: ThreadPoolExecutor) -> None:
         self.arena = arena
@@ -90,7 +97,7 @@ class WorkerSide:
         self._executor = executor
 
     def close(self) -> None:
-        """Let transfers end, then let go of the arena; idempotent."""
+        """Wait for transfers to end, then close the arena; idempotent."""
         self.copier.shutdown()
         self._executor.shutdown()
         self.arena.close()
@@ -107,12 +114,12 @@ def open_worker(
     *,
     steps_while_storing: bool = True,
 ) -> WorkerSide:
-    """Open a worker's part over its KV tensors.
+    """Open a worker's side over its KV tensors.
 
     `tensors`: int8, shape `(num_blocks, page_bytes)`; `groups`: per KV group, (tensor index, page
-    bytes without padding) of every layer; `packing`: what the scheduler does not know of the inside
-    of a page; `steps_while_storing`: the engine asks what ended until every store has. Raises one
-    of our errors.
+    bytes without padding) of every layer; `packing`: facts about the inside of a page that only the
+    worker knows; `steps_while_storing`: the engine makes steps until every store has ended. Raises
+    one of our errors.
     """
     from ..handlers.device.staging import torch_layouts
 
@@ -160,7 +167,7 @@ def _copier(
 
 
 class Cascade:
-    """The scheduler's part: all tiers and the manager over them."""
+    """The scheduler's side: all tiers and the manager over them."""
 
     INFO_KEYS: ClassVar[tuple[str, ...]] = ("kvcascade_tiers", "kvcascade_write_mode")
 
@@ -177,47 +184,47 @@ class Cascade:
     ) -> None:
         self.movers = list(movers)
         self.chains = chains
-        """Where the order of blocks in prompts is noted, for people; None without NVMe."""
+        """Log of the order of blocks in prompts; None without NVMe."""
         self.settings = settings
         self.recorder = recorder
-        """Where requests are noted when they end; None: nowhere."""
+        """Recording of requests; None: requests are not recorded."""
         self.arena = arena
         self.manager = manager
         self.nvme_tiers = list(nvme_tiers)
         self._executors = executors
         self._ticker = Ticker(manager.maintain)
         self._announcers: dict[int, Announcer] = {}
-        """By level; what an earlier engine left there."""
+        """Announcers of blocks that an earlier engine left, by tier level."""
         self._is_closed = False
 
     def info(self) -> dict[str, str]:
-        """Fixed facts, for an info metric: `INFO_KEYS` and their values."""
+        """Return the constant facts for an info metric: `INFO_KEYS` and their values."""
         states = self.manager.tier_states()
         tiers = ",".join(f"{state.name}:{state.capacity_blocks}" for state in states)
         mode = str(self.manager.options.write_mode)
         return dict(zip(self.INFO_KEYS, (tiers, mode), strict=True))
 
     def record(self, request: Request, prompt: Sequence[BlockHash]) -> None:
-        """A request ended; `prompt` is the chain of its blocks. No effect without a recorder."""
+        """Record a request that ended, if there is a recorder; `prompt`: its blocks in order."""
         if self.recorder is not None and prompt:
             self.recorder.note(request.arrived_s, prompt)
             self.manager.counters.recorded_requests = self.recorder.recorded_requests
             self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
 
     def start_announcing(self) -> None:
-        """Make events of what the tiers held when they were opened."""
+        """Start to announce the blocks that the NVMe tiers held when they were opened."""
         for level, tier in enumerate(self.nvme_tiers, start=1):
             self._announcers[level] = Announcer(tier.index.keys_after)
 
     def announce_found(self) -> None:
-        """Put the next batch of what was found into the events. Scheduler thread, every step."""
+        """Add the next batch of found blocks to the events. Scheduler thread, every step."""
         for level, announcer in self._announcers.items():
             batch = announcer.take()
             if batch:
                 self.manager.announce(level, batch)
 
     def close(self) -> None:
-        """Write what is dirty within `shutdown_flush_s`, close every tier; idempotent."""
+        """Write dirty blocks within `shutdown_flush_s`, then close every tier; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -258,12 +265,11 @@ def open_cascade(
     about: Mapping[str, Any] | None = None,
     file_system: FileSystemOf = real_file_system,
 ) -> Cascade:
-    """Open the scheduler's part; the workers have opened theirs.
+    """Open the scheduler's side; the workers have opened theirs.
 
-    `facts` are the fields of the fingerprint; the workers' tensor layouts are added to them.
-    `label` names the namespace for people, `about` is written beside them; `file_system` gives
-    what an NVMe tier reads and writes through; for the rest see `ManagerOptions`. Raises one of
-    our errors.
+    `facts`: fields of the fingerprint; the workers' tensor layouts are added to them. `label`: name
+    of the namespace for people; `about` is written beside it. `file_system` returns the file system
+    of an NVMe tier. For the rest see `ManagerOptions`. Raises one of our errors.
     """
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
@@ -315,19 +321,19 @@ def open_cascade(
 
 
 def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:
-    """Resets of all NVMe tiers, by anybody, that this process knows of."""
+    """Return the number of resets of all NVMe tiers, by any engine, that this process knows."""
     return sum(tier.directory.epoch for tier in tiers)
 
 
 def _kept_directory(
     backend: CpuBackend, table: SlotTable, tiers: Sequence[nvme.NvmeTier]
 ) -> KeptDirectory:
-    """For an arena that outlives the engine; `tiers` may be opened later."""
+    """Return the directory of an arena that outlives the engine; `tiers` may be opened later."""
     return KeptDirectory(backend.capacity, table, lambda: _epoch_of(tiers))
 
 
-def _has_mover(options: NvmeTier, file_system: FileSystemOf) -> bool:
-    """Another file system than the machine's cannot be used from another process."""
+def _has_mover(options: NvmeTierOptions, file_system: FileSystemOf) -> bool:
+    """Return whether a mover process is used; it can use only the machine's file system."""
     return options.movers is Movers.PROCESS and file_system is real_file_system
 
 
@@ -338,7 +344,7 @@ def _link(
     stores: ThreadPoolExecutor,
     loads: ThreadPoolExecutor,
 ) -> Link:
-    """Of the last opened tier: writes from the tier above it, reads into the arena."""
+    """Return the last tier's link: it writes from the tier above and reads into the arena."""
     store = opened[-1].store
     if len(opened) > 1:
         down = NvmePairHandler(opened[-2].store, store, stores)
@@ -387,7 +393,7 @@ def _manager_options(settings: CascadeConfig, top: CpuBackend) -> ManagerOptions
 
 
 def _log_start(cascade: Cascade) -> None:
-    """One line that says what was opened and found; the same as fields for structured logs."""
+    """Log one line about the opened tiers, with the same facts as fields for structured logs."""
     fields = start_fields(cascade)
     shown = "; ".join(
         f"{name} ({', '.join(f'{key}={value}' for key, value in facts.items())})"
@@ -397,7 +403,7 @@ def _log_start(cascade: Cascade) -> None:
 
 
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
-    """Per tier: what it can hold and what was found in it."""
+    """Return each tier's capacity and contents at the start."""
     settings = cascade.settings
     policies = [tier.policy for tier in settings.tiers]
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]

@@ -1,11 +1,11 @@
-"""Noting which block follows which, when a request ends: see `tiers/nvme/segments/chains`.
+"""Log the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
 
-The scheduler hands over what vLLM knows of the request and goes on; a thread writes it down, a few
-hundred blocks at a time, so that it never holds the interpreter for long. What comes faster than
-that is left out.
+The scheduler queues the request's blocks and goes on. A thread writes a few hundred blocks at a
+time, so that it never holds the interpreter lock for long. If the queue is full, the request is
+left out.
 
-Blocks are noted with the request that brings them, and all of a prompt again when half the log was
-written since: what is in use is never lost.
+A block is logged with the request that stores it. A prompt is logged again in full once half the
+log has been written since, so that chains in use are not overwritten.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from contextlib import suppress
 from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS, ChainLog
 
 MAX_QUEUED = 256
-"""Requests."""
+"""Limit on requests that wait to be logged."""
 MAX_REMEMBERED = 1 << 16
-"""Ends of chains that were noted lately."""
+"""Limit on remembered ends of chains that were logged recently."""
 STOP_WAIT_S = 5.0
 GROUP_BYTES = 4
-"""The last bytes of a key are the number of its KV group."""
+"""Length of the KV group's number, with which a key ends."""
 
 _Noted = tuple[Mapping[bytes, int], Mapping[bytes, bool]]
 
 
 class ChainNotes:
-    """Takes chains to the log. `note` and `close` belong to the scheduler's thread."""
+    """Writes chains of blocks to the log. The scheduler's thread calls `note` and `close`."""
 
     def __init__(self, log: ChainLog, wall_clock: Callable[[], float] = time.time) -> None:
         """`wall_clock`: seconds since 1970."""
         self.left_out = 0
-        """Requests that came too fast."""
+        """Number of requests that found the queue full."""
         self._log = log
         self._now_s = wall_clock
         self._ends: OrderedDict[bytes, int] = OrderedDict()
-        """Last blocks of what was noted, to `ChainLog.written` when the oldest of it was."""
+        """Last block of each logged chain, to `ChainLog.written` when its start was logged."""
         self._queue: queue.Queue[_Noted | None] = queue.Queue(MAX_QUEUED)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcascade-chains", daemon=True)
         self._thread.start()
 
     def note(self, ends: Mapping[bytes, int], used: Mapping[bytes, bool]) -> None:
-        """A request ended. Never waits.
+        """Queue a request that has ended. Never waits.
 
-        `ends`: every block of it, to the tokens up to its end; `used`: blocks that the cache was
-        concerned with, and whether the request brought them. Neither shrinks or changes any more.
+        `ends`: every block of it, to the number of tokens up to the block's end. `used`: blocks
+        that the cache was asked for, and whether the request stored them. Both may still grow, but
+        entries are neither changed nor removed.
         """
         try:
             self._queue.put_nowait((ends, used))
@@ -72,7 +73,7 @@ class ChainNotes:
             self._write(*finest_chain(ends), used)
 
     def _write(self, chain: list[bytes], tokens: int, used: Mapping[bytes, bool]) -> None:
-        """Note what is new, and what it follows if that was not noted lately."""
+        """Log the new part of a chain; all of it if the old part was not logged recently."""
         if not chain:
             return
         fresh = next((i for i, key in enumerate(chain) if used.get(key, False)), len(chain))
@@ -93,15 +94,15 @@ class ChainNotes:
             self._ends.popitem(last=False)
 
     def _noted_at(self, key: bytes) -> int | None:
-        """`ChainLog.written` when a block and all before it were noted; None if not lately."""
+        """Return `ChainLog.written` when a block's chain was logged; None if not recently."""
         at = self._ends.get(key)
         return at if at is not None and self._log.written - at < self._log.size // 2 else None
 
 
 def finest_chain(ends: Mapping[bytes, int]) -> tuple[list[bytes], int]:
-    """The blocks of the KV group that has the most, in prefix order, and tokens per block.
+    """Return the blocks of the KV group with the most, in prefix order, and tokens per block.
 
-    Groups with longer blocks name them by hashes that are in this one, too. It ends before a gap.
+    Hashes of groups with longer blocks occur in this group, too. The chain ends before a gap.
     """
     groups: dict[bytes, list[tuple[bytes, int]]] = {}
     blocks = list(ends.items())  # one step for the interpreter: it may grow meanwhile
@@ -117,5 +118,5 @@ def finest_chain(ends: Mapping[bytes, int]) -> tuple[list[bytes], int]:
 
 
 def _let_others_in() -> None:
-    """Give up the interpreter lock, which the scheduler's thread may be waiting for."""
+    """Yield the interpreter lock, which the scheduler's thread may be waiting for."""
     time.sleep(0)

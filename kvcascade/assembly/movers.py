@@ -1,10 +1,10 @@
-"""Who moves blocks between the arena and the first NVMe tier: a helper process, or threads here."""
+"""Connect the arena and the first NVMe tier by a mover process or by threads of this process."""
 
 from __future__ import annotations
 
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from ..config.schema import DirectIO, NvmeTier
+from ..config.schema import DirectIO, NvmeTierOptions
 from ..handlers.node.mover import Mover
 from ..handlers.node.mover_child import Connection, launch
 from ..handlers.node.mover_process import MoverBackground, MoverLoadHandler, MoverStoreHandler
@@ -14,25 +14,25 @@ from ..manager.flow import Link
 from ..tiers.cpu import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.nvme.attach import attachment_of
-from ..tiers.nvme.tier import NvmeTier as OpenTier
+from ..tiers.nvme.tier import NvmeTier
 
 
-def link_by_threads(arena: Arena, tier: OpenTier, stores: Executor, loads: Executor) -> Link:
-    """Handlers on these executors, which are this process's."""
+def link_by_threads(arena: Arena, tier: NvmeTier, stores: Executor, loads: Executor) -> Link:
+    """Return handlers that run on executors of this process."""
     return Link(
         down=NvmeStoreHandler(tier.store, arena.slot_view, stores),
         up=NvmeLoadHandler(tier.store, arena.slot_view, loads),
     )
 
 
-def link_by_process(tier: OpenTier, mover: Mover) -> Link:
-    """Handlers that have a mover do the work, index commits included."""
+def link_by_process(tier: NvmeTier, mover: Mover) -> Link:
+    """Return handlers that leave all work to a mover, index commits included."""
     tier.backend.use_background(MoverBackground(tier.store, mover))
     return Link(down=MoverStoreHandler(tier.store, mover), up=MoverLoadHandler(tier.store, mover))
 
 
-def open_mover(arena: Arena, tier: OpenTier, options: NvmeTier, has_prefault: bool) -> Mover:
-    """Start the process for a tier that is open. Raises `TierIOError`; close it before the tier."""
+def open_mover(arena: Arena, tier: NvmeTier, options: NvmeTierOptions, has_prefault: bool) -> Mover:
+    """Start the mover of an open tier; close it before the tier. Raises `TierIOError`."""
 
     def start() -> Connection:
         tier.index.forget_dead_readers()

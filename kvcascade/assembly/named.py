@@ -1,4 +1,4 @@
-"""Parts that the configuration names: our own spec, replacement policies and admission rules."""
+"""Resolve names in the configuration: our spec, eviction policies and admission rules."""
 
 from __future__ import annotations
 
@@ -7,39 +7,38 @@ from typing import Any
 
 from ..config.machine import Machine, check_machine, check_nvme
 from ..config.options import noting
-from ..config.schema import Admission, CascadeConfig, NvmeTier, parse
+from ..config.schema import AdmissionMode, CascadeConfig, NvmeTierOptions, parse
 from ..errors import ConfigError
-from ..manager.admission import Admission as AdmissionRule
-from ..manager.admission import AdmitAll, AdmitSecondTouch, admission_by_path
+from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
 from ..tiers.policies import known_names, order_class
 
 CONNECTOR = "OffloadingConnector"
-"""vLLM's connector that asks us."""
+"""vLLM's connector for offloading specs."""
 SPEC_NAME = "CascadeOffloadingSpec"
-"""What that connector knows us by."""
+"""Name of our spec for that connector."""
 TIERING_SPEC_NAME = "TieringOffloadingSpec"
-"""vLLM's own spec, of which our NVMe tier may be a part."""
+"""Name of vLLM's own spec, which may contain our NVMe tier."""
 TIER_NAME = "KVCascadeTier"
-"""What vLLM's spec knows that tier by."""
+"""Name of our NVMe tier inside vLLM's spec."""
 TIER_ABOUT = ("label", "weights_id", "on_reset")
-"""Options of that tier that stand beside the tiers elsewhere."""
+"""Options of that tier that are top-level options of a cascade."""
 
 
-def admission_rule(name: str) -> AdmissionRule:
-    """The rule that an `admission` names. Raises `ConfigError`."""
-    if name == Admission.ALL:
+def admission_rule(name: str) -> Admission:
+    """Return the rule for a value of `admission`. Raises `ConfigError` if it does not exist."""
+    if name == AdmissionMode.ALL:
         return AdmitAll()
-    if name == Admission.SECOND_TOUCH:
+    if name == AdmissionMode.SECOND_TOUCH:
         return AdmitSecondTouch()
     return admission_by_path(name)
 
 
 def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
-    """Raise `ConfigError` for the first name that cannot be imported, or note all."""
+    """Raise `ConfigError` for the first name that cannot be imported, or collect all."""
     for tier in config.tiers:
         with noting(noted):
             order_class(tier.policy)
-        if isinstance(tier, NvmeTier):
+        if isinstance(tier, NvmeTierOptions):
             with noting(noted):
                 admission_rule(tier.admission)
 
@@ -47,8 +46,10 @@ def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
 def checked(
     extra_config: Mapping[str, object], machine: Machine, noted: list[str] | None = None
 ) -> CascadeConfig:
-    """The configuration, if an engine would start with it: what it says, what it names, what it
-    needs of the machine. Raises `ConfigError` for the first thing that is wrong, or notes all."""
+    """Return the configuration after checking values, names, and whether it fits the machine.
+
+    Raises `ConfigError` for the first problem, or collects all in `noted`.
+    """
     config = parse(extra_config, known_names(), noted)
     check_names(config, noted)
     check_machine(config, machine, noted)
@@ -61,10 +62,10 @@ def checked_tier(
     key: str = f"secondary_tiers.{TIER_NAME}",
     noted: list[str] | None = None,
 ) -> CascadeConfig:
-    """The options of `KVCascadeTier` as a configuration of ours; vLLM's CPU tier stands where ours
-    would be. Raises `ConfigError` for the first thing that is wrong, or notes all.
+    """Return the options of `KVCascadeTier` as a configuration; its CPU tier stands for vLLM's.
 
-    `key`: the options' place, for messages.
+    `key`: place of the options, for messages. Raises `ConfigError` for the first problem, or
+    collects all in `noted`.
     """
     about = {name: options[name] for name in TIER_ABOUT if name in options}
     nvme = {name: options[name] for name in options if name not in (*TIER_ABOUT, "locality")}

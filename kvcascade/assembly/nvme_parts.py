@@ -1,4 +1,4 @@
-"""Opening one NVMe tier from its options: folders, threads, policy, admission and budget."""
+"""Open one NVMe tier from its options: folders, threads, policy, admission and budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
-from ..config.schema import NvmeTier
+from ..config.schema import NvmeTierOptions
 from ..errors import KVCascadeError, os_errors
 from ..logs import get_logger
 from ..manager.admission import WriteBudget
@@ -18,6 +18,7 @@ from ..tiers.endurance import DayTotals
 from ..tiers.nvme import tier as nvme
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.nvme.opening import open_nvme_tier
 from ..tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
 from ..tiers.nvme.segments.store import Durability
 from ..tiers.policies import OrderedPolicy, create
@@ -29,14 +30,16 @@ _log = get_logger(__name__)
 READY_BYTES_MIN = 256 << 20
 READY_BYTES_MAX = 1 << 30
 READY_PARTS = 8
-"""Before anything is stored one part in so many of the capacity is made, within these limits: a
-small tier whole, of a large one so much that other namespaces keep their room in the path."""
+"""Share of the capacity that is allocated at the start, as one part in `READY_PARTS`.
+
+The share is bounded by the two limits above. A small tier is allocated in full. A large one leaves
+room for other namespaces in the path."""
 
 
 def io_threads_of(
-    options: NvmeTier, executors: list[ThreadPoolExecutor], undo: ExitStack
+    options: NvmeTierOptions, executors: list[ThreadPoolExecutor], undo: ExitStack
 ) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """Threads for stores and for loads: a load never queues behind a store."""
+    """Return threads for stores and for loads, so that a load never queues behind a store."""
     for direction in ("store", "load"):
         executor = ThreadPoolExecutor(options.io_threads, f"kvcascade-{direction}")
         undo.callback(executor.shutdown, cancel_futures=True)
@@ -44,20 +47,20 @@ def io_threads_of(
     return executors[-2], executors[-1]
 
 
-def slots_of_segment(options: NvmeTier, block_bytes: int) -> int | None:
-    """Slots of a segment as configured; None leaves it to the tier."""
+def slots_of_segment(options: NvmeTierOptions, block_bytes: int) -> int | None:
+    """Return the configured slots of a segment; None if the tier decides."""
     size = options.segment_size
     return None if size is None else max(1, size.of(0) // block_bytes)
 
 
 def open_nvme(
-    options: NvmeTier,
+    options: NvmeTierOptions,
     block_bytes: int,
     key: NamespaceKey,
     executor: ThreadPoolExecutor,
     file_system: FileSystem,
 ) -> nvme.NvmeTier:
-    """Open the namespace of `key` in the folders of `options`; `executor` does background work.
+    """Open the namespace of `key` in the folders of `options`; `executor` runs background work.
 
     Raises one of our errors.
     """
@@ -76,13 +79,13 @@ def open_nvme(
         min_free_bytes=options.min_free.of(machine.disk(options.path[0]).total),
         slots_per_segment=slots_of_segment(options, block_bytes),
     )
-    return nvme.open_nvme_tier(config, executor, file_system)
+    return open_nvme_tier(config, executor, file_system)
 
 
 def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
-    """Where an engine notes the order of blocks; None, and a warning, if that cannot be.
+    """Open the log of the order of blocks; log a warning and return None if that fails.
 
-    `tier` is open. The array is not sealed at the end: opening shall not read all of it.
+    `tier` is open. The array is not sealed at the end, so that the next start need not read it.
     """
     arrays = tier.arrays.unsealed()
     try:
@@ -95,8 +98,8 @@ def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
     return ChainNotes(ChainLog(cells))
 
 
-def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
-    """An open tier as the manager wants it. Raises `ConfigError` for names that lead nowhere."""
+def nvme_level(name: str, options: NvmeTierOptions, tier: nvme.NvmeTier) -> Tier:
+    """Return an open tier for the manager. Raises `ConfigError` for names that do not exist."""
     policy = create(
         options.policy, tier.backend.capacity, tier.directory, tier.arrays, with_usage=True
     )
@@ -114,7 +117,7 @@ def nvme_level(name: str, options: NvmeTier, tier: nvme.NvmeTier) -> Tier:
     )
 
 
-def _write_budget(options: NvmeTier, totals: Callable[[], DayTotals]) -> WriteBudget | None:
+def _write_budget(options: NvmeTierOptions, totals: Callable[[], DayTotals]) -> WriteBudget | None:
     if options.write_budget is None:
         return None
     return WriteBudget(options.write_budget.of(nvme_disk_bytes(options, ThisMachine())), totals)

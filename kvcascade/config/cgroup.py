@@ -1,8 +1,8 @@
-"""How much memory this process may have: the limits of its container, found in its control groups.
+"""Read the memory limits of this process's container from its control groups.
 
-A limit may be set for the group of the process and for every group above it; the least counts. A
-container sees its own group as the root, or the whole path where it shares the host's view. Both
-generations of control groups are asked; where none is found there is no limit.
+A limit may be set for the group of the process and for every group above it; the lowest applies. A
+container sees its own group as the root, or the whole path if it shares the host's view. Both
+versions of control groups are read. If neither is found, there is no limit.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What the groups of a process leave it, in bytes; `NO_LIMIT` where they set none."""
+    """Memory limits by control groups, in bytes; `NO_LIMIT` if they set none."""
 
     limit: int = NO_LIMIT
-    """The least limit."""
+    """Lowest limit of all groups."""
     available: int = NO_LIMIT
-    """What can still be had under all limits without swapping."""
+    """Memory that can be allocated under all limits without swapping."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How a generation calls things."""
+    """File and field names of one version of control groups."""
 
     mounts: tuple[str, ...]
     limit: str
     used: str
     reclaimable: tuple[str, ...]
-    """Lines of `memory.stat`: page cache and what else the kernel gives up when it needs memory, on
-    whatever list it is. Shared memory, such as an arena, is on neither."""
+    """Lines of `memory.stat` for memory that the kernel can reclaim, such as the page cache. They
+    do not count shared memory, such as an arena."""
 
 
 _V2 = _Names(
@@ -54,7 +54,7 @@ _V1 = _Names(
 
 
 def group_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> GroupMemory:
-    """The limits that hold for this process; `root` is where control groups are mounted."""
+    """Return the limits of this process; `root` is where control groups are mounted."""
     found = [memory for names, path in _groups(membership) for memory in _walk(root, names, path)]
     return GroupMemory(
         min((memory.limit for memory in found), default=NO_LIMIT),
@@ -63,7 +63,7 @@ def group_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> GroupMe
 
 
 def _groups(membership: Path) -> Iterator[tuple[_Names, PurePosixPath]]:
-    """The groups of this process that may limit memory; without a list, the roots."""
+    """Yield the groups of this process that may limit memory; the roots if no list is readable."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -78,9 +78,9 @@ def _groups(membership: Path) -> Iterator[tuple[_Names, PurePosixPath]]:
 
 
 def _walk(root: Path, names: _Names, path: PurePosixPath) -> Iterator[GroupMemory]:
-    """What a group and those above it say, as far as they can be seen from here."""
+    """Yield the limits of a group and of those above it, as far as this process can see them."""
     inner = path.relative_to(path.anchor)
-    if ".." in inner.parts:  # it lies outside of what this process may see
+    if ".." in inner.parts:  # it lies outside of this process's view
         inner = PurePosixPath()
     for mount in names.mounts:
         for group in (inner, *inner.parents):

@@ -1,8 +1,8 @@
-"""Does a configuration fit this machine? Asked before anything is allocated or created.
+"""Check that a configuration fits this machine, before anything is allocated or created.
 
-`check_machine` compares a parsed configuration with what a `Machine` says about memory, disks and
-folders, and raises a `ConfigError` of one sentence for the first thing that does not fit. It only
-looks: nothing is created, changed or removed, whatever the outcome. Tests pass a twin of `Machine`.
+`check_machine` compares a parsed configuration with the memory, disks and folders of a `Machine`.
+It raises a `ConfigError` of one sentence for the first option that does not fit. It never creates,
+changes or removes anything. Tests pass a twin of `Machine`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import psutil
 
 from .cgroup import group_memory
 from .options import At, noting
-from .schema import CascadeConfig, CpuTier, NvmeTier, WriteMode
+from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
 from .sizes import Share, Size, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
-"""Arenas that outlived their engines, in the folder of arenas."""
+"""Pattern of the arenas that outlived their engines, in the folder of arenas."""
 HUGETLBFS = "hugetlbfs"
-"""The file system of huge pages that were reserved: no part of the memory that is available."""
+"""File system of reserved huge pages, which are not part of the available memory."""
 MEMORY_FILE_SYSTEMS = frozenset({HUGETLBFS, "tmpfs", "ramfs"})
 MIN_CAPACITY_BYTES = 8192
-"""No tier holds a block in less: a header, and a page."""
+"""Smallest capacity that can hold a block: a header and a page."""
 BACK_RATIO = 2
-"""An NVMe tier so many times as large as the CPU tier keeps a copy of whatever that holds."""
+"""Ratio of NVMe to CPU capacity from which on the NVMe tier can copy all of the CPU tier."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The machine's memory, or its container's where that may have less, in bytes."""
+    """Memory of the machine, or of its container if that has less, in bytes."""
 
     total: int
     """All there is."""
     available: int
-    """What can be had without swapping."""
+    """Memory that can be allocated without swapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Disk:
     """A file system, in bytes."""
 
     device: int
-    """Number that tells one file system from another."""
+    """Number that identifies the file system."""
     total: int
     """All there is."""
     free: int
-    """What this user may still write."""
+    """Space that this user may still write."""
 
 
 class PathKind(Enum):
@@ -67,39 +67,39 @@ class PathKind(Enum):
 
 
 class Machine(ABC):
-    """What is asked of a machine. No method changes anything; `OSError`: it does not say."""
+    """Read-only view of a machine. Methods raise `OSError` if it cannot answer."""
 
     @abstractmethod
     def memory(self) -> Memory:
-        """The memory as it is now."""
+        """Return the current memory."""
 
     @abstractmethod
     def kind(self, path: Path) -> PathKind:
-        """What is at `path`; links are followed, one that leads nowhere is `OTHER`."""
+        """Return the kind of `path`, following links; a broken link is `OTHER`."""
 
     @abstractmethod
     def identity(self, path: Path) -> object:
-        """Equal for two paths that lead to one folder, or would if it were created."""
+        """Return a value that is equal for paths that lead to one folder, existing or not."""
 
     @abstractmethod
     def file_system(self, folder: Path) -> str:
-        """Type of the file system that a folder lies on, such as "tmpfs"."""
+        """Return the type of the file system that holds a folder, such as "tmpfs"."""
 
     @abstractmethod
     def kept_by_arenas(self, folder: Path) -> int:
-        """Bytes of the arenas in a folder that outlived their engines, or may do so."""
+        """Return the bytes of a folder's arenas that outlive their engines."""
 
     @abstractmethod
     def writable(self, folder: Path) -> bool:
-        """Whether this process may create files in an existing folder."""
+        """Return whether this process may create files in an existing folder."""
 
     @abstractmethod
     def disk(self, folder: Path) -> Disk:
-        """The file system that an existing folder lies on."""
+        """Return the file system that holds an existing folder."""
 
     @abstractmethod
     def used_by_namespaces(self, folder: Path) -> int:
-        """Bytes on disk of all namespaces in a folder; 0 where the folder does not exist."""
+        """Return the bytes of all namespaces in a folder; 0 if the folder does not exist."""
 
 
 @final
@@ -119,7 +119,7 @@ class ThisMachine(Machine):
     def identity(self, path: Path) -> object:
         real = Path(os.path.realpath(path))
         nearest = _nearest(real, self)
-        found = nearest.stat()  # what is mounted twice has two real paths
+        found = nearest.stat()  # a folder that is mounted twice has two real paths
         return found.st_dev, found.st_ino, real.relative_to(nearest)
 
     def file_system(self, folder: Path) -> str:
@@ -144,15 +144,16 @@ class ThisMachine(Machine):
         return sum(_bytes_below(namespace) for namespace in namespaces)
 
 
-def nvme_disk_bytes(tier: NvmeTier, machine: Machine) -> int:
-    """The size of the tier's disks."""
+def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
+    """Return the total size of the tier's disks in bytes."""
     return sum(disk.total for disk in _disks(tier, machine))
 
 
 def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
-    """Raise `ConfigError` for the first option that does not fit the machine, or note all."""
+    """Raise `ConfigError` for the first option that does not fit the machine, or collect all."""
     for tier in config.tiers[:1]:
-        if isinstance(tier, CpuTier):  # what cannot be read is not there where problems are noted
+        # With `noted`, a tier that could not be parsed is absent.
+        if isinstance(tier, CpuTierOptions):
             at = At(f"{tier.key}.arena_dir")
             with noting(noted), _looking_at(at, tier.arena_dir):
                 _check_cpu(tier, machine)
@@ -163,7 +164,7 @@ def check_machine(config: CascadeConfig, machine: Machine, noted: list[str] | No
 
 
 def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None = None) -> None:
-    """`check_machine` for the tiers on disk alone."""
+    """Do as `check_machine`, for the NVMe tiers only."""
     owners: dict[object, Path] = {}
     for tier in config.nvme:
         at = At(f"{tier.key}.path")
@@ -175,7 +176,7 @@ def check_nvme(config: CascadeConfig, machine: Machine, noted: list[str] | None 
 
 
 def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]) -> None:
-    """A folder for a tier that no other path is; `owners`: paths so far by identity."""
+    """Check a tier's folder, and that no other path is the same; `owners`: paths by identity."""
     _check_folder(at, path, machine)
     with _looking_at(at, path):
         owner = owners.setdefault(machine.identity(path), path)
@@ -184,36 +185,36 @@ def _check_path(at: At, path: Path, machine: Machine, owners: dict[object, Path]
 
 
 def doubts(config: CascadeConfig, machine: Machine) -> list[str]:
-    """Sentences about what works, and is hardly meant. Of a configuration that fits."""
+    """Return warnings about options that work but are probably not intended."""
     folder = config.cpu.arena_dir
     kind = machine.file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
         return []
-    problem = f"is on {kind or 'an unknown file system'}, so that what lies in memory is written"
-    remedy = "to a disk as well; give a folder in shared memory, such as /dev/shm"
+    problem = f"is on {kind or 'an unknown file system'}, so that the arena is also written"
+    remedy = "to a disk; give a folder in shared memory, such as /dev/shm"
     return [str(At(f"{config.cpu.key}.arena_dir").wrong(str(folder), f"{problem} {remedy}"))]
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """When blocks are written down, and what that means where an engine stops."""
+    """The write mode, and the loss if an engine stops without notice."""
 
     mode: WriteMode
     why: str
-    """Clause about the reason."""
+    """Clause with the reason for the mode."""
     may_lose: str
-    """Clause about what a stop without notice loses."""
+    """Clause with the blocks that a stop without notice loses."""
 
     def __str__(self) -> str:
         return f'write_mode is "{self.mode}" ({self.why}); {self.may_lose}'
 
 
 def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
-    """The write mode of a configuration on a machine; None if there is only one tier.
+    """Return the write mode of a configuration on a machine; None if there is only one tier.
 
-    Without one that is given, blocks are written back early where that costs no more writes: each
-    block is written once in either mode, unless the tier below is so small that it loses blocks
-    that are still above.
+    If none is configured, blocks are written back early if that causes no more writes. Each block
+    is written once in either mode, unless the tier below is so small that it evicts blocks that are
+    still in the tier above.
     """
     if not config.nvme:
         return None
@@ -234,22 +235,22 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
 
 
 def write_mode_for(cpu_bytes: int, nvme_bytes: int) -> WriteMode:
-    """The mode where none is given."""
+    """Return the write mode if none is configured."""
     return WriteMode.BACK if nvme_bytes >= BACK_RATIO * cpu_bytes else WriteMode.DEMOTE
 
 
-def cpu_capacity(tier: CpuTier, machine: Machine) -> int:
-    """The tier's capacity in bytes."""
+def cpu_capacity(tier: CpuTierOptions, machine: Machine) -> int:
+    """Return the tier's capacity in bytes."""
     return tier.capacity.of(machine.memory().total)
 
 
-def nvme_capacity(tier: NvmeTier, machine: Machine) -> int:
-    """The tier's capacity in bytes, over all its paths."""
+def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
+    """Return the tier's capacity in bytes, over all its paths."""
     return tier.capacity.of(nvme_disk_bytes(tier, machine))
 
 
 def file_system_of(directory: str) -> str:
-    """Type of the file system that a directory is on, as /proc names it."""
+    """Return the type of the file system that holds a directory, as in /proc."""
     real = os.path.realpath(directory)
     best, kind = "", ""
     for mount in psutil.disk_partitions(all=True):
@@ -260,7 +261,7 @@ def file_system_of(directory: str) -> str:
     return kind
 
 
-def _check_cpu(tier: CpuTier, machine: Machine) -> None:
+def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
     at, arena = At(f"{tier.key}.capacity"), At(f"{tier.key}.arena_dir")
     folder = tier.arena_dir
     if machine.kind(folder) is not PathKind.FOLDER:
@@ -268,7 +269,7 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
     if not machine.writable(folder):
         raise arena.wrong(str(folder), "cannot be written by this user; give one that can")
     capacity, available = cpu_capacity(tier, machine), machine.memory().available
-    kept = machine.kept_by_arenas(folder) if tier.persist else 0  # will be taken over
+    kept = machine.kept_by_arenas(folder) if tier.persist else 0  # this engine takes it over
     available += kept
     _check_enough(at, tier.capacity, capacity, "this machine")
     if capacity > available and machine.file_system(folder) != HUGETLBFS:
@@ -283,14 +284,14 @@ def _check_cpu(tier: CpuTier, machine: Machine) -> None:
 
 def _check_enough(at: At, size: Size, count: int, where: str) -> None:
     if not count:
-        raise at.wrong(str(size), f"is nothing on {where}; raise it")
+        raise at.wrong(str(size), f"is 0 bytes on {where}; raise it")
     if count < MIN_CAPACITY_BYTES:
-        problem = 'is less than any block takes; give a size with its unit, such as "64GiB"'
+        problem = 'is too small for a block; give a size with its unit, such as "64GiB"'
         raise at.wrong(_written(size, count), problem)
 
 
 def _check_folder(at: At, path: Path, machine: Machine) -> None:
-    """A folder that is there and writable, or that could be created."""
+    """Check that a folder is writable, or can be created."""
     with _looking_at(at, path):
         nearest = _nearest(path, machine)
         kind = machine.kind(nearest)
@@ -306,7 +307,7 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
     raise at.wrong(str(path), f"{problem}; create it, or give another folder")
 
 
-def _check_disks(tier: NvmeTier, machine: Machine) -> None:
+def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     at = At(f"{tier.key}.capacity")
     disks = _disks(tier, machine)
     own = sum(machine.used_by_namespaces(path) for path in tier.path)
@@ -333,34 +334,34 @@ def _check_disks(tier: NvmeTier, machine: Machine) -> None:
 
 @contextmanager
 def _looking_at(at: At, path: Path) -> Iterator[None]:
-    """What the machine does not say about a path becomes a sentence about its key."""
+    """Turn an `OSError` about a path into a `ConfigError` about its key."""
     try:
         yield
     except OSError as error:
-        problem = f"cannot be looked at ({error.strerror}); give a folder that this user may enter"
+        problem = f"cannot be read ({error.strerror}); give a folder that this user may enter"
         raise at.wrong(str(path), problem) from None
 
 
-def _disks(tier: NvmeTier, machine: Machine) -> list[Disk]:
-    """The file systems of a tier's paths, each once."""
+def _disks(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
+    """Return the file systems of a tier's paths, each once."""
     found = (machine.disk(_nearest(path, machine)) for path in tier.path)
     return list({disk.device: disk for disk in found}.values())
 
 
 def _nearest(path: Path, machine: Machine) -> Path:
-    """The path itself, or the closest parent of it that exists."""
+    """Return the path itself, or its closest parent that exists."""
     while machine.kind(path) is PathKind.MISSING and path != path.parent:
         path = path.parent
     return path
 
 
 def _written(size: Size, count: int) -> str:
-    """A size as it was written; a share with what it comes to."""
+    """Return a size as the user wrote it; a share also in bytes."""
     return f"{size} = {human(count)}" if isinstance(size, Share) else str(size)
 
 
 def _bytes_below(folder: Path) -> int:
-    """Bytes that files below a folder take on disk; what vanishes or is closed counts nothing."""
+    """Return the bytes on disk of files below a folder; unreadable or vanished files count 0."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:

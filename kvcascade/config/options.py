@@ -1,10 +1,10 @@
-"""Options as annotated fields: one line says what an option is, how it is read, and its default.
+"""Options as annotated fields: one line states an option's type, its reader and its default.
 
-A configuration class is a frozen dataclass whose options are `Annotated[type, reader]`; the default
-is the field's default, and an option without one must be given (its annotation then also holds what
-to tell whoever left it out). `read_options` makes such an object of a dictionary. Every problem is
-a `ConfigError` of one sentence that names key, value and remedy. The first one is raised, or all
-are noted in a list (`noting`).
+A configuration class is a frozen dataclass whose options are `Annotated[type, reader]`. An option
+without a default is required; its annotation then also holds the remedy for the error message.
+`read_options` makes such an object of a dictionary. Every problem is a `ConfigError` of one
+sentence that names key, value and remedy. The first one is raised, or all are collected in a list
+(`noting`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import ConfigError
 Config = TypeVar("Config")
 
 MAX_SECONDS = 10**9
-"""Of a time; 31 years."""
+"""Longest time, 31 years."""
 MAX_TOKENS_PER_S = 10**12
 _SHOWN_CHARACTERS = 80
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -33,43 +33,43 @@ _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCI
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The place of a value in the configuration."""
+    """Place of a value in the configuration."""
 
     key: str
     """Full key, such as "tiers[1].capacity"; empty at the top."""
     policies: Collection[str] | None = None
     """Known names of eviction policies; `None`: any word passes for one."""
     noted: list[str] | None = field(default=None, compare=False)
-    """Where problems are noted; None: the first one is raised."""
+    """List that problems are collected in; None: the first one is raised."""
 
     def below(self, name: str) -> At:
-        """The place of an option of this place."""
+        """Return the place of an option below this place."""
         return replace(self, key=f"{self.key}.{name}" if self.key else name)
 
     def item(self, index: int) -> At:
-        """The place of an item of the list at this place."""
+        """Return the place of an item of the list at this place."""
         return replace(self, key=f"{self.key}[{index}]")
 
     def wrong(self, value: object, problem: str) -> ConfigError:
-        """The sentence about a value that is not allowed; `problem` ends with the remedy."""
+        """Return the error for a value that is not allowed; `problem` ends with the remedy."""
         return ConfigError(f"{self.key}: {_shown(value)} {problem}.")
 
     def unknown(self, value: object, remedy: str) -> ConfigError:
-        """The sentence about a key that does not exist."""
+        """Return the error for a key that does not exist."""
         return ConfigError(f"{self.key} (set to {_shown(value)}) is an unknown key{remedy}.")
 
     def missing(self, remedy: str) -> ConfigError:
-        """The sentence about an option that must be given."""
+        """Return the error for a required option that is missing."""
         return ConfigError(f"{self.key} is missing; {remedy}.")
 
 
 class IncompleteError(ConfigError):
-    """A configuration object that cannot be made: what is wrong with it has been noted."""
+    """A configuration object cannot be made; its problems have been collected already."""
 
 
 @contextmanager
 def noting(noted: list[str] | None) -> Iterator[None]:
-    """Note a problem that comes up inside, so that others come up, too; None: let it pass."""
+    """Collect a `ConfigError` in `noted` and go on; with None, let it propagate."""
     try:
         yield
     except ConfigError as error:
@@ -84,7 +84,7 @@ Reader = Callable[[At, Any], object]
 
 
 def sized(parse: Callable[[object], object]) -> Reader:
-    """Reader of an amount; `parse` is one of `kvcascade.config.sizes`."""
+    """Return a reader of an amount; `parse` is one of `kvcascade.config.sizes`."""
 
     def read(at: At, value: Any) -> object:
         try:
@@ -96,7 +96,7 @@ def sized(parse: Callable[[object], object]) -> Reader:
 
 
 def choice(choices: type[StrEnum]) -> Reader:
-    """Reader of one of a few words."""
+    """Return a reader of one of a few words."""
 
     def read(at: At, value: Any) -> StrEnum:
         if not isinstance(value, str) or value not in list(choices):
@@ -110,7 +110,7 @@ def choice(choices: type[StrEnum]) -> Reader:
 
 
 def choice_or_name(choices: type[StrEnum]) -> Reader:
-    """Reader of one of a few words, or of a "package.module:name"."""
+    """Return a reader of one of a few words, or of a "package.module:name"."""
 
     def read(at: At, value: Any) -> object:
         if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
@@ -125,7 +125,7 @@ def choice_or_name(choices: type[StrEnum]) -> Reader:
 
 
 def whole(lowest: int, highest: int) -> Reader:
-    """Reader of a whole number within bounds."""
+    """Return a reader of a whole number within bounds."""
 
     def read(at: At, value: Any) -> int:
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -137,7 +137,7 @@ def whole(lowest: int, highest: int) -> Reader:
 
 
 def seconds(at: At, value: Any) -> float:
-    """Reader of a time, zero allowed."""
+    """Read a time in seconds; zero is allowed."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= MAX_SECONDS:
         problem = f"is not a time; give a number of seconds from 0 to {MAX_SECONDS}"
@@ -146,14 +146,14 @@ def seconds(at: At, value: Any) -> float:
 
 
 def deadline(at: At, value: Any) -> float:
-    """Reader of a time above zero."""
+    """Read a time in seconds above zero."""
     if not seconds(at, value):
-        raise at.wrong(value, "leaves no time at all; give a number of seconds above 0")
+        raise at.wrong(value, "is not above 0; give a number of seconds above 0")
     return float(value)
 
 
 def rate(at: At, value: Any) -> float:
-    """Reader of a number of tokens per second."""
+    """Read a number of tokens per second."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= MAX_TOKENS_PER_S:
         remedy = f"give a number of tokens per second above 0, up to {MAX_TOKENS_PER_S}"
@@ -162,33 +162,33 @@ def rate(at: At, value: Any) -> float:
 
 
 def flag(at: At, value: Any) -> bool:
-    """Reader of true or false."""
+    """Read true or false."""
     if not isinstance(value, bool):
-        raise at.wrong(value, "is not a switch; use true or false")
+        raise at.wrong(value, "is not a boolean; use true or false")
     return value
 
 
 def text(at: At, value: Any) -> str:
-    """Reader of any text."""
+    """Read any text."""
     if not _is_text(value):
         raise at.wrong(value, "is not text; give a string")
     return str(value)
 
 
 def word_or_none(at: At, value: Any) -> str | None:
-    """Reader of text that says something, or null."""
+    """Read text that is not blank, or null."""
     if value is not None and not text(at, value).strip():
-        raise at.wrong(value, "says nothing; give some text, or leave it out")
+        raise at.wrong(value, "is blank; give some text, or leave it out")
     return value  # type: ignore[no-any-return]
 
 
 def optional(read: Reader) -> Reader:
-    """Reader that lets null pass."""
+    """Return a reader that also accepts null."""
     return lambda at, value: None if value is None else read(at, value)
 
 
 def policy_name(at: At, value: Any) -> str:
-    """Reader of the name of a replacement policy, or of a class that is one."""
+    """Read the name of an eviction policy, or of a class that is one."""
     if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
         return value
     if at.policies is None:
@@ -197,21 +197,23 @@ def policy_name(at: At, value: Any) -> str:
         return value
     hint = did_you_mean(value, at.policies)
     known = _either([*at.policies])
-    raise at.wrong(value, f'is no policy{hint}; use {known}, or a class as "package.module:Class"')
+    raise at.wrong(
+        value, f'is not a known policy{hint}; use {known}, or a class as "package.module:Class"'
+    )
 
 
 def folder(at: At, value: Any) -> Path:
-    """Reader of an absolute path; "~" is the home folder."""
+    """Read an absolute path; "~" is the home folder."""
     if not _is_text(value) or not value or "\0" in value:
         raise at.wrong(value, 'is not a folder; give its path as text, such as "/mnt/nvme/kv"')
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise at.wrong(value, "depends on where the engine is started; give an absolute path")
+        raise at.wrong(value, "is a relative path; give an absolute path")
     return Path(os.path.normpath(path))
 
 
 def folders(at: At, value: Any) -> tuple[Path, ...]:
-    """Reader of one folder or a list of them."""
+    """Read one folder or a list of them."""
     if not isinstance(value, list | tuple):
         return (folder(at, value),)
     if not value:
@@ -224,8 +226,8 @@ def read_options(
 ) -> Config:
     """Make a configuration object of a dictionary; `also`: allowed keys that are not read here.
 
-    Raises `ConfigError`: for the first problem, or where problems are noted and what must be given
-    is not there.
+    Raises `ConfigError` for the first problem. If problems are collected, it raises
+    `IncompleteError` if a required option is missing or wrong.
     """
     readers, hints = _options(cls)
     for name, value in given.items():
@@ -248,7 +250,7 @@ def read_options(
 
 
 def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
-    """Of a configuration class: what reads each option, and the remedy for each required one."""
+    """Return the reader of each option of a class, and the remedy for each required one."""
     annotations = get_type_hints(cls, include_extras=True)
     readers: dict[str, Reader] = {}
     remedies: dict[str, str] = {}
@@ -262,7 +264,7 @@ def _options(cls: Any) -> tuple[dict[str, Reader], dict[str, str]]:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that can be stored: JSON can write halves of characters."""
+    """Return whether a value is encodable text; JSON can contain halves of characters."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -270,7 +272,7 @@ def _is_text(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value as the user wrote it, cut to a bounded length."""
+    """Return a value as the user wrote it, cut to a bounded length."""
     try:
         written = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -281,12 +283,12 @@ def _shown(value: object) -> str:
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
-    """Clause that names the known word which is most like a value; empty if none is."""
+    """Return a clause with the known word that is most similar; empty if none is."""
     close = difflib.get_close_matches(str(value).lower(), known, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def _either(words: Sequence[str]) -> str:
-    """Words as an alternative: "a", "b" or "c"."""
+    """Return words as an alternative: "a", "b" or "c"."""
     quoted = [f'"{word}"' for word in words]
     return " or ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))

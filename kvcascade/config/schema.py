@@ -1,8 +1,7 @@
 """`kv_connector_extra_config` as typed, frozen values, validated before anything is loaded.
 
-Parsing is pure: it looks at no file and at no machine (`config.machine` does that), and changes
-nothing. Every problem is a `ConfigError` of one sentence that names the full key, the value and
-what is allowed.
+Parsing is pure: it reads no file and asks no machine (`config.machine` does that). Every problem is
+a `ConfigError` of one sentence that names the full key, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ VLLM_KEYS: Mapping[str, Reader] = {
     "sync_load_budget_bytes": whole(0, sizes.MAX_BYTES),
     "canonical_layout": _not_canonical,
 }
-"""Keys of the same dictionary that vLLM reads, once the model is loaded and whatever their type:
-looked at here, and not kept."""
+"""Keys of the same dictionary that vLLM reads. vLLM reads them only after the model is loaded and
+does not check their types, so they are checked here; their values are not kept."""
 
 ELSEWHERE = {
     "cpu_bytes_to_use": "tiers[0].capacity",
@@ -68,7 +67,7 @@ ELSEWHERE = {
     "secondary_tiers": "tiers",
     "store_threshold": "tiers[1].admission",
 }
-"""Keys of the tiers that come with vLLM, and what says the same here."""
+"""Keys of the tiers that come with vLLM, and the corresponding key here."""
 
 DEFAULT_FLUSH_S = 20.0
 MAX_TIERS = 8
@@ -89,35 +88,37 @@ class WriteMode(StrEnum):
 
 
 class OnReset(StrEnum):
-    """What `reset_cache` does to the blocks that are there."""
+    """Effect of `reset_cache` on stored blocks."""
 
     INVALIDATE = "invalidate"
     KEEP = "keep"
 
 
 class Durability(StrEnum):
-    """What a committed block survives."""
+    """Failure that every block reported as stored survives."""
 
     PROCESS = "process"
+    """The death of the process."""
     POWER = "power"
+    """A loss of power."""
 
 
-class Admission(StrEnum):
-    """Which blocks may enter a tier."""
+class AdmissionMode(StrEnum):
+    """Rule for the blocks that may enter a tier."""
 
     ALL = "all"
     SECOND_TOUCH = "second_touch"
 
 
 class Movers(StrEnum):
-    """Who moves the blocks of a tier."""
+    """Process that moves the blocks of a tier."""
 
     PROCESS = "process"
     THREADS = "threads"
 
 
 class DirectIO(StrEnum):
-    """Whether payload passes by the page cache."""
+    """Whether block payload bypasses the page cache."""
 
     AUTO = "auto"
     ON = "on"
@@ -133,66 +134,66 @@ def _direct_io(at: At, value: Any) -> DirectIO:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuTier:
+class CpuTierOptions:
     """Options of the tier in shared memory."""
 
     type: ClassVar[str] = "cpu"
 
     key: str
-    """Where it stands in the configuration, for messages: "tiers[0]"."""
+    """Place in the configuration, for messages: "tiers[0]"."""
     capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
     """Bytes, or a share of the machine's memory."""
     policy: Annotated[str, policy_name] = "lru"
-    """Name, or "package.module:Class", of the replacement policy."""
+    """Name, or "package.module:Class", of the eviction policy."""
     arena_dir: Annotated[Path, folder] = Path("/dev/shm")
     """Folder of a memory file system that holds the arena."""
     prefault: Annotated[bool, flag] = True
     """Touch every page at the start, so that no step pays for it later."""
     low_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(4, 10))
-    """Share of the tier that is free or clean at least; below it demotion starts."""
+    """Share of the tier that is free or clean; below it, demotion starts."""
     high_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(5, 10))
     """Share of the tier that is free or clean when demotion stops."""
     persist: Annotated[bool, flag] = False
-    """Leave the arena in shared memory, for the next engine of the same namespace to take over."""
+    """Keep the arena in shared memory, for the next engine of the same namespace."""
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeTier:
+class NvmeTierOptions:
     """Options of a tier on disk."""
 
     type: ClassVar[str] = "nvme"
 
     key: str
-    """Where it stands in the configuration, for messages: "tiers[1]"."""
+    """Place in the configuration, for messages: "tiers[1]"."""
     capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
     """Bytes over all paths and namespaces, or a share of the disks."""
     path: Annotated[tuple[Path, ...], folders, _PATH_REMEDY]
     """Absolute folders, one per device."""
     policy: Annotated[str, policy_name] = "lru"
-    """Name, or "package.module:Class", of the replacement policy."""
+    """Name, or "package.module:Class", of the eviction policy."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
-    """What a committed block survives."""
-    admission: Annotated[Admission | str, choice_or_name(Admission)] = Admission.ALL
-    """Which blocks may enter; "package.module:function" asks a function of the user."""
+    """Failure that every block reported as stored survives."""
+    admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
+    """Rule for the blocks that may enter; "package.module:function" is the user's own."""
     write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
     """Bytes, or drive writes, per day; `None`: no limit."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
-    """Bytes, or a share of the disk, that are never used."""
+    """Bytes, or a share of the disk, that stay free."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
-    """Reads, and writes, that are under way at a time."""
+    """Number of concurrent reads, and of concurrent writes."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
-    """Who moves blocks to and from the CPU tier: a process of its own, or the scheduler's."""
+    """Process that moves blocks to and from the CPU tier: its own, or the scheduler's."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
-    """Whether payload passes by the page cache; `auto`: where the file system can."""
+    """Whether payload bypasses the page cache; `auto`: if the file system supports it."""
     segment_size: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
-    """Bytes of one segment file, about; `None`: 1 GiB, less in small tiers, more in large ones."""
+    """Approximate bytes of one segment file; `None`: 1 GiB, adapted to the tier's size."""
 
 
-TierConfig = CpuTier | NvmeTier
-"""The options of one tier."""
-BELOW: Mapping[str, type[NvmeTier]] = {NvmeTier.type: NvmeTier}
+TierConfig = CpuTierOptions | NvmeTierOptions
+"""Options of one tier."""
+BELOW: Mapping[str, type[NvmeTierOptions]] = {NvmeTierOptions.type: NvmeTierOptions}
 """Types of tiers below the first, and the classes of their options."""
-TIER_TYPES = (CpuTier.type, *BELOW)
+TIER_TYPES = (CpuTierOptions.type, *BELOW)
 
 
 def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
@@ -206,7 +207,7 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
             tiers.append(_tier(at.item(index), item, index))
     owners: dict[Path, str] = {}
     for tier in tiers:
-        for path in tier.path if isinstance(tier, NvmeTier) else ():
+        for path in tier.path if isinstance(tier, NvmeTierOptions) else ():
             clash = f"is used by {owners.get(path)} already; give a folder that is used once"
             with noting(at.noted):
                 if path in owners:
@@ -225,11 +226,12 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
     if (value["type"] in BELOW) is not bool(index):
-        raise at.below("type").wrong(value["type"], f"is not what comes here; {_ORDER_REMEDY}")
+        problem = f"is not allowed at this position; {_ORDER_REMEDY}"
+        raise at.below("type").wrong(value["type"], problem)
     options = {name: option for name, option in value.items() if name != "type"}
     if index:
         return read_options(BELOW[value["type"]], at, options, also=["type"])
-    tier = read_options(CpuTier, at, options, also=["type"])
+    tier = read_options(CpuTierOptions, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
         raise at.below("high_watermark").wrong(str(tier.high_watermark), problem)
@@ -241,44 +243,44 @@ class CascadeConfig:
     """The whole configuration."""
 
     key: str
-    """Empty: the options stand at the top."""
+    """Empty, because the options are at the top level."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
-    """From the fastest down; the first is the only `CpuTier`."""
+    """From the fastest down; the first is the only `CpuTierOptions`."""
     write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
-    """When a block is written to the tier below; `None`: see `machine.writing`."""
+    """Time of writing a block to the tier below; `None`: chosen by `machine.writing`."""
     dirty_age_s: Annotated[float, seconds] = 5.0
-    """In mode `back`: how long a block may be dirty."""
+    """Longest time that a block may be dirty in mode `back`."""
     on_reset: Annotated[OnReset, choice(OnReset)] = OnReset.INVALIDATE
-    """What `reset_cache` does to the blocks that are there."""
+    """Effect of `reset_cache` on stored blocks."""
     shutdown_flush_s: Annotated[float | None, optional(seconds)] = None
-    """How long a shutdown may take to write dirty blocks; `None`: what the engine is given, or
-    `DEFAULT_FLUSH_S` where it does not say."""
+    """Longest time for writing dirty blocks at shutdown; `None`: vLLM's shutdown timeout, or
+    `DEFAULT_FLUSH_S` if vLLM does not have one."""
     promotion_deadline_s: Annotated[float, deadline] = 10.0
-    """After this long a pending read is a miss."""
+    """Time after which a pending read counts as a miss."""
     promotion_budget: Annotated[Budget | None, optional(sized(sizes.parse_budget))] = None
     """Slots of the first tier that promotions may hold at a time; `None`: nearly all that are not
-    dirty, and at least half."""
+    dirty, but at least half."""
     load_or_recompute: Annotated[bool, flag] = True
-    """Read blocks only where that is expected to be faster than computing them again."""
+    """Read blocks only if that is expected to be faster than recomputing them."""
     prefill_tokens_per_s: Annotated[float | None, optional(rate)] = None
-    """Speed of computing; `None`: measured while serving."""
+    """Prefill speed; `None`: measured while serving."""
     record: Annotated[Path | None, optional(folder)] = None
-    """Folder for a record of all requests, to be replayed; `None`: none is kept."""
+    """Folder for a recording of all requests, for replay; `None`: no recording."""
     label: Annotated[str, text] = ""
-    """The user's word in the fingerprint of the namespace."""
+    """Free-text tag that is added to the fingerprint of the namespace."""
     weights_id: Annotated[str | None, word_or_none] = None
-    """Identity of the weights, in place of the one that is found; `None`: find it."""
+    """Identity of the weights; `None`: determined from the model."""
 
     @property
-    def cpu(self) -> CpuTier:
+    def cpu(self) -> CpuTierOptions:
         """The first tier."""
-        assert isinstance(self.tiers[0], CpuTier)
+        assert isinstance(self.tiers[0], CpuTierOptions)
         return self.tiers[0]
 
     @property
-    def nvme(self) -> tuple[NvmeTier, ...]:
-        """The tiers below the first."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTier))
+    def nvme(self) -> tuple[NvmeTierOptions, ...]:
+        """The NVMe tiers, below the first tier."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
 
 
 def parse(
@@ -286,11 +288,11 @@ def parse(
     policies: Collection[str] | None = None,
     noted: list[str] | None = None,
 ) -> CascadeConfig:
-    """Read `kv_connector_extra_config`; raises `ConfigError`, touches nothing.
+    """Return the configuration in `kv_connector_extra_config`. Raises `ConfigError`.
 
-    `policies` are the known names of policies; a policy may also be "package.module:Class". Without
-    them any word passes for a policy, and `assembly.named.check_names` finds the wrong ones.
-    With a list to note problems in, what can be read is read all the same (`options.noting`).
+    `policies`: known names; a policy may also be given as "package.module:Class". If it is None,
+    any word passes for a policy, and `assembly.named.check_names` finds the wrong ones. If `noted`
+    is a list, problems are collected there, and all other options are read (`options.noting`).
     """
     if not isinstance(extra_config, Mapping):
         remedy = 'is not a dictionary; give {"tiers": [...], ...}'
@@ -309,12 +311,12 @@ def parse(
 
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:
-    """Raise `ConfigError` for the first of `VLLM_KEYS` with a wrong value, or note all."""
+    """Raise `ConfigError` for the first of `VLLM_KEYS` with a wrong value, or collect all."""
     for key, read in VLLM_KEYS.items():
         if key in extra_config:
             with noting(noted):
                 read(At(key), extra_config[key])
     with noting(noted):
         if None not in (extra_config.get("block_size"), extra_config.get("blocks_per_chunk")):
-            problem = "says the same as blocks_per_chunk; leave one of them out"
+            problem = "has the same meaning as blocks_per_chunk; leave one of them out"
             raise At("block_size").wrong(extra_config["block_size"], problem)

@@ -1,8 +1,8 @@
 """Amounts as people write them: 4096, "64GiB", "500 GB", or a share such as "50%".
 
-Everything here is exact: a share is a fraction, and text that was parsed can be written back. The
-functions raise `ValueError` with a clause that says what is allowed; whoever knows the key and the
-value makes a sentence of it.
+All amounts are exact: a share is a fraction, and parsed text can be written back. The functions
+raise `ValueError` with a clause about the allowed values; the caller completes it with key and
+value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {"": 1, "b": 1} | {name.lower(): n for name, n in (_BINARY | _DECIMAL).items()}
 
-# Bounded digits: neither a value nor the time to read it can run away.
+# The number of digits is bounded, and with it the value and the time to parse it.
 _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*|%)")
 
 _DRIVE_WRITES = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,20})?) ?DWPD", re.IGNORECASE)
@@ -47,7 +47,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of something whose size is known later: of the memory, of a disk, of a tier."""
+    """A share of the memory, of a disk or of a tier, whose size is known later."""
 
     part: Fraction
     """From 0 to 1."""
@@ -75,7 +75,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class DriveWrites:
-    """A daily amount as a multiple of the drives' size, as makers of flash state endurance."""
+    """A daily amount as a multiple of the drives' size, the unit of endurance (DWPD)."""
 
     times: Fraction
     """Writes of the whole drive per day."""
@@ -91,15 +91,15 @@ class DriveWrites:
 
 
 Size = Bytes | Share
-"""What a capacity may be."""
+"""Types of a capacity."""
 WriteAmount = Bytes | DriveWrites
-"""What may be written per day."""
+"""Types of a daily write budget."""
 Budget = Bytes | Share | Blocks
-"""What a number of slots may be given as."""
+"""Types of a number of slots."""
 
 
 def parse_size(value: object) -> Size:
-    """Bytes or a share, above zero; a share is at most 100 %."""
+    """Parse bytes or a share, above zero; a share is at most 100 %."""
     size = _parse(value, SIZE_HINT)
     if not size.of(MAX_BYTES):
         raise ValueError(f"is not above zero; {SIZE_HINT}")
@@ -107,22 +107,22 @@ def parse_size(value: object) -> Size:
 
 
 def parse_reserve(value: object) -> Size:
-    """Bytes or a share, zero allowed."""
+    """Parse bytes or a share; zero is allowed."""
     return _parse(value, SIZE_HINT)
 
 
 def parse_bytes(value: object) -> Bytes:
-    """Bytes above zero, no share."""
+    """Parse bytes above zero; a share is not allowed."""
     size = _parse(value, BYTES_HINT)
     if not isinstance(size, Bytes):
-        raise ValueError(f"is a share where there is nothing to share; {BYTES_HINT}")
+        raise ValueError(f"is a share, which is not allowed here; {BYTES_HINT}")
     if not size.count:
         raise ValueError(f"is not above zero; {BYTES_HINT}")
     return size
 
 
 def parse_daily_writes(value: object) -> WriteAmount:
-    """Bytes above zero, or drive writes per day such as "0.3 DWPD"."""
+    """Parse bytes above zero, or drive writes per day such as "0.3 DWPD"."""
     match = _DRIVE_WRITES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         try:
@@ -136,7 +136,7 @@ def parse_daily_writes(value: object) -> WriteAmount:
 
 
 def parse_share(value: object) -> Share:
-    """A share above zero and at most 100 %."""
+    """Parse a share above zero and at most 100 %."""
     size = _parse(value, SHARE_HINT)
     if not isinstance(size, Share):
         raise ValueError(f"is not a share; {SHARE_HINT}")
@@ -146,7 +146,7 @@ def parse_share(value: object) -> Share:
 
 
 def parse_budget(value: object) -> Budget:
-    """A share, bytes with a unit, or a plain whole number, which counts blocks."""
+    """Parse a share, bytes with a unit, or a plain whole number, which counts blocks."""
     hint = 'write a share such as "50%", a size such as "8GiB", or a whole number of blocks'
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 < value <= MAX_BYTES:
@@ -159,7 +159,7 @@ def parse_budget(value: object) -> Budget:
 
 
 def budget_blocks(budget: Budget, tier_blocks: int, block_bytes: int) -> int:
-    """How many of a tier's blocks a budget is: at least 1, at most all."""
+    """Return a budget as a number of a tier's blocks: at least 1, at most all."""
     match budget:
         case Blocks(count):
             blocks = count
@@ -171,7 +171,7 @@ def budget_blocks(budget: Budget, tier_blocks: int, block_bytes: int) -> int:
 
 
 def human(count: int) -> str:
-    """A number of bytes for people, rounded: "1.8 TiB"."""
+    """Return a number of bytes for people, rounded: "1.8 TiB"."""
     for name, unit in _BINARY.items():
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -179,7 +179,7 @@ def human(count: int) -> str:
 
 
 def _parse(value: object, hint: str) -> Size:
-    """Bytes or share from 0 up; `hint` says what is allowed."""
+    """Parse bytes or a share from 0 up; `hint` states the allowed values."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"is not a size; {hint}")
     text = str(value).strip()
@@ -197,12 +197,12 @@ def _parse(value: object, hint: str) -> Size:
         raise ValueError(f"{_unit_problem(unit)}; {hint}")
     count = int(number * _UNITS[unit.lower()])
     if count > MAX_BYTES:
-        raise ValueError(f"is beyond every file system; {hint}")
+        raise ValueError(f"is larger than any file system supports; {hint}")
     return Bytes(count, text)
 
 
 def _unit_problem(unit: str) -> str:
-    """What is wrong with a unit; a bare letter could mean either kind."""
+    """Return the problem with a unit; a bare letter could be binary or decimal."""
     if unit.upper() in {"K", "M", "G", "T"}:
         letter = unit.upper()
         return f"has a unit that may mean {letter}iB or {letter}B: write out which"
@@ -210,7 +210,7 @@ def _unit_problem(unit: str) -> str:
 
 
 def _exact(count: int) -> str:
-    """A number of bytes in the largest binary unit that divides it."""
+    """Return a number of bytes in the largest binary unit that divides it."""
     for name, unit in _BINARY.items():
         if count and count % unit == 0:
             return f"{count // unit}{name}"
@@ -218,6 +218,6 @@ def _exact(count: int) -> str:
 
 
 def _decimal(number: Fraction) -> str:
-    """A fraction in plain decimal digits, exact to 20 of them."""
+    """Return a fraction in decimal digits, exact to 20 of them."""
     scaled = f"{int(number * 10**20):021d}"
     return f"{scaled[:-20]}.{scaled[-20:]}".rstrip("0").rstrip(".")

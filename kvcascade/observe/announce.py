@@ -1,9 +1,9 @@
-"""Telling routers what a restarted engine found on disk.
+"""Announce the blocks that a restarted engine found on disk to cache-aware routers.
 
-vLLM's KV events say what is stored and removed from the start of the engine on; what an earlier
-engine left would stay unknown to a cache-aware router. A background thread reads the keys of the
-index into a short queue, and each step announces a batch: the scheduler never waits for the disk,
-and no step pays for more than `BATCH_BLOCKS`.
+vLLM's KV events cover blocks that are stored and removed after the engine's start. Blocks of an
+earlier engine would stay unknown to a router. A background thread reads the keys of the index into
+a short queue, and each step announces one batch. The scheduler never waits for the disk, and no
+step announces more than `BATCH_BLOCKS`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = get_logger(__name__)
 BATCH_BLOCKS = 512
 MAX_BATCHES = 4
 KeysAfter = Callable[[bytes, int], list[BlockHash]]
-"""`keys_after(key, limit)`: keys that follow a key, in order; any thread."""
+"""`keys_after(key, limit)` returns the keys that follow a key, in order. Any thread."""
 
 PUT_WAIT_S = 0.5
 STOP_WAIT_S = 5.0
 
 
 class Announcer:
-    """Hands out keys in batches; `take` and `stop` belong to the scheduler thread."""
+    """Hands out keys in batches. The scheduler thread calls `take` and `stop`."""
 
     def __init__(self, keys_after: KeysAfter) -> None:
         """`keys_after` is called on a thread of its own."""
@@ -40,13 +40,13 @@ class Announcer:
         self._thread.start()
 
     def take(self) -> list[BlockHash]:
-        """The next batch; empty if none is there yet, or all were handed out. Never waits."""
+        """Return the next batch; empty if none is ready or none is left. Never waits."""
         with suppress(queue.Empty):
             return self._batches.get_nowait()
         return []
 
     def stop(self) -> None:
-        """End the thread; idempotent. Waits for the batch it is reading, `STOP_WAIT_S` at most."""
+        """End the thread; idempotent. Waits for its current read, `STOP_WAIT_S` at most."""
         self._stopped.set()
         self._thread.join(STOP_WAIT_S)
 

@@ -1,8 +1,8 @@
-"""Every metric of the cascade: name, help, labels, and where its values come from.
+"""Every metric of the cascade: name, help, labels, and the source of its values.
 
-One table for all who need it: the declarations that vLLM asks for, the values that it is sent, and
-the documentation. Names follow the rules of Prometheus: base units, the unit last, and the
-exporter appends `_total` to counters.
+The table serves the declarations that vLLM asks for, the values that it is sent, and the
+documentation. Names follow the rules of Prometheus: base units, with the unit last. The exporter
+appends `_total` to counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATENCY_BUCKETS_S = (
 
 
 class Kind(Enum):
-    """How Prometheus treats a metric."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -30,19 +30,19 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What the values are read from."""
+class MetricsSnapshot:
+    """State of the manager that the values are read from."""
 
     counters: Counters
     tiers: list[TierState]
     tokens_per_block: float = 0.0
-    """Prompt tokens that one of the served blocks stands for."""
+    """Prompt tokens that one served block saves."""
     waiting_requests: int = 0
-    """Requests that wait for their turn to have blocks brought up."""
+    """Number of requests that wait for their turn to have blocks promoted."""
 
 
 Values = Iterator[tuple[tuple[str, ...], float]]
-"""Label values and the value."""
+"""Pairs of label values and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ class Metric:
     name: str
     documentation: str
     labels: tuple[str, ...]
-    values: Callable[[Snapshot], Values]
+    values: Callable[[MetricsSnapshot], Values]
 
 
-def _total(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _total(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         yield (), float(getattr(snapshot.counters, field))
 
     return read
 
 
-def _by_tier(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _by_tier(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, value in zip(counters.tier_names, getattr(counters, field), strict=True):
             yield (name,), float(value)
@@ -72,8 +72,8 @@ def _by_tier(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _by_link(field: str) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _by_link(field: str) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
             yield (name,), float(getattr(link, field))
@@ -81,10 +81,10 @@ def _by_link(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _latencies(field: str) -> Callable[[Snapshot], Values]:
-    """Samples are taken: each is reported once."""
+def _latencies(field: str) -> Callable[[MetricsSnapshot], Values]:
+    """Return a reader that removes the samples, so that each is reported once."""
 
-    def read(snapshot: Snapshot) -> Values:
+    def read(snapshot: MetricsSnapshot) -> Values:
         counters = snapshot.counters
         for name, link in zip(counters.tier_names[1:], counters.links, strict=True):
             samples = getattr(link, field)
@@ -94,8 +94,8 @@ def _latencies(field: str) -> Callable[[Snapshot], Values]:
     return read
 
 
-def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot], Values]:
-    def read(snapshot: Snapshot) -> Values:
+def _of_state(value: Callable[[TierState], float | None]) -> Callable[[MetricsSnapshot], Values]:
+    def read(snapshot: MetricsSnapshot) -> Values:
         for state in snapshot.tiers:
             found = value(state)
             if found is not None:
@@ -104,8 +104,8 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[Snapshot]
     return read
 
 
-def _misses(snapshot: Snapshot) -> Values:
-    """A tier missed what no tier had, and what those below it served."""
+def _misses(snapshot: MetricsSnapshot) -> Values:
+    """Yield the misses of each tier: blocks that no tier had, or that a tier below served."""
     counters = snapshot.counters
     missed = counters.lookup_misses
     served = list(zip(counters.tier_names, counters.loaded_blocks, strict=True))
@@ -114,20 +114,20 @@ def _misses(snapshot: Snapshot) -> Values:
         missed += blocks
 
 
-def _served_tokens(snapshot: Snapshot) -> Values:
+def _served_tokens(snapshot: MetricsSnapshot) -> Values:
     counters = snapshot.counters
     for name, blocks in zip(counters.tier_names, counters.served_blocks, strict=True):
         yield (name,), blocks * snapshot.tokens_per_block
 
 
-def _write_amplification(snapshot: Snapshot) -> Values:
+def _write_amplification(snapshot: MetricsSnapshot) -> Values:
     stored = snapshot.counters.stored_blocks * snapshot.tiers[0].block_bytes
     for state, link in zip(snapshot.tiers[1:], snapshot.counters.links, strict=True):
         if stored:
             yield (state.name,), link.demoted_bytes / stored
 
 
-def _written_per_read(snapshot: Snapshot) -> Values:
+def _written_per_read(snapshot: MetricsSnapshot) -> Values:
     for state in snapshot.tiers:
         if state.day is not None and state.day.read:
             yield (state.name,), state.day.written / state.day.read
@@ -170,18 +170,18 @@ TOTAL_FIELDS: dict[str, str] = {
 }
 
 
-def _recomputed(snapshot: Snapshot) -> Values:
+def _recomputed(snapshot: MetricsSnapshot) -> Values:
     for reason, blocks in snapshot.counters.recomputed_blocks.items():
         yield (reason.value,), float(blocks)
 
 
-def _turn_waits(snapshot: Snapshot) -> Values:
+def _turn_waits(snapshot: MetricsSnapshot) -> Values:
     samples = snapshot.counters.turn_waits_s
     while samples:
         yield (), samples.popleft()
 
 
-def _waiting(snapshot: Snapshot) -> Values:
+def _waiting(snapshot: MetricsSnapshot) -> Values:
     yield (), float(snapshot.waiting_requests)
 
 
@@ -222,7 +222,7 @@ _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
 
 
 def counter_name(field: str) -> str:
-    """The name of the metric for a field of the counters."""
+    """Return the name of the metric for a field of the counters."""
     return field[:-2] + "_seconds" if field.endswith("_s") else field
 
 
@@ -266,7 +266,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def table() -> str:
-    """All metrics as a table in Markdown, for the documentation."""
+    """Return all metrics as a table in Markdown, for the documentation."""
     lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
     for metric in METRICS:
         suffix = "_total" if metric.kind is Kind.COUNTER else ""

@@ -1,15 +1,18 @@
-"""Recording what is asked of the cache, for `kvcascade replay`: no tokens, and no real hashes.
+"""Record the requests to the cache for `kvcascade replay`, without tokens and without real hashes.
 
-Each request becomes a line: when it came, how long it took, how many tokens its blocks stand for,
-and a digest per block. The digests are keyed with a salt that is drawn at the start and kept in
-memory only, so they match within one recording and nowhere else. The bytes are in FORMAT.md.
+Each request becomes a line: its arrival, its duration, the tokens of its blocks, and a digest per
+block. The digests are keyed with a random salt that is kept in memory only, so they match within
+one recording and nowhere else. FORMAT.md describes the bytes.
 
-Threads: `note` is called by the scheduler's thread; it never waits and touches no file. One writer
-thread digests and writes. What does not fit into the bounded queue is dropped and counted.
-Bounds: `MAX_QUEUED_BLOCKS` in memory, `MAX_FILES` files of about `FILE_BYTES` on disk, those that
-ended recordings left in the folder included: they go first, then its own, the oldest first. Files
-of a recording that another process writes are neither counted nor touched: its newest one is
-locked. A file that cannot be written ends the recording, never the engine.
+Threads: the scheduler's thread calls `note`, which never waits and touches no file. One writer
+thread computes digests and writes. Requests that do not fit into the bounded queue are dropped and
+counted.
+
+Bounds: `MAX_QUEUED_BLOCKS` in memory, and `MAX_FILES` files of about `FILE_BYTES` on disk. Files of
+ended recordings in the folder count, too. They are removed first, then the recording's own files,
+the oldest first. Files of a recording that another process is writing are neither counted nor
+touched; the lock on its newest file shows that. If a file cannot be written, the recording ends and
+the engine goes on.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ logger = get_logger(__name__)
 
 FORMAT: Final = 1
 FORMAT_KEY: Final = "kvcascade_record"
-"""In the first line of each file; its value is `FORMAT`."""
+"""Key in the first line of each file; its value is `FORMAT`."""
 FILES: Final = "requests-*.jsonl"
-"""The files of all recordings in a folder."""
+"""Pattern of the files of all recordings in a folder."""
 DIGEST_BYTES: Final = 8
 FILE_BYTES = 64 << 20
 MAX_FILES = 16
@@ -53,7 +56,7 @@ _NAME = re.compile(r"(requests-\d{8}T\d{6}-\d+-[0-9a-f]{6})-(\d{6})\.jsonl", re.
 
 @dataclass(frozen=True, slots=True)
 class RecordFacts:
-    """What holds for every line of a recording."""
+    """Facts that apply to every line of a recording."""
 
     tokens_per_block: float
     block_bytes: int
@@ -67,8 +70,9 @@ class _Noted:
 
 
 class RecordFiles:
-    """The files of one recording: written in turn, the oldest of the folder removed. Writer thread
-    only."""
+    """The files of one recording, written one after the other; removes the oldest of the folder.
+
+    Writer thread only."""
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class RecordFiles:
         file_bytes: int = FILE_BYTES,
         max_files: int = MAX_FILES,
     ) -> None:
-        """Begins the first file. Raises one of our errors."""
+        """Begin the first file. Raises one of our errors."""
         self._folder = folder
         self._facts = facts
         self._file_bytes = file_bytes
@@ -112,7 +116,7 @@ class RecordFiles:
         path = self._folder / _file_name(self._prefix, self._part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(path, flags, FILE_MODE), "wb")
-        with suppress(OSError):  # a file system without locks: nobody can tell that it is written
+        with suppress(OSError):  # a file system without locks: others take this recording for ended
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._paths.append(path)
         self._make_room()
@@ -142,7 +146,7 @@ def _file_name(prefix: str, part: int) -> str:
 
 
 def _ended_files(folder: Path, own: str) -> list[Path]:
-    """Files of the recordings that nobody writes any more, the oldest first."""
+    """Return the files of ended recordings, the oldest first."""
     newest: dict[str, int] = {}
     files: list[tuple[str, Path]] = []
     for path in sorted(folder.iterdir()):
@@ -155,7 +159,7 @@ def _ended_files(folder: Path, own: str) -> list[Path]:
 
 
 def _has_ended(folder: Path, prefix: str, newest: int) -> bool:
-    """Whether nobody writes a recording: asked of the kernel, by the lock on its newest file."""
+    """Return whether no process writes a recording: its newest file is not locked."""
     try:
         descriptor = os.open(
             folder / _file_name(prefix, newest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -166,15 +170,15 @@ def _has_ended(folder: Path, prefix: str, newest: int) -> bool:
             os.close(descriptor)
     except OSError:
         return False
-    # Its writer may have gone on to the next file, which it locks before it lets go of this one.
+    # The writer may have begun the next file, which it locks before it unlocks this one.
     return not (folder / _file_name(prefix, newest + 1)).exists()
 
 
 class Recorder:
-    """Takes requests from the scheduler's thread to the files."""
+    """Passes requests from the scheduler's thread to the files."""
 
     def __init__(self, files: RecordFiles, facts: RecordFacts, clock: Callable[[], float]) -> None:
-        """`clock`: monotonic seconds, the one that `note` is given times of."""
+        """`clock`: monotonic seconds, also of the times that `note` gets."""
         self._files = files
         self._facts = facts
         self._clock = clock
@@ -190,7 +194,7 @@ class Recorder:
         self._thread.start()
 
     def note(self, arrived_s: float, block_hashes: Sequence[BlockHash]) -> None:
-        """A request ended; `block_hashes` is its prompt in prefix order, and will not change."""
+        """Queue a request that ended; `block_hashes`: its prompt in prefix order, final."""
         n = len(block_hashes)
         with self._lock:
             if self._is_ended or self._queued_blocks + n > MAX_QUEUED_BLOCKS:
@@ -240,5 +244,5 @@ class Recorder:
 
 
 def open_recorder(folder: Path, facts: RecordFacts, clock: Callable[[], float]) -> Recorder:
-    """Begin a recording in a folder, which is made if need be. Raises one of our errors."""
+    """Begin a recording in a folder, creating it if needed. Raises one of our errors."""
     return Recorder(RecordFiles(folder, facts), facts, clock)

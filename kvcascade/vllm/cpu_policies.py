@@ -1,9 +1,10 @@
-"""Our replacement policies for vLLM's own CPU manager.
+"""Our eviction policies for vLLM's own CPU manager.
 
     "eviction_policy": "S3FifoPolicy", "cache_policy_module_path": "kvcascade.vllm_policies"
 
 For users who keep vLLM's manager (`CPUOffloadingSpec`, `TieringOffloadingSpec`). vLLM keeps the
-statuses; which chunk leaves next is decided by the same orders as in the cascade. Scheduler thread.
+statuses of chunks. Victims are chosen by the same eviction orders as in the cascade. Scheduler
+thread.
 """
 
 from __future__ import annotations
@@ -18,15 +19,10 @@ from ..manager.request import Request, runs_from_the_end
 from ..tiers.base import BlockHash
 from ..tiers.policies import ORDERS, EvictionOrder, order_class
 from ..tiers.policies.ordered import tag_of
+from .generation import chunk_slot, key_positions
 
 PUBLIC_MODULE = "kvcascade.vllm_policies"
-"""Module by whose name users and vLLM find these classes."""
-
-
-def _slot_of(chunk: Any) -> int:
-    """The slot of a status: `chunk_id`, and `block_id` up to 0.29."""
-    slot: int = chunk.chunk_id if hasattr(chunk, "chunk_id") else chunk.block_id
-    return slot
+"""Name of the module that users and vLLM import these classes from."""
 
 
 def _tags(keys: Iterable[OffloadKey]) -> list[int]:
@@ -34,7 +30,7 @@ def _tags(keys: Iterable[OffloadKey]) -> list[int]:
 
 
 class _OrderPolicy(CachePolicy):
-    """Any of our orders as a policy of vLLM."""
+    """Adapter from one of our eviction orders to vLLM's policy interface."""
 
     order_name: ClassVar[str]
 
@@ -48,7 +44,7 @@ class _OrderPolicy(CachePolicy):
         return self._chunks.get(key)
 
     def insert(self, key: OffloadKey, chunk: Any, req_context: object = None) -> None:
-        slot = _slot_of(chunk)
+        slot = chunk_slot(chunk)
         self._chunks[key] = chunk
         self._key_at[slot] = key
         self._order.insert([slot], _tags([key]))
@@ -70,7 +66,7 @@ class _OrderPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: object = None,
     ) -> None:
-        request = Request(positions=getattr(req_context, "_offload_key_positions", {}))
+        request = Request(positions=key_positions(req_context))
         hashes = [BlockHash(key) for group in key_groups for key in group]
         keys = cast(list[OffloadKey], request.in_prompt_order(hashes))
         if self._order.wants_chains and keys:
@@ -101,13 +97,13 @@ class _OrderPolicy(CachePolicy):
         self._key_at = [None] * len(self._key_at)
 
     def _forget(self, key: OffloadKey) -> int:
-        slot = _slot_of(self._chunks.pop(key))
+        slot = chunk_slot(self._chunks.pop(key))
         self._key_at[slot] = None
         return slot
 
     def _slots(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Slots of those that are here, the first one's last."""
-        found = [_slot_of(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
+        """Return the slots of the keys that are present, in reverse order of the keys."""
+        found = [chunk_slot(chunk) for key in keys if (chunk := self._chunks.get(key)) is not None]
         found.reverse()
         return found
 
@@ -120,4 +116,4 @@ def _policy(order_name: str, order: type[EvictionOrder]) -> type[_OrderPolicy]:
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.__name__: policy for policy in map(_policy, ORDERS, ORDERS.values())
 }
-"""Every built-in order as a policy of vLLM, by class name: `LruOrder` gives `LruPolicy`."""
+"""All built-in orders as policies of vLLM, by class name: `LruOrder` gives `LruPolicy`."""

@@ -1,9 +1,9 @@
 """Facts about the engine that vLLM's offloading configuration does not carry.
 
 The scheduler process holds the engine's full configuration as a local variable of the connector
-that makes our spec; the worker process offers it by a call. Both are tried, and their absence is
-no error: the facts are then fewer, and the namespace is shared across processes only under the
-user's own `weights_id`.
+that makes our spec. The worker process offers it by a call. Both ways are tried. If neither finds
+it, fewer facts are known, and the namespace is shared across processes only if the user sets
+`weights_id`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from .generation import offered, seeds_hashes_with_a_constant
+
 MAX_FRAMES = 16
-"""How far up the stack the engine's configuration is looked for."""
-FIRST_STABLE_HASH_VERSION = (0, 29)
-"""From here on vLLM seeds sha256 block hashes with a constant."""
+"""Limit on the stack frames that are searched for the engine's configuration."""
 
 _READ_THE_MODEL = frozenset(
     "auto hf safetensors fastsafetensors instanttensor pt npcache mistral gguf bitsandbytes "
     "sharded_state runai_streamer runai_streamer_sharded".split()
 )
-"""Load formats of any version that read the files which the model's name stands for. Others take
-weights from a file of their own (tensorizer), a process that loaded them when those files may have
-been others (ipc_cache, modelexpress), nowhere (dummy), or wherever a plugin says."""
+"""Load formats, of any version, that read the files at the model's name.
+
+Other formats take weights from a file of their own (tensorizer), from a process that loaded them
+earlier (ipc_cache, modelexpress), from nowhere (dummy), or from a place that a plugin chooses."""
 _VOLATILE_HF_KEYS = frozenset({"_name_or_path", "transformers_version", "name_or_path"})
 _STATE_OPTIONS = (
     "mamba_cache_dtype",
@@ -42,9 +43,9 @@ _MODEL_OPTIONS = (
     "model_class_overrides",
     "code_revision",
 )
-"""What computes the blocks, beside the weights and the model's own configuration."""
+"""Options that change what a block contains, beside weights and the model's configuration."""
 _ATTENTION_OPTIONS = ("backend", "backend_per_kind", "indexer_kv_dtype")
-"""What the user asks for; what vLLM chose is `packing`'s."""
+"""Attention options that the user sets; the backend that vLLM chose is a fact of `packing`."""
 _STATE_ORDER = "VLLM_SSM_CONV_STATE_LAYOUT"
 _INTERLEAVING = ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
 _MEDIA_OPTIONS = (
@@ -57,40 +58,37 @@ _MEDIA_OPTIONS = (
     "mm_encoder_attn_backend",
     "mm_encoder_fp8_scale_path",
 )
-"""What a server does to all media; vLLM's hash of an image knows what its request asks for only."""
+"""Options that a server applies to all media; vLLM's hash of an image covers the request's only."""
 
 
 def engine_config() -> Any | None:
-    """vLLM's `VllmConfig` of this process, or None if it cannot be found."""
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-    except ImportError:
-        found = None
-    else:
-        found = get_current_vllm_config_or_none()
-    if found is not None:
-        return found
+    """Return vLLM's `VllmConfig` of this process, or None if it cannot be found."""
+    ask = offered("vllm.config", "get_current_vllm_config_or_none")
+    found = None if ask is None else ask()
+    return _local_of_a_caller("vllm_config", "model_config") if found is None else found
+
+
+def kv_cache_config() -> Any | None:
+    """Return the `KVCacheConfig` of the connector that is being made, or None."""
+    return _local_of_a_caller("kv_cache_config", "kv_cache_groups")
+
+
+def _local_of_a_caller(name: str, attribute: str) -> Any | None:
+    """Return the nearest local variable of this name up the stack whose value has the attribute."""
     frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None  # the function that asks
     for _ in range(MAX_FRAMES):
         frame = frame.f_back if frame is not None else None
         if frame is None:
             return None
-        candidate = frame.f_locals.get("vllm_config")
-        if candidate is not None and hasattr(candidate, "model_config"):
+        candidate = frame.f_locals.get(name)
+        if hasattr(candidate, attribute):
             return candidate
     return None
 
 
-def vllm_version() -> tuple[int, ...]:
-    """Major and minor version of the installed vLLM; (0, 0) if it does not say."""
-    import vllm
-
-    parts = str(getattr(vllm, "__version__", "0.0")).split(".")[:2]
-    return tuple(int(part) if part.isdigit() else 0 for part in parts)
-
-
 def model_facts(config: Any) -> dict[str, str]:
-    """What of the model's configuration shapes the bytes of a block."""
+    """Return the parts of the engine's configuration that shape the bytes of a block."""
     model, cache = config.model_config, config.cache_config
     hf_config = getattr(model, "hf_config", None)
     loader = getattr(getattr(config, "load_config", None), "model_loader_extra_config", None)
@@ -118,14 +116,14 @@ def model_facts(config: Any) -> dict[str, str]:
 
 
 def _options(config: Any, names: Sequence[str]) -> list[str]:
-    """The values of options; versions that do not know one all say None."""
+    """Return the values of options; "None" for an option that the installed version lacks."""
     return [str(getattr(config, name, None)) for name in names]
 
 
 def _positions(model: Any) -> str:
-    """Longest prompt: some models (LongRoPE, Llama 4) choose by it how they turn every position.
+    """Return the longest prompt, by which some models (LongRoPE, Llama 4) scale all positions.
 
-    Where vLLM makes it fit the memory, they were made for what `hf_config` says.
+    Return "auto" if vLLM fits the length to the memory: models then use the one in `hf_config`.
     """
     if getattr(model, "original_max_model_len", None) == -1:
         return "auto"
@@ -133,9 +131,9 @@ def _positions(model: Any) -> str:
 
 
 def reasons_not_to_share(config: Any) -> dict[str, str]:
-    """What block hash and fingerprint cannot tell apart: name to a sentence with the remedy.
+    """Return differences that block hash and fingerprint miss: name to a clause with the remedy.
 
-    Within one process equal hashes still mean equal blocks.
+    Within one process, equal hashes still mean equal blocks.
     """
     cache = config.cache_config
     media = getattr(config.model_config, "multimodal_config", None)
@@ -164,10 +162,10 @@ def reasons_not_to_share(config: Any) -> dict[str, str]:
 
 
 def weights_facts(config: Any) -> tuple[str, str | None, bool]:
-    """(model path or hub name, revision, whether the weights are what that name stands for).
+    """Return (model path or hub name, revision, whether the weights are those of that name).
 
-    Where the weights lie elsewhere, in an object store, the local path holds the rest only; and
-    what ModelScope calls so is not what the Hugging Face hub's cache knows by the name.
+    If the weights lie in an object store, their place there is the name; the local path holds only
+    the other files. A name at ModelScope says nothing about the cache of the Hugging Face hub.
     """
     model = config.model_config
     load_format = str(getattr(config.load_config, "load_format", "auto")).rpartition(".")[2].lower()
@@ -182,9 +180,9 @@ def _asks_modelscope() -> bool:
 
 
 def draft_facts(config: Any) -> tuple[str, str | None] | None:
-    """(path or hub name, revision) of a model that drafts tokens for the engine's, if there is one.
+    """Return (path or hub name, revision) of the draft model for speculative decoding, if any.
 
-    Its layers are in the blocks beside the model's own.
+    Blocks contain its layers beside the model's own.
     """
     model = config.model_config
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
@@ -195,7 +193,7 @@ def draft_facts(config: Any) -> tuple[str, str | None] | None:
 
 
 def continues_prefixes(config: Any) -> bool:
-    """False if the attention of this model on this machine cannot begin behind cached blocks.
+    """Return False if attention cannot continue from cached blocks with this model and machine.
 
     vLLM then turns chunked prefill and its own prefix cache off (MLA on a CPU without AMX, see
     `vllm.platforms.cpu`), yet goes on asking an offloading connector for blocks.
@@ -210,25 +208,24 @@ def continues_prefixes(config: Any) -> bool:
 
 
 def pipeline_depth(config: Any | None) -> int:
-    """Steps after which every worker has certainly finished transfers from before a reset."""
+    """Return the number of steps after which all transfers from before a reset have ended."""
     stages = 1 if config is None else int(config.parallel_config.pipeline_parallel_size)
     return max(3, stages + 2) + 1
 
 
 def seconds_to_stop(config: Any | None) -> int | None:
-    """How long vLLM lets an engine live that it was asked to stop; None: this vLLM has no such
-    setting."""
+    """Return how long vLLM lets an engine run on once it shall stop; None: no such setting."""
     return getattr(config, "shutdown_timeout", None)
 
 
 def hashes_change_at_restart(config: Any | None) -> bool:
-    """True if block hashes differ in every process, so that persistence is of no use."""
+    """Return True if block hashes differ in every process, so that blocks are not found again."""
     if os.environ.get("PYTHONHASHSEED") not in (None, "", "random"):
         return False
     algorithm = "sha256"
     if config is not None:
         algorithm = str(getattr(config.cache_config, "prefix_caching_hash_algo", algorithm))
-    return vllm_version() < FIRST_STABLE_HASH_VERSION or algorithm.startswith("xxhash")
+    return not seeds_hashes_with_a_constant() or algorithm.startswith("xxhash")
 
 
 def _stable(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -236,8 +233,9 @@ def _stable(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lasting(value: object) -> str:
-    """As text that says the same in every process: of a function its name, not its address. What
-    it does to the model's configuration is seen there."""
+    """Return text that is equal in every process: for a function its name, not its address.
+
+    The function's effect is visible in the model's configuration, another fact."""
     if not callable(value):
         return str(value)
     return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"

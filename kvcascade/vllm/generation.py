@@ -1,18 +1,27 @@
-"""Which adapter fits the installed vLLM, found by what it offers, not by its version.
+"""All questions about the installed vLLM: which adapter fits, its version, and what it offers.
 
-vLLM rebuilt its interface for offloading several times. The generations differ in their modules and
-in the names in them. A vLLM that fits none of them is refused in one sentence.
+No other module compares versions or looks for names in vLLM's modules (`tests/vllm` checks it). A
+name is looked for wherever that is possible; a version number decides only where two versions offer
+the same names and behave differently. If vLLM is not installed, this module can be imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum, StrEnum
+from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..errors import ConfigError
 
 _BASE = "vllm.v1.kv_offload"
+
+State = TypeVar("State")
+
+
+# The adapter.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,11 @@ def supported(generations: Sequence[Generation] = GENERATIONS) -> str:
 
 
 def adapter() -> str:
-    """Name of the module with the adapter. Raises `ConfigError` if no adapter fits."""
+    """Return the name of the module with the adapter for the installed vLLM.
+
+    vLLM rebuilt its interface for offloading several times. The generations differ in their modules
+    and in the names in them. Raises `ConfigError` if no adapter fits.
+    """
     if not _offers("vllm"):
         raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")
     for generation in GENERATIONS:
@@ -60,8 +73,8 @@ def adapter() -> str:
             return generation.module
     version = getattr(import_module("vllm"), "__version__", "(of no known version)")
     raise ConfigError(
-        f"kvcascade does not support the installed vLLM {version}, whose interface for offloading "
-        f"is another one; install vLLM {supported()}."
+        f"kvcascade does not support the installed vLLM {version}, because its interface for "
+        f"offloading differs; install vLLM {supported()}."
     )
 
 
@@ -71,14 +84,17 @@ def _has_worker() -> bool:
 
 
 def _has_handlers_and_steps() -> bool:
-    """Managers are told of requests and steps, and asked for what an idle engine waits for."""
+    """True for 0.24: managers know requests, steps and pending work, and handlers copy."""
     if not _offers(f"{_BASE}.base", "OffloadingManager") or not _offers(f"{_BASE}.worker.worker"):
         return False
     return hasattr(import_module(f"{_BASE}.base").OffloadingManager, "has_pending_work")
 
 
 def _is_seed() -> bool:
-    """Keys are plain hashes, and handlers report objects (pairs up to 0.15)."""
+    """True for 0.16 to 0.19: keys are plain hashes, and handlers report dataclasses.
+
+    Up to 0.15 handlers report pairs; from 0.20 on keys are `OffloadKey`.
+    """
     if not _offers(f"{_BASE}.mediums") or _offers(f"{_BASE}.abstract", "OffloadKey"):
         return False
     worker = f"{_BASE}.worker.worker"
@@ -86,9 +102,188 @@ def _is_seed() -> bool:
 
 
 def _offers(module: str, *names: str) -> bool:
-    """True if the installed vLLM has this module with these names in it."""
+    """Return whether the installed vLLM has this module with these names in it."""
     try:
         found = import_module(module)
     except ModuleNotFoundError:
         return False
     return all(hasattr(found, name) for name in names)
+
+
+# The version number, where the names are the same.
+
+
+def vllm_version() -> tuple[int, ...]:
+    """Return major and minor version of the installed vLLM; (0, 0) if it does not say."""
+    parts = str(getattr(import_module("vllm"), "__version__", "0.0")).split(".")[:2]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+def seeds_hashes_with_a_constant() -> bool:
+    """Return whether sha256 block hashes are the same in every process without PYTHONHASHSEED."""
+    return vllm_version() >= (0, 29)
+
+
+def offers_states_once() -> bool:
+    """Return whether a block of states is offered only in the step that fills it.
+
+    Earlier versions offer blocks of states again, like all others.
+    """
+    return vllm_version() >= (0, 29)
+
+
+def offers_the_last_token() -> bool:
+    """Return whether vLLM offers the last token of an answer, which is never computed.
+
+    Those versions count it as computed when the request ends (`num_tokens_after_batch =
+    req.num_tokens`). Earlier versions store nothing at the end; later ones leave that token out.
+    """
+    return (0, 26) <= vllm_version() <= (0, 29)
+
+
+def schedules_block_holders_first() -> bool:
+    """Return whether waiting requests that hold device blocks are scheduled before the others."""
+    return vllm_version() >= (0, 31)
+
+
+# Names that some versions do not have.
+
+
+def offered(module: str, name: str) -> Any | None:
+    """Return a name of one of vLLM's modules, or None if the installed vLLM does not have it."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def has_tiering_spec(name: str) -> bool:
+    """Return whether vLLM's factory knows a spec of this name."""
+    factory = offered(f"{_BASE}.factory", "OffloadingSpecFactory")
+    try:
+        return factory is not None and factory.get_spec_cls({"spec_name": name}) is not None
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def import_tier_class(tier: Mapping[str, Any]) -> None:
+    """Let vLLM import the class of a secondary tier; early versions cannot, and import nothing.
+
+    Whatever the user's module raises is passed on.
+    """
+    factory = import_module(f"{_BASE}.tiering.factory").SecondaryTierFactory
+    if hasattr(factory, "get_tier_class"):
+        factory.get_tier_class(dict(tier))
+
+
+def platform_name() -> tuple[str, str]:
+    """Return the device type of vLLM's platform and the platform's own name.
+
+    ROCm's device type is "cuda"; only its name differs.
+    """
+    platform = import_module("vllm.platforms").current_platform
+    kind = str(platform.device_type)
+    return kind, str(getattr(platform, "device_name", kind))
+
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import Locality as Locality
+    from vllm.v1.kv_offload.base import LookupResult as LookupResult
+    from vllm.v1.kv_offload.base import Medium as Medium
+    from vllm.v1.kv_offload.base import OffloadingWorker as OffloadingWorker
+    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.base import TierFilter as TierFilter
+    from vllm.v1.kv_offload.base import TransferResult as TransferResult
+else:
+
+    class _Medium(StrEnum):
+        """Stand-in for `Medium`, which vLLM has from 0.27 on; events carry these words before."""
+
+        CPU = "CPU"
+        STORAGE = "STORAGE"
+
+    class _TierFilter:
+        """Stand-in for `TierFilter`, which vLLM has from 0.27 on."""
+
+        ALL = None
+
+    class _Locality:
+        """Stand-in for `Locality`, which vLLM has from 0.26 on."""
+
+        LOCAL = None
+
+    class _LookupResult(Enum):
+        """Stand-in for `LookupResult`, which vLLM has from 0.25 on; `v0_24` translates it."""
+
+        MISS, HIT, HIT_PENDING, RETRY = range(4)
+
+    class _OffloadingWorker:
+        """Stand-in for `OffloadingWorker`, which vLLM has from 0.25 on; before, handlers copy."""
+
+    @dataclass
+    class _TransferResult:
+        """Stand-in for `TransferResult`, which lies elsewhere up to 0.24 and has another field."""
+
+        job_id: int
+        success: bool
+        transfer_size: int | None = None
+        transfer_time: float | None = None
+
+    Locality = offered(f"{_BASE}.base", "Locality") or _Locality
+    LookupResult = offered(f"{_BASE}.base", "LookupResult") or _LookupResult
+    Medium = offered(f"{_BASE}.base", "Medium") or _Medium
+    OffloadingWorker = offered(f"{_BASE}.base", "OffloadingWorker") or _OffloadingWorker
+    TierFilter = offered(f"{_BASE}.base", "TierFilter") or _TierFilter
+    TransferResult = offered(f"{_BASE}.base", "TransferResult") or _TransferResult
+
+
+# Fields and methods of vLLM's objects that some versions name otherwise or do not have.
+
+
+def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the installed version of a dataclass has fields for."""
+    names = _field_names(kind)
+    return {name: value for name, value in values.items() if name in names}
+
+
+@cache
+def _field_names(kind: Any) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind))
+
+
+def chunk_slot(status: Any) -> int:
+    """Return the slot of a chunk's status: `chunk_id`, or `block_id` up to 0.29."""
+    slot: int = status.chunk_id if hasattr(status, "chunk_id") else status.block_id
+    return slot
+
+
+def chunk_rows(job: Any) -> list[int]:
+    """Return a job's rows of the primary tier: `chunk_ids`, or `block_ids` up to 0.29."""
+    rows: Iterable[Any] = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(row) for row in rows]
+
+
+def key_positions(context: object) -> dict[Any, int]:
+    """Return the position of every key of a request, known from 0.31 on; vLLM adds to it."""
+    return getattr(context, "_offload_key_positions", {})
+
+
+def state_of(context: ReqContext, kind: type[State]) -> State | None:
+    """Return what `set_state` left with a request; its context lives as long as the request."""
+    if hasattr(context, "get_state"):
+        return context.get_state(kind)
+    return cast("State | None", _plain_states(context).get(kind.__name__))
+
+
+def set_state(context: ReqContext, state: object) -> None:
+    """Leave an object with a request, at most one of each class."""
+    if hasattr(context, "set_state"):
+        context.set_state(state)
+    else:
+        _plain_states(context)[type(state).__name__] = state
+
+
+def _plain_states(context: Any) -> dict[str, Any]:
+    """Return the attributes of a context that has no state of its own, as up to 0.26."""
+    attributes: dict[str, Any] = context.__dict__
+    return attributes

@@ -1,4 +1,4 @@
-"""KV cache tensors as vLLM's workers hand them over, as pages: one row of bytes per device block.
+"""Present the KV cache tensors of a worker as pages: one row of bytes per device block.
 
 No byte is copied: every page is a view of the engine's own tensor.
 """
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     import torch
 
 _MANY = 1234
-"""A number of blocks that is no other dimension of a tensor."""
+"""Number of blocks to ask a backend about; no other dimension of a tensor has this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """All KV tensors of a worker."""
+    """All KV tensors of a worker, as rows of bytes."""
 
     tensors: list[torch.Tensor]
     """int8, shape `(num_blocks, page_bytes)`."""
     groups: list[list[tuple[int, int]]]
-    """Per KV group, (tensor index, page bytes without padding) of every layer."""
+    """For each KV group, (tensor index, page bytes without padding) of every layer."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the device's KV cache."""
+        """Number of blocks in the device's KV cache."""
         return int(self.tensors[0].shape[0])
 
 
 def from_canonical(kv_caches: Any) -> Pages:
-    """Of vLLM's `CanonicalKVCaches` (0.19 and newer), which are in pages already."""
+    """Return the pages of vLLM's `CanonicalKVCaches` (0.19 and newer), which are pages already."""
     return Pages(
         [each.tensor for each in kv_caches.tensors],
         [
@@ -48,11 +48,11 @@ def from_canonical(kv_caches: Any) -> Pages:
 def from_tensors(
     kv_caches: Mapping[str, Any], attn_backends: Mapping[str, Any], num_blocks: int
 ) -> Pages:
-    """Of one tensor per layer in its attention backend's shape, or one of all layers (to 0.18).
+    """Return the pages of tensors in the shapes of their attention backends (up to 0.18).
 
-    Keys and values lie apart in some backends: they are two tensors then. Blocks that the backend
-    divides further are put together again. Raises `ConfigError` for state-space layers, whose
-    caches are lists.
+    There is one tensor per layer, or one of all layers. Where a backend keeps keys and values
+    apart, each becomes a tensor of its own. Blocks that a backend divides further are put together
+    again. Raises `ConfigError` for state-space layers, whose caches are lists.
     """
     tensors: list[torch.Tensor] = []
     for name, cache in kv_caches.items():
@@ -72,12 +72,13 @@ def from_tensors(
 
 
 def require_whole(pages: Pages, layers: Sequence[Sequence[str]], block_bytes: int) -> None:
-    """Raises `ConfigError` unless the pages of a block are all of it, and of no other block.
+    """Raise `ConfigError` unless a block's pages cover all of that block and nothing of another.
 
-    vLLM describes a block layer by layer or, where it takes the layers to lie side by side, as one
-    tensor. It takes them so, too, where the heads of a layer lie apart, or a gap follows each page,
-    and then describes a part; and layers of states apart even where they lie side by side.
-    `layers`: names per KV group; `block_bytes`: what vLLM says a block of all layers takes.
+    vLLM describes a block layer by layer, or as one tensor if it takes the layers to be adjacent.
+    It takes them to be adjacent even if the heads of a layer lie apart or a gap follows each page;
+    the tensor then covers only a part of the block. It may also describe adjacent layers of states
+    one by one.
+    `layers`: names per KV group; `block_bytes`: size of a block of all layers, as vLLM states it.
     """
     if len(pages.tensors) == 1:
         is_whole = pages.tensors[0].shape[1] == block_bytes
@@ -96,7 +97,7 @@ def require_whole(pages: Pages, layers: Sequence[Sequence[str]], block_bytes: in
 
 
 def _have_bytes_in_common(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Rows of equal stride may lie between each other's."""
+    """Return whether two tensors overlap; rows of equal stride may be interleaved without that."""
     first, second = sorted((one, other), key=lambda each: each.data_ptr())
     rows, page_bytes = first.shape
     stride, apart = first.stride(0), second.data_ptr() - first.data_ptr()
@@ -107,7 +108,7 @@ def _have_bytes_in_common(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _in_memory_order(cache: torch.Tensor, backend: Any) -> tuple[list[int], int]:
-    """The tensor's dimensions from the slowest to the fastest, and how many come before blocks."""
+    """Return the dimensions from slowest to fastest, and how many come before that of blocks."""
     shape = backend.get_kv_cache_shape(
         num_blocks=_MANY, block_size=16, num_kv_heads=8, head_size=256
     )

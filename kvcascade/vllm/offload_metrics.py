@@ -1,7 +1,7 @@
-"""The metrics of the cascade as vLLM's offloading metrics.
+"""Report the metrics of the cascade as vLLM's offloading metrics.
 
-vLLM refuses a metric that was not declared beforehand; `observe.metrics` is the one list, which
-makes the declarations and the values.
+vLLM refuses a metric that was not declared beforehand. Declarations and values are both made from
+the list in `observe.metrics`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ..manager.cascading import CascadingOffloadingManager
-from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, Snapshot
+from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, MetricsSnapshot
 
 
 def definitions() -> dict[str, Any]:
-    """What `OffloadingSpec.build_metric_definitions` declares."""
+    """Return the declarations for `OffloadingSpec.build_metric_definitions`."""
     return {PREFIX + metric.name: _declared(metric) for metric in METRICS}
 
 
@@ -33,19 +33,19 @@ def _declared(metric: Metric) -> Any:
 
 
 class MetricsReader:
-    """Turns the manager's figures into vLLM's stats; counters as growth since the last call."""
+    """Converts the manager's figures into vLLM's stats; counters as growth since the last call."""
 
     def __init__(self, manager: CascadingOffloadingManager, tokens_per_block: float) -> None:
-        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
+        """`tokens_per_block`: prompt tokens that one served block saves."""
         self._manager = manager
         self._tokens_per_block = tokens_per_block
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def read(self) -> OffloadingConnectorStats:
-        """Called by the scheduler thread; cheap enough for once a second."""
+        """Return the current stats. Scheduler thread; cheap enough for once a second."""
         stats = OffloadingConnectorStats()
         manager = self._manager
-        snapshot = Snapshot(
+        snapshot = MetricsSnapshot(
             manager.counters,
             manager.tier_states(),
             self._tokens_per_block,

@@ -1,10 +1,13 @@
-"""How numbers lie inside a KV page, beside what the model says: facts of the fingerprint.
+"""Facts of the fingerprint about the order of numbers inside a KV page.
 
-Attention packs keys and values as suits the machine it runs on, and pages of equal size are noise
-to one that packs otherwise. vLLM names no format, so everything is compared that it goes by: the
-platform and, on a CPU, its instruction sets, which the scheduler's process knows (its workers are
-on the same host); what the specifications of KV groups say; and in a worker, where the layers are,
-the backend that was taken for each and how its cache lies in memory.
+Attention packs keys and values for the machine that it runs on. A page that was packed otherwise
+has the same size and is noise. vLLM does not name the format, so everything that it depends on is
+compared:
+
+- the platform and, on a CPU, its instruction sets. The scheduler's process knows them, since its
+  workers run on the same host;
+- the specifications of the KV groups;
+- in a worker, the attention backend of each layer and the memory layout of its cache.
 """
 
 from __future__ import annotations
@@ -13,10 +16,15 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .generation import offered, platform_name
+from .kv_layers import group_specs, specs_by_layer
+
 _INSTRUCTION_SETS = ("avx512_f", "avx512_bf16", "amx_tile", "avx10_2", "bf16")
-"""By the first two vLLM takes one of its compiled parts. Attention packs for tiles (AMX), otherwise
-again for tiles of fp8, which torch does not name and which came with AVX10.2, and on ARM for
-products of bfloat16 (csrc/cpu/cpu_attn_*.hpp)."""
+"""Instruction sets that decide how attention packs on a CPU (csrc/cpu/cpu_attn_*.hpp).
+
+vLLM chooses one of its compiled parts by the first two. Attention packs for tiles (AMX), for tiles
+of fp8 (which torch does not name and which came with AVX10.2), and on ARM for products of bfloat16.
+"""
 _CONTENT = (
     "num_kv_heads",
     "head_size",
@@ -30,36 +38,33 @@ _CONTENT = (
     "shapes",
     "dtypes",
 )
-"""What specifications say of a page's inside; backends may have written some of it."""
+"""Fields of a KV cache specification that describe the inside of a page."""
 
 
 def machine_facts() -> dict[str, str]:
-    """The kind of machine that computes, as far as pages depend on it: no model of a GPU."""
-    from vllm.platforms import current_platform
-
-    kind = current_platform.device_type  # ROCm says cuda, and has a name of its own
-    facts = {"platform": str(getattr(current_platform, "device_name", kind))}
+    """Return the facts about the machine that pages depend on; the GPU's model is none of them."""
+    kind, name = platform_name()
+    facts = {"platform": name}
     return facts | {"cpu": _cpu()} if kind == "cpu" else facts
 
 
 def group_facts(kv_config: Any | None, group_ids: Iterable[int]) -> dict[str, str]:
-    """A fact for every KV group: what its specification says of a page's inside.
+    """Return a fact for every KV group: the fields of its specification about a page's inside.
 
     `kv_config`: vLLM's `KVCacheConfig`, None if it was not found.
     """
     if kv_config is None:
         return {}
-    groups = kv_config.kv_cache_groups
-    return {f"content{each}": _content(groups[each].kv_cache_spec) for each in group_ids}
+    return {f"content{n}": _content(spec) for n, spec in group_specs(kv_config, group_ids)}
 
 
 def packing_of_layers(
     engine_config: Any | None, groups: Iterable[Sequence[str]], num_blocks: int
 ) -> str:
-    """Per KV group: the attention backends of its layers, and how their caches lie in memory.
+    """Return, per KV group, the attention backends of its layers and their caches' layouts.
 
-    For a worker that has its KV cache of `num_blocks`. The scheduler's process has the layers only
-    if the one worker lives in it; elsewhere this is empty.
+    For a worker that has allocated its KV cache of `num_blocks`. The scheduler's process has the
+    layers only if the one worker lives in it; otherwise the result is empty.
     """
     compilation = getattr(engine_config, "compilation_config", None)
     layers = getattr(compilation, "static_forward_context", None) or {}
@@ -72,27 +77,26 @@ def packing_of_layers(
 
 
 def _cpu() -> str:
-    """Architecture, what attention takes for the type it packs most for, and instruction sets.
+    """Return architecture, the instruction set that attention uses for bfloat16, and all sets.
 
-    vLLM chooses by the type and by the sizes of heads and blocks, too; these are facts already.
+    vLLM's choice also depends on the type and on the sizes of heads and blocks; these are facts of
+    their own.
     """
     import torch
 
     has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     sets = (name for name in _INSTRUCTION_SETS if has.get(name))
     try:
-        from vllm.v1.attention.backends import cpu_attn
-
-        isa = str(cpu_attn._get_attn_isa(torch.bfloat16, 32, 64))
-    except (ImportError, AttributeError, TypeError):  # a function that vLLM has for itself
+        ask = offered("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa")
+        isa = "unknown" if ask is None else str(ask(torch.bfloat16, 32, 64))
+    except (ImportError, AttributeError, TypeError):  # a private function of vLLM
         isa = "unknown"
     return " ".join([platform.machine(), isa, *sets])
 
 
 def _content(spec: Any) -> str:
-    """A group may have a specification for each layer."""
-    each = (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()
-    return "; ".join(dict.fromkeys(_content_of_layer(layer) for layer in each))
+    """Return the different contents of a group's layers."""
+    return "; ".join(dict.fromkeys(map(_content_of_layer, specs_by_layer(spec).values())))
 
 
 def _content_of_layer(spec: Any) -> str:
@@ -101,7 +105,7 @@ def _content_of_layer(spec: Any) -> str:
 
 
 def _layer(layer: Any, num_blocks: int) -> str:
-    """The class of its backend, and sizes and order of every tensor of its cache."""
+    """Return the class of a layer's backend, and sizes and order of every tensor of its cache."""
     ask = getattr(layer, "get_attn_backend", None)
     name = "" if ask is None else ask().__name__
     cache = getattr(layer, "kv_cache", None)
@@ -111,7 +115,7 @@ def _layer(layer: Any, num_blocks: int) -> str:
 
 
 def _lies(tensor: Any, num_blocks: int) -> str:
-    """`1x2x32x128:0123`: sizes for one block; dimensions from the slowest to the fastest."""
+    """Return `1x2x32x128:0123`: sizes for one block; dimensions from the slowest to the fastest."""
     sizes = list(tensor.shape)
     blocks = next((i for i, size in enumerate(sizes) if size and size % num_blocks == 0), None)
     if blocks is not None:

@@ -1,10 +1,9 @@
 """The plugin that vLLM loads at the start of every process, before any model is loaded.
 
-It makes `"spec_name": "CascadeOffloadingSpec"` enough to find the spec, and checks the
-configuration while a mistake still costs seconds: vLLM itself would make the spec, and meet the
-mistake, only after the weights are in memory. vLLM hands nothing to a plugin, so the configuration
-is looked for in the frames that are loading it; where it is not found (a command line that is not
-parsed yet), a later process of the same engine finds it.
+It registers the spec, so that `"spec_name": "CascadeOffloadingSpec"` alone finds it. It also checks
+the configuration early: vLLM itself makes the spec only after the weights are loaded. vLLM hands
+nothing to a plugin, so the configuration is looked for in the calling stack frames. If it is not
+there (the command line is not parsed yet), a later process of the same engine finds it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
 from ..config.machine import ThisMachine
+from .generation import offered
 from .refusals import refuse_answers, refuse_platform
 
 MAX_FRAMES = 12
-"""How far up the stack the configuration is looked for."""
+"""Limit on the stack frames that are searched for the configuration."""
 
 
 def register() -> None:
-    """Entry point of the group `vllm.general_plugins`. Raises `ConfigError` for a bad one."""
+    """Entry point in `vllm.general_plugins`. Raises `ConfigError` if the configuration is wrong."""
     extra_config = _find_extra_config(inspect.currentframe())
     if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
         refuse_platform()
@@ -33,18 +33,17 @@ def register() -> None:
 
 
 def _register_spec() -> None:
-    try:
-        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-    except ImportError:  # a vLLM without offloading: nothing to register with
+    factory = offered("vllm.v1.kv_offload.factory", "OffloadingSpecFactory")
+    if factory is None:  # a vLLM without offloading: nothing to register with
         return
     try:
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
+        factory.register_spec(SPEC_NAME, "kvcascade.spec", SPEC_NAME)
     except ValueError:  # registered already
         return
 
 
 def _find_extra_config(frame: FrameType | None) -> Mapping[str, Any] | None:
-    """`kv_connector_extra_config` of the engine that is being made further up the stack."""
+    """Return `kv_connector_extra_config` of the engine that a frame up the stack is making."""
     for _ in range(MAX_FRAMES):
         if frame is None:
             return None
@@ -61,10 +60,10 @@ def _find_extra_config(frame: FrameType | None) -> Mapping[str, Any] | None:
 
 
 def _own(thing: object, name: str) -> Any:
-    """An attribute that the object itself holds, else None.
+    """Return an attribute from the object's own `__dict__`, else None.
 
-    A stranger's object must not be asked by `getattr`: one that hands questions on to a part it
-    does not have yet asks itself for ever.
+    `getattr` is not safe on a half-made object: a `__getattr__` that delegates to a part which does
+    not exist yet calls itself without end.
     """
     try:
         return object.__getattribute__(thing, "__dict__").get(name)

@@ -1,6 +1,6 @@
-"""What the installed vLLM says of a configuration before there is an engine; for `kvcascade check`.
+"""Check a configuration with the installed vLLM, without an engine; for `kvcascade check`.
 
-Importing vLLM takes seconds and logs: each function does it by itself, and only when it is called.
+Importing vLLM takes seconds and logs. Each function imports it itself, when it is called.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, TIERING_SPEC_NAME
 from ..errors import ConfigError
-from .generation import adapter
-from .refusals import refuse_answers
 
 PLUGINS = "vllm.general_plugins"
 PLUGIN = "kvcascade.vllm.plugin:register"
@@ -24,47 +22,50 @@ PLUGINS_ALLOWED = "VLLM_PLUGINS"
 
 
 def loads_plugin() -> bool:
-    """True if an engine that is started here knows the name of our spec."""
+    """Return True if an engine that is started here finds our spec by its name."""
     allowed = os.environ.get(PLUGINS_ALLOWED)
     names = [found.name for found in entry_points(group=PLUGINS) if found.value == PLUGIN]
     return any(allowed is None or name in allowed.split(",") for name in names)
 
 
 def transfer_errors(transfer: Mapping[str, object]) -> dict[str, str] | None:
-    """What vLLM's own class says of a `--kv-transfer-config`: key to message, "" for the whole.
+    """Validate a `--kv-transfer-config` with vLLM's own class; return key to message.
 
-    None: no vLLM can be asked.
+    The key "" is for the whole. None: vLLM cannot be imported.
     """
     with _quiet():
         try:
             from pydantic import TypeAdapter, ValidationError
-            from vllm.config import KVTransferConfig
+
+            from .generation import offered
+
+            transfer_config = offered("vllm.config", "KVTransferConfig")
         except (ImportError, OSError):  # OSError: a library of the machine that it needs
             return None
+        if transfer_config is None:
+            return None
         try:
-            TypeAdapter(KVTransferConfig).validate_python(dict(transfer))
+            TypeAdapter(transfer_config).validate_python(dict(transfer))
         except ValidationError as error:
             return {str([*each["loc"], ""][0]): each["msg"] for each in error.errors()}
     return {}
 
 
 def check_spec(extra_config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the installed vLLM has no place for the spec that is named, or would
-    give wrong tokens with these options."""
+    """Raise `ConfigError` if the installed vLLM cannot run the named spec, or not correctly.
+
+    Some versions would give wrong tokens with some options."""
     with _quiet():
+        from .generation import adapter, has_tiering_spec
+        from .refusals import refuse_answers
+
         if extra_config.get("spec_name") != TIERING_SPEC_NAME:
             adapter()
-            refuse_answers(extra_config)
-            return
-        try:
-            from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-
-            OffloadingSpecFactory.get_spec_cls({"spec_name": TIERING_SPEC_NAME})
-        except (ImportError, AttributeError, ValueError):
+        elif not has_tiering_spec(TIERING_SPEC_NAME):
             raise ConfigError(
                 f"spec_name: the installed vLLM has no {TIERING_SPEC_NAME}; use {SPEC_NAME}, or "
                 "install vLLM 0.32"
-            ) from None
+            )
         refuse_answers(extra_config)
 
 
@@ -72,10 +73,9 @@ def check_tier_class(key: str, tier: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if vLLM finds no class for an item of `secondary_tiers`."""
     with _quiet():
         try:
-            from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+            from .generation import import_tier_class
 
-            if hasattr(SecondaryTierFactory, "get_tier_class"):  # not in early versions
-                SecondaryTierFactory.get_tier_class(dict(tier))
+            import_tier_class(tier)
         except Exception as error:  # whatever the user's module does when it is imported
             said = f"{type(error).__name__}: {error}"
             remedy = "check type and module_path"
@@ -84,7 +84,7 @@ def check_tier_class(key: str, tier: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What vLLM logs when it is imported concerns engines."""
+    """Silence the lines that vLLM logs when it is imported; they concern engines."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -4,10 +4,9 @@
     "secondary_tiers": [{"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier",
                          "path": "/mnt/nvme/kv", "capacity": "2TiB"}]
 
-The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes
-everything through; this tier is bounded, evicts by its own policy, verifies every block that it
-reads, and names the model in its namespace.
-All methods are called by the scheduler thread.
+The options are those of an `nvme` tier, `label`, `weights_id` and `on_reset`. vLLM writes every
+block through. This tier is bounded, evicts by its own policy, verifies every block that it reads,
+and has the model in its namespace. The scheduler thread calls all methods.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import (
@@ -33,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from ..assembly.named import checked_tier
 from ..assembly.nvme_parts import io_threads_of, nvme_level, open_nvme
 from ..config.machine import ThisMachine
-from ..config.schema import CascadeConfig, NvmeTier, OnReset
+from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
 from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
 from ..manager.below.solo import SoloTier
@@ -42,27 +41,27 @@ from ..manager.flow import Link
 from ..tiers.base import BlockHash
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.tier import NvmeTier as OpenTier
+from ..tiers.nvme.tier import NvmeTier
 from . import engine_facts
-from .adapter import log_beside_vllm, namespace_facts, warn_of_privacy
-from .compatibility import set_state, state_of
+from .generation import chunk_rows, known_fields, set_state, state_of
+from .kv_layers import layer_names
 from .packing import packing_of_layers
 from .refusals import refuse_useless, refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_facts, warn_of_privacy
 from .v0_26 import in_prompt_order, shape_facts, to_vllm_event
 
 logger = get_logger(__name__)
 
 MAX_KEPT_S = 5.0
-"""Seconds that transfers under way get at shutdown."""
-_RESULT_FIELDS = frozenset(field.name for field in fields(JobResult))
+"""Longest wait for transfers in flight at shutdown."""
 
 
 @dataclass(slots=True)
 class _Used:
-    """What one request did with this tier's blocks."""
+    """Blocks of this tier that one request used."""
 
     keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks it asked for, stored or used, and whether a store or a load counted that."""
+    """Blocks that were looked up, stored or loaded, and whether a store or load counted the use."""
 
 
 class KVCascadeTier(SecondaryTierManager):
@@ -78,7 +77,7 @@ class KVCascadeTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """`options`: an `nvme` tier's, `label`, `weights_id`, `on_reset`. Raises our errors."""
+        """`options`: those of the module's docstring. Raises one of our errors."""
         if backpressure_detector is None:  # an argument of later versions
             super().__init__(offloading_spec, primary_kv_view, tier_type)
         else:
@@ -86,7 +85,7 @@ class KVCascadeTier(SecondaryTierManager):
         log_beside_vllm()
         self._rows = primary_kv_view.cast("B")
         assert primary_kv_view.strides is not None, "a view has strides"
-        self._row_bytes = primary_kv_view.strides[0]  # versions as old as 0.28 do not say it
+        self._row_bytes = primary_kv_view.strides[0]  # up to 0.28 nothing else states it
         settings = checked_tier(options, ThisMachine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
@@ -113,7 +112,7 @@ class KVCascadeTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         hashes, used = _hashes(job_metadata.keys), _used_by(job_metadata.req_context)
-        stored = self._jobs.store(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        stored = self._jobs.store(job_metadata.job_id, hashes, chunk_rows(job_metadata))
         for block_hash in hashes:
             used.setdefault(block_hash, False)
         used.update(dict.fromkeys(stored, True))
@@ -121,7 +120,7 @@ class KVCascadeTier(SecondaryTierManager):
     def submit_load(self, job_metadata: Any) -> None:
         hashes = _hashes(job_metadata.keys)
         _used_by(job_metadata.req_context).update(dict.fromkeys(hashes, True))
-        self._jobs.load(job_metadata.job_id, hashes, _rows_of(job_metadata))
+        self._jobs.load(job_metadata.job_id, hashes, chunk_rows(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -131,7 +130,7 @@ class KVCascadeTier(SecondaryTierManager):
                 "transfer_time": result.time_s,
                 "transfer_bytes": result.size_bytes,
             }
-            known = {name: value for name, value in about.items() if name in _RESULT_FIELDS}
+            known = known_fields(JobResult, about)
             results.append(JobResult(result.job_id, result.is_whole, **cast(Any, known)))
         return results
 
@@ -143,7 +142,7 @@ class KVCascadeTier(SecondaryTierManager):
         return [to_vllm_event(event) for event in self._jobs.take_events()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        """Note the keys, to count them once; called at every step of a request up to 0.30."""
         used = _used_by(req_context)
         for key in _hashes(keys):
             used.setdefault(key, False)
@@ -161,9 +160,9 @@ class KVCascadeTier(SecondaryTierManager):
         self._jobs.maintain()
 
     def drain_jobs(self) -> None:
-        """vLLM calls this in `reset_cache` and nowhere else, and resets no tier but its own.
+        """Drain and reset: vLLM calls this only in `reset_cache`, and resets only its own tier.
 
-        The weights may have been updated in place, so no older block may be a hit from here on.
+        The weights may have been updated in place, so no older block may be a hit afterwards.
         """
         self._jobs.drain()
         if self._on_reset is OnReset.INVALIDATE:
@@ -178,8 +177,8 @@ class KVCascadeTier(SecondaryTierManager):
         self._tier.close()
 
     def _open(
-        self, options: NvmeTier, key: NamespaceKey, with_events: bool, undo: ExitStack
-    ) -> tuple[OpenTier, TierJobs]:
+        self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
+    ) -> tuple[NvmeTier, TierJobs]:
         stores, loads = io_threads_of(options, self._executors, undo)
         file_system = RealFileSystem(direct=str(options.direct_io) != "off")
         tier = open_nvme(options, self._row_bytes, key, stores, file_system)
@@ -202,14 +201,13 @@ def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> Name
     refuse_useless(engine_config)
     refuse_wrong_stores(config)
     cache = getattr(engine_config, "cache_config", None)
-    layers = [group.layer_names for group in config.groups]
     shape = {
         **shape_facts(config),
         "rows": f"vLLM's tiering, {row_bytes} bytes",
-        # Nothing of ours runs in workers: which backends they took is known if the one worker
-        # lives in this process, and otherwise what `shape_facts` says must do.
+        # None of our code runs in workers. Their attention backends are known only if the one
+        # worker lives in this process; otherwise `shape_facts` must suffice.
         "layers": packing_of_layers(
-            engine_config, layers, getattr(cache, "num_gpu_blocks", 0) or 1
+            engine_config, layer_names(config), getattr(cache, "num_gpu_blocks", 0) or 1
         ),
     }
     facts = namespace_facts(settings, engine_config, config.model.name, shape)
@@ -227,9 +225,3 @@ def _used_by(context: ReqContext) -> dict[BlockHash, bool]:
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
     return cast(list[BlockHash], list(keys))
-
-
-def _rows_of(job: Any) -> list[int]:
-    """Rows of the primary tier: `chunk_ids`, and `block_ids` up to 0.29."""
-    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    return [int(row) for row in rows]

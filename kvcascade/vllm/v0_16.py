@@ -1,13 +1,15 @@
 """The cascade for vLLM 0.16 to 0.19: spec, manager and handlers of the generation of block hashes.
 
-Only translation happens here; `manager.anonymous` makes up for what this generation does not say.
-What differs between its versions is looked at, not asked for by version number: KV caches are a
-dictionary of the backends' own tensors (to 0.18) or already in pages (0.19), block sizes are named
-in two ways, and lists of device blocks carry their groups or not.
+Only translation happens here. This generation does not name requests; `manager.anonymous` makes up
+for that. Its versions differ in three ways, which are told apart by looking at the objects:
 
-Nobody closes a spec of this generation, so both halves close themselves when the process ends. Nor
-does its engine make steps for the stores of requests that have ended: it may go to sleep, and throw
-their pages away, with stores under way.
+- KV caches are a dictionary of the backends' own tensors (to 0.18) or already pages (0.19);
+- block sizes have two sets of names;
+- lists of device blocks carry their groups or not.
+
+vLLM does not close a spec of this generation, so both halves close themselves when the process
+ends. Its engine makes no steps for the stores of finished requests: it may go to sleep, and discard
+their pages, while stores are in flight.
 """
 
 # The pinned vLLM does not have these modules.
@@ -41,31 +43,33 @@ from ..manager.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, kv_pages
-from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
+from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
 from .refusals import keeps_every_block
+from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
 
 log_beside_vllm()
 logger = get_logger(__name__)
 
 _AFTER_WORKERS = "update_connector_output"
-"""The connector's method that calls `complete_store` once every worker has reported. Called from
-anywhere else, for a preempted request, workers may still be reading."""
+"""The connector's method that calls `complete_store` once every worker has reported.
+
+If another method calls `complete_store`, for a preempted request, workers may still be reading."""
 
 
-class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the arena; travels from the scheduler to the workers."""
+class CascadeLoadStoreSpecV16(BlockIDsLoadStoreSpec):
+    """Slots of the arena, as sent from the scheduler to the workers."""
 
     @staticmethod
     def medium() -> str:
         return "CPU"
 
 
-class CascadeManager(OffloadingManager):
+class CascadeManagerV16(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def __init__(self, cascade: Cascade, tokens_per_block: int, steps_until_done: int) -> None:
-        """`steps_until_done`: steps after which workers have done what an earlier one asked."""
+        """`steps_until_done`: steps after which workers have ended a step's transfers."""
         self._cascade = cascade
         self._tokens_per_block = tokens_per_block
         self._requests = AnonymousManager(cascade.manager, steps_until_done)
@@ -113,14 +117,14 @@ class CascadeManager(OffloadingManager):
         self._cascade.close()
 
 
-class CascadeHandler(OffloadingHandler):
+class CascadeHandlerV16(OffloadingHandler):
     """Copies between the device and the arena, both directions. Worker main thread."""
 
     def __init__(self, side: WorkerSide, blocks_per_chunk: int) -> None:
         self._copier = side.copier
         self._blocks_per_chunk = blocks_per_chunk
         self._types: dict[int, tuple[str, str]] = {}
-        """Of the jobs under way: source and destination medium."""
+        """Source and destination medium of each job in flight."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, target = spec
@@ -148,8 +152,11 @@ class CascadeHandler(OffloadingHandler):
         self._copier.wait(job_ids)
 
     def _blocks(self, spec: GPULoadStoreSpec) -> GpuBlocks:
-        """Both ends of a store, and the end of a load, are those of a chunk; a load may begin
-        within one, which earlier versions leave to be counted from the end."""
+        """Return the device blocks of a transfer.
+
+        A store covers whole chunks. A load ends at the end of a chunk and may begin within one;
+        versions that do not state where it begins leave that to be counted from the end.
+        """
         ids = spec.block_ids.astype(np.int32)
         sizes = tuple(getattr(spec, "group_sizes", None) or (len(ids),))
         indices = getattr(spec, "block_indices", None) or (-len(ids) % self._blocks_per_chunk,)
@@ -159,7 +166,7 @@ class CascadeHandler(OffloadingHandler):
 class CascadeOffloadingSpec(OffloadingSpec):
     """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`.
 
-    Made in every worker, then for the scheduler, which may be in the same process.
+    vLLM makes one in every worker, then one for the scheduler, which may be in the same process.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -169,8 +176,8 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._apply_blocks_per_chunk()
         self._geometry = self._make_geometry()
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._manager: CascadeManager | None = None
-        self._handler: CascadeHandler | None = None
+        self._manager: CascadeManagerV16 | None = None
+        self._handler: CascadeHandlerV16 | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -188,7 +195,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 waits_for_stores=False,
             )
             depth = engine_facts.pipeline_depth(config)
-            self._manager = CascadeManager(cascade, self._tokens_per_chunk, depth)
+            self._manager = CascadeManagerV16(cascade, self._tokens_per_chunk, depth)
             _at_exit(self._manager.close)
         return self._manager
 
@@ -216,14 +223,14 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 ),
                 steps_while_storing=False,
             )
-            self._handler = CascadeHandler(side, self._geometry.blocks_per_chunk)
+            self._handler = CascadeHandlerV16(side, self._geometry.blocks_per_chunk)
             _at_exit(side.close)
-        yield GPULoadStoreSpec, CascadeLoadStoreSpec, self._handler
-        yield CascadeLoadStoreSpec, GPULoadStoreSpec, self._handler
+        yield GPULoadStoreSpec, CascadeLoadStoreSpecV16, self._handler
+        yield CascadeLoadStoreSpecV16, GPULoadStoreSpec, self._handler
 
     @property
     def _tokens_per_block(self) -> int:
-        """Tokens of one device block: one number, or one per group, of which there is one."""
+        """Tokens of one device block; vLLM gives one number, or one per group for the one group."""
         size: Any = self.gpu_block_size
         return int(size) if isinstance(size, int) else int(size[0])
 
@@ -235,7 +242,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return int(self.offloaded_block_size)
 
     def _apply_blocks_per_chunk(self) -> None:
-        """Understand what later versions call `blocks_per_chunk`; `parse` found it to be right."""
+        """Apply `blocks_per_chunk`, a key of later versions; `parse` has checked its value."""
         given = self.extra_config.get("blocks_per_chunk")
         if given is None:
             return
@@ -251,7 +258,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
                 "kvcascade needs vLLM 0.24 or newer for a model with several KV cache groups; "
                 "upgrade vLLM, or disable the hybrid KV cache manager"
             )
-        if not keeps_every_block(cache.kv_cache_groups[0].kv_cache_spec):
+        if not all(keeps_every_block(spec) for _, spec in group_specs(cache, [0])):
             raise ConfigError(
                 "kvcascade needs vLLM 0.24 or newer for a model whose layers all keep a window or "
                 "a state only, because older ones store gaps as blocks; upgrade vLLM"
@@ -282,13 +289,15 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
 
 def _knows_prefill(settings: CascadeConfig) -> bool:
-    """Load or recompute can be decided only with a given speed: steps that these versions do not
-    show cannot be timed."""
+    """Return whether the speed of prefill is known, which load-or-recompute depends on.
+
+    It must be configured: these versions do not show their steps, so it cannot be measured.
+    """
     return settings.prefill_tokens_per_s is not None
 
 
 def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for what cannot be done here; warns of what is done in part."""
+    """Raise `ConfigError` for options that cannot work here; warn of those that work in part."""
     if settings.record is not None:
         raise ConfigError(
             "record: vLLM 0.16 to 0.19 do not tell requests apart, so none can be recorded; leave "
@@ -302,9 +311,9 @@ def _check_what_is_missing(settings: CascadeConfig, given: Mapping[str, Any]) ->
 
 
 def _at_exit(close: Callable[[], None]) -> None:
-    """Call it when the process ends, while thread pools still work.
+    """Call `close` when the process ends, while thread pools still work.
 
-    They stop before ordinary exit handlers run, which a forked process does not run at all.
+    Thread pools stop before ordinary exit handlers run. A forked process runs none of the latter.
     """
     getattr(threading, "_register_atexit", atexit.register)(close)
 
@@ -315,7 +324,7 @@ def _slots(spec: BlockIDsLoadStoreSpec) -> Any:
 
 def _to_vllm(spec: object) -> LoadStoreSpec:
     assert isinstance(spec, SlotSpec)
-    return CascadeLoadStoreSpec(spec.slots.tolist())
+    return CascadeLoadStoreSpecV16(spec.slots.tolist())
 
 
-__all__ = ["CascadeManager", "CascadeOffloadingSpec"]
+__all__ = ["CascadeManagerV16", "CascadeOffloadingSpec"]

@@ -1,4 +1,4 @@
-"""The cascade for vLLM 0.24: as for 0.25, but lookups say yes, no or later, and handlers copy."""
+"""The cascade for vLLM 0.24: as for 0.25, but lookups return bool or None, and handlers copy."""
 
 # The pinned vLLM does not have this module.
 # pyright: reportMissingImports=false
@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from . import v0_25, v0_26
-from .compatibility import LookupResult
+from .generation import LookupResult
 from .v0_26 import CascadeLoadStoreSpec
 
 _ANSWERS = {
@@ -23,20 +23,20 @@ _ANSWERS = {
 }
 
 
-class CascadeManager(v0_26.CascadeManager):
+class CascadeManagerV24(v0_26.CascadeManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
         return _ANSWERS[super().lookup(key, req_context)]
 
 
-class CascadeHandler(OffloadingHandler):
-    """The worker in both directions. Worker main thread."""
+class CascadeHandlerV24(OffloadingHandler):
+    """Copies between the device and the arena, both directions. Worker main thread."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._types: dict[int, tuple[str, str]] = {}
-        """Of the jobs under way: source and destination medium."""
+        """Source and destination medium of each job in flight."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         source, target = spec
@@ -67,10 +67,10 @@ class CascadeHandler(OffloadingHandler):
 class CascadeOffloadingSpec(v0_25.CascadeOffloadingSpec):
     """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`."""
 
-    manager_type = CascadeManager
+    manager_type = CascadeManagerV24
 
     def get_handlers(self, kv_caches: Any) -> Iterator[tuple[Any, Any, OffloadingHandler]]:
-        handler = CascadeHandler(self.get_worker(kv_caches))
+        handler = CascadeHandlerV24(self.get_worker(kv_caches))
         yield GPULoadStoreSpec, CascadeLoadStoreSpec, handler
         yield CascadeLoadStoreSpec, GPULoadStoreSpec, handler
 

@@ -1,7 +1,7 @@
 """The cascade for vLLM 0.25: as for later versions, over the engine's own configuration.
 
-From 0.26 on vLLM hands a spec an `OffloadingConfig`. Here the same facts are found in the engine's
-configuration and in that of its KV cache; everything else is `v0_26`.
+From 0.26 on vLLM hands a spec an `OffloadingConfig`. Here the same facts are taken from the
+engine's configuration and from that of its KV cache. Everything else is `v0_26`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model, as far as a block is concerned."""
+    """Name of the model and type of its KV cache."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Who of how many this process is; rank 0 for the scheduler."""
+    """This process's rank (0 for the scheduler) and the sizes of all kinds of parallelism."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What of vLLM's later `OffloadingConfig` is used here."""
+    """The part of vLLM's later `OffloadingConfig` that the adapter uses."""
 
     groups: tuple[Group, ...]
     worker_kv_bytes_per_block: int
@@ -71,14 +71,14 @@ class CascadeOffloadingSpec(v0_26.CascadeOffloadingSpec):
         old: Any = self
         cast(Any, OffloadingSpec).__init__(self, vllm_config, kv_cache_config)
         given = old.extra_config.get("blocks_per_chunk")
-        if given is not None:  # what 0.26 calls it; `parse` is going to look whether it is right
+        if given is not None:  # the name from 0.26 on; `parse` will check its value
             old.block_size_factor = given
         self.config = cast(Any, _config(old))
         self._set_up(self.config)
 
 
 def _config(spec: Any) -> Config:
-    """From what vLLM's own part of a spec keeps."""
+    """Make the configuration from the attributes that vLLM's base class sets on a spec."""
     engine, cache = spec.vllm_config, spec.kv_cache_config
     transfer, parallel = engine.kv_transfer_config, engine.parallel_config
     groups = zip(spec.gpu_block_size, cache.kv_cache_groups, strict=True)
@@ -104,7 +104,7 @@ def _config(spec: Any) -> Config:
 
 
 def _device_bytes(cache: Any) -> int:
-    """KV bytes of one worker; tensors of a packed layout are all views of one memory."""
+    """Return the KV bytes of one worker; tensors of a packed layout all share one memory."""
     if any(tensor.block_stride for tensor in cache.kv_cache_tensors):
         return int(cache.kv_cache_tensors[0].size)
     return sum(tensor.size for tensor in cache.kv_cache_tensors)

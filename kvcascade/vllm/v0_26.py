@@ -1,8 +1,9 @@
 """The cascade for vLLM 0.26 to 0.33: spec, manager and worker of the `get_worker` generation.
 
-Only translation happens here. What differs between those versions is tolerated, not asked for by
-version number: arguments that later versions add have defaults, fields that earlier ones lack are
-read with `getattr`, and hooks that some versions never call are simply there.
+Only translation happens here. Differences between these versions are tolerated: arguments that
+later versions add have defaults, fields that earlier versions lack are read with `getattr`, and
+hooks that some versions never call are defined all the same. For anything else it asks
+`generation`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from statistics import harmonic_mean
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,27 +40,31 @@ from ..manager.standstill import Standstill
 from ..tiers.base import BlockHash, SlotSpec
 from ..tiers.policies import known_names
 from . import engine_facts, offload_metrics
-from .adapter import log_beside_vllm, namespace_facts, open_scheduler_side
-from .compatibility import (
+from .engine_facts import kv_cache_config
+from .generation import (
     Locality,
     LookupResult,
     Medium,
     OffloadingWorker,
     TierFilter,
     TransferResult,
+    key_positions,
+    known_fields,
+    schedules_block_holders_first,
     set_state,
     state_of,
 )
-from .kv_pages import from_canonical, require_whole
-from .layer_map import (
+from .kv_layers import (
     about_blocks,
     full_attention_group,
     groups_offered_once,
-    kv_cache_config,
+    layer_names,
     numbered_groups,
 )
+from .kv_pages import from_canonical, require_whole
 from .packing import group_facts, packing_of_layers
 from .refusals import refuse_wrong_stores
+from .scheduler_side import log_beside_vllm, namespace_facts, open_scheduler_side
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -68,30 +72,26 @@ if TYPE_CHECKING:
 
 log_beside_vllm()
 
-_HOLDERS_COME_FIRST = (0, 31)
-"""First version that looks first at waiting requests that hold device blocks."""
 STATS_INTERVAL_S = 1.0
-"""Metrics are sent at most this often: a step must not pay for them."""
+"""Shortest time between two reports of metrics, so that steps stay cheap."""
 STATS_AT_END_S = 0.1
-"""The same where a request ended and others go on; after the last one they are sent at once."""
+"""The same after a request has ended while others go on; after the last one there is no wait."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_EVENT_FIELDS = frozenset(field.name for field in fields(OffloadingEvent))
-"""Later versions say more about an event."""
 _GROUP_BYTES = 4
-"""A key ends with the number of its KV group."""
+"""Length of the KV group's number, with which a key ends."""
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
-"""Of vLLM's tiering: the same bytes of a block in another order."""
+"""Options of vLLM's tiering that put the same bytes of a block in another order."""
 _PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
 _MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
 
 
 class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the arena; travels from the scheduler to the workers."""
+    """Slots of the arena, as sent from the scheduler to the workers."""
 
     @staticmethod
     def medium() -> str:
-        """Asked for up to 0.25."""
+        """Called up to 0.25."""
         return "CPU"
 
 
@@ -99,14 +99,13 @@ class CascadeManager(OffloadingManager):
     """vLLM's manager interface over the cascade. Called by the scheduler thread."""
 
     def __init__(self, cascade: Cascade, tokens_per_block: float = 0.0) -> None:
-        """`tokens_per_block`: prompt tokens that one of the served blocks stands for."""
+        """`tokens_per_block`: prompt tokens that one served block saves."""
         self._cascade = cascade
         self._manager = cascade.manager
         self._metrics = offload_metrics.MetricsReader(cascade.manager, tokens_per_block)
         self._stats_read_s = self._stats_due_s = 0.0
         self._live_requests = 0
-        is_left_alone = engine_facts.vllm_version() >= _HOLDERS_COME_FIRST
-        self._standstill = None if is_left_alone else Standstill()
+        self._standstill = None if schedules_block_holders_first() else Standstill()
         self._context: ReqContext | None = None
         self._request = Request()
         self._lookups = cascade.manager.lookups
@@ -115,9 +114,9 @@ class CascadeManager(OffloadingManager):
         self._ready_at = self._lookups.answers.ready_at
         self._is_single = self._lookups.is_single
         self._is_put_off = False
-        """True while the lookups are of a request that has to be asked about again later."""
+        """True while lookups are for a request that the engine must ask about again later."""
         self._put_off_group = b""
-        """KV group of the last key of such a request."""
+        """KV group of the last key that was looked up for a request that is put off."""
         self._served_end = cascade.manager.options.served_end
 
     @property
@@ -126,8 +125,8 @@ class CascadeManager(OffloadingManager):
         return self._manager.lock
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Asked for every block of every waiting request at every step: the answers that can be
-        # given at once are given here, as `lookup_block` does.
+        # Called for every block of every waiting request at every step. The quick answers of
+        # `lookup_block` are repeated inline.
         if req_context is not self._context:
             if self._standstill is not None and self._standstill.puts_off():
                 return LookupResult.RETRY
@@ -162,10 +161,10 @@ class CascadeManager(OffloadingManager):
         return self._put_off(key)
 
     def _put_off(self, key: OffloadKey) -> LookupResult:
-        """An answer that makes the engine ask about the request again, after the fewest questions.
+        """Return the answer that makes the engine retry the request after the fewest lookups.
 
-        One RETRY in each KV group is enough. After it a prefix is searched up to the first miss,
-        and a window until as many blocks as it has are present or on their way.
+        One RETRY in each KV group is enough. After it, the search for a prefix ends with the first
+        miss. The search for a window ends once all of its blocks are present or in flight.
         """
         group = key[-_GROUP_BYTES:]
         if group != self._put_off_group:
@@ -174,7 +173,7 @@ class CascadeManager(OffloadingManager):
         return _PENDING if self._served_end and group != self._served_end else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        """Called from 0.32 on, after `prepare_load`; hence the late import."""
+        """Called from 0.32 on, after `prepare_load`; earlier versions lack the module."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         source = self._request_of(req_context).sources.get(BlockHash(key), "CPU")
@@ -189,7 +188,7 @@ class CascadeManager(OffloadingManager):
         self._manager.complete_load(cast(Collection[BlockHash], keys))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Up to 0.30 called at every step of a running request: noted, and counted once."""
+        """Note the keys, to count them once; called at every step of a request up to 0.30."""
         noted = self._request_of(req_context).keys
         for key in _hashes(keys):
             noted.setdefault(key, False)
@@ -210,11 +209,11 @@ class CascadeManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        request = state_of(req_context, Request)  # it may have ended
+        request = state_of(req_context, Request)  # None if the request has ended
         self._manager.complete_store(cast(Collection[BlockHash], keys), success, request)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._request_of(req_context)  # it waits from now on
+        self._request_of(req_context)  # the request waits from now on
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -226,7 +225,7 @@ class CascadeManager(OffloadingManager):
             self._cascade.chains.note(request.positions, request.keys)  # type: ignore[arg-type]
         self._manager.finish_request(request)
         self._live_requests -= 1
-        # An engine that goes idle now shall not sit on its last numbers.
+        # Report soon: an engine that goes idle now asks for no stats until the next request.
         soon_s = self._stats_read_s + STATS_AT_END_S if self._live_requests > 0 else 0.0
         self._stats_due_s = min(self._stats_due_s, soon_s)
 
@@ -247,7 +246,7 @@ class CascadeManager(OffloadingManager):
         self._manager.reset_cache()
 
     def on_reset_flushed(self) -> None:
-        """Called by 0.33 once the workers have ended every job from before the reset."""
+        """Called from 0.33 on, once the workers have ended every job from before the reset."""
         self._manager.on_reset_flushed()
 
     def get_stats(self) -> Any:
@@ -258,7 +257,7 @@ class CascadeManager(OffloadingManager):
         return self._metrics.read()
 
     def config_info(self) -> Sequence[dict[str, str]]:
-        """Asked by 0.33: labels of the info metric."""
+        """Return the labels of the info metric, from 0.33 on."""
         return [self._cascade.info()]
 
     def shutdown(self) -> None:
@@ -273,17 +272,16 @@ class CascadeManager(OffloadingManager):
             return self._request
         request = state_of(context, Request)
         if request is None:
-            # Known from 0.31 on; vLLM adds to it.
-            positions = getattr(context, "_offload_key_positions", {})
+            positions = key_positions(context)
             request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
             self._live_requests += 1
         return request
 
     def _switch(self, context: ReqContext, first: OffloadKey) -> None:
-        """The lookups that follow, many in a row, are of another request.
+        """Make another request the current one, for the many lookups in a row that follow.
 
-        Only lookups switch: a store after the end of a step must not look like a question.
+        Only lookups switch: a store after the end of a step must not count as a lookup.
         """
         self._request = self._request_of(context)
         self._context = context
@@ -337,7 +335,7 @@ class CascadeWorker(OffloadingWorker):
 class CascadeOffloadingSpec(OffloadingSpec):
     """Entry point: `"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"`.
 
-    Made once in every worker process and once in the scheduler process, workers first.
+    vLLM makes one in every worker process, then one in the scheduler process.
     """
 
     @classmethod
@@ -346,15 +344,15 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Asked by 0.33: label names of the info metric."""
+        """Return the label names of the info metric, from 0.33 on."""
         return Cascade.INFO_KEYS
 
     file_system = staticmethod(real_file_system)
-    """What NVMe tiers read and write through. A subclass may put another in between; everything
-    then stays in the scheduler's process, whatever `movers` says."""
+    """Returns the file system of an NVMe tier. If a subclass returns another one, all I/O stays in
+    the scheduler's process, whatever `movers` is set to."""
 
     manager_type: type[CascadeManager] = CascadeManager
-    """What the scheduler asks; 0.24 expects other answers."""
+    """Class of the manager; 0.24 needs another one."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -390,7 +388,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             config = self.config
-            layers = [group.layer_names for group in config.groups]
+            layers = layer_names(config)
             pages = from_canonical(kv_caches)
             require_whole(pages, layers, config.worker_kv_bytes_per_block)
             side = open_worker(
@@ -420,16 +418,16 @@ def _geometry(config: OffloadingConfig) -> Geometry:
 
 
 def _mean_tokens(config: OffloadingConfig) -> float:
-    """With several KV groups it takes blocks of each to save the tokens."""
+    """Return the tokens per block over all KV groups: saving a token takes blocks of each group."""
     tokens = [group.tokens_per_block for group in config.groups]
     return harmonic_mean(tokens) / len(tokens) * config.cache.blocks_per_chunk
 
 
 def _served(config: OffloadingConfig) -> tuple[bytes, float]:
-    """By which blocks tokens are counted, and the tokens of each.
+    """Return the end of the keys by which saved tokens are counted, and the tokens of each.
 
-    Of a group with a window or a state, only the last blocks of a prefix are loaded, so those with
-    full attention count for all; where none is known, every block counts for its part.
+    For a group with a window or states, only the last blocks of a prefix are loaded. Blocks of the
+    group with full attention therefore stand for all. If none is known, every block counts in part.
     """
     group = full_attention_group(config) if len(config.groups) > 1 else None
     if group is None:
@@ -446,7 +444,7 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
         "tokens_per_hash": str(config.cache.tokens_per_hash),
         "blocks_per_chunk": str(config.cache.blocks_per_chunk),
         "rank_bytes": str(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk),
-        # Up to 0.28 the configuration does not say it; what the user asks for does.
+        # Up to 0.28 the configuration does not have it; the environment variable decides.
         "layout": str(getattr(config, "kv_cache_layout", None) or os.environ.get(_PAGE_ORDER)),
         "row_layout": " ".join(name for name in _ROW_LAYOUTS if getattr(config, name, False)),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} "
@@ -460,7 +458,7 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
 
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
-    """An event of the manager in the terms of the installed vLLM."""
+    """Translate an event of the manager to the installed vLLM."""
     medium = _MEDIA[event.medium]
     about: dict[str, Any] = {
         "locality": Locality.LOCAL,
@@ -471,12 +469,12 @@ def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
         keys=_keys(list(event.block_hashes)),
         medium=medium,
         removed=event.removed,
-        **{name: value for name, value in about.items() if name in _EVENT_FIELDS},
+        **known_fields(OffloadingEvent, about),
     )
 
 
 def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
-    """The blocks of the prompt in order, as far as the cache was concerned with it."""
+    """Return the blocks of the prompt in order, up to the last one that the cache was asked for."""
     used = list(request.keys)
     if request.missed_at is not None and request.missed_at not in request.keys:
         used.append(request.missed_at)
@@ -484,12 +482,12 @@ def _prompt(request: Request, context: ReqContext) -> list[BlockHash]:
 
 
 def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[BlockHash]:
-    """The blocks of a request in order, up to the last of those that were used.
+    """Return the blocks of a request in order, up to the last one in `used`.
 
-    From 0.31 on the context knows all blocks, those that the device held and those of the answer
-    too; before, these are the used ones in the order in which they were named.
+    From 0.31 on the context knows all blocks, including those that the device held and those of the
+    answer. Before, the result is `used` in its own order.
     """
-    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    positions = key_positions(context)
     if not positions:
         return list(used)
     end = max((positions.get(cast(OffloadKey, key), 0) for key in used), default=0)
@@ -498,7 +496,7 @@ def in_prompt_order(context: ReqContext, used: Collection[BlockHash]) -> list[Bl
 
 
 def _hashes(keys: Collection[OffloadKey]) -> list[BlockHash]:
-    """vLLM's keys are our hashes; only the type checker sees a difference."""
+    """Return vLLM's keys as our hashes; they differ only for the type checker."""
     return cast(list[BlockHash], keys if isinstance(keys, list) else list(keys))
 
 
@@ -518,10 +516,10 @@ def _to_vllm(spec: object) -> LoadStoreSpec:
 
 
 def _allowed_media(context: ReqContext) -> frozenset[str] | None:
-    """Media that a request may read from, from its `kv_load_tiers`; None means all.
+    """Return the media that a request may read from, by its `kv_load_tiers`; None means all.
 
-    Whatever is allowed comes through the CPU tier, so that one is part of it, as in vLLM's own
-    tiers; an empty list means that nothing is loaded.
+    Every block comes through the CPU tier, so that one is included, as in vLLM's own tiering. An
+    empty set means that nothing is loaded.
     """
     load_filter = getattr(context, "load_tier_filter", TierFilter.ALL)
     if load_filter is TierFilter.ALL:

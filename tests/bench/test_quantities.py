@@ -14,7 +14,14 @@ from kvcascade.tools.dev.bench.measurement import Measurement
 from kvcascade.tools.dev.bench.scale import EngineScale
 from kvcascade.tools.dev.bench.transfers import quantities
 
-FOUND = {"hit rate", "recency kept", "cached tokens", "of the idle rate"}
+FOUND = {
+    "hit rate",
+    "recency kept",
+    "cached tokens",
+    "of the idle rate",
+    "beside stores",
+    "beside loads",
+}
 """In names of rows of which more is better, though they are no rates."""
 
 

@@ -261,10 +261,10 @@ def test_refused(
 @pytest.mark.parametrize("size", ["0.0000001%", 64, "4KiB"])
 def test_less_than_any_block(size: object) -> None:
     text = message(configured({"capacity": size}), Twin())
-    assert text.startswith("tiers[0].capacity: ") and "less than any block" in text
+    assert text.startswith("tiers[0].capacity: ") and "is too small for a block" in text
     if size != "0.0000001%":
         text = message(configured(capacity=size), Twin())
-        assert text.startswith("tiers[1].capacity: ") and "less than any block" in text
+        assert text.startswith("tiers[1].capacity: ") and "is too small for a block" in text
 
 
 def test_a_segment_that_is_more_than_the_tier() -> None:
@@ -281,10 +281,10 @@ def test_an_arena_on_a_disk_is_doubtful() -> None:
 
 
 def test_a_share_of_nearly_nothing() -> None:
-    assert "is nothing on this machine" in message(
+    assert "is 0 bytes on this machine" in message(
         configured({"capacity": "0.0000000001%"}), Twin()
     )
-    assert "is nothing on /mnt/0/kv" in message(configured(capacity="0.00000000001%"), Twin())
+    assert "is 0 bytes on /mnt/0/kv" in message(configured(capacity="0.00000000001%"), Twin())
 
 
 def test_what_the_tier_holds_already_is_not_missed() -> None:
@@ -374,7 +374,7 @@ def test_a_path_that_cannot_be_looked_at(tmp_path: Path, key: str, is_closed: bo
     config = parse({"tiers": [cpu, nvme], "record": places["record"]})
     with unprivileged():
         text = message(config, ThisMachine())
-    assert text.startswith(f"{key}: ") and "cannot be looked at (" in text
+    assert text.startswith(f"{key}: ") and "cannot be read (" in text
 
 
 def test_this_machine(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvcascade.config.schema import (
     VLLM_KEYS,
-    Admission,
+    AdmissionMode,
     CascadeConfig,
     DirectIO,
     Durability,
@@ -86,7 +86,7 @@ def test_defaults() -> None:
     nvme = config.nvme[0]
     assert nvme.capacity == Bytes(2 * 2**40) and nvme.path == (Path("/mnt/nvme/kv"),)
     assert (nvme.policy, config.cpu.policy) == ("lru", "lru")
-    assert (nvme.durability, nvme.admission) == (Durability.PROCESS, Admission.ALL)
+    assert (nvme.durability, nvme.admission) == (Durability.PROCESS, AdmissionMode.ALL)
     assert (nvme.write_budget, nvme.io_threads) == (None, 3)
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
@@ -126,7 +126,7 @@ def test_defaults() -> None:
         ("cpu.arena_dir", "/mnt/huge/", Path("/mnt/huge")),
         ("nvme.path", ["/mnt/a", "/mnt/b/../c"], (Path("/mnt/a"), Path("/mnt/c"))),
         ("nvme.durability", "power", Durability.POWER),
-        ("nvme.admission", "second_touch", Admission.SECOND_TOUCH),
+        ("nvme.admission", "second_touch", AdmissionMode.SECOND_TOUCH),
         ("nvme.write_budget", "500GB", Bytes(500 * 10**9)),
         ("nvme.write_budget", None, None),
         ("nvme.write_budget", "0.3 DWPD", DriveWrites(Fraction(3, 10))),
@@ -185,6 +185,8 @@ def test_frozen() -> None:
         parse(GOOD).label = "x"  # type: ignore[misc]
 
 
+_QUOTED = [f'"{name}"' for name in known_names()]
+ALL_POLICIES = f"{', '.join(_QUOTED[:-1])} or {_QUOTED[-1]}"
 WRONG: list[tuple[str, object, str]] = [
     # unknown keys
     ("writemode", "back", 'did you mean "write_mode"?'),
@@ -268,8 +270,8 @@ WRONG: list[tuple[str, object, str]] = [
     ("cpu.arena_dir", "shm", "absolute path"),
     # policies
     ("cpu.policy", "lrru", 'did you mean "lru"?'),
-    ("nvme.policy", "clock", '"lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve" or "slru"'),
-    ("nvme.policy", 3, '"sieve" or "slru"'),
+    ("nvme.policy", "clock", ALL_POLICIES),
+    ("nvme.policy", 3, ALL_POLICIES),
     ("nvme.policy", "a.b:C:d", '"package.module:Class"'),
     # tiers
     ("tiers", [], '{"type": "cpu"'),

@@ -11,7 +11,8 @@ from contract.backend_contract import BackendContract, hashes
 
 from kvcascade.tiers.cpu import CpuBackend
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.nvme.opening import open_nvme_tier
+from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from kvcascade.tiers.policies import create
 
 BLOCK_BYTES = 4096

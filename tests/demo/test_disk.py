@@ -8,7 +8,8 @@ from pathlib import Path
 import lmdb
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.tier import NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.nvme.opening import open_nvme_tier
+from kvcascade.tiers.nvme.tier import NvmeTierConfig
 from kvcascade.tools.dev.demo.disk import written_bytes
 
 

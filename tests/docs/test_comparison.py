@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvcascade.config.schema import (
-    Admission,
+    AdmissionMode,
     CascadeConfig,
-    CpuTier,
-    NvmeTier,
+    CpuTierOptions,
+    NvmeTierOptions,
     WriteMode,
 )
 from kvcascade.tiers.policies import ORDERS
@@ -105,8 +105,12 @@ def test_what_only_a_thread_says_is_reported(table: Table) -> None:
 
 
 def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
-    options = {each.name for kind in (CascadeConfig, CpuTier, NvmeTier) for each in fields(kind)}
-    values = {*ORDERS, *WriteMode, *Admission}
+    options = {
+        each.name
+        for kind in (CascadeConfig, CpuTierOptions, NvmeTierOptions)
+        for each in fields(kind)
+    }
+    values = {*ORDERS, *WriteMode, *AdmissionMode}
     used = set().union(*map(named, OURS)) - {"vllm serve", "kill -9"}
     assert used <= options | values
     assert used >= set(ORDERS)
@@ -115,12 +119,14 @@ def test_what_is_said_of_kvcascade_is_in_its_configuration() -> None:
 def test_defaults_of_kvcascade_are_as_said() -> None:
     cells = [value for row in OURS for value in row.values()]
     default = {
-        each.name: each.default for kind in (CascadeConfig, NvmeTier) for each in fields(kind)
+        each.name: each.default
+        for kind in (CascadeConfig, NvmeTierOptions)
+        for each in fields(kind)
     }
     said = re.findall(r"`promotion_deadline_s`\D{0,20}(\d+) s", " ".join(cells))
     assert [float(seconds) for seconds in said] == [default["promotion_deadline_s"]]
-    for option in ("write_budget", str(Admission.SECOND_TOUCH)):
+    for option in ("write_budget", str(AdmissionMode.SECOND_TOUCH)):
         named = [s for cell in cells for s in re.split(r"(?<=\.) ", cell) if f"`{option}`" in s]
         assert any(re.search(r"\boff\b|\bopt-in\b", sentence) for sentence in named), option
     assert default["write_budget"] is None
-    assert default["admission"] != Admission.SECOND_TOUCH
+    assert default["admission"] != AdmissionMode.SECOND_TOUCH

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from kvcascade.config.schema import VLLM_KEYS, CascadeConfig, CpuTier, NvmeTier
+from kvcascade.config.schema import VLLM_KEYS, CascadeConfig, CpuTierOptions, NvmeTierOptions
 from kvcascade.tools.__main__ import app
 from kvcascade.tools.commands.command_line import ExitCode
 
@@ -29,8 +29,8 @@ WORDS: dict[type[Any], dict[str, str]] = {
         "prefill_tokens_per_s": "measured",
         "weights_id": "found",
     },
-    CpuTier: {},
-    NvmeTier: {"segment_size": "about 1 GiB"},
+    CpuTierOptions: {},
+    NvmeTierOptions: {"segment_size": "about 1 GiB"},
 }
 """Defaults that README has in words: what null then means."""
 OVERVIEW_LINES_MAX = 200
@@ -114,8 +114,8 @@ def default(option: Field[Any]) -> str:
     ("head", "options"),
     [
         ("## Configuration", CascadeConfig),
-        ('Tier `{"type": "cpu"}`', CpuTier),
-        ('Tier `{"type": "nvme"}`', NvmeTier),
+        ('Tier `{"type": "cpu"}`', CpuTierOptions),
+        ('Tier `{"type": "nvme"}`', NvmeTierOptions),
     ],
 )
 def test_options_and_their_defaults(head: str, options: type[Any]) -> None:

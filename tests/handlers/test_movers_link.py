@@ -15,7 +15,7 @@ from support.mover_rig import LIMIT_S
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.assembly.movers import link_by_process, link_by_threads, open_mover
-from kvcascade.config.schema import NvmeTier
+from kvcascade.config.schema import NvmeTierOptions
 from kvcascade.config.sizes import Share
 from kvcascade.manager.flow import Link
 from kvcascade.tiers.base import SlotSpec
@@ -61,7 +61,7 @@ def there_and_back(rig: Rig, arena: Arena, link: Link) -> None:
 def test_by_a_process(arena: Arena, tmp_path: Path, has_prefault: bool, is_huge: bool) -> None:
     arena.is_huge = is_huge
     rig = Rig(config_for([tmp_path], slots=32))
-    options = NvmeTier("tiers[1]", Share(Fraction(1, 2)), (tmp_path,))
+    options = NvmeTierOptions("tiers[1]", Share(Fraction(1, 2)), (tmp_path,))
     mover = open_mover(arena, rig.tier, options, has_prefault)
     there_and_back(rig, arena, link_by_process(rig.tier, mover))
     assert mover.close() and mover.pid is None

@@ -281,7 +281,7 @@ class TestNamespaceFacts:
         self.model = str(tmp_path)
 
     def facts(self, config: Any, **settings: Any) -> dict[str, str]:
-        common = pytest.importorskip("kvcascade.vllm.adapter")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
         given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}], **settings})
         if config is not None:
             config.model_config.__dict__.update(model=self.model, revision=None)
@@ -306,7 +306,7 @@ class TestNamespaceFacts:
         assert self.is_shared(None, weights_id="mine")
 
     def test_one_line_for_each_reason(self, caplog: pytest.LogCaptureFixture) -> None:
-        common = pytest.importorskip("kvcascade.vllm.adapter")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
         config = with_media(0, enable_prefix_caching=False)
         config.cache_config.calculate_kv_scales = True
         given = parse({"tiers": [{"type": "cpu", "capacity": "1GiB"}]})

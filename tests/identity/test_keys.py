@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvcascade.vllm import engine_facts
+from kvcascade.vllm import generation
 
 BLOCK_TOKENS = 16
 
@@ -45,7 +45,7 @@ def test_every_block_of_another_tenant_has_another_key(request_of: dict[str, Any
 
 def test_an_adapter_of_the_same_name_elsewhere_has_other_keys() -> None:
     """Up to 0.30 it has not, within one engine either."""
-    if engine_facts.vllm_version() < (0, 31):
+    if generation.vllm_version() < (0, 31):
         pytest.skip("this vLLM hashes the name alone")
     old, new = (hashes(lora_request=LoRARequest("sql", 1, f"/adapters/{v}")) for v in (1, 2))
     assert not set(old) & set(new)

@@ -23,7 +23,7 @@ class TestMachine:
         kind: str = "cpu",
     ) -> str:
         """On this platform, on a CPU with these instruction sets."""
-        common = pytest.importorskip("kvcascade.vllm.adapter")
+        common = pytest.importorskip("kvcascade.vllm.scheduler_side")
         platform = Stub(device_name=name, device_type=kind)
         monkeypatch.setattr("vllm.platforms.current_platform", platform)
         monkeypatch.setattr(

@@ -13,7 +13,7 @@ import os, resource, sys
 from pathlib import Path
 from support.executors import InlineExecutor
 from support.nvme_rig import Rig, config_for, key
-from kvcascade.tiers.nvme.tier import open_nvme_tier
+from kvcascade.tiers.nvme.opening import open_nvme_tier
 from kvcascade.errors import TierIOError
 
 SLOTS = 64

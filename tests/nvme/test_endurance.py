@@ -9,7 +9,7 @@ from support.nvme_rig import key
 
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
-from kvcascade.observe.metrics import METRICS, Snapshot
+from kvcascade.observe.metrics import METRICS, MetricsSnapshot
 from kvcascade.tiers import endurance
 from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
 from kvcascade.tiers.nvme.index.block_index import BlockIndex, open_index
@@ -90,7 +90,7 @@ def test_the_record_fits_into_a_page_of_the_index() -> None:
     assert len(endurance.add(b"", NOW_S, 1, 1)) == RECORD_BYTES < INLINE_LIMIT_BYTES
 
 
-def gauge(name: str, snapshot: Snapshot) -> list[tuple[tuple[str, ...], float]]:
+def gauge(name: str, snapshot: MetricsSnapshot) -> list[tuple[tuple[str, ...], float]]:
     """The values of a metric."""
     (metric,) = (metric for metric in METRICS if metric.name == name)
     return list(metric.values(snapshot))
@@ -105,7 +105,7 @@ def test_wear_as_metrics() -> None:
         return TierState(name, "NVME", 100, 0, 8, 0, day=day)
 
     tiers = [top, below("nvme", DayTotals(600, 200)), below("slow", DayTotals(600, 0))]
-    snapshot = Snapshot(counters, tiers)
+    snapshot = MetricsSnapshot(counters, tiers)
     assert gauge("write_amplification", snapshot) == []
     assert gauge("written_per_read", snapshot) == [(("nvme",), 3.0)]
     counters.stored_blocks = 10

@@ -33,7 +33,8 @@ from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.nvme.opening import open_nvme_tier
+from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from kvcascade.tiers.nvme.writer.capacity import capacity_for
 from kvcascade.tiers.policies import OrderedPolicy, create, known_names
 

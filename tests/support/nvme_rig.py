@@ -11,7 +11,8 @@ from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePoli
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.nvme_backend import NvmeBackend, NvmeSpec
-from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from kvcascade.tiers.nvme.opening import open_nvme_tier
+from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from kvcascade.tiers.nvme.writer.capacity import capacity_for
 from kvcascade.tiers.policies import order_class
 from kvcascade.tiers.policies.ordered import OrderedPolicy

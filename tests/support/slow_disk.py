@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcascade.config.schema import NvmeTier
+from kvcascade.config.schema import NvmeTierOptions
 from kvcascade.spec import CascadeOffloadingSpec
 from kvcascade.tiers.nvme.disk.filesystem import File, FileSystem, RealFileSystem, View
 
@@ -76,5 +76,5 @@ class SlowDiskSpec(CascadeOffloadingSpec):
     """The cascade over a slow disk."""
 
     @staticmethod
-    def file_system(options: NvmeTier) -> FileSystem:
+    def file_system(options: NvmeTierOptions) -> FileSystem:
         return SlowFileSystem(float(os.environ[READ_RATE]))

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
 from kvcascade.errors import ConfigError
 from kvcascade.manager.request import Request
 from kvcascade.vllm import v0_25
-from kvcascade.vllm.compatibility import set_state, state_of
+from kvcascade.vllm.generation import set_state, state_of
 from kvcascade.vllm.v0_26 import shape_facts
 
 

@@ -19,8 +19,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvcascade.errors import ConfigError
 from kvcascade.tools.dev.model import make_llama
-from kvcascade.vllm import engine_facts
-from kvcascade.vllm.refusals import offers_the_last_token
+from kvcascade.vllm.generation import offers_states_once, offers_the_last_token
 from kvcascade.vllm.v0_26 import CascadeManager
 
 STEPS = 400
@@ -121,7 +120,7 @@ KINDS = {
     "pipeline": Kind(stages=2),
     "window": Kind(window=96, chunk=1),
 }
-HANDS_STATES_OVER = engine_facts.vllm_version() >= (0, 29)
+HANDS_STATES_OVER = offers_states_once()
 if HANDS_STATES_OVER:
     KINDS["state"] = Kind(has_state=True, chunk=1)
 

@@ -23,8 +23,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvcascade.vllm import engine_facts
-from kvcascade.vllm.layer_map import about_blocks, full_attention_group, groups_offered_once
+from kvcascade.vllm import generation
+from kvcascade.vllm.kv_layers import about_blocks, full_attention_group, groups_offered_once
 from kvcascade.vllm.v0_26 import _geometry
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ def test_a_block_of_that_group_stands_for_its_tokens_whatever_the_others_are() -
 def test_states_at_boundaries_are_offered_once(
     mode: Any, minor: int, found: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_facts, "vllm_version", lambda: (0, minor))
+    monkeypatch.setattr(generation, "vllm_version", lambda: (0, minor))
     state = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
     config = replace(
         offloading_config([], PAGE),

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvcascade.assembly.named import SPEC_NAME
 from kvcascade.errors import ConfigError
-from kvcascade.vllm import engine_facts, plugin
+from kvcascade.vllm import engine_facts, generation, plugin
 from kvcascade.vllm.refusals import refuse_answers, refuse_gaps, refuse_useless
 
 
@@ -80,7 +80,7 @@ def test_full_attention_has_chunks_of_any_size() -> None:
 def test_answers_are_offloaded_where_vllm_leaves_their_end_out(
     minor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_facts, "vllm_version", lambda: (0, minor))
+    monkeypatch.setattr(generation, "vllm_version", lambda: (0, minor))
     for fine in ({}, {"offload_prompt_only": True}):
         refuse_answers(fine)
     if not 26 <= minor <= 29:
@@ -91,7 +91,7 @@ def test_answers_are_offloaded_where_vllm_leaves_their_end_out(
 
 
 def test_answers_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_facts, "vllm_version", lambda: (0, 28))
+    monkeypatch.setattr(generation, "vllm_version", lambda: (0, 28))
     extra = {
         "spec_name": SPEC_NAME,
         "tiers": [{"type": "cpu", "capacity": "1MiB"}],

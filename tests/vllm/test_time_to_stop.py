@@ -10,8 +10,8 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvcascade.config.schema import CascadeConfig, parse
-from kvcascade.vllm.adapter import with_time_to_flush
 from kvcascade.vllm.engine_facts import seconds_to_stop
+from kvcascade.vllm.scheduler_side import with_time_to_flush
 
 
 def configured(flush_s: float | None, *, has_disk: bool = True) -> CascadeConfig:

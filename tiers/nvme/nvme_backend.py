@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +29,11 @@ from ..base import (
     Moved,
     SlotArray,
 )
+from .background import Background
 from .index.index_port import Removal
 from .index_directory import IndexDirectory
 from .segments.extents import Extent, ExtentPool, complement
-from .writer.failing_devices import OnEnd, RecordRepairs, RestingPaths
+from .writer.failing_devices import RecordRepairs, RestingPaths
 from .writer.growth import Arrival, SegmentGrowth
 
 MEDIUM = "NVME"
@@ -54,22 +54,6 @@ COLD_SAMPLE_SHARE = 8
 least."""
 
 _log = get_logger(__name__)
-
-
-class Background(ABC):
-    """Work that the backend hands to an I/O thread; no method waits."""
-
-    @abstractmethod
-    def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        """Queue an index commit."""
-
-    @abstractmethod
-    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
-        """Queue rewriting the records of these slots from the index."""
-
-    @abstractmethod
-    def take_orphans(self) -> list[int]:
-        """Return slots for which `repair_records` found no entry."""
 
 
 @dataclass(frozen=True, slots=True)

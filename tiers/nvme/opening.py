@@ -1,4 +1,4 @@
-"""The steps of opening an NVMe tier: namespace, index, segments, store, backend and directory.
+"""Opening an NVMe tier: namespace, index, segments, store, backend and directory.
 
 A process takes back the segments that it owned last. After a clean close no index entry is read;
 otherwise every entry is read once. Other processes may have the namespace open. Their segments are
@@ -8,7 +8,7 @@ leaves the data unchanged.
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from ...errors import CorruptionError, KVCascadeError, is_for_want_of_resources, os_errors
 from ...logs import get_logger
-from .disk.filesystem import FileSystem
+from .background import ExecutorBackground, prove_records
+from .disk.filesystem import FileSystem, RealFileSystem
 from .index.block_index import (
     GENERATIONS_PER_SESSION,
     BlockIndex,
@@ -27,21 +28,84 @@ from .index.block_index import (
 )
 from .index.index_file import DATA_NAME, damaged
 from .index.index_keys import IndexIdentity
-from .index.index_port import Removal
 from .index_directory import IndexDirectory
-from .namespace import Namespace, describe_namespace
-from .nvme_backend import Background, NvmeBackend, StatusTable, free_pools
-from .opened import NvmeTier, NvmeTierConfig, StartReport
+from .namespace import (
+    Namespace,
+    describe_namespace,
+    open_namespace,
+    stored_slots_per_segment,
+)
+from .nvme_backend import NvmeBackend, StatusTable, free_pools
 from .segments.arrays import MappedArrays
 from .segments.format import SegmentLayout
 from .segments.segment_files import SegmentSet
 from .segments.store import BlockStore, Durability
-from .writer.capacity import Plan, SpaceBudget
-from .writer.failing_devices import OnEnd
+from .tier import NvmeTier, NvmeTierConfig, StartReport
+from .writer.capacity import Plan, SpaceBudget, plan_capacity
 from .writer.growth import SegmentGrowth
 from .writer.owners import MAX_PROCESSES
 
 _log = get_logger(__name__)
+
+
+def open_nvme_tier(
+    config: NvmeTierConfig,
+    executor: Executor,
+    fs: FileSystem | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> NvmeTier:
+    """Open or create a tier; `executor` runs index commits and segment creation.
+
+    Raises `ConfigError`, `InUseError`, `CorruptionError`, `FormatError`, `NoSpaceError` or
+    `TierIOError`. Nothing stays open after an error.
+    """
+    with os_errors(f"opening the tier in {', '.join(map(str, config.paths))}"):
+        return _open(config, executor, RealFileSystem() if fs is None else fs, clock)
+
+
+def _open(
+    config: NvmeTierConfig, executor: Executor, fs: FileSystem, clock: Callable[[], float]
+) -> NvmeTier:
+    slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
+    plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
+    namespace = open_namespace(fs, config.paths, config.key, is_guest=config.is_guest)
+    try:  # another process may have created it in between
+        slots = namespace.slots_per_segment or config.slots_per_segment
+        plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
+        if not namespace.owners.is_alone:
+            plan = _beside_others(plan, namespace)
+    except BaseException:
+        namespace.close()
+        raise
+    opening = Opening(config, plan, fs, namespace, executor, clock)
+    try:
+        return opening.run()
+    except BaseException:
+        opening.undo()
+        raise
+
+
+def _beside_others(plan: Plan, namespace: Namespace) -> Plan:
+    """Return the plan, limited to the slots for which the shared index has room.
+
+    Otherwise the index would be full before the segments are. Then nothing would be evicted, and
+    nothing stored any more.
+    """
+    if namespace.description is None:
+        raise CorruptionError(
+            f"{namespace.folders[0]}/namespace.json was lost while other processes use it; stop "
+            "them all, then start again"
+        )
+    within = plan.within(namespace.index_bytes)
+    if within.segments < plan.segments:
+        _log.warning(
+            "%s takes %d of %d blocks: the index that running engines share has room for no more; "
+            "for the larger capacity all engines of this path must be stopped once",
+            namespace.folders[0],
+            within.slots,
+            plan.slots,
+        )
+    return within
 
 
 class Opening:
@@ -349,7 +413,7 @@ class Opening:
             free_pools(table.is_used, table.is_owned, size, self._paths),
             growth,
             size,
-            _ExecutorBackground(store, self._executor),
+            ExecutorBackground(store, self._executor),
         )
 
     def _describe(self) -> None:
@@ -379,63 +443,3 @@ class Opening:
             is_alone=self._owners.is_alone,
             bytes_written=index.totals[0],
         )
-
-
-def prove_records(
-    index: BlockIndex,
-    segments: SegmentSet,
-    store: BlockStore,
-    directory: IndexDirectory,
-    proven_from: int,
-) -> None:
-    """Compare slot records of open segments with older entries; rewrite those that differ.
-
-    Runs on an I/O thread after a boot of the machine. Blocks stored meanwhile have both right.
-    """
-    size = segments.layout.slots
-    said = np.zeros(index.capacity, dtype=np.uint64)
-    is_open = np.zeros(index.capacity, dtype=np.bool_)
-    for number in segments.numbers:
-        records = segments.generations(number)
-        if records is not None:
-            said[number * size : (number + 1) * size] = records
-            is_open[number * size : (number + 1) * size] = True
-    stale: set[int] = set()
-    try:
-        for slots, generations in index.slots_and_generations():
-            mine = np.flatnonzero((slots < len(said)) & (generations < proven_from))
-            slots, generations = slots[mine], generations[mine]
-            stale.update(slots[is_open[slots] & (said[slots] != generations)].tolist())
-        has_all = segments.numbers == segments.found()
-    except (OSError, KVCascadeError) as error:
-        _log.warning("slot records could not be compared with the index: %s", error)
-        return
-    if stale:
-        store.repair_records(stale)
-    directory.trust_records()
-    if has_all:
-        index.note_proven()
-
-
-class _ExecutorBackground(Background):
-    """Hands work to the executor; removals are kept if it takes no more."""
-
-    def __init__(self, store: BlockStore, executor: Executor) -> None:
-        self._store = store
-        self._executor = executor
-
-    def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        try:
-            self._executor.submit(self._store.remove, removals, epoch)
-        except RuntimeError:  # shutting down: the commit at close includes them
-            self._store.defer_removals(removals, epoch)
-
-    def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
-        with contextlib.suppress(RuntimeError):  # shutting down
-            self._executor.submit(self._repair_records, slots, on_end)
-
-    def _repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
-        on_end(self._store.repair_records(slots))
-
-    def take_orphans(self) -> list[int]:
-        return self._store.take_orphans()

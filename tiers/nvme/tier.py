@@ -1,83 +1,160 @@
-"""Opening an NVMe tier: the public entry.
+"""An open NVMe tier: its configuration, its parts, and how it is closed.
 
-`opened` defines the open tier, `opening` the steps of opening it.
+Any number of processes may have the same tier open (`owners`). `open_nvme_tier` opens one.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
-from ...errors import CorruptionError, os_errors
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import KVCascadeError
 from ...logs import get_logger
-from .disk.filesystem import FileSystem, RealFileSystem
-from .namespace import Namespace, open_namespace, stored_slots_per_segment
-from .opened import NvmeTier, NvmeTierConfig, StartReport
-from .opening import Opening
-from .writer.capacity import Plan, plan_capacity
+from .index.block_index import BlockIndex
+from .index.clean_close import SavedSlots
+from .index_directory import IndexDirectory
+from .namespace import Namespace, NamespaceKey
+from .nvme_backend import NvmeBackend, StatusTable
+from .segments.arrays import MappedArrays
+from .segments.segment_files import SegmentSet
+from .segments.store import BlockStore, Durability
+from .writer.capacity import SEGMENT_BYTES
+from .writer.growth import SegmentGrowth
 
 _log = get_logger(__name__)
 
 
-def open_nvme_tier(
-    config: NvmeTierConfig,
-    executor: Executor,
-    fs: FileSystem | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> NvmeTier:
-    """Open or create a tier; `executor` runs index commits and segment creation.
+@dataclass(frozen=True, slots=True)
+class NvmeTierConfig:
+    """Configuration of a tier; sizes in bytes."""
 
-    Raises `ConfigError`, `InUseError`, `CorruptionError`, `FormatError`, `NoSpaceError` or
-    `TierIOError`. Nothing stays open after an error.
-    """
-    with os_errors(f"opening the tier in {', '.join(map(str, config.paths))}"):
-        return _open(config, executor, RealFileSystem() if fs is None else fs, clock)
-
-
-def _open(
-    config: NvmeTierConfig, executor: Executor, fs: FileSystem, clock: Callable[[], float]
-) -> NvmeTier:
-    slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
-    plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
-    namespace = open_namespace(fs, config.paths, config.key, is_guest=config.is_guest)
-    try:  # another process may have created it in between
-        slots = namespace.slots_per_segment or config.slots_per_segment
-        plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
-        if not namespace.owners.is_alone:
-            plan = _beside_others(plan, namespace)
-    except BaseException:
-        namespace.close()
-        raise
-    opening = Opening(config, plan, fs, namespace, executor, clock)
-    try:
-        return opening.run()
-    except BaseException:
-        opening.undo()
-        raise
+    paths: tuple[Path, ...]
+    """One directory per device; each must exist."""
+    capacity_bytes: int
+    """Capacity over all paths, and over all namespaces in them."""
+    block_bytes: int
+    """Size of a slot; a multiple of 4096."""
+    key: NamespaceKey
+    durability: Durability = Durability.PROCESS
+    min_free_bytes: int = 0
+    """Disk space that is never used."""
+    slots_per_segment: int | None = None
+    """Slots per segment of a new namespace; by default about 1 GiB, less for small tiers."""
+    others_bytes: int = 0
+    """Space that other namespaces may use beyond the capacity; for a command that removes none."""
+    may_remove_namespaces: bool = True
+    """Whether unused namespaces are removed if there is no room beside them."""
+    is_guest: bool = False
+    """True for a command instead of an engine; the blocks it stores were computed elsewhere."""
+    ready_bytes: int = SEGMENT_BYTES
+    """Space per path that is prepared before the opening returns, as far as available."""
 
 
-def _beside_others(plan: Plan, namespace: Namespace) -> Plan:
-    """Return the plan, limited to the slots for which the shared index has room.
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """Result of an opening, for one line in the log."""
 
-    Otherwise the index would be full before the segments are. Then nothing would be evicted, and
-    nothing stored any more.
-    """
-    if namespace.description is None:
-        raise CorruptionError(
-            f"{namespace.folders[0]}/namespace.json was lost while other processes use it; stop "
-            "them all, then start again"
-        )
-    within = plan.within(namespace.index_bytes)
-    if within.segments < plan.segments:
-        _log.warning(
-            "%s takes %d of %d blocks: the index that running engines share has room for no more; "
-            "for the larger capacity all engines of this path must be stopped once",
-            namespace.folders[0],
-            within.slots,
-            plan.slots,
-        )
-    return within
+    folder: Path
+    blocks: int
+    """Number of blocks that can be found, over all processes."""
+    block_bytes: int
+    capacity_blocks: int
+    """Capacity in blocks over all processes."""
+    created: datetime
+    was_clean: bool
+    """True if this process's own segments did not have to be scanned."""
+    was_reset: bool
+    """True if a reset has invalidated the blocks that this process had stored last."""
+    is_alone: bool
+    """True if no other process had the namespace open."""
+    bytes_written: int
+    """Bytes written over the life of the namespace."""
 
 
-__all__ = ["NvmeTier", "NvmeTierConfig", "StartReport", "open_nvme_tier"]
+@dataclass(slots=True)
+class NvmeTier:
+    """An open tier. Pass `directory` and `arrays` to a policy, `store` to the handlers."""
+
+    backend: NvmeBackend
+    directory: IndexDirectory
+    store: BlockStore
+    arrays: MappedArrays
+    report: StartReport
+    index: BlockIndex
+    segments: SegmentSet
+    growth: SegmentGrowth
+    namespace: Namespace
+    table: StatusTable
+    epoch_arrays: MappedArrays
+    is_closed: bool = False
+
+    @property
+    def recovered(self) -> bool:
+        """True if the policy's arrays may not match the index: reconcile with `live_slots`.
+
+        Read it after the policy was made, because an array that was missing counts too.
+        """
+        report = self.report
+        return not report.was_clean or report.was_reset or self.arrays.was_replaced
+
+    def live_slots(self) -> npt.NDArray[np.int64]:
+        """Return the slots that hold a block or are being written, ascending."""
+        return np.flatnonzero(self.table.is_used).astype(np.int64)
+
+    def close(self, clean: bool = True) -> None:
+        """Commit pending removals, save the free extents and release everything; idempotent.
+
+        Transfers and the executor must have ended. `clean=False` only releases.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            if clean:
+                self._save()
+            else:
+                self.index.abandon()
+        finally:
+            self.backend.close()
+            self.segments.close()
+            self.arrays.close()
+            self.epoch_arrays.close()
+            self.namespace.close()
+
+    def _save(self) -> None:
+        directory = self.directory
+        is_settled = self.store.remove(directory.take_removals(), directory.epoch)
+        saved: SavedSlots | None = None
+        was_taken_from = False
+        if is_settled and directory.is_committed:
+            with suppress(OSError, KVCascadeError):  # files may be gone, or the device broken
+                was_taken_from = self.index.was_taken_from()
+                saved = self._slots_to_save(was_taken_from)
+        directory.release()  # others need the pages while the next steps wait for the disk
+        try:
+            if not was_taken_from:  # unsealed arrays are compared with the slots at the start
+                self.arrays.sync()
+            self.epoch_arrays.sync()
+        except KVCascadeError as error:
+            _log.warning("recency may be lost: %s", error)
+        try:
+            self.index.close(saved, self.store.take_read_bytes())
+        except KVCascadeError as error:
+            _log.warning("the next start has to look through the index: %s", error)
+
+    def _slots_to_save(self, was_taken_from: bool) -> SavedSlots | None:
+        """Return the used and free slots of its own segments; None if the counts disagree."""
+        index, directory, backend = self.index, self.directory, self.backend
+        if was_taken_from:  # slots that lost their blocks stay in use until they are evicted
+            used_slots = index.scan(self.table.is_owned, and_beyond=False)
+            return SavedSlots(directory.epoch, len(used_slots), backend.free_beside(used_slots))
+        free = backend.free_extents()
+        used = backend.available - int(free[:, 1].sum())
+        has_all = self.segments.numbers == self.segments.found()
+        is_exact = used == (index.count() if has_all else len(directory))
+        return SavedSlots(directory.epoch, used, free) if is_exact else None

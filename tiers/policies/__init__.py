@@ -8,35 +8,34 @@ An order may be given by its name here, by the name of an entry point of the gro
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from ...errors import ConfigError
 from ..base import CachePolicy
-from .arc import ArcOrder
 from .directory import BlockDirectory, DictDirectory
-from .fifo import FifoOrder
-from .lirs import LirsOrder
-from .lru import LruOrder
 from .named_object import named_object
 from .order import ArraySource, EvictionOrder, heap_arrays
 from .ordered import OrderedPolicy
-from .prefix import PrefixOrder
-from .s3fifo import S3FifoOrder
-from .sieve import SieveOrder
-from .slru import SlruOrder
 from .usage import UsageOrder
 
-ORDERS: dict[str, type[EvictionOrder]] = {
-    "arc": ArcOrder,
-    "fifo": FifoOrder,
-    "lirs": LirsOrder,
-    "lru": LruOrder,
-    "prefix": PrefixOrder,
-    "s3fifo": S3FifoOrder,
-    "sieve": SieveOrder,
-    "slru": SlruOrder,
+_CLASSES = {
+    "arc": "ArcOrder",
+    "fifo": "FifoOrder",
+    "lirs": "LirsOrder",
+    "lru": "LruOrder",
+    "prefix": "PrefixOrder",
+    "s3fifo": "S3FifoOrder",
+    "sieve": "SieveOrder",
+    "slru": "SlruOrder",
 }
-"""Every built-in order by the name used in the configuration."""
+"""Class of each built-in order, in the module that has the order's name."""
+
+ORDERS: dict[str, type[EvictionOrder]] = {
+    name: getattr(import_module(f".{name}", __name__), class_name)
+    for name, class_name in _CLASSES.items()
+}
+"""Built-in orders by the name used in the configuration."""
 
 ENTRY_POINTS = "kvcascade.policies"
 """Group of entry points by which other packages add orders."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .order import ArraySource, heap_arrays, scalars
 
 NONE = -1
-"""No entry."""
+"""Number that stands for no entry."""
 
 
 class LinkedLists:
@@ -37,14 +37,14 @@ class LinkedLists:
                 self._hotter[anchor] = self._colder[anchor] = anchor + 1
 
     def size(self, list_: int) -> int:
-        """Entries in a list."""
+        """Return the number of entries in a list."""
         return self._size[list_]
 
     def __contains__(self, entry: object) -> bool:
         return isinstance(entry, int) and self._hotter[entry + self._lists] != 0
 
     def append(self, list_: int, entry: int) -> None:
-        """Add an entry that is in no list, as the hottest."""
+        """Add an entry that is in no list as the hottest of a list."""
         hotter, colder = self._hotter, self._colder
         node = entry + self._lists
         before = colder[list_]
@@ -54,7 +54,7 @@ class LinkedLists:
         self._size[list_] += 1
 
     def remove(self, list_: int, entry: int) -> None:
-        """Take an entry out of the list that it is in."""
+        """Remove an entry from its list."""
         hotter, colder = self._hotter, self._colder
         node = entry + self._lists
         before, after = colder[node], hotter[node]
@@ -64,7 +64,7 @@ class LinkedLists:
         self._size[list_] -= 1
 
     def replace(self, entry: int, other: int) -> None:
-        """`other`, which is in no list, takes the place of `entry`."""
+        """Put `other`, which is in no list, in the place of `entry`."""
         hotter, colder = self._hotter, self._colder
         node, new = entry + self._lists, other + self._lists
         before, after = colder[node], hotter[node]
@@ -73,12 +73,12 @@ class LinkedLists:
         hotter[node] = colder[node] = 0
 
     def coldest(self, list_: int) -> int:
-        """The entry that was appended longest ago, or `NONE`."""
+        """Return the entry that was appended longest ago, or `NONE`."""
         node = self._hotter[list_] - 1
         return node - self._lists if node >= self._lists else NONE
 
     def iterate(self, list_: int) -> Iterator[int]:
-        """Entries from the coldest on. The list must not change while this runs."""
+        """Yield entries from the coldest on; the list must not change meanwhile."""
         hotter, lists = self._hotter, self._lists
         node = hotter[list_] - 1
         for _ in range(self.size(list_)):
@@ -86,7 +86,7 @@ class LinkedLists:
             node = hotter[node] - 1
 
     def walk(self, list_: int) -> list[int]:
-        """Like `iterate`, but trusts nothing: ends where a link leads nowhere or back."""
+        """Do what `iterate` does, but end at links that are invalid or form a cycle."""
         hotter, lists, nodes = self._hotter, self._lists, self._entries + self._lists
         seen = np.zeros(nodes, np.bool_)
         been = scalars(seen)

@@ -23,25 +23,24 @@ MIN_LOG_LENGTH = 1024
 LOG_LENGTH_PER_SLOT = 3
 """Room per slot; at least 2, so that a compaction pays for at least one use of every slot."""
 FEW = 8
-"""Up to so many slots are handled one by one."""
+"""Maximum number of slots that are handled one by one."""
 SCAN_FEW = 16
-"""Log entries looked at one by one before a search turns to whole chunks."""
+"""Log entries that a search reads one by one before it reads whole chunks."""
 SCAN_CHUNK_MIN = 128
 SCAN_CHUNK_MAX = 1 << 16
-"""Log entries looked at per step of a search; each step is twice as long as the one before."""
+"""Limits of the log entries that a search reads in one step; each step doubles them."""
 
 SORT_COST = 8
-"""Sorting one slot by its place is taken to cost as much as looking at so many log entries
-(measured: up to 4, beside a fixed cost)."""
+"""Assumed cost of sorting one slot by its position, in log entries read."""
 
 COMPACT_CHUNK = 1 << 18
-"""Log entries copied at a time by a compaction, so that it needs little memory."""
+"""Log entries that a compaction copies at a time, to limit its memory."""
 
 _HEAD, _TAIL, _COUNT = 0, 1, 2
 
 
 class Search:
-    """What a search for slots that may leave accepts, and how much further it may look."""
+    """Filter and remaining window of a search for victims."""
 
     __slots__ = ("is_windowed", "left", "mask", "wanted")
 
@@ -55,33 +54,33 @@ class Search:
         self.mask = mask
         self.is_windowed = window is not None
         self.left = 1 << 62 if window is None else window
-        """Slots that may still be looked at."""
+        """Number of slots that the search may still examine."""
 
     def is_sparse(self, entries: int) -> bool:
-        """True if so few slots are in the mask that sorting them costs less than so many entries.
+        """Return True if sorting the slots of the mask costs less than reading `entries` entries.
 
-        With a window every slot has to be looked at.
+        With a window, every slot has to be examined.
         """
         if self.mask is None or self.is_windowed:
             return False
         return int(np.count_nonzero(self.mask)) * SORT_COST < entries
 
     def accepts(self, slot: int) -> bool:
-        """Look at one slot: may it leave?"""
+        """Examine one slot and return whether it may be evicted."""
         self.left -= 1
         if self.mask is not None and not self.mask[slot]:
             return False
         return self.wanted is None or self.wanted(slot)
 
     def pick(self, slots: Iterable[int], limit: int) -> list[int]:
-        """Up to `limit` accepted ones of these slots, for orders that can only go one by one."""
+        """Return up to `limit` accepted slots, for orders that go one by one."""
         looked_at = islice(slots, self.left)
         in_mask = looked_at if self.mask is None else self._in_mask(looked_at, self.mask)
         accepted = in_mask if self.wanted is None else filter(self.wanted, in_mask)
         return list(islice(accepted, max(limit, 0)))
 
     def _in_mask(self, slots: Iterable[int], mask: SlotMask) -> Iterator[int]:
-        """Ends after the last slot of the mask: mostly a search in vain has nowhere to look."""
+        """Yield the slots that are in the mask, and end after the mask's last slot."""
         left, may_leave = int(np.count_nonzero(mask)), scalars(mask)
         for slot in slots if left else ():
             if may_leave[slot]:
@@ -92,19 +91,19 @@ class Search:
 
 
 class Marks:
-    """A small number per slot, and a range of it that a search is limited to."""
+    """A small number per slot, and the range of numbers to which a search is limited."""
 
     __slots__ = ("array", "high", "low", "of")
 
     def __init__(self, array: npt.NDArray[np.uint8]) -> None:
         self.array = array
         self.of = scalars(array)
-        """The same memory, for one slot at a time."""
+        """View of `array` for access to single slots."""
         self.low = 0
         self.high = 255
 
     def within(self, low: int, high: int) -> Marks:
-        """The same marks, limited to `low <= mark <= high`."""
+        """Return the same marks, limited to `low <= mark <= high`."""
         limited = Marks.__new__(Marks)
         limited.array, limited.of = self.array, self.of
         limited.low, limited.high = low, high
@@ -143,17 +142,17 @@ class RecencyLog:
         return np.asarray(self._stamp[slots])
 
     def position(self, slot: int) -> int:
-        """Where a slot that is present stands in the log."""
+        """Return the log position of a slot that is present."""
         return self._stamp_of[slot] - 1
 
     @property
     def head(self) -> int:
-        """Position before which nothing is live."""
+        """Position before which no entry is live."""
         return self._end[_HEAD]
 
     @property
     def tail(self) -> int:
-        """Position that the next slot will get."""
+        """Position of the next slot that is appended."""
         return self._end[_TAIL]
 
     def append(self, slots: Sequence[int] | npt.NDArray[np.int32]) -> None:
@@ -162,7 +161,7 @@ class RecencyLog:
             for slot in slots:
                 self._append_one(slot)
             return
-        if len(slots) > len(self._stamp):  # then some are repeated: only the last use counts
+        if len(slots) > len(self._stamp):  # some are repeated: only the last use counts
             slots = list(dict.fromkeys(reversed(slots)))[::-1]
         batch = np.asarray(slots, dtype=np.intp)  # any other type is converted at every use
         n = len(batch)
@@ -200,7 +199,7 @@ class RecencyLog:
         batch = np.asarray(slots, dtype=np.intp)
         if int(self._ends[_TAIL] - self._ends[_HEAD]) + len(batch) > self._length:
             self._compact()
-        if self._ends[_HEAD] < len(batch):  # a whole turn of the log: every entry stays in place
+        if self._ends[_HEAD] < len(batch):  # a whole length: no entry moves
             self._stamp[self._stamp > 0] += self._length
             self._ends[: _TAIL + 1] += self._length
         head = int(self._ends[_HEAD]) - len(batch)
@@ -278,7 +277,7 @@ class RecencyLog:
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        """Up to `limit` of the coldest slots that `wanted` accepts; see `EvictionOrder`."""
+        """Return up to `limit` of the coldest slots that `wanted` accepts; see `EvictionOrder`."""
         found: list[int] = []
         if limit > 0:
             few = SCAN_FEW if limit <= FEW else 0
@@ -289,20 +288,20 @@ class RecencyLog:
         return found
 
     def between(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Live slots at positions `start .. stop - 1`, in that order."""
+        """Return the live slots at positions `start .. stop - 1`, in that order."""
         positions = np.arange(start, stop, dtype=np.int64)
         slots = self._log[positions % self._length]
         return np.asarray(slots[self._stamp[slots] == positions + 1])
 
     def _masked(self, mask: SlotMask, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """The slots of `between` that are in a mask, found without a look at the log."""
+        """Return the slots of `between` that are in a mask, without reading the log."""
         slots = np.flatnonzero(mask).astype(np.int32)
         positions = self._stamp[slots] - 1
         is_inside = (positions >= start) & (positions < stop)
         return np.asarray(slots[is_inside][np.argsort(positions[is_inside])])
 
     def to_array(self) -> npt.NDArray[np.int32]:
-        """All slots, coldest first: int32, shape `(len(self),)`."""
+        """Return all slots, coldest first: int32, shape `(len(self),)`."""
         head, tail = self._end[_HEAD], self._end[_TAIL]
         parts = [
             self.between(start, min(start + COMPACT_CHUNK, tail))
@@ -337,7 +336,7 @@ class RecencyLog:
         end[_TAIL] = tail + 1
 
     def _skip_dead(self) -> int:
-        """Position of the coldest slot; what lies before it is never looked at again."""
+        """Advance the head to the coldest live slot and return its position."""
         head, tail = self._end[_HEAD], self._end[_TAIL]
         few = min(head + SCAN_FEW, tail)
         while head < few:

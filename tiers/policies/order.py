@@ -16,30 +16,30 @@ import numpy.typing as npt
 from ..base import SlotMask
 
 ArraySource = Callable[[str, int, type[np.generic]], npt.NDArray[Any]]
-"""`source(name, length, dtype)` gives an array: zeros the first time, afterwards (for a persistent
-tier) what it held when the tier was last open."""
+"""Function `source(name, length, dtype)` that returns an array. It holds zeros at first. In a
+persistent tier it later holds its content from when the tier was last open."""
 
 
 def heap_arrays(name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """The `ArraySource` of tiers that live in memory."""
+    """Return a new array of zeros: the `ArraySource` of tiers in memory."""
     return np.zeros(length, dtype=dtype)
 
 
 def scalars(array: npt.NDArray[Any]) -> memoryview[int]:
-    """The same memory for code that reads and writes one number at a time.
+    """Return a view of the same memory for access to single numbers.
 
-    Indexing it gives and takes plain integers, at the cost of a list.
+    Its items are plain integers, and access costs as much as with a list.
     """
     shared: Any = array
     return memoryview(shared)
 
 
 class EvictionOrder(ABC):
-    """Which of the slots in use leaves next. Slots are `0 .. capacity - 1`.
+    """Order in which slots are evicted. Slots are `0 .. capacity - 1`.
 
-    `tags` are 64-bit digests of block hashes, for orders that remember what left (ghosts); others
-    leave `wants_tags` False and are given none. Those that go by what requests have in common set
-    `wants_chains` and are told of each request's blocks.
+    `tags` are 64-bit digests of block hashes, for orders that remember evicted blocks (ghosts). An
+    order that leaves `wants_tags` False is given no tags. An order that sets `wants_chains` is
+    given each request's blocks.
     """
 
     wants_tags: ClassVar[bool] = False
@@ -49,10 +49,10 @@ class EvictionOrder(ABC):
         self.capacity = capacity
 
     def expect(self, tags: Sequence[int]) -> None:  # noqa: B027 - most orders need not know
-        """Blocks with these tags will be inserted; told before room is made for them.
+        """Announce blocks that will be inserted, before room is made for them.
 
-        Only orders that learn from ghosts can use it. It may be called more than once or not at
-        all, and the blocks may never come.
+        Orders that learn from ghosts use it. It may be called more than once or not at all, and the
+        blocks may never be inserted.
         """
 
     @abstractmethod
@@ -60,29 +60,29 @@ class EvictionOrder(ABC):
         """Add slots that are not present, least recent first."""
 
     def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        """Add slots that are not present and of whose use nothing is known: first to leave.
+        """Add slots that are not present as the first victims, in the order given.
 
-        In the order given. An order that cannot put them there takes them as new ones.
+        Nothing is known of their use. An order without such a place adds them as new slots.
         """
         self.insert(slots, tags)
 
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
-        """A use of slots that are present, least recent first."""
+        """Note a use of slots that are present, least recent first."""
 
     @abstractmethod
     def settle(self, slots: Sequence[int]) -> None:
-        """These were inserted bit by bit and belong in this order, least recent first; no use."""
+        """Put slots that were inserted in parts into this order, least recent first; no use."""
 
     def chain(self, slots: Sequence[int], blocks: int) -> None:  # noqa: B027 - most need not know
-        """A request of `blocks` blocks ended; `slots`, first block first, are of those still here.
+        """Note the end of a request of `blocks` blocks.
 
-        Only as far as none is missing: what lies behind a gap cannot be used.
+        `slots` holds the slots of its blocks, first block first, up to the first missing block.
         """
 
     @abstractmethod
     def remove(self, slots: Sequence[int]) -> None:
-        """Forget slots without a ghost (their blocks are gone for other reasons)."""
+        """Forget slots whose blocks are gone for other reasons than eviction; keep no ghost."""
 
     @abstractmethod
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
@@ -96,10 +96,10 @@ class EvictionOrder(ABC):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> list[int]:
-        """Up to `limit` slots that `wanted` accepts, in the order they would leave; no change.
+        """Return up to `limit` slots that `wanted` accepts, in order of eviction; change nothing.
 
-        Slots that are False in `mask` are passed over before `wanted` is asked. `window` bounds
-        how many of the coldest slots are looked at.
+        Slots that are False in `mask` are skipped before `wanted` is called. `window` bounds the
+        number of coldest slots that are examined.
         """
 
     @abstractmethod
@@ -108,8 +108,8 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def reconcile(self, present: npt.NDArray[Any]) -> None:
-        """After a crash: hold exactly the slots in `present` (ascending), order kept as known."""
+        """Hold exactly the slots in `present` (ascending) after a crash, in the order known."""
 
     @abstractmethod
     def __contains__(self, slot: object) -> bool:
-        """True if the slot is in the order."""
+        """Return True if the slot is in the order."""

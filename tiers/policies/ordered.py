@@ -1,4 +1,4 @@
-"""`OrderedPolicy`: a directory (where is it) and an order (who leaves) make one `CachePolicy`."""
+"""`OrderedPolicy`: a `CachePolicy` made of a directory of slots and an eviction order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pairs = list[tuple[BlockHash, BlockStatus]]
 
 
 def tag_of(block_hash: BlockHash) -> int:
-    """A 64-bit digest for ghosts. Block hashes are cryptographic, so a part of one will do.
+    """Return a 64-bit digest for ghosts; block hashes are cryptographic, so a part is enough.
 
     Folds the first and last eight bytes, since the last four of vLLM's keys are a group number.
     """
@@ -24,16 +24,16 @@ def tag_of(block_hash: BlockHash) -> int:
 
 
 class OrderedPolicy(CachePolicy):
-    """Any eviction order over any directory."""
+    """Cache policy with any eviction order over any directory."""
 
     def __init__(self, directory: BlockDirectory, order: EvictionOrder) -> None:
         self._directory = directory
         self._order = order
         self.wants_chains = order.wants_chains
         self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
-        """Whether the order does anything with `expect`: tags of many blocks take time."""
+        """Whether the order uses `expect`; if not, no tags are computed for it."""
         self.ready_at = directory.ready_at
-        # The hot path of every lookup: no call of our own between the manager and the directory.
+        # Lookups are the hot path, so the manager calls the directory's method directly.
         setattr(self, "get", directory.get)  # noqa: B010 - a method may not be assigned to
 
     def get(self, block_hash: BlockHash) -> BlockStatus | None:
@@ -87,12 +87,12 @@ class OrderedPolicy(CachePolicy):
             here = takewhile(lambda status: status is not None, self.get_many(block_hashes))
             slots = [status.block_id for status in here if status is not None]
             owned = self._directory.owned
-            if owned is not None:  # another process's block is as good as missing to the order
+            if owned is not None:  # the order treats another process's block as missing
                 slots = list(takewhile(owned.__getitem__, slots))
             self._order.chain(slots, len(block_hashes))
 
     def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """Slots of the blocks that are here, the first block's last."""
+        """Return the slots of the blocks that are present, in reverse order."""
         slots = self._directory.slots_of(list(block_hashes))
         slots.reverse()
         owned = self._directory.owned
@@ -143,7 +143,7 @@ class OrderedPolicy(CachePolicy):
         self._order.clear()
 
     def reconcile(self, present: npt.NDArray[Any]) -> None:
-        """After a crash: the directory holds exactly the slots in `present` (ascending)."""
+        """Rebuild the order after a crash for the slots in `present` (ascending)."""
         self._order.reconcile(present)
 
     def __len__(self) -> int:

@@ -1,28 +1,27 @@
-"""`prefix`: blocks of conversations, kept by when their conversation is expected to go on.
+"""`prefix`: an order that keeps a conversation's blocks by the expected time of its next request.
 
-Blocks form a tree, and a block without its ancestors is useless. What one request used together
-comes back together, with the next request of the same conversation, so the unit here is the *run*:
-the blocks that one request was the last to use. Each request makes two: the *shared* part, up to
-the last block where another conversation branched off, and its own *tip*. When a request goes on
-only from within a tip, the rest is *left behind*: it looks as popular as the rest, and is dead.
+Blocks form a tree, and a block without its ancestors is useless. Blocks that one request used
+together are used together again, by the next request of the same conversation. So the unit of
+eviction is the *run*: blocks that the same request was the last to use. Each request makes two. The
+*shared* run ends at the last block where another conversation branched off. The *tip* is the rest.
+If a request continues from the middle of a tip, the remainder is *left behind*. It looks as popular
+as the used part, and is dead.
 
-- **What leaves**: the run of the least value (`ReuseModel`: expected uses per time of waiting,
-  learnt from what came back, by kind of run, uses, gap between uses and number of new blocks).
-  Popularity counts only as far as it has predicted returns; before anything is known, this is LRU.
-- **In which order**: tails before heads, and no run before those that hang on it: a run is worth
-  at least what its dearest descendant is worth. So whatever is here can be used.
-- **What is remembered**: records of runs stay as ghosts when their blocks have left, and with each
-  some of its blocks: the last ones, and some along the way. So a request that goes on from blocks
-  which had to come in again, or branches off within them, is known for what it is, and the model
-  learns of returns that came too late: else a small tier would never find out what to keep.
-- **Time** is counted in requests: an engine under twice the load forgets no faster.
+- **Victims** are the runs of least value. `ReuseModel` gives the value: expected uses per time of
+  waiting, by kind of run, uses, gap between uses and number of new blocks. Without data the order
+  is LRU.
+- **Tails leave before heads**, and a run leaves after its descendants: its value is at least that
+  of its best descendant. So every block that is present can be used.
+- **Ghosts**: the record of a run stays after its blocks were evicted. Some of its blocks are
+  remembered with it: the last ones, and some along the way. So a request that continues from blocks
+  that were stored again is recognised, and the model learns of returns that came too late.
+- **Time** is counted in requests, so that an engine under twice the load forgets no faster.
 
-Blocks come in before their request has ended, when nothing is known of it: till then they are worth
-as much as a run on average. Where `note_chain` is never called, this is LRU by batches.
+Blocks are stored before their request ends. Until then they have the value of an average run. If
+`note_chain` is never called, the order is LRU by batches.
 
-Values are computed anew once a sixteenth of what was seen is new, and the order of runs once 1/32
-of them are; both are kept over a restart, so that a restart changes nothing. After a crash
-the order by last use is what remains.
+Values are computed again after a sixteenth more requests, and runs are sorted again when 1/32 of
+them are new. Both survive a restart. After a crash only the order by last use remains.
 """
 
 from __future__ import annotations
@@ -53,37 +52,38 @@ from .reuse import (
 from .runs import ANCIENT, GAP_SCALE, Runs, Slots
 
 LEARN_SHARE, LEARN_MIN, LEARN_MAX = 1 / 16, 16, 512
-"""Values are computed anew after this share of the requests so far, within these limits."""
+"""Share of all requests after which values are computed again, with its limits in requests."""
 RANK_SHARE = 1 / 32
-"""Runs are ordered anew when this share of them is new; till then the new ones leave last."""
+"""Share of new runs at which runs are sorted again; until then new runs leave last."""
 DEPTH_ROUNDS = 8
-"""How far up the tree the value of a run reaches, in runs."""
+"""Number of runs up the tree to which a run's value is passed."""
 GHOSTS_PER_RUN = 2
-"""Blocks that left and are remembered, at least, per record of a run."""
+"""Minimum number of remembered blocks per record of a run."""
 LAST_KEPT = 2
-"""Of a run that left, so many of its last blocks are remembered, and those at depths with no bits
-set but the first two (0, 1, 2, 3, 4, 6, 8, 12, 16...): few, so that they last, and enough to
-see about where another request takes a different way."""
+"""Number of last blocks of an evicted run that are remembered. Blocks at depths with no bits set
+but the first two (0, 1, 2, 3, 4, 6, 8, 12, 16...) are remembered as well: few, so that they last,
+and enough to see roughly where another request branches off."""
 LEFT_ROUNDS = 4
-"""How often what a run left behind may have been left behind in turn, and is found again."""
+"""Maximum length of a chain of left-behind runs that is followed."""
 RUNS_AT_ONCE = 16
-"""Runs whose slots are looked up in one go; twice as many each time."""
+"""Number of runs whose slots are read first; each further read takes twice as many."""
 
 _SHARED = class_of(SHARED, None, 0)
-"""The class from which on a run is shared."""
+"""First class of shared runs."""
 _NOW, _LEARNT_AT, _RANKED, _LAST_RANKED = range(4)
 
 
 class _Part(NamedTuple):
-    """Blocks of a request that the same one used before."""
+    """Consecutive blocks of a request that belong to one run."""
 
     place: int
-    """Of the run that they belong to."""
+    """Place of the run's record."""
     here: int
-    """How many of them had not left since."""
+    """Number of blocks that were not evicted since the run used them."""
     end: int
-    """Depth of the last one, plus one."""
+    """Depth of the last block, plus one."""
     last_slot: int
+    """Slot of the last block."""
 
 
 class PrefixOrder(EvictionOrder):
@@ -100,9 +100,9 @@ class PrefixOrder(EvictionOrder):
         self._ghost_mask = np.uint64(entries - 1)
         self._ghost_tag = arrays("prefix_ghost_tag", entries, np.uint64)
         self._ghost_run = arrays("prefix_ghost_run", entries, np.int64)
-        """Blocks that left and numbers of their runs: a hash table in which the later one stays."""
+        """Run numbers of evicted blocks by tag: a hash table where later entries replace others."""
         self._was_of = arrays("prefix_was_of", capacity, np.int64)
-        """Of each slot: number of the run its block was of before it came in again; 0: none."""
+        """Run of each slot's block before the block was evicted and stored again; 0: none."""
         self._values = np.zeros(runs.size)
         """Scratch space of `_rank`, by place."""
         self._ranking = arrays("prefix_ranking", runs.size, np.int32)
@@ -119,7 +119,7 @@ class PrefixOrder(EvictionOrder):
         self._runs.put(batch, (self._runs.add(self._state[_NOW]), len(batch)))
 
     def touch(self, slots: Sequence[int]) -> None:
-        # A block that a chain told of is used when a chain tells of it again, and not before.
+        # A block of an ended request is used only when a later request ends that has the block.
         batch = np.asarray(_distinct(slots), np.int32)
         batch = batch[self._runs.class_[self._runs.run_of[batch]] == UNKNOWN]
         if len(batch):
@@ -151,7 +151,7 @@ class PrefixOrder(EvictionOrder):
             made.append((shared, root_end - begin))
         runs.put(chain[::-1], *made)
         runs.depth_of[chain] = np.arange(begin, end)
-        if begin:  # its first blocks were not told of: they still come before these
+        if begin:  # the first blocks are missing in `slots`, but precede these
             above = runs.slots(np.array([parts[0].place]))
             runs.anchor_of[made[-1][0]] = int(above[0]) + 1 if len(above) else 0
         self._learn_if_due()
@@ -163,7 +163,7 @@ class PrefixOrder(EvictionOrder):
         runs, batch = self._runs, np.asarray(slots, np.int32)
         owners, depth = runs.run_of[batch], runs.depth_of[batch]
         is_kept = _is_landmark(depth) | (runs.depths[owners] - depth <= LAST_KEPT)
-        is_kept &= runs.class_[owners] != UNKNOWN  # what came in again is remembered from before
+        is_kept &= runs.class_[owners] != UNKNOWN  # blocks stored again are remembered already
         kept = np.flatnonzero(is_kept)
         if len(kept):
             left = np.asarray(tags, np.uint64)[kept]
@@ -194,7 +194,7 @@ class PrefixOrder(EvictionOrder):
                 yield from filter(search.wanted, slots.tolist())
 
     def _ranked(self) -> Iterator[Ints]:
-        """Places of all runs that hold slots, the first to leave first, some at a time."""
+        """Yield the places of all runs with slots in order of eviction, some at a time."""
         runs, state = self._runs, self._state
         if runs.next_number - 1 - state[_LAST_RANKED] > state[_RANKED] * RANK_SHARE:
             ranking = self._rank()
@@ -231,7 +231,7 @@ class PrefixOrder(EvictionOrder):
     # ---- what a request tells ------------------------------------------------------------
 
     def _depth_of_first(self, slots: Sequence[int]) -> int:
-        """Depth at which a chain begins: what the engine had kept itself is not told of."""
+        """Return the depth at which a chain begins; the engine's own blocks are not in it."""
         runs = self._runs
         is_known = bool(slots) and runs.class_of[int(runs.run_of[slots[0]])] != UNKNOWN
         return int(runs.depth_of[slots[0]]) if is_known else 0
@@ -293,10 +293,10 @@ class PrefixOrder(EvictionOrder):
         return found
 
     def _take_over(self, parts: list[_Part], blocks: int) -> tuple[int, int]:
-        """A request used these: what does that say of those who used them before?
+        """Note the use of parts of earlier runs by a request.
 
-        Returns the place of the run that it goes on from (-1: none), and how many of its blocks
-        were known before.
+        Returns the place of the run that the request continues (-1: none), and its number of
+        blocks that earlier runs had.
         """
         before, known = -1, 0
         for part in parts:
@@ -307,7 +307,7 @@ class PrefixOrder(EvictionOrder):
         return before, min(known, blocks)
 
     def _use(self, part: _Part) -> None:
-        """A part of a run was used."""
+        """Note the use of a part of a run."""
         runs, owner = self._runs, part.place
         if self._is_shared(owner):
             if part.end < runs.depth[owner]:
@@ -327,7 +327,7 @@ class PrefixOrder(EvictionOrder):
             runs.move_all(owner, rest)
 
     def _continued(self, before: int, known: int) -> tuple[int, int, int]:
-        """Of a request that goes on from a run: the depth where its tip begins, uses and gap."""
+        """Return where a request's tip begins that continues a run, with its uses and gap."""
         runs = self._runs
         if before < 0 or self._is_shared(before) or known <= runs.first[before]:
             return known, 0, 0
@@ -336,7 +336,7 @@ class PrefixOrder(EvictionOrder):
         return runs.first[before] if is_whole else known, uses, gap
 
     def _used_again(self, place: int) -> tuple[int, int]:
-        """Uses of a run, this one included, and the scaled mean of the gap between them."""
+        """Return a run's uses, this one included, and the scaled mean of the gaps between them."""
         runs = self._runs
         gap = round(GAP_SCALE * math.log2(1 + self._state[_NOW] - runs.made_at_of[place]))
         uses = runs.uses[place] + 1
@@ -350,7 +350,7 @@ class PrefixOrder(EvictionOrder):
     # ---- learning ------------------------------------------------------------------------
 
     def _came_back(self, place: int) -> None:
-        """A run was used, or a part of it; only the first time counts."""
+        """Note the return of a run or a part of it; only the first return counts."""
         runs = self._runs
         if runs.ended_of[place] == 0:
             age = runs.ended_of[place] = max(1, self._state[_NOW] - runs.made_at_of[place])
@@ -368,7 +368,7 @@ class PrefixOrder(EvictionOrder):
         state[_LEARNT_AT] = now
 
     def _look_at_aged(self) -> None:
-        """Count the runs that have come into each class of age since this was last done."""
+        """Count the runs that reached each class of age since the last call."""
         runs = self._runs
         oldest, stop = max(1, runs.next_number - runs.size + 1), runs.next_number
         for age_class, age in enumerate(AGES[:-1].tolist()):
@@ -381,7 +381,7 @@ class PrefixOrder(EvictionOrder):
             self._model.note_aged(age_class, runs.class_[waiting])
 
     def _first_made_after(self, time: int, start: int, stop: int) -> int:
-        """The first run number from `start` on that was made after a time, or `stop`."""
+        """Return the number of the first run from `start` on newer than `time`, or `stop`."""
         runs = self._runs
         while start < stop:
             middle = (start + stop) // 2
@@ -416,11 +416,11 @@ class PrefixOrder(EvictionOrder):
 
 
 def _distinct(slots: Sequence[int]) -> list[int]:
-    """Slots without repetition, each where it stood last."""
+    """Return slots without repetition, each at its last place."""
     return list(dict.fromkeys(reversed(slots)))[::-1]
 
 
 def _is_landmark(depths: Slots) -> npt.NDArray[np.bool_]:
-    """Whether a block at this depth is remembered wherever its run ends."""
+    """Return for each depth whether its block is remembered wherever its run ends."""
     lowest_bit = depths & -depths
     return np.asarray((depths == lowest_bit) | (depths == 3 * lowest_bit))

@@ -1,18 +1,18 @@
-"""When what was used will be used again, learnt from what came back: the value of keeping a run.
+"""The value of keeping a run, learnt from earlier returns.
 
-A *run* is what one request was the last to use: blocks that were used together and will be used
-together. Its *class* says what is known of it when it is made: what part of a request it is and how
-often that has come back (`kind`), after how long it used to (`gap`), and how much was new (`size`).
-For each class and age the model counts how many runs got that old (`at_risk`) and how many came
-back at that age (`events`); the ratio is the hazard. What has been seen seldom leans on what is
-wider: a class on its kind, a kind on all, and all on a hazard that falls with age, which is LRU.
+A *run* is a group of blocks that the same request was the last to use. Its *class* holds what is
+known when the run is made. `kind` is its part of the request and its number of returns. `gap` is
+the usual time between returns. `size` is the number of new blocks.
+For each class and age the model counts runs that reached the age (`at_risk`) and runs that returned
+at it (`events`). The ratio is the hazard. Rare classes borrow from wider groups: a class from its
+kind, a kind from all, and all from a prior hazard that falls with age, which is LRU.
 
 The value of a run of some age is the best rate of return over all ways to wait for it: uses to be
 had until some later age, divided by the time until then or the use (J. C. Gittins: "Bandit
 Processes and Dynamic Allocation Indices", 1979; N. Beckmann et al.: "LHD: Improving Cache Hit Rate
 by Maximizing Hit Density", NSDI 2018, has the same measure for blocks). A person reads before
-answering, so a fresh run may be worth less than one whose answer is due: no order by recency
-can say that.
+answering, so a fresh run may be worth less than one whose answer is due. Recency alone cannot
+express that.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 USES = (1, 2, 3, 5, 9)
-"""Kinds by how often a run has come back: 0, 1, 2, 3-4, 5-8, more."""
+"""Limits of the classes by number of returns: 0, 1, 2, 3-4, 5-8, more."""
 GAPS_LOG2 = (2, 3, 4, 5, 6, 7, 8, 9)
-"""Classes by the mean of log2(1 + time between uses)."""
+"""Limits of the classes by the mean of log2(1 + time between uses)."""
 SIZES = (2, 5, 17, 65)
-"""Classes by the number of new blocks."""
+"""Limits of the classes by number of new blocks."""
 
 TIPS, LEFT_BEHIND, SHARED = 0, len(USES) + 1, len(USES) + 2
-"""Kinds: the end of a conversation by its uses; what a conversation left aside; what several
-conversations begin with, by its uses."""
+"""First kind of each group: ends of conversations by uses, parts that a conversation no longer
+uses, and beginnings that several conversations share, by uses."""
 KINDS = SHARED + len(USES) + 1
 GAP_CLASSES = len(GAPS_LOG2) + 2
-"""The first one: never came back."""
+"""Number of classes of `gap`; the first one holds runs that never returned."""
 SIZE_CLASSES = len(SIZES) + 1
 CLASSES = KINDS * GAP_CLASSES * SIZE_CLASSES
 UNKNOWN = CLASSES
-"""The class of runs of which nothing is known; they are worth what a run is on average."""
+"""Class of runs whose request has not ended; they have the average value."""
 
 AGES = np.unique(np.round(2 ** (np.arange(38) / 2)).astype(np.int64))
-"""Ages, in requests, at which classes of age begin: two an octave; the last one ends the scale."""
+"""Ages, in requests, at which classes of age begin, two an octave; the last one is the end."""
 AGE_CLASSES = len(AGES) - 1
 _AGES = tuple(AGES[:-1].tolist())
 _OLDEST = _AGES[-1]
 
 PRIOR_HAZARD = 0.2
-"""Chance to come back within one class of age, before anything is known."""
+"""Prior chance of a return within one class of age."""
 PRIOR_RUNS = 200.0
-"""Weight of that, in runs."""
+"""Weight of the prior hazard, in runs."""
 KIND_RUNS = 20.0
-"""Weight of what is wider against what a kind or a class has seen, in runs."""
+"""Weight of the wider group's hazard against a kind's or a class's own counts, in runs."""
 HAZARD_MAX = 0.97
 HALVE_EVERY = 16_384
-"""Requests after which what was learnt counts half."""
+"""Number of requests after which all counts are halved."""
 
 
 def use_class(uses: int) -> int:
-    """Which of the classes of `USES` a number belongs to."""
+    """Return the class of `USES` that a number belongs to."""
     return bisect_right(USES, uses)
 
 
 def class_of(kind: int, gap_log2: float | None, new_blocks: int) -> int:
-    """The class of a run; `gap_log2` is None if it never came back."""
+    """Return the class of a run; `gap_log2` is None if the run never returned."""
     gap_class = 0 if gap_log2 is None else 1 + bisect_right(GAPS_LOG2, gap_log2)
     return (kind * GAP_CLASSES + gap_class) * SIZE_CLASSES + bisect_right(SIZES, new_blocks)
 
@@ -87,22 +87,22 @@ class ReuseModel:
             self.clear()
 
     def note_return(self, class_: int, age: int) -> None:
-        """A run of this class came back at this age."""
+        """Count the return of a run of this class at this age."""
         if class_ != UNKNOWN:
             age_class = bisect_right(_AGES, age) - 1
             self._events[age_class, class_] += 1
 
     def note_aged(self, age_class: int, classes: Ints) -> None:
-        """Runs of these classes have reached a class of age without coming back."""
+        """Count runs of these classes that reached a class of age without a return."""
         self._at_risk[age_class] += np.bincount(classes, minlength=CLASSES + 1)[:CLASSES]
 
     def halve(self) -> None:
-        """Let what was learnt so far count half."""
+        """Halve all counts."""
         self._events *= 0.5
         self._at_risk *= 0.5
 
     def value(self, classes: Ints, ages: Ints) -> Floats:
-        """Expected uses per request of waiting, for runs of these classes and ages."""
+        """Return the expected uses per request of waiting for runs of these classes and ages."""
         ages = np.minimum(np.maximum(ages, 1), _OLDEST)
         at = np.searchsorted(AGES, ages, side="right") - 1
         share = (ages - AGES[at]) / (AGES[at + 1] - AGES[at])
@@ -110,7 +110,7 @@ class ReuseModel:
         return np.asarray(before * (1 - share) + after * share)
 
     def learn(self) -> None:
-        """Compute the values anew from what was counted. About 2 ms."""
+        """Compute all values from the counts."""
         hazard = np.ascontiguousarray(self._hazards().T)
         width = np.diff(AGES)[:, None]
         survival = np.cumprod(1 - hazard, axis=0)
@@ -135,7 +135,7 @@ class ReuseModel:
         self.learn()
 
     def _hazards(self) -> Floats:
-        """Of each class and, in the last row, of all: shape `(CLASSES + 1, AGE_CLASSES)`."""
+        """Return the hazards by class, and of all in the last row: `(CLASSES + 1, AGE_CLASSES)`."""
         shape = (KINDS, GAP_CLASSES, SIZE_CLASSES, AGE_CLASSES)
         events = _smooth(self._events).reshape(shape)
         at_risk = _smooth(self._at_risk).reshape(shape)
@@ -154,13 +154,13 @@ class ReuseModel:
 
 
 def _lean(events: Floats, at_risk: Floats, axes: tuple[int, ...], wider: Floats) -> Floats:
-    """Hazards from counts that lean on those of something wider."""
+    """Return hazards from counts, drawn towards the hazards of a wider group."""
     runs = at_risk.sum(axis=axes, keepdims=True)
     return np.asarray((events + KIND_RUNS * wider) / (runs + KIND_RUNS))
 
 
 def _smooth(counts: npt.NDArray[np.float32]) -> Floats:
-    """Counts by class and age, each age with half of its neighbours'."""
+    """Return counts by class and age, with half of both neighbours added to each age."""
     found = counts.T.astype(np.float64)
     smooth = found.copy()
     smooth[:, 1:] += found[:, :-1] / 2

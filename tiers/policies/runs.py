@@ -1,7 +1,7 @@
-"""Runs: blocks that one request was the last to use, as records in arrays, and a log of slots.
+"""Runs: groups of blocks that the same request was the last to use.
 
-Records lie in a ring in the order in which they were made, and are known by a number that only
-grows. A run without slots stays as a ghost until its record is needed again.
+Records of runs lie in a ring of arrays, in the order of their creation. Each run has a number, and
+numbers only grow. A run without slots stays as a ghost until its record is reused.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .reuse import AGE_CLASSES, UNKNOWN, Ints
 Slots = npt.NDArray[np.int32]
 
 RUNS_MIN = 1 << 14
-"""Records at least, so that a small tier also remembers what left it."""
+"""Minimum number of records, so that a small tier also remembers evicted runs."""
 RUNS_PER_SLOT = 0.5
 GAP_SCALE = 1000
 PIECE = 4096
-"""Log positions of a run that are looked at in one go: one run may be nearly all of the tier."""
+"""Log positions of a run that are read at a time: one run may fill nearly the whole tier."""
 ANCIENT = 0
-"""The run of slots whose own record was needed again; never a number of any other."""
+"""Number of the run that takes the slots of runs whose records were reused."""
 
 
 class Runs:
-    """Which slots belong to which run, in the order of their use: about 63 bytes a slot of the 89.
+    """The run of each slot, and the slots of each run in order of use; about 63 bytes a slot.
 
     Invariant: slot `s` is present iff it is in the log, and then `run_of[s]` is the place (number
     modulo `size`) of a record with `live` slots in log positions `start .. stop - 1`.
@@ -39,19 +39,19 @@ class Runs:
         self.log = _Log(name, capacity, arrays, self)
         self.run_of = arrays(f"{name}_run_of", capacity, np.int32)
         self.depth_of = arrays(f"{name}_depth_of", capacity, np.int32)
-        """Of each slot whose chain is known: blocks before it."""
+        """Depth of each slot's block in its chain: the number of blocks before it, if known."""
         self.start = arrays(f"{name}_run_start", size, np.int64)
         self.stop = arrays(f"{name}_run_stop", size, np.int64)
         self.live = arrays(f"{name}_run_live", size, np.int32)
         self.number = arrays(f"{name}_run_number", size, np.int64)
         self.made_at = arrays(f"{name}_run_made_at", size, np.int64)
-        """Time, in requests."""
+        """Creation time of each run, counted in requests."""
         self.ended_at_age = arrays(f"{name}_run_ended", size, np.int32)
-        """Age at which it came back; 0 while it waits."""
+        """Age at which each run was used again; 0 while it waits."""
         self.class_ = arrays(f"{name}_run_class", size, np.int16)
         self.anchor = arrays(f"{name}_run_anchor", size, np.int32)
-        """Slot of the block that its first one follows, plus one; 0: none is known."""
-        # One record at a time: a view costs a fifth of numpy's way to one number.
+        """Slot of the block before each run's first block, plus one; 0 if it is unknown."""
+        # Views for single records: a read costs a fifth of indexing a numpy array.
         self.made_at_of = scalars(self.made_at)
         self.ended_of = scalars(self.ended_at_age)
         self.class_of = scalars(self.class_)
@@ -60,31 +60,31 @@ class Runs:
         self.number_of = scalars(self.number)
         self.uses = scalars(arrays(f"{name}_run_uses", size, np.int32))
         self.gap_scaled = scalars(arrays(f"{name}_run_gap", size, np.int32))
-        """Moving mean of log2(1 + time between uses), times `GAP_SCALE`."""
+        """Moving mean of log2(1 + time between uses) of each run, times `GAP_SCALE`."""
         self.first = scalars(arrays(f"{name}_run_first", size, np.int32))
-        """Depth of its first block."""
+        """Depth of each run's first block."""
         self.depths = arrays(f"{name}_run_depth", size, np.int32)
         self.depth = scalars(self.depths)
-        """Depth at which it ends: blocks of the request up to its end."""
+        """Depth at which each run ends: its request's number of blocks up to that point."""
         self.rest = arrays(f"{name}_run_rest", size, np.int64)
-        """Number of the run of what it left behind when a part of it was used; 0: none."""
+        """Number of the run with the unused rest of each run, after a part was used; 0: none."""
         self.rest_of = scalars(self.rest)
         self._state = arrays(f"{name}_run_state", 1 + AGE_CLASSES, np.int64)
-        """Numbers given out, and for each class of age the first run not yet looked at."""
+        """The last number given out, then for each class of age the first run not yet counted."""
         self._given_out = scalars(self._state)
 
     @property
     def next_number(self) -> int:
-        """The number that the next run will get."""
+        """Number of the next run."""
         return self._given_out[0] + 1
 
     @property
     def looked_at(self) -> Ints:
-        """For each class of age: runs below this number were seen when they got that old."""
+        """For each class of age, the number below which runs were counted at that age."""
         return self._state[1:]
 
     def at(self, number: int) -> int | None:
-        """The place of a run's record, None if it was needed again."""
+        """Return the place of a run's record, or None if the record was reused."""
         place = number % self.size
         return place if number > 0 and self.number_of[place] == number else None
 
@@ -97,7 +97,7 @@ class Runs:
         return np.concatenate((places[oldest:], places[:oldest]))
 
     def add(self, now: int, class_: int = UNKNOWN) -> int:
-        """A new run without slots; returns the place of its record."""
+        """Make a new run without slots and return the place of its record."""
         number = self.next_number
         if number % self.size == ANCIENT:
             number += 1
@@ -118,11 +118,11 @@ class Runs:
 
         Each `(place, n)` of `places` makes a run of the next `n`. Slots must be distinct.
         """
-        slots = np.asarray(slots, np.intp)  # numpy converts any other type at every use
-        self.log.append_distinct(slots, len(slots) - self._leave(slots))
+        batch = np.asarray(slots, np.intp)  # numpy converts any other type at every use
+        self.log.append_distinct(batch, len(batch) - self._leave(batch))
         begin, at = self.log.tail - len(slots), 0
         for place, n in places:
-            self.run_of[slots[at : at + n]] = place
+            self.run_of[batch[at : at + n]] = place
             self.start[place], self.stop[place] = begin + at, begin + at + n
             self.live[place] = n
             at += n
@@ -130,12 +130,12 @@ class Runs:
 
     def discard(self, slots: Slots) -> None:
         """Remove slots; absent ones are ignored."""
-        slots = np.asarray(slots, np.intp)
-        if self._leave(slots):
-            self.log.discard_distinct(slots)
+        batch = np.asarray(slots, np.intp)
+        if self._leave(batch):
+            self.log.discard_distinct(batch)
 
     def move_all(self, place: int, to: int) -> None:
-        """The slots of a run become those of another one, and keep their places in the log."""
+        """Move the slots of one run to another; their places in the log stay the same."""
         slots = self.slots(np.array([place]))
         self.run_of[slots] = to
         self.start[to], self.stop[to] = self.start[place], self.stop[place]
@@ -143,7 +143,7 @@ class Runs:
         self.live[place] = 0
 
     def slots(self, places: Ints) -> Slots:
-        """The slots of some runs, run by run, coldest first."""
+        """Return the slots of some runs, run by run, coldest first."""
         if not len(places):
             return np.empty(0, np.int32)
         start, length = self.start[places], self.stop[places] - self.start[places]
@@ -154,7 +154,7 @@ class Runs:
         return np.asarray(slots[is_live & (self.run_of[slots] == owners)])
 
     def pieces(self, places: Ints) -> Iterator[Slots]:
-        """What `slots` returns, in parts: who needs only the first few does not pay for the rest.
+        """Yield the result of `slots` in parts, so that a caller can stop early.
 
         Nothing may change while this runs.
         """
@@ -170,7 +170,7 @@ class Runs:
         while at < stop:
             slots, is_live = self.log.at(np.arange(at, min(at + PIECE, stop)))
             is_live &= self.run_of[slots] == place
-            if not has_begun:  # what is dead stays so: it need not be passed again
+            if not has_begun:  # dead entries stay dead: skip them next time
                 has_begun = bool(is_live.any())
                 self.start[place] = at + (int(is_live.argmax()) if has_begun else len(slots))
             yield np.asarray(slots[is_live])
@@ -182,7 +182,7 @@ class Runs:
         self._forget_records()
 
     def rebuild(self, present: npt.NDArray[np.integer]) -> None:
-        """After a crash: only the order of the slots is kept; all are in one run."""
+        """Put all slots into one run after a crash; of the old state only their order is kept."""
         self._forget_records()
         self.log.rebuild(present)
         self.class_[ANCIENT] = UNKNOWN
@@ -196,7 +196,7 @@ class Runs:
         for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
             field[:] = 0
 
-    def _leave(self, slots: Slots) -> int:
+    def _leave(self, slots: npt.NDArray[np.integer]) -> int:
         """Take slots out of their runs; returns how many of them were present."""
         is_present = self.log.stamps(slots) > 0
         present = int(np.count_nonzero(is_present))
@@ -206,7 +206,7 @@ class Runs:
         return present
 
     def _forget(self, place: int) -> None:
-        """The record of a run that has slots is needed: they join those of older runs."""
+        """Free the record of a run that still has slots: they join the run `ANCIENT`."""
         self.class_[ANCIENT] = UNKNOWN
         slots = self.slots(np.array([place]))
         self.run_of[slots] = ANCIENT
@@ -221,14 +221,14 @@ class Runs:
 
 
 class _Log(RecencyLog):
-    """Keeps the runs' positions right when the log is compacted."""
+    """Recency log that also updates the positions of runs when it is compacted."""
 
     def __init__(self, name: str, capacity: int, arrays: ArraySource, runs: Runs) -> None:
         super().__init__(name, capacity, arrays)
         self._runs = runs
 
     def at(self, positions: Ints) -> tuple[Slots, npt.NDArray[np.bool_]]:
-        """The slots logged at some positions, and which of them are still there."""
+        """Return the slots at some positions, and for each whether the entry is still live."""
         slots = self._log[positions % self._length]
         return slots, self._stamp[slots] == positions + 1
 

@@ -11,13 +11,13 @@ import numpy as np
 from .order import ArraySource, heap_arrays, scalars
 
 NONE = -1
-"""No entry."""
+"""Number that stands for no entry."""
 
 _FREE, _UNUSED, _COUNT = 0, 1, 2
 
 
 class TagTable:
-    """Up to `entries` tags. 16 to 20 bytes each; all operations take constant time.
+    """Table of up to `entries` tags, 16 to 20 bytes each; all operations take constant time.
 
     Links are entry numbers plus one, so that arrays of zeros are an empty table.
     """
@@ -36,7 +36,7 @@ class TagTable:
         return self._state[_COUNT]
 
     def find(self, tag: int) -> int:
-        """The entry with this tag, or `NONE`."""
+        """Return the entry with this tag, or `NONE`."""
         link = self._head[tag & self._mask]
         for _ in range(self.entries):
             if not link or self._tag[link - 1] == tag:
@@ -45,7 +45,7 @@ class TagTable:
         return link - 1
 
     def add(self, tag: int) -> int:
-        """A new entry with this tag. There must be room, and no such entry."""
+        """Add an entry with a new tag and return it; there must be room."""
         state = self._state
         link = state[_FREE]
         if link:
@@ -61,7 +61,7 @@ class TagTable:
         return link - 1
 
     def drop(self, entry: int) -> None:
-        """Forget an entry that is there; its number may be given out again."""
+        """Remove an entry; its number may be given out again."""
         bucket = self._tag[entry] & self._mask
         link = self._head[bucket]
         if link == entry + 1:
@@ -78,7 +78,7 @@ class TagTable:
         self._state[_COUNT] -= 1
 
     def clear(self) -> None:
-        """Forget everything; needs nothing of what the arrays hold."""
+        """Remove all entries, whatever the arrays hold."""
         self._heads[:] = 0
         for i in range(len(self._state)):
             self._state[i] = 0

@@ -19,12 +19,12 @@ from .log import FEW
 from .order import ArraySource, EvictionOrder, heap_arrays, scalars
 
 WRITTEN_AT, LAST_USE, TIMES_USED = "use_written", "use_last", "use_times"
-"""Names of the arrays: seconds of the wall clock (uint32) twice, and a count (uint16)."""
+"""Names of the arrays: two wall-clock times in seconds (uint32), and a count (uint16)."""
 MAX_TIMES = 65535
 
 
 class UsageOrder(EvictionOrder):
-    """Any eviction order, and a note of every use. Same threads as the order itself."""
+    """Eviction order that also records every use; it runs on the inner order's threads."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...config import sizes
-from ...config.schema import Admission, WriteMode
+from ...config.schema import AdmissionMode, WriteMode
 from ...errors import ConfigError
 from ...tiers.policies import known_names
 from .virtual import Rate
@@ -26,7 +26,7 @@ class GivenTier:
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     latency_s: float | None = None
-    admission: str = Admission.ALL
+    admission: str = AdmissionMode.ALL
     write_budget_bytes: int | None = None
 
 
@@ -40,7 +40,7 @@ class TierOptions:
     read: Rate = field(default_factory=Rate)
     """Towards the tier above; of the first one, towards the device."""
     write: Rate = field(default_factory=Rate)
-    admission: str = Admission.ALL
+    admission: str = AdmissionMode.ALL
     """As the configuration of an NVMe tier has it."""
     write_budget_bytes: int | None = None
     """In any 24 hours; None: no limit."""

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from time import perf_counter_ns
 
+from ....config.schema import Durability as Durability
 from ....errors import ErrorKind, KVCascadeError, from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
@@ -40,15 +40,6 @@ _OF_COMMIT = {
     CommitOutcome.NO_PAGES: BlockOutcome.REFUSED,
     CommitOutcome.IO_ERROR: BlockOutcome.IO_ERROR,
 }
-
-
-class Durability(Enum):
-    """Failures that a stored block survives."""
-
-    PROCESS = "process"
-    """Survives the death of the process."""
-    POWER = "power"
-    """Survives a loss of power."""
 
 
 @dataclass(slots=True)

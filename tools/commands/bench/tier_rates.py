@@ -32,7 +32,8 @@ from ....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ....tiers.base import BlockHash, SlotArray, SlotSpec
 from ....tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from ....tiers.nvme.namespace import NamespaceKey
-from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from ....tiers.nvme.opening import open_nvme_tier
+from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from ..command_line import CommandError, ExitCode
 from .bench_report import Reporter
 from .bench_results import (

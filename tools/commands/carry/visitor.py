@@ -26,9 +26,10 @@ from ....tiers.nvme.disk.filesystem import RealFileSystem
 from ....tiers.nvme.namespace import OWNERS, NamespaceKey, namespaces_under
 from ....tiers.nvme.offline.reader import Description, SegmentReader
 from ....tiers.nvme.offline.state_reader import StateReader
+from ....tiers.nvme.opening import open_nvme_tier
 from ....tiers.nvme.segments.format import PAGE_BYTES, SegmentLayout
 from ....tiers.nvme.segments.store import Durability
-from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from ....tiers.nvme.writer.capacity import capacity_for
 from ....tiers.nvme.writer.owners import open_states
 from ....tiers.policies import OrderedPolicy, create, heap_arrays

@@ -16,7 +16,7 @@ from ....assembly.named import checked
 from ....assembly.nvme_parts import slots_of_segment
 from ....config.machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
 from ....config.options import noting
-from ....config.schema import CascadeConfig, NvmeTier
+from ....config.schema import CascadeConfig, NvmeTierOptions
 from ....errors import os_errors
 from ....tiers.cpu import ArenaGeometry
 from ....tiers.cpu.arena_limits import probe_machine
@@ -24,7 +24,7 @@ from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
 from ....tiers.nvme.segments.format import PAGE_BYTES
 from ....tiers.nvme.writer.capacity import plan_capacity
-from ....vllm.adapter import seconds_to_flush
+from ....vllm.scheduler_side import seconds_to_flush
 from .. import show
 from .transfer_config import Given, read_tiering
 
@@ -227,7 +227,7 @@ def _check_tiering(
 
 
 def _nvme(
-    tier: NvmeTier, machine: Machine, block_bytes: int | None, shape: BlockShape | None
+    tier: NvmeTierOptions, machine: Machine, block_bytes: int | None, shape: BlockShape | None
 ) -> TierReport:
     blocks: int | None = None
     segments: int | None = None

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from ....assembly.named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
 from ....config.machine import Machine
 from ....config.options import At, did_you_mean, flag, noting, optional, read_options, text, whole
-from ....config.schema import VLLM_KEYS, CascadeConfig, NvmeTier, check_vllm_keys
+from ....config.schema import VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
 from ....config.sizes import human
 from ....errors import ConfigError
 from ....tiers.policies.named_object import named_object
@@ -144,7 +144,7 @@ class Tiering:
     cpu_bytes: int
     policy: str
     """Eviction policy of vLLM's CPU tier."""
-    nvme: list[NvmeTier]
+    nvme: list[NvmeTierOptions]
 
 
 def read_tiering(
@@ -160,7 +160,7 @@ def read_tiering(
         if key not in TIERING_KEYS
     ]
     check_vllm_keys(extra, problems)
-    cpu_bytes, nvme = 0, list[NvmeTier]()
+    cpu_bytes, nvme = 0, list[NvmeTierOptions]()
     with noting(problems):
         cpu_bytes = _cpu_bytes(extra, machine)
     with noting(problems):
@@ -204,7 +204,9 @@ def _check_policy(extra: Mapping[str, Any]) -> None:
         named_object(at.key, str(name), f"{module}:{name}")
 
 
-def _secondary(at: At, tier: object, machine: Machine, problems: list[str]) -> tuple[NvmeTier, ...]:
+def _secondary(
+    at: At, tier: object, machine: Machine, problems: list[str]
+) -> tuple[NvmeTierOptions, ...]:
     """Our tier, if this is it."""
     if not isinstance(tier, Mapping):
         raise at.wrong(tier, f'is no tier; write it as {{"type": "{TIER_NAME}", ...}}')

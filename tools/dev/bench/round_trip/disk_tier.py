@@ -75,7 +75,8 @@ def open_disk_tier(wanted: DiskTierOptions, index: str) -> DiskTier:
 
 
 def _with_lmdb(wanted: DiskTierOptions) -> DiskTier:
-    from .....tiers.nvme.tier import NvmeTierConfig, open_nvme_tier
+    from .....tiers.nvme.opening import open_nvme_tier
+    from .....tiers.nvme.tier import NvmeTierConfig
 
     size = wanted.blocks * wanted.block_bytes
     config = NvmeTierConfig(

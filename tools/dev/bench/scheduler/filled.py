@@ -23,8 +23,9 @@ from .....tiers.base import BlockHash
 from .....tiers.cpu import CpuBackend
 from .....tiers.nvme.index.index_port import CommitOutcome
 from .....tiers.nvme.namespace import NamespaceKey
+from .....tiers.nvme.opening import open_nvme_tier
 from .....tiers.nvme.segments.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
-from .....tiers.nvme.tier import NvmeTier, NvmeTierConfig, open_nvme_tier
+from .....tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from .....tiers.policies import OrderedPolicy, create
 from .....tiers.policies.lru import LruOrder
 from ....commands.bench.bench_results import BenchError

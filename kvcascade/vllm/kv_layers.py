@@ -1,33 +1,28 @@
-"""Which layer lies where in a block, for people: written beside the fingerprint, no part of it.
+"""Walk the KV cache groups and layers of an engine, and describe where layers lie in a block.
 
-The scheduler process has the engine's KV cache configuration as a local variable of the connector
-that makes our spec. What it says is checked against the size of a block; where it does not add up
-(packed layouts, pipeline stages with layers of their own) nothing is written. It also tells which
-blocks tokens are counted by, and which ones are offered once.
+The description is for people: it is written beside the fingerprint and is no part of it. It is
+checked against the size of a block. If it does not add up (packed layouts, pipeline stages with
+layers of their own), nothing is written.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from . import engine_facts
+from . import generation
+from .engine_facts import kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-_STATES_ARE_HANDED_OVER = (0, 29)
-"""First version that offers states in the step that makes them."""
-MAX_FRAMES = 16
-"""How far up the stack the engine's configuration is looked for."""
-
 
 def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict[str, Any]:
-    """`{"world_size", "rank_bytes", "layers": [...]}`, or nothing where it is not known.
+    """Return `{"world_size", "rank_bytes", "layers": [...]}`; empty if the layout is not known.
 
-    Each layer: name, KV group, offset in a rank's part, pages, and bytes, type and shape of one.
+    Each layer has its name, KV group, offset in a rank's part, number of pages, and the bytes, type
+    and shape of a page.
     """
     kv_config = kv_cache_config() if kv_config is None else kv_config
     chunk = config.cache.blocks_per_chunk
@@ -37,7 +32,7 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
     offsets: dict[Any, int] = {}
     end = 0
     layers: list[dict[str, Any]] = []
-    for group_id, name, spec in _layers(config, kv_config):
+    for group_id, name, spec in walk_layers(config, kv_config):
         page_bytes = int(spec.page_size_bytes)
         place = _place(kv_config, name)
         if place not in offsets:
@@ -61,57 +56,68 @@ def about_blocks(config: OffloadingConfig, kv_config: Any | None = None) -> dict
 def full_attention_group(
     config: OffloadingConfig, kv_config: Any | None = None
 ) -> tuple[int, int] | None:
-    """The first KV group whose every block is loaded, and tokens of one; None: not known."""
+    """Return the first group with full attention and its tokens per block; None if not known."""
     kv_config = kv_cache_config() if kv_config is None else kv_config
     if kv_config is None:
         return None
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    for group_id, _, spec in _layers(config, kv_config):
+    for group_id, _, spec in walk_layers(config, kv_config):
         if isinstance(spec, FullAttentionSpec):
             return group_id, numbered_groups(config)[group_id].tokens_per_block
     return None
 
 
 def groups_offered_once(config: OffloadingConfig, kv_config: Any | None = None) -> list[int]:
-    """KV groups of which vLLM offers a block in the step that fills it, and never again.
+    """Return the KV groups whose blocks vLLM offers only in the step that fills them.
 
-    Those hold states at the ends of scheduled parts of a prompt, in device blocks that are not kept
-    for the request. Earlier versions offer them like all others.
+    These groups hold states at the ends of scheduled parts of a prompt, in device blocks that are
+    not kept for the request. Earlier versions offer such blocks again, like all others.
     """
     kv_config = kv_cache_config() if kv_config is None else kv_config
-    if kv_config is None or engine_facts.vllm_version() < _STATES_ARE_HANDED_OVER:
+    if kv_config is None or not generation.offers_states_once():
         return []
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return [
         group_id
-        for group_id, _, spec in group_specs(config, kv_config)
+        for group_id, spec in group_specs(kv_config, numbered_groups(config))
         if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
     ]
 
 
-def group_specs(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, Any, Any]]:
-    """(number in the engine, group, its KV cache spec) of the groups that are offloaded."""
-    for group_id, group in numbered_groups(config).items():
-        yield group_id, group, kv_config.kv_cache_groups[group_id].kv_cache_spec
-
-
 def numbered_groups(config: OffloadingConfig) -> dict[int, Any]:
-    """The groups that are offloaded, by their number in the engine."""
+    """Return the KV groups that are offloaded, by their number in the engine."""
     return {getattr(group, "group_id", i): group for i, group in enumerate(config.groups)}
 
 
-def _layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
-    """(group, layer name, its KV cache spec) in the order of the worker's tensors."""
-    for group_id, group, spec in group_specs(config, kv_config):
-        by_layer = getattr(spec, "kv_cache_specs", None) or {}
-        for name in group.layer_names:
+def group_specs(kv_config: Any, group_ids: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """Yield (group number, KV cache spec of the group)."""
+    for group_id in group_ids:
+        yield group_id, kv_config.kv_cache_groups[group_id].kv_cache_spec
+
+
+def specs_by_layer(spec: Any) -> Mapping[str, Any]:
+    """Return the KV cache spec of each layer of a group; under "" if they all have the same."""
+    return getattr(spec, "kv_cache_specs", None) or {"": spec}
+
+
+def layer_names(config: OffloadingConfig) -> list[Sequence[str]]:
+    """Return the names of the layers of every KV group that is offloaded."""
+    return [group.layer_names for group in config.groups]
+
+
+def walk_layers(config: OffloadingConfig, kv_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield (group number, layer name, its KV cache spec) in the order of the worker's tensors."""
+    groups = numbered_groups(config)
+    for group_id, spec in group_specs(kv_config, groups):
+        by_layer = specs_by_layer(spec)
+        for name in groups[group_id].layer_names:
             yield group_id, name, by_layer.get(name, spec)
 
 
 def _place(kv_config: Any, name: str) -> Any:
-    """Something that is equal for layers that share their memory."""
+    """Return a value that is equal for layers that share their memory."""
     for number, tensor in enumerate(kv_config.kv_cache_tensors):
         layers = getattr(tensor, "layers", None)
         if layers is not None and name in layers:
@@ -123,7 +129,7 @@ def _place(kv_config: Any, name: str) -> Any:
 
 
 def _shape(spec: Any, page_bytes: int) -> dict[str, Any]:
-    """Type and shape of a page: (K and V, tokens, heads, head size) for attention layers."""
+    """Return a page's type and shape: (K and V, tokens, heads, head size) for attention layers."""
     dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
     item = getattr(getattr(spec, "dtype", None), "itemsize", 0)
     tokens, heads = getattr(spec, "block_size", 0), getattr(spec, "num_kv_heads", 0)
@@ -132,16 +138,3 @@ def _shape(spec: Any, page_bytes: int) -> dict[str, Any]:
         if item and prod(shape) * item == page_bytes:
             return {"dtype": dtype, "shape": shape}
     return {"dtype": "uint8", "shape": [page_bytes]}
-
-
-def kv_cache_config() -> Any | None:
-    """The `KVCacheConfig` of the connector that is being made, or None."""
-    frame = inspect.currentframe()
-    for _ in range(MAX_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            return None
-        candidate = frame.f_locals.get("kv_cache_config")
-        if hasattr(candidate, "kv_cache_groups"):
-            return candidate
-    return None

@@ -1,4 +1,4 @@
-"""What the adapters of all vLLM generations do alike."""
+"""Open the scheduler's side of the cascade, the same way for all vLLM generations."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
 from ..identity import is_shareable, private_identity, weights_identity
 from ..logs import get_logger
 from . import engine_facts, packing
+from .generation import vllm_version
 from .refusals import refuse_useless
 
 logger = get_logger(__name__)
 
 STOP_S = 2.0
-"""What an engine needs to stop beside writing what is dirty."""
+"""Seconds that an engine needs to stop, in addition to the time for writing dirty blocks."""
 
 
 def log_beside_vllm() -> None:
-    """vLLM sets up handlers for its own logger only: our lines shall appear beside its own."""
+    """Add the handlers of vLLM's logger to ours, since vLLM sets up handlers for its own only."""
     ours, theirs = logging.getLogger("kvcascade"), logging.getLogger("vllm")
     if not ours.handlers:
         for handler in theirs.handlers:
@@ -33,14 +34,14 @@ def log_beside_vllm() -> None:
 def namespace_facts(
     settings: CascadeConfig, engine_config: Any | None, model: str, shape: Mapping[str, str]
 ) -> dict[str, str]:
-    """Every fact of the fingerprint that is known before the workers' tensors are.
+    """Return the facts of the fingerprint that are known before the workers' tensor layouts.
 
-    `engine_config`: vLLM's `VllmConfig`, None if it was not found; then nothing is shared but under
-    the user's own `weights_id`, which stands for all that is not known;
-    `model`: name or path to go by without it; `shape`: what the generation's own configuration says
-    about blocks and parallelism.
+    `engine_config`: vLLM's `VllmConfig`, None if it was not found. Without it, blocks are shared
+    only if the user sets `weights_id`, which then vouches for everything unknown.
+    `model`: the model's name or path for that case.
+    `shape`: facts about blocks and parallelism from the generation's own configuration.
     """
-    version = ".".join(map(str, engine_facts.vllm_version()))
+    version = ".".join(map(str, vllm_version()))
     facts = {"vllm": version, "label": settings.label, **shape, **packing.machine_facts()}
     if engine_config is None:
         return facts | {"weights": settings.weights_id or private_identity()}
@@ -54,7 +55,7 @@ def namespace_facts(
 
 
 def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
-    """Why blocks are this process's alone; who names the weights answers for adapters, too."""
+    """Return the reasons not to share; a user who sets `weights_id` vouches for adapters, too."""
     found = engine_facts.reasons_not_to_share(engine_config)
     if settings.weights_id:
         found.pop("adapters", None)
@@ -64,7 +65,7 @@ def _private(settings: CascadeConfig, engine_config: Any) -> dict[str, str]:
 def warn_of_privacy(
     settings: CascadeConfig, engine_config: Any | None, facts: Mapping[str, str], model: str
 ) -> None:
-    """One line for each reason why nothing is found by other processes or at the next start."""
+    """Log one line for each reason why blocks cannot be shared or found again after a restart."""
     reasons = [] if engine_config is None else list(_private(settings, engine_config).values())
     if not all(map(is_shareable, (facts["weights"], facts.get("draft_weights", "")))):
         reasons.append(f"the weights of {model!r} cannot be identified; set weights_id")
@@ -83,7 +84,7 @@ def warn_of_privacy(
 def with_time_to_flush(
     settings: CascadeConfig, engine_config: Any | None
 ) -> tuple[CascadeConfig, str | None]:
-    """Let a shutdown take as long as vLLM lets it; also what to say if that is no time at all."""
+    """Fit `shutdown_flush_s` to vLLM's shutdown timeout; also return a line to log if that is 0."""
     given_s, needed_s = engine_facts.seconds_to_stop(engine_config), seconds_to_flush(settings)
     if needed_s is None or given_s is None:
         return settings, None
@@ -93,13 +94,13 @@ def with_time_to_flush(
         return settings, None
     return settings, (
         "kvcascade: vLLM kills this engine as soon as it is asked to stop (--shutdown-timeout 0), "
-        f"so nothing is written down then; to have that done, start it with --shutdown-timeout "
-        f"{needed_s}"
+        "so dirty blocks are not written at shutdown; to have them written, start it with "
+        f"--shutdown-timeout {needed_s}"
     )
 
 
 def seconds_to_flush(settings: CascadeConfig) -> int | None:
-    """The `--shutdown-timeout` with which an engine writes what is dirty; None: it never does."""
+    """Return the `--shutdown-timeout` that leaves time to write dirty blocks; None if none are."""
     flush_s = settings.shutdown_flush_s
     if not settings.nvme or flush_s == 0:
         return None
@@ -119,11 +120,9 @@ def open_scheduler_side(
     about: Mapping[str, Any] | None = None,
     file_system: FileSystemOf = real_file_system,
 ) -> Cascade:
-    """Open the cascade in the scheduler process, and say so once if it cannot persist.
+    """Open the cascade in the scheduler process, and warn if its blocks cannot outlive it.
 
-    `about` is written beside the fingerprint, for people.
-
-    Raises one of our errors.
+    `about` is written beside the fingerprint, for people. Raises one of our errors.
     """
     refuse_useless(engine_config)
     warn_of_privacy(settings, engine_config, facts, model)
