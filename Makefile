@@ -19,7 +19,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*.txt))
 
-.PHONY: help setup demo bench bench-gpu sanitize-gpu test test-vllm lint format soak wheel clean
+# Two processes: one runs the engine tests, the other everything else, file by file. PYTEST="-n 0"
+# runs all in one, as a debugger needs it.
+IN_TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+QUICK := not engine and not lengthy and not slow and not soak
+
+.PHONY: help setup demo bench bench-gpu sanitize-gpu test test-quick test-vllm lint format soak
+.PHONY: wheel clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +49,10 @@ sanitize-gpu: $(STAMP) ## run the small GPU tests under compute-sanitizer; needs
 	@$(BIN)/python -m pytest -q -rs -m slow tests/gpu/test_sanitizer.py $(PYTEST)
 
 test: $(STAMP) ## run the tests but those that take long, real-engine tests included
-	@$(BIN)/python -m pytest -q $(PYTEST)
+	@$(BIN)/python -m pytest -q $(IN_TWO) $(PYTEST)
+
+test-quick: $(STAMP) ## run the tests that need seconds: no engine, few processes, fewer examples
+	@HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(IN_TWO) -m "$(QUICK)" $(PYTEST)
 
 test-vllm: ## run the tests for another vLLM (VERSION=0.19.1; the README lists them)
 	@PYTHON="$(PYTHON)" bash tools/test_vllm.sh "$(VERSION)" $(PYTEST)

@@ -1,25 +1,17 @@
-"""Public name of our policies: `"cache_policy_module_path": "kvcascade.vllm_policies"` in vLLM."""
+"""Public name of our policies: `"cache_policy_module_path": "kvcascade.vllm_policies"` in vLLM.
+
+Every built-in order is here: `LruOrder` as `LruPolicy`, `S3FifoOrder` as `S3FifoPolicy`.
+"""
 
 from __future__ import annotations
 
-from .vllm.cpu_policies import (
-    ArcPolicy,
-    FifoPolicy,
-    LirsPolicy,
-    LruPolicy,
-    PrefixPolicy,
-    S3FifoPolicy,
-    SievePolicy,
-    SlruPolicy,
-)
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ArcPolicy",
-    "FifoPolicy",
-    "LirsPolicy",
-    "LruPolicy",
-    "PrefixPolicy",
-    "S3FifoPolicy",
-    "SievePolicy",
-    "SlruPolicy",
-]
+from .vllm.cpu_policies import POLICIES
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> type[Any]: ...
+
+
+globals().update(POLICIES)

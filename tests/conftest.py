@@ -1,4 +1,4 @@
-"""What every test runs under: no network, Hypothesis profiles, tests that need a GPU skipped."""
+"""What every test runs under: no network, Hypothesis profiles, order, GPU tests skipped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from support.children import Start, children
+from support.parallel import mark_lengthy, scheduler, sort_for_two
 
 # Before anything imports vLLM: it must neither look for models outside nor report its use.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,7 @@ def _load_profile() -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.register_profile("test", common, max_examples=60)
+    settings.register_profile("quick", common, max_examples=15)
     settings.register_profile("soak", common, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
 
@@ -40,6 +43,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the option of pytest-timeout where that plugin is missing: options are strict."""
     if not find_spec("pytest_timeout"):
         parser.addini("timeout", "limit per test in seconds; needs pytest-timeout")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark before `-m` chooses, and sort for two processes."""
+    mark_lengthy(items)
+    if config.getoption("dist", "no") == "loadgroup":
+        sort_for_two(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadgroup`: the engine tests stay together, and so do those of a file."""
+    return scheduler(config, log)
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Locks on single bytes of an open file (`F_OFD_SETLK`), which the kernel drops with the file.
+"""Locks on single bytes of an open file (`F_OFD_SETLK`).
 
-A lock belongs to the open file, not to the process: two opens of one file conflict inside one
-process too, and the locks go when the last descriptor is gone, however its owner dies. A child made
-by `fork` shares its parent's locks until it ends or closes the descriptor. Bytes past the end of a
-file can be locked as well. No call waits; all raise `OSError`. Any thread.
+A lock belongs to the open file, not to the process. Two opens of one file therefore conflict even
+inside one process. The kernel releases the locks with the last descriptor, however the owner dies.
+A child made by `fork` shares its parent's locks until it ends or closes the descriptor. Locked
+bytes may lie past the end of the file. No call waits, and all raise `OSError`. Any thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Take a byte; False if another open file holds it. Taking one's own again is no change."""
+    """Lock a byte. Return False if another open file holds it.
+
+    Locking a byte again that this file holds already changes nothing.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
     except (BlockingIOError, PermissionError):  # EAGAIN, EACCES
@@ -25,12 +28,13 @@ def try_lock(fd: int, byte: int) -> bool:
 
 
 def unlock(fd: int, byte: int) -> None:
-    """Give a byte up; no error if it was not held."""
+    """Unlock a byte; no error if it was not locked."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
 
 def held_by_other(fd: int, first: int, count: int = 1) -> bool:
-    """True if another open file, in any process, holds any of `count` bytes from `first` on."""
+    """Return True if another open file, in any process, holds any of `count` bytes from `first`
+    on."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, first, count))
     assert isinstance(answer, bytes)
     return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK

@@ -69,7 +69,7 @@ print(re.search(r"/\S+/libm[.-]\S+", pathlib.Path("/proc/self/maps").read_text()
 esac
 once "$kept/$version" "vLLM $version" "$unpack"
 
-export VLLM_TARGET_DEVICE=cpu PYTHONPATH=$path
+export VLLM_TARGET_DEVICE=cpu PYTHONPATH=$path KVCASCADE_TEST_ENGINES=spawned
 [ -z "${preload:-}" ] || export LD_PRELOAD=$preload
 found=$("$python" -c 'import vllm; print(vllm.__version__)') || found=nothing
 [ "$found" = "$version" ] || { say "$found came instead of vLLM $version"; exit 1; }

@@ -1,38 +1,47 @@
-"""Many copies between device and pinned memory in one call of the driver: `cuMemcpyBatchAsync`.
+"""Make many copies between device and pinned memory in one driver call, `cuMemcpyBatchAsync`.
 
-vLLM resolves the call in the same way (its `simple_kv_offload/cuda_mem_ops.py`). It takes no
-default stream. The driver has read the lists when the call returns.
+vLLM resolves the call in the same way (its `simple_kv_offload/cuda_mem_ops.py`). The call refuses
+the default stream. The driver has read the lists when the call returns.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...logs import get_logger
-from .hazards import Direction
 
 logger = get_logger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 
-Batch = Callable[[Addresses, Addresses, Addresses, Direction], None]
-"""`batch(targets, sources, sizes, direction)` copies all of them on the current stream, which must
-not be the default one. Raises `RuntimeError`: some copies may have been made then, or none."""
+
+class SourceOrder(IntEnum):
+    """Time at which the driver may read the sources of a batch: `CUmemcpySrcAccessOrder`."""
+
+    STREAM = 1
+    """Sources are read after everything that the stream was given before the batch."""
+    ANY = 3
+    """Sources may be read at any time from the call on. No earlier work may write to them."""
+
+
+Batch = Callable[[Addresses, Addresses, Addresses, SourceOrder], None]
+"""`batch(targets, sources, sizes, order)` enqueues all copies on the current stream, which must not
+be the default one. It raises `RuntimeError` if the driver refuses; some copies may be enqueued
+then."""
 
 DRIVER = "libcuda.so.1"
 CUDA_VERSION = 12080
-"""The version of the call that is asked for: later ones have other arguments."""
-SOURCE_ORDER = {Direction.STORE: 1, Direction.LOAD: 3}
-"""`CUmemcpySrcAccessOrder`: STREAM while device memory may be written; ANY for pinned memory."""
+"""Requested version of the call. Later versions have other arguments."""
 
 
 class NoBatchedCopyError(Exception):
-    """There is no driver, or it is too old. The text says which."""
+    """There is no driver, or it is too old. The message says which."""
 
 
 class _Location(ctypes.Structure):
@@ -52,15 +61,13 @@ class DriverBatch:
     """The driver's call as a `Batch`."""
 
     def __init__(self, call: Callable[..., int], current_stream: Callable[[], int]) -> None:
-        """`current_stream` gives the handle of the stream."""
+        """`current_stream` returns the handle of the current stream."""
         self._call = call
         self._current_stream = current_stream
-        self._attributes = {
-            way: _Attributes(source_order=order) for way, order in SOURCE_ORDER.items()
-        }
+        self._attributes = {order: _Attributes(source_order=order) for order in SourceOrder}
 
     def __call__(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code = self._call(
@@ -68,7 +75,7 @@ class DriverBatch:
             sources.ctypes.data,
             sizes.ctypes.data,
             len(sizes),
-            ctypes.addressof(self._attributes[way]),
+            ctypes.addressof(self._attributes[order]),
             ctypes.addressof(first),
             1,
             ctypes.addressof(failed),
@@ -79,7 +86,7 @@ class DriverBatch:
 
 
 def driver_batch(library: str = DRIVER) -> Batch:
-    """The driver's call, for the current device. Raises `NoBatchedCopyError`."""
+    """Find the driver's call, for the current device. Raises `NoBatchedCopyError`."""
     try:
         ask = ctypes.CDLL(library).cuGetProcAddress_v2
     except (OSError, AttributeError) as error:
@@ -105,7 +112,7 @@ def driver_batch(library: str = DRIVER) -> Batch:
 
 
 def find_driver_batch() -> Batch | None:
-    """The driver's call, or None and a line in the log that says why."""
+    """Find the driver's call, or return None and log the reason."""
     try:
         return driver_batch()
     except NoBatchedCopyError as error:

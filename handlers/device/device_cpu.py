@@ -1,12 +1,12 @@
-"""Device <-> arena on the CPU platform, where the "device" tensors are ordinary memory.
+"""Copier of the CPU platform, where the device tensors are ordinary memory.
 
-Copies run on an executor, at most one task per direction at a time, jobs of a direction in the
-order of submission; a job that shares a page or slot with an earlier job of the other direction
-waits for it without holding a thread (so one thread is enough, two are right). The interpreter
-lock is released while bytes move (see `memcopy`).
+Copies run on an executor, with at most one task per direction at a time. The jobs of a direction
+run in submission order. A job that shares a page or slot with an earlier job of the other direction
+waits for it without holding a thread. So one thread is enough, and two overlap the directions. The
+interpreter lock is released while bytes move (see `memcopy`).
 
-Threads: submissions, `get_finished`, `wait` and `shutdown` come from one thread; the tasks share
-the lanes with it under one lock, which is never held during a copy.
+Threads: one thread calls the methods of the contract. The tasks share the lanes with it under one
+lock, which is never held during a copy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ...errors import ConfigError, TierIOError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
 from ..base import TransferResult
-from .brief_turns import BRIEF_TURNS, BriefTurns
 from .copier import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction, HazardBoard
 from .memcopy import copy_scattered
+from .switch_interval import SWITCH_INTERVAL, SwitchInterval
 
 logger = get_logger(__name__)
 
@@ -38,13 +38,13 @@ PageArray = npt.NDArray[np.int8]
 ByteArray = npt.NDArray[np.uint8]
 
 WAIT_TIMEOUT_S = 600.0
-"""Longest time `wait` blocks. Copies take milliseconds: after this long the executor is dead, and
-going on would let the engine overwrite pages that are still to be read."""
+"""Longest time that `wait` blocks. Copies take milliseconds, so the executor is dead after it. If
+`wait` returned, the engine would overwrite pages that are still to be read."""
 JOBS_AT_ONCE = 4
-"""Jobs that are copied together if they wait together. Beside a busy scheduler a thread waits up to
-5 ms for the interpreter lock before a copy and after it, as long as the copy of 16 MiB takes."""
+"""Limit of the queued jobs that one task copies together. A task waits for the interpreter lock
+before each copy and after it, up to 5 ms beside a busy scheduler."""
 FALLBACK_PIECE_BYTES = 8 << 20
-"""Size of the temporary of the copy without `process_vm_writev`."""
+"""Size of the temporary array in a copy without `process_vm_writev`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class _Job:
 
 @dataclass(slots=True)
 class _Lane:
-    """The queue of one direction."""
+    """Queue and progress of one direction."""
 
     queue: deque[_Job] = field(default_factory=deque)
     is_running: bool = False
     done: int = 0
-    """Number of the last job that ended; jobs end in order."""
+    """Number of the last job that ended. Jobs end in order."""
 
 
 def cpu_layouts(tensors: Sequence[PageArray]) -> list[TensorLayout]:
@@ -82,10 +82,10 @@ class CpuDeviceCopier(DeviceCopier):
         *,
         clock: Callable[[], float] = time.perf_counter,
         use_vectored_copy: bool = True,
-        turns: BriefTurns = BRIEF_TURNS,
+        switch_interval: SwitchInterval = SWITCH_INTERVAL,
     ) -> None:
         """`tensors` match `layout.tensors`; `slots` is `Arena.slots`; the executor stays the
-        caller's. `use_vectored_copy=False` copies with numpy alone; `turns` is the process's.
+        caller's. `use_vectored_copy=False` copies with numpy alone.
 
         Raises `ConfigError` if tensors, layout and arena do not fit together.
         """
@@ -99,7 +99,7 @@ class CpuDeviceCopier(DeviceCopier):
         self._executor = executor
         self._clock = clock
         self._is_vectored = use_vectored_copy
-        self._turns = turns
+        self._switch_interval = switch_interval
         self._bases: IntArray = np.array([t.ctypes.data for t in tensors], dtype=np.int64)
         blocks = max((tensor.num_blocks for tensor in layout.tensors), default=0)
         self._board = HazardBoard(blocks, layout.slots)
@@ -121,7 +121,7 @@ class CpuDeviceCopier(DeviceCopier):
         return finished
 
     def wait(self, job_ids: Set[int]) -> None:
-        """See `DeviceCopier.wait`. Raises `TierIOError` after `WAIT_TIMEOUT_S` seconds."""
+        """Wait as in the contract. Raises `TierIOError` after `WAIT_TIMEOUT_S` seconds."""
         with self._changed:
             ended = self._changed.wait_for(
                 lambda: self._unfinished.isdisjoint(job_ids), WAIT_TIMEOUT_S
@@ -162,16 +162,16 @@ class CpuDeviceCopier(DeviceCopier):
         return True
 
     def _start(self, direction: Direction) -> None:
-        """Give the lane a thread if it has work that may run and none yet."""
+        """Start a task for a lane that has a job to run and no task."""
         with self._changed:
             lane = self._lanes[direction]
             if lane.is_running or not self._is_runnable(direction):
                 return
             lane.is_running = True
-        self._turns.begin()
+        self._switch_interval.shorten()
         try:
             self._executor.submit(self._run, direction)
-        except RuntimeError:  # the executor was shut down; an accepted job must still be done
+        except RuntimeError:  # the executor was shut down, but accepted jobs must be done
             self._run(direction)
 
     def _is_runnable(self, direction: Direction) -> bool:
@@ -179,14 +179,14 @@ class CpuDeviceCopier(DeviceCopier):
         return bool(queue) and queue[0].after <= self._lanes[direction.other].done
 
     def _run(self, direction: Direction) -> None:
-        """Task: run the lane's jobs until none may run. Bounded by the jobs submitted."""
+        """Run the lane's jobs until none may run. Runs as a task of the executor."""
         lane = self._lanes[direction]
         while True:
             with self._changed:
                 jobs = self._take(direction)
                 if not jobs:
                     lane.is_running = False
-                    self._turns.end()
+                    self._switch_interval.restore()
                     return
             results = self._perform(direction, jobs)
             with self._changed:
@@ -197,7 +197,7 @@ class CpuDeviceCopier(DeviceCopier):
             self._start(direction.other)
 
     def _take(self, direction: Direction) -> list[_Job]:
-        """The next jobs that may run, in order."""
+        """Take the next jobs that may run, in order."""
         jobs: list[_Job] = []
         while len(jobs) < JOBS_AT_ONCE and self._is_runnable(direction):
             jobs.append(self._lanes[direction].queue.popleft())
@@ -208,7 +208,7 @@ class CpuDeviceCopier(DeviceCopier):
         try:
             self._copy(direction, [rows for job in jobs for rows in job.rows])
         except Exception:
-            # Only a bug comes here. Wrong bytes must not be called stored or loaded.
+            # Only a bug leads here. Wrong bytes must not be reported as stored or loaded.
             logger.exception("copying jobs %s failed", [job.job_id for job in jobs])
             return [TransferResult(job.job_id, False) for job in jobs]
         sizes = [self._layout.total_bytes(job.rows) for job in jobs]
@@ -240,7 +240,7 @@ class CpuDeviceCopier(DeviceCopier):
         return False
 
     def _copy_by_tensor(self, direction: Direction, rows: GroupRows) -> None:
-        """Copy with numpy's row indexing, in pieces of bounded size."""
+        """Copy with numpy's row indexing, in pieces of limited size."""
         for ref in self._layout.groups[rows.group]:
             pages = self._tensors[ref.tensor][:, : ref.page_bytes]
             cells = self._cells(ref.tensor, ref.page_bytes)
@@ -254,7 +254,7 @@ class CpuDeviceCopier(DeviceCopier):
                     pages[blocks] = cells[slots, subs]
 
     def _cells(self, tensor: int, page_bytes: int) -> PageArray:
-        """The pages of one tensor in the arena, shape `(slots, blocks_per_chunk, page_bytes)`."""
+        """View one tensor's pages in the arena, shape `(slots, blocks_per_chunk, page_bytes)`."""
         layout = self._layout
         first = self._slots[:, int(layout.tensor_offsets[tensor]) :].view(np.int8)
         return as_strided(

@@ -1,24 +1,24 @@
-"""Device <-> arena on CUDA: two streams per direction, events for what ended.
+"""Copier of CUDA devices, with two streams per direction and an event behind each job.
 
-Order on the GPU: a job waits for what the compute stream had been given when it was submitted (a
-store reads what the model has written; a load must not be overtaken by pending writes, such as
-zeroing, to its destination), for the job before it, and for a job of the other direction that
-shares a page or slot. The compute stream never waits for us. Kernels have a stream of higher
-priority, copies another; the last of the two for a direction is the one that writes to the
-destination, and the job's end is recorded there (`staging`).
+Order on the GPU: a job waits for everything that the compute stream was given before it was
+submitted. So a store reads what the model has written, and a load is not overwritten by pending
+writes such as zeroing. A job also waits for earlier jobs of its direction, and for a job of the
+other direction that shares a page or slot. The compute stream never waits for a job. Each direction
+has a stream of higher priority for kernels, and one for copies. One of the two does all writes to
+the destination, and a job's end is recorded there (`staging`).
 
-A load starts when it is submitted. A store starts with the next call of `get_finished` or `wait`:
-the engine submits stores before it launches a forward pass and asks what ended after it, so that
-launching copies does not delay the pass. A direction is given a bounded number of operations at a
-time (`stream_feed`); the rest of a job follows with later calls, in the order of submission. That
-the engine calls again while a job is under way, and leaves its pages alone until it is reported or
-waited for, is the contract of `DeviceCopier`; an engine that does not call again while stores are
-under way needs `may_hold_back_stores=False`, and its stores start at once.
+A job starts with the next call of `get_finished` or `wait`. The engine submits stores before it
+launches a forward pass, and loads before or after it. It calls `get_finished` after the pass, so
+launching copies does not delay the pass. Each stream is given a limited number of operations at a
+time (`stream_feed`). The rest of a very large job follows with later calls, in submission order. By
+the contract of `DeviceCopier` the engine goes on calling while a job is in flight. An engine that
+does not call while stores are in flight needs `may_hold_back=False`. Its jobs start at once, and
+its stores as a whole.
 
-Threads: all calls from the worker's main thread. If the arena is pinned, submitting and asking what
-ended never wait for the GPU, except for a job of the other direction that is still held back and
-shares a page or slot, which neither engine nor manager asks for. The arena must stay mapped until
-`shutdown` has returned.
+Threads: all calls come from the worker's main thread. If the arena is pinned, `submit_*` and
+`get_finished` do not wait for the GPU. The exception is a job that shares a page or slot with a
+held-back job of the other direction, which neither engine nor manager submits. The arena must stay
+mapped until `shutdown` has returned.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ...errors import ConfigError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
 from ..base import TransferResult
-from .batched_copy import Batch, find_driver_batch
+from .batched_copy import Batch, SourceOrder, find_driver_batch
 from .copier import DeviceCopier, GpuBlocks
 from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration
 from .staging import STAGING_BYTES, StagedCopier, torch_layouts
-from .stream_feed import OUTSTANDING_MAX, StreamFeed, Work
+from .stream_feed import OUTSTANDING_MAX, Operations, StreamFeed, Work
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 _MS_PER_S = 1000.0
 KERNEL_PRIORITY = -1
-"""Above the compute stream's: gathering a piece takes microseconds, and a copy waits for it."""
+"""Priority above the compute stream's: a kernel takes microseconds, and a copy waits for it."""
 
 
 @dataclass(slots=True)
@@ -64,29 +64,45 @@ class _Job:
     number: int
     size_bytes: int
     ready: Any
-    """Event of the compute stream: the job comes after it."""
+    """Event of the compute stream that the job waits for."""
     start: Any
     end: Any
     is_handed_out: bool = False
-    """True once the stream has all of it, `end` included."""
+    """True once the streams were given the whole job and `end` is recorded."""
     has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction."""
+    """Streams and jobs of one direction."""
 
     streams: tuple[Any, Any]
-    """The first of a job's steps go to the first, the last to the second."""
+    """Stream of the first step of a piece, and stream of its last step."""
     feed: StreamFeed
-    move: Callable[[Sequence[GroupRows]], Work]
+    move: Callable[[Sequence[GroupRows], SourceOrder], Work]
     jobs: deque[_Job] = field(default_factory=deque)
-    """Not reported yet, oldest first."""
+    """Jobs that have not been reported, oldest first."""
 
     @property
     def last(self) -> Any:
-        """The stream whose end is a job's end."""
+        """Stream on which the ends of jobs are recorded."""
         return self.streams[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """An event on each stream of a lane, behind everything that it was given."""
+
+    events: tuple[Any, ...]
+
+    def query(self) -> bool:
+        """Return True if all events have ended."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """Block until all events have ended."""
+        for event in self.events:
+            event.synchronize()
 
 
 class CudaDeviceCopier(DeviceCopier):
@@ -101,14 +117,14 @@ class CudaDeviceCopier(DeviceCopier):
         registration: HostRegistration | None = None,
         find_batch: Callable[[], Batch | None] = find_driver_batch,
         staging_bytes: int = STAGING_BYTES,
-        may_hold_back_stores: bool = True,
+        may_hold_back: bool = True,
     ) -> None:
-        """`tensors` match `layout.tensors` and lie on one GPU; `slots` is `Arena.slots`.
+        """`tensors` match `layout.tensors` and lie on one GPU. `slots` is `Arena.slots`.
 
-        Pins the arena, which faults all of it in and may take seconds. `staging_bytes` of GPU
-        memory are taken per direction at most. `may_hold_back_stores`: the engine asks what ended
-        as long as stores are under way. Raises `ConfigError` if tensors, layout and arena do not
-        fit together, or the GPU cannot copy.
+        Pins the arena, which maps all of it and may take seconds. `staging_bytes` limits the GPU
+        memory of each direction's staging buffer. `may_hold_back` says that the engine calls
+        `get_finished` as long as jobs are in flight. Raises `ConfigError` if tensors, layout and
+        arena do not fit together, or if the GPU cannot copy.
         """
         import torch
 
@@ -121,7 +137,7 @@ class CudaDeviceCopier(DeviceCopier):
         blocks = max(tensor.num_blocks for tensor in layout.tensors)
         self._board = HazardBoard(blocks, layout.slots)
         self._is_shut = False
-        self._starts_late = frozenset({Direction.STORE} if may_hold_back_stores else ())
+        self._starts_late = may_hold_back
         self._registration = registration or cuda_registration(self._device)
         self._registration.pin(int(slots.ctypes.data), layout.slots, layout.slot_bytes)
         arena = torch.from_numpy(slots).view(torch.int8)
@@ -129,14 +145,16 @@ class CudaDeviceCopier(DeviceCopier):
         copier = partial(
             StagedCopier, tensors, layout, arena, staging_bytes=staging_bytes, batch=batch
         )
-        store_max = OUTSTANDING_MAX if may_hold_back_stores else sys.maxsize
+        store_max = OUTSTANDING_MAX if may_hold_back else sys.maxsize
         try:
             self._lanes = (
                 self._open_lane(Direction.STORE, copier, store_max),
                 self._open_lane(Direction.LOAD, copier, OUTSTANDING_MAX),
             )
-        except RuntimeError as error:
+        except Exception as error:
             self._registration.release()  # its owner will unmap the memory
+            if not isinstance(error, RuntimeError):
+                raise
             raise ConfigError(
                 f"the GPU could not be made ready for copies ({_first_line(error)}); if it is out "
                 f"of memory, leave it some with a lower gpu_memory_utilization"
@@ -157,17 +175,18 @@ class CudaDeviceCopier(DeviceCopier):
         return results
 
     def wait(self, job_ids: Set[int]) -> None:
-        """See `DeviceCopier.wait`. Not bounded by a time: if the GPU hangs, so does the engine."""
+        """Wait as in the contract, without a time limit: if the GPU hangs, so does the engine."""
         for lane in self._lanes:
-            # Jobs of a direction end in order: waiting for the newest one is enough.
+            # Jobs of a direction end in order, so waiting for the newest one is enough.
             named = [job for job in lane.jobs if job.job_id in job_ids]
             if named:
                 self._hand_out(lane, named[-1])
                 self._synchronize(named[-1])
 
     def shutdown(self, deadline_s: float = 5.0) -> None:
-        """See `DeviceCopier.shutdown`. What a stream was not given yet is dropped. Waits for the
-        rest even beyond the deadline: memory must not be unpinned or unmapped under a running copy.
+        """Drop the work that no stream was given, and wait for the rest even beyond the deadline.
+
+        Memory must not be unpinned or unmapped while a copy uses it.
         """
         if self._is_shut:
             return
@@ -183,7 +202,7 @@ class CudaDeviceCopier(DeviceCopier):
     def _open_lane(
         self, direction: Direction, make: Callable[..., StagedCopier], outstanding_max: int
     ) -> _Lane:
-        """Streams that have done everything once that jobs do."""
+        """Make the streams of a direction and warm up their kernels."""
         kernels = self._cuda.Stream(self._device, priority=KERNEL_PRIORITY)
         copies = self._cuda.Stream(self._device)
         copier = make(on_kernels=partial(self._on, kernels), on_copies=partial(self._on, copies))
@@ -194,7 +213,7 @@ class CudaDeviceCopier(DeviceCopier):
         copier.warm_up()
         for stream in streams:
             stream.synchronize()
-        feed = StreamFeed(partial(self._mark, streams[1]), outstanding_max=outstanding_max)
+        feed = StreamFeed(partial(self._mark, streams), outstanding_max=outstanding_max)
         return _Lane(streams, feed, copier.store if is_store else copier.load)
 
     def _submit(
@@ -208,30 +227,34 @@ class CudaDeviceCopier(DeviceCopier):
         lane, other = self._lanes[direction], self._lanes[direction.other]
         earlier = [each for each in other.jobs if each.number <= after][-1:]
         for each in earlier:
-            self._hand_out(other, each)  # its end must be there to be waited for
+            self._hand_out(other, each)  # only a recorded end can be waited for
         lane.jobs.append(job)
-        lane.feed.add(self._work(lane, job, rows, earlier))
-        if direction not in self._starts_late:
+        # The driver must not read a slot before an earlier store has written it.
+        is_settled = direction is Direction.LOAD and not earlier
+        order = SourceOrder.ANY if is_settled else SourceOrder.STREAM
+        lane.feed.add(self._work(lane, job, earlier, lane.move(rows, order)))
+        if not self._starts_late:
             self._advance(lane)
         return True
 
     def _make_job(self, job_id: int, number: int, rows: list[GroupRows]) -> _Job:
         ready = self._cuda.Event()
-        ready.record(self._cuda.current_stream(self._device))
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        return _Job(job_id, number, self._layout.total_bytes(rows), ready, start, end)
-
-    def _work(self, lane: _Lane, job: _Job, rows: list[GroupRows], earlier: list[_Job]) -> Work:
-        """All of a job, from waiting for what comes before it to the event behind it."""
+        job = _Job(job_id, number, self._layout.total_bytes(rows), ready, start, end)
         try:
-            for event in (job.ready, *(each.end for each in earlier)):
-                for stream in lane.streams:
-                    stream.wait_event(event)
-                yield len(lane.streams)
-            job.start.record(lane.last)
-            yield 1
-            yield from lane.move(rows)
-        except Exception:  # CUDA errors; wrong bytes must not be called stored or loaded
+            ready.record(self._cuda.current_stream(self._device))
+        except RuntimeError:  # the GPU is lost
+            logger.exception("submitting job %d failed", job_id)
+            job.has_failed = True
+        return job
+
+    def _work(self, lane: _Lane, job: _Job, earlier: list[_Job], move: Work) -> Work:
+        """Enqueue a job, from its first wait to its end event, as the result is iterated."""
+        try:
+            if not job.has_failed:
+                yield from self._begin(lane, job, earlier)
+                yield from move
+        except Exception:  # wrong bytes must not be reported as stored or loaded
             logger.exception("copying job %d failed", job.job_id)
             job.has_failed = True
         try:
@@ -239,29 +262,39 @@ class CudaDeviceCopier(DeviceCopier):
         except RuntimeError:  # the GPU is lost
             job.has_failed = True
         job.is_handed_out = True
-        yield 1
+        yield Operations(1, 1)
+
+    def _begin(self, lane: _Lane, job: _Job, earlier: list[_Job]) -> Work:
+        """Wait for the compute stream and the earlier jobs, and record the job's start."""
+        for event in (job.ready, *(each.end for each in earlier)):
+            for stream in lane.streams:
+                stream.wait_event(event)
+            yield Operations(1, 1)
+        job.start.record(lane.last)
+        yield Operations(1, 1)
 
     def _advance(self, lane: _Lane) -> None:
-        """Hand out what there is room for; never blocks."""
+        """Hand out as much work as the streams have room for. Never blocks."""
         if lane.feed.has_work:
             with self._cuda.device(self._device):
                 lane.feed.advance()
 
     def _hand_out(self, lane: _Lane, job: _Job) -> None:
-        """Hand out everything up to the end of a job, waiting for room as often as it takes."""
+        """Hand out all work up to the end of a job, and wait for room if necessary."""
         with self._cuda.device(self._device):
             while not job.is_handed_out:
                 lane.feed.push()
 
-    def _mark(self, stream: Any) -> Any:
-        mark = self._cuda.Event()
-        with suppress(RuntimeError):  # the GPU is lost; a mark that is not there counts as ended
-            mark.record(stream)
-        return mark
+    def _mark(self, streams: tuple[Any, Any]) -> _Mark:
+        events = tuple(self._cuda.Event() for _ in streams)
+        for event, stream in zip(events, streams, strict=True):
+            with suppress(RuntimeError):  # the GPU is lost; an unrecorded event counts as ended
+                event.record(stream)
+        return _Mark(events)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """What is enqueued meanwhile goes to the stream."""
+        """Make the stream the current one."""
         with self._cuda.device(self._device), self._cuda.stream(stream):
             yield
 
@@ -278,7 +311,7 @@ class CudaDeviceCopier(DeviceCopier):
             logger.exception("waiting for job %d failed", job.job_id)
 
     def _result(self, job: _Job) -> TransferResult:
-        if job.has_failed:  # an event of it may be missing, and torch then raises `ValueError`
+        if job.has_failed:  # without a recorded event, torch raises `ValueError`
             return TransferResult(job.job_id, False)
         try:
             time_s = job.start.elapsed_time(job.end) / _MS_PER_S
@@ -288,7 +321,7 @@ class CudaDeviceCopier(DeviceCopier):
 
 
 def _check(tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: ByteArray) -> None:
-    """Raises `ConfigError` if they do not fit together."""
+    """Check that they fit together. Raises `ConfigError`."""
     import torch
 
     if torch_layouts(tensors) != list(layout.tensors):

@@ -1,12 +1,12 @@
-"""Which bytes of which device page belong where in which slot. Numbers only: no device, no copy.
+"""Mapping between device pages and slots of the arena, in numbers only.
 
-A slot's part of one rank is `[tensor 0 | tensor 1 | ...]`; in it a tensor has `blocks_per_chunk`
-consecutive pages, padded ones: the page of device block j of the chunk starts at j * page_bytes.
-Every key of the offloading manager has a slot of its own, and belongs to one KV group: a slot of a
-group holds the tensors that the group refers to, the rest of it is unused. Groups may refer to the
-same tensor (overlay), and to fewer bytes of a page than the tensor's padded page.
+One rank's part of a slot is `[tensor 0 | tensor 1 | ...]`. In it each tensor has `blocks_per_chunk`
+consecutive padded pages. The page of device block j of the chunk starts at `j * page_bytes`. Each
+key of the offloading manager belongs to one KV group and has its own slot. The slot holds the
+tensors that the group refers to; the rest of it is unused. Several groups may refer to the same
+tensor, and to fewer bytes of a page than the padded page.
 
-Offsets and sizes are bytes. Everything is immutable and may be shared between threads.
+Offsets and sizes are in bytes. Everything is immutable and may be shared between threads.
 """
 
 from __future__ import annotations
@@ -30,58 +30,58 @@ LAYOUT_DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One KV tensor, as int8 of shape `(num_blocks, page_bytes)`."""
+    """Shape of one KV tensor, seen as int8 of shape `(num_blocks, page_bytes)`."""
 
     num_blocks: int
     page_bytes: int
-    """The page with its padding."""
+    """Bytes of a page with its padding."""
     row_stride: int
     """Bytes from one block to the next, at least `page_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageRef:
-    """What one layer of a KV group uses of a tensor."""
+    """Part of a tensor that one layer of a KV group uses."""
 
     tensor: int
-    """Index into the tensors."""
+    """Index of the tensor."""
     page_bytes: int
-    """Bytes from the start of each page that are copied: the page without its padding."""
+    """Bytes to copy from the start of each page: the page without its padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """One KV group's share of a job, one element per device block."""
+    """One KV group's part of a job, with one element per device block."""
 
     group: int
     blocks: IntArray
-    """Device block numbers, shape `(n,)`."""
+    """Numbers of the device blocks, shape `(n,)`."""
     slots: IntArray
-    """The slot of each block's chunk."""
+    """Slot of each block's chunk."""
     subs: IntArray
-    """Place of each block in its chunk, 0 to `blocks_per_chunk - 1`."""
+    """Position of each block in its chunk, 0 to `blocks_per_chunk - 1`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyList:
-    """Single copies, all arrays of shape `(n,)`; either side may be the source."""
+    """List of single copies. All arrays have shape `(n,)`; either side may be the source."""
 
     tensor: IntArray
-    """Index of the device tensor."""
+    """Index of each copy's device tensor."""
     device: IntArray
-    """Offset in that tensor's memory."""
+    """Offset of each copy in its tensor's memory."""
     arena: IntArray
-    """Offset from slot 0 of the arena."""
+    """Offset of each copy from slot 0 of the arena."""
     size: IntArray
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all copies."""
+        """Sum of the sizes of all copies."""
         return int(self.size.sum())
 
 
 class WorkerLayout:
-    """How one worker's KV tensors map into its part of a slot."""
+    """Mapping of one worker's KV tensors into its part of a slot."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class WorkerLayout:
         geometry: ArenaGeometry,
         rank: int,
     ) -> None:
-        """The layout of one rank's worker in an arena.
+        """Describe the worker of one rank in an arena.
 
         Raises `ConfigError` if the tensors do not fit into `geometry.rank_bytes` or make no sense.
         """
@@ -101,21 +101,20 @@ class WorkerLayout:
         self.slots = geometry.slots
         self.slot_bytes = geometry.slot_bytes
         self.owns_slot = geometry.parts == 1
-        """True if a slot holds this worker's part alone."""
+        """True if a slot holds only this worker's part."""
         self.rank_bytes = geometry.rank_bytes
         self.part_offset = 0 if self.owns_slot else rank * geometry.rank_bytes
-        """Where the rank's part starts in a slot."""
+        """Offset of the rank's part in a slot."""
         self._check()
         pages = np.array([0, *(tensor.page_bytes for tensor in tensors)], dtype=np.int64)
         self.tensor_offsets: IntArray = self.part_offset + pages.cumsum()[:-1] * blocks_per_chunk
         """Offset of each tensor's first page in a slot."""
 
     def rows(self, blocks: GpuBlocks, slots: SlotArray) -> list[GroupRows]:
-        """Match device blocks to slots, group by group; groups without blocks are left out.
+        """Match device blocks to slots for each group that has blocks.
 
-        The shapes and numbers come from the scheduler; a mismatch is a bug in this package or in
-        the engine, and an `AssertionError` that names it (raised also under `python -O`: the
-        numbers become addresses).
+        The shapes and numbers come from the scheduler, and become addresses. A mismatch is a bug in
+        this package or in the engine. It raises an `AssertionError`, under `python -O` too.
         """
         _require(len(blocks.group_sizes) == len(self.groups), "one size per KV group")
         _require(len(blocks.block_indices) == len(self.groups), "one index per KV group")
@@ -140,7 +139,7 @@ class WorkerLayout:
         return found
 
     def copy_list(self, rows: Sequence[GroupRows]) -> CopyList:
-        """All single copies, one per block and tensor of its group."""
+        """List the single copies, one per block and tensor of its group."""
         parts = [self._group_copies(each) for each in rows]
         if not parts:
             none = np.zeros(0, dtype=np.int64)
@@ -148,19 +147,18 @@ class WorkerLayout:
         return CopyList(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def total_bytes(self, rows: Sequence[GroupRows]) -> int:
-        """Bytes that a job moves."""
+        """Return the number of bytes that a job moves."""
         return sum(
             len(each.blocks) * sum(ref.page_bytes for ref in self.groups[each.group])
             for each in rows
         )
 
     def digest(self, packing: str = "") -> bytes:
-        """16 bytes that are equal for two workers only if they lay pages out alike.
+        """Return 16 bytes that are equal for two workers only if they lay out pages alike.
 
-        `packing` says how the engine arranges the inside of a page, as far as that is known.
-
-        Covers pages, strides, groups and chunk size, not the number of blocks or slots nor the
-        place in the slot, which may change between two runs that share blocks.
+        `packing` describes how the engine arranges the inside of a page, as far as it is known. The
+        digest covers pages, strides, groups and chunk size. It does not cover the number of blocks
+        or slots or the position in the slot: they may differ between two runs that share blocks.
         """
         facts = [
             "kvcascade layout 1",
@@ -184,7 +182,7 @@ class WorkerLayout:
         arena = (rows.slots * self.slot_bytes)[:, None] + self.tensor_offsets[index]
         arena = arena + rows.subs[:, None] * padded
         size = np.broadcast_to(sizes, shape)
-        if self.blocks_per_chunk > 1:  # neighbours in the slot are pages of one tensor
+        if self.blocks_per_chunk > 1:  # pages of one tensor are adjacent in the slot
             return tensor.T.ravel(), device.T.ravel(), arena.T.ravel(), size.T.ravel()
         return tensor.ravel(), device.ravel(), arena.ravel(), size.ravel()
 
@@ -213,9 +211,9 @@ class WorkerLayout:
 def merge_adjacent(
     device: IntArray, arena: IntArray, size: IntArray, piece_bytes: int | None = None
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Join copies that follow each other on both sides; `device` must be absolute addresses.
+    """Join copies that are adjacent on both sides. `device` must hold absolute addresses.
 
-    With `piece_bytes` nothing is joined across multiples of it in the arena.
+    With `piece_bytes`, no copies are joined across its multiples in the arena.
     """
     if len(size) < 2:
         return device, arena, size
@@ -227,7 +225,7 @@ def merge_adjacent(
 
 
 def _one_ref_per_tensor(refs: Sequence[PageRef]) -> tuple[PageRef, ...]:
-    """Layers of a group that share a tensor are one copy, of the largest page among them."""
+    """Merge the layers of a group that share a tensor into one copy of their largest page."""
     largest: dict[int, int] = {}
     for ref in refs:
         largest[ref.tensor] = max(largest.get(ref.tensor, 0), ref.page_bytes)

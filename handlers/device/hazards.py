@@ -1,12 +1,13 @@
-"""Which earlier job of the other direction a job must wait for, so that the two never race.
+"""Find the earlier job of the other direction that a job must wait for.
 
-The engine and the manager keep stores and loads of one page or slot apart (see `device`). This is
-the second line: their rules differ between versions, and a race would be wrong bytes. Per device
-block and per slot the board keeps the number of the last job of each direction that touches it;
-a job must come after every earlier job of the other direction with which it shares one. Jobs of
-one direction run in order anyway. Vectorised; a few microseconds per job.
+The engine and the manager keep stores and loads of one page or slot apart (see `device`). This is a
+second check, because their rules differ between versions and a race would give wrong bytes. For
+each device block and slot the board keeps the number of the last job of each direction that touches
+it. A job must wait for every earlier job of the other direction that touches one of its blocks or
+slots. Jobs of one direction run in order anyway. The check is vectorised and takes a few
+microseconds per job.
 
-Belongs to the thread that submits.
+Threads: only the thread that submits may use the board.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .geometry import GroupRows
 
 
 class Direction(IntEnum):
-    """Which way a job copies."""
+    """Direction of a job between device and arena."""
 
     STORE = 0
     LOAD = 1
@@ -33,19 +34,19 @@ class Direction(IntEnum):
 
 
 class HazardBoard:
-    """Counts jobs per direction, from 1, and remembers who touched what last."""
+    """Numbers the jobs of each direction from 1, and keeps the last job of each block and slot."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
-        """Numbers of device blocks and of slots."""
+        """`num_blocks` and `num_slots` are the numbers of device blocks and of slots."""
         self._blocks: npt.NDArray[np.int64] = np.zeros((2, num_blocks), dtype=np.int64)
         self._slots: npt.NDArray[np.int64] = np.zeros((2, num_slots), dtype=np.int64)
         self._last = [0, 0]
 
     def admit(self, direction: Direction, rows: Sequence[GroupRows]) -> tuple[int, int]:
-        """Number a job and say which job it comes after.
+        """Number a job and find the job that it must wait for.
 
-        Returns (number of this job in its direction, number of the newest job of the other
-        direction that must have ended before this one starts; 0 for none).
+        Return the number of this job in its direction. Also return the number of the newest job of
+        the other direction that must end before this one starts, or 0 for none.
         """
         self._last[direction] += 1
         number = self._last[direction]

@@ -1,10 +1,10 @@
-"""Pin the arena for the GPU in bounded pieces; all of it or nothing.
+"""Pin the arena for the GPU in pieces of limited size: all of it or nothing.
 
-One registration of hundreds of GiB fails on large hosts. A piece ends on a slot boundary, so that
-no copy of a slot straddles two registrations, which the driver may refuse; copies of several slots
-are cut there (`slots_per_piece`). If a piece fails, the pieces before it are undone,
-one warning says what that costs, and transfers go on with unregistered memory: right, but slower,
-and the submitting thread then waits for each copy.
+One registration of hundreds of GiB fails on large hosts. The driver may refuse a copy that spans
+two registrations. So a piece ends on a slot boundary, and copies of several slots are split there
+(`slots_per_piece`). If the driver refuses a piece, the earlier pieces are unregistered, and a
+warning names the reason. Transfers then use unregistered memory: the bytes are right, but copies
+are slower and the submitting thread waits for each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 REGISTER_PIECE_BYTES = 8 << 30
-"""Longest piece that is registered at once."""
+"""Largest piece that is registered at once."""
 
 _OUT_OF_MEMORY, _NOT_SUPPORTED = 2, 801
 _REMEDIES = {
@@ -29,22 +29,22 @@ _REMEDIES = {
     _NOT_SUPPORTED: "set arena_dir to a folder on tmpfs or hugetlbfs",
 }
 _REMEDY = "look the error up in CUDA's documentation; a second copier may hold the same memory"
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
 def slots_per_piece(slot_bytes: int) -> int:
-    """How many slots are registered at once: pieces end after multiples of it."""
+    """Return the number of slots that are registered at once."""
     return max(1, REGISTER_PIECE_BYTES // slot_bytes)
 
 
 class HostRegistration:
-    """The pinned state of one range of host memory."""
+    """Registration of one range of host memory."""
 
     def __init__(
         self, register: Callable[[int, int], str | None], unregister: Callable[[int], None]
     ) -> None:
-        """`register(address, bytes)` says why it was refused and what to do; None: it worked.
-        Neither may raise."""
+        """`register(address, bytes)` returns None, or the reason of a refusal and a remedy. Neither
+        function may raise."""
         self._register = register
         self._unregister = unregister
         self._addresses: list[int] = []
@@ -55,7 +55,8 @@ class HostRegistration:
         return bool(self._addresses)
 
     def pin(self, address: int, slots: int, slot_bytes: int) -> bool:
-        """Register `slots` slots from `address` on; False, and nothing is, if a piece fails."""
+        """Register `slots` slots from `address` on. Return False, with none registered, if a piece
+        is refused."""
         step = slots_per_piece(slot_bytes) * slot_bytes
         total = slots * slot_bytes
         for offset in range(0, total, step):
@@ -75,31 +76,32 @@ class HostRegistration:
         return True
 
     def release(self) -> None:
-        """Undo every registration; idempotent. No copy may be running."""
+        """Unregister everything. Idempotent. No copy may be running."""
         while self._addresses:
             self._unregister(self._addresses.pop())
 
 
 def cuda_registration(device: torch.device) -> HostRegistration:
-    """Registration through the CUDA runtime that torch has loaded."""
+    """Make a registration that uses the CUDA runtime of torch."""
     import torch
 
     cuda: Any = torch.cuda
     runtime = cuda.cudart()
 
     def clear_error() -> None:
-        """A failed call leaves its error for the next kernel launch to report; launch one here."""
+        """Launch a kernel that takes the error of a failed call, or the next kernel would."""
         with suppress(RuntimeError):
             torch.zeros(1, device=device)
 
     def register(address: int, length: int) -> str | None:
         with torch.cuda.device(device):
-            error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
-            if error == 0:
+            error = runtime.cudaHostRegister(address, length, _PORTABLE)
+            code = int(error)
+            if code == 0:
                 return None
             clear_error()
-            said = runtime.cudaGetErrorString(runtime.cudaError(error))
-            return f"{said} (CUDA error {error}); {_REMEDIES.get(error, _REMEDY)}"
+            said = runtime.cudaGetErrorString(error)
+            return f"{said} (CUDA error {code}); {_REMEDIES.get(code, _REMEDY)}"
 
     def unregister(address: int) -> None:
         with torch.cuda.device(device):

@@ -1,14 +1,12 @@
-"""Many scattered copies inside this process's memory in few system calls.
+"""Copy many scattered pieces within this process's memory, in few system calls.
 
 `process_vm_writev` on our own process takes up to 1024 pieces per side and call, anywhere in
-memory, and runs without the interpreter lock: measured 5.4 GB/s against 4.6 GB/s for numpy's row
-indexing (which copies twice) with 64 KiB pages, and 2.1 against 1.4 GB/s while another thread holds
-the interpreter busy, because a thread pays up to 5 ms to get the lock back after every call.
-Some sandboxes forbid the call (seccomp); `copy_scattered` then says so and the caller goes on
-without it.
+memory. It runs without the interpreter lock, which a busy interpreter gives back only after up to
+5 ms. Some sandboxes forbid the call (seccomp). `copy_scattered` then returns False, and the caller
+copies otherwise.
 
-The kernel looks up every page of both sides, though: few long pieces, such as a prefix in adjacent
-slots, are copied plainly, measured 16 GB/s against 6.5.
+The kernel looks up every page of both sides. So a few long pieces, such as a prefix in adjacent
+slots, are copied by numpy.
 
 Addresses are trusted: the caller has checked them and keeps the memory alive.
 """
@@ -24,12 +22,12 @@ import numpy.typing as npt
 from .geometry import IntArray
 
 FEW_PIECES = 4
-"""As many jobs as are copied together: each plain copy waits for the interpreter lock once."""
+"""Limit of the pieces that numpy copies, each of which waits for the interpreter lock once."""
 LONG_BYTES = 1 << 20
 PIECES_PER_CALL = 1024
-"""IOV_MAX of Linux."""
+"""Limit of the pieces in a call: IOV_MAX of Linux."""
 PIECE_BYTES_MAX = 1 << 20
-"""Longer pieces are cut, so that a call stays far below the kernel's limit of 2 GiB."""
+"""Longest piece. Longer ones are split, so that a call stays far below the kernel's 2 GiB."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _writev = _libc.process_vm_writev
@@ -47,7 +45,7 @@ _writev.restype = ctypes.c_ssize_t
 def copy_scattered(target: IntArray, source: IntArray, size: IntArray) -> bool:
     """Copy `size[i]` bytes from address `source[i]` to `target[i]`, for all i.
 
-    Returns False if the system refuses; any part may have been copied then.
+    Return False if the system refuses. Any part may have been copied then.
     """
     if len(size) <= FEW_PIECES and size.min(initial=LONG_BYTES) >= LONG_BYTES:
         for to, come, length in zip(target.tolist(), source.tolist(), size.tolist(), strict=True):
@@ -73,7 +71,7 @@ def _memory(address: int, length: int) -> npt.NDArray[np.uint8]:
 def cut_long(
     target: IntArray, source: IntArray, size: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Cut pieces longer than `PIECE_BYTES_MAX`."""
+    """Split the pieces that are longer than `PIECE_BYTES_MAX`."""
     if len(size) == 0 or int(size.max()) <= PIECE_BYTES_MAX:
         return target, source, size
     parts = -(-size // PIECE_BYTES_MAX)
@@ -85,7 +83,7 @@ def cut_long(
 
 
 def _vectors(address: IntArray, size: IntArray) -> npt.NDArray[np.int64]:
-    """An array of `struct iovec`."""
+    """Return an array of `struct iovec`."""
     vectors = np.empty((len(size), 2), dtype=np.int64)
     vectors[:, 0] = address
     vectors[:, 1] = size

@@ -1,9 +1,9 @@
-"""Block numbers on their way to the device, through memory that is taken once.
+"""Upload block numbers to the device, through buffers that are allocated once.
 
-An engine fills its GPU and serves with what is left: memory that is first asked for by a job may
-not be there, and a job that fails ends the engine. So both ends of the way exist from the start.
-On the device one buffer is enough, because the stream that fills it also reads it. The host writes
-at once, so each of its buffers is used again only after the copy out of it has ended.
+An engine fills the memory of its GPU. A job that allocates may fail, and a failed job ends the
+engine. So all buffers are allocated at the start. One buffer on the device is enough, because the
+stream that fills it also reads it. The host writes immediately, so a host buffer is reused only
+after its copy to the device has ended.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 UPLOAD_OPERATIONS = 2
-"""An upload is a copy and an event."""
-_LEAST_USES = 6
-"""Operations that use an upload: pages are gathered or scattered, and cross to or from the host;
-each waits for an event and is followed by one."""
+"""Operations of an upload: a copy and an event."""
+_LEAST_USES = 3
+"""Least number of operations on the same stream that use an upload: a kernel between two events."""
 HOST_BUFFERS = OUTSTANDING_MAX // (UPLOAD_OPERATIONS + _LEAST_USES) + 2
-"""More than there are uploads among the outstanding operations of a stream, so none waits."""
+"""Number of host buffers. A stream's queue never holds so many uploads, so none of them waits."""
 
 
 class NumberUploads:
-    """Uploads on one stream, which must be the current one."""
+    """Uploads numbers on one stream, which must be the current stream."""
 
     def __init__(
         self,
@@ -37,8 +36,7 @@ class NumberUploads:
         host_buffers: int = HOST_BUFFERS,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
-        """For up to `numbers` numbers at a time. `make_event` is CUDA's where that is the device,
-        and else something that ends at once."""
+        """An upload has at most `numbers` numbers. `make_event` defaults to the device's events."""
         import torch
 
         make_event = make_event or event_maker(device)
@@ -50,7 +48,7 @@ class NumberUploads:
         self._next = 0
 
     def upload(self, numbers: IntArray) -> torch.Tensor:
-        """Enqueue a copy to the device. What it returns is good up to the stream's next upload."""
+        """Enqueue a copy to the device. The result is valid until the stream's next upload."""
         at, count = self._next, len(numbers)
         self._next = (at + 1) % len(self._copied)
         self._copied[at].synchronize()
@@ -62,21 +60,21 @@ class NumberUploads:
 
 
 def event_maker(device: torch.device) -> Callable[[], Any]:
-    """CUDA's events where that is the device, and else some that have ended at once."""
+    """Return the constructor of CUDA's events, or on other devices of events that end at once."""
     return _cuda_event if device.type == "cuda" else _NoEvent
 
 
 class _NoEvent:
-    """Where a copy has ended when it returns."""
+    """Event of a device whose copies have ended when they return."""
 
     def record(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no operation is pending."""
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no operation is pending."""
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no operation is pending."""
 
 
 def _cuda_event() -> Any:

@@ -1,26 +1,31 @@
 """Many small device pages as few large copies: gather on the device, then copy slots as a whole.
 
-For a store, the pages of some slots are gathered on the device into a half of the staging buffer,
-laid out like the slots themselves, and cross to the arena from there. A load goes the other way.
-Pages large enough, and the partial chunks of a store, are copied one by one. `staging_plan` says
-which tensors are staged and where. All copies of a piece are one call of the driver where it has
-one for that, and else a copy per slot or run of adjacent slots.
+For a store, the pages of some slots are gathered on the device into a half of the staging buffer.
+They lie there as in the slots, and are copied to the arena as whole slots. A load goes the other
+way.
+Large pages, and the partial chunks at the ends of a job, are copied one by one. `staging_plan` says
+which tensors are staged and where. All copies of a piece are one call of the driver if it has such
+a call. Otherwise each slot or run of adjacent slots is a copy.
 
 Kernels and copies have a stream each: while one half crosses, the other is filled or emptied. An
-event of each half orders the two. On the kernels' stream of a load and on the copies' stream of a
-store lies everything that writes to the destination; whoever waits for that stream has waited for
-the job. Nothing here waits for the device. Use one object per direction: what it did before is what
-orders its buffers. A job is done as it is iterated, so that whoever iterates decides how much of it
-the streams are given at a time. Device memory is taken once, by the constructor; a job takes none.
-The same code runs on CPU tensors, which is how it is tested on machines without a GPU.
+event of each half orders the two streams. Stores write to the arena on the copies' stream, and
+loads write to the device on the kernels' stream. The end of that stream is the end of the job.
+Block numbers are uploaded for many pieces at a time. A piece is then six operations, where one
+kernel and one call of the driver move it.
 
-After a store, bytes of a stored slot that belong to no page of its group (padding between pages)
-are undefined; bytes of other slots and of other ranks' parts are never touched.
+Nothing here waits for the device. Each direction has an object of its own, because the buffers are
+reused in the order of its streams. A job is done as it is iterated, so the caller decides how much
+of it the streams are given at a time. Device memory is taken once, by the constructor. No job needs
+the content that an earlier job left there: sleep mode discards it. The same code runs on CPU
+tensors, which is how it is tested on machines without a GPU.
+
+After a store, the bytes of a slot that belong to no page of its group are undefined. Bytes of other
+slots and of other ranks' parts are never touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,13 +34,13 @@ import numpy as np
 
 from ...logs import get_logger
 from ...tiers.cpu.header import round_up
-from .batched_copy import Batch
+from .batched_copy import Batch, SourceOrder
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction
 from .host_register import slots_per_piece
 from .number_uploads import UPLOAD_OPERATIONS, NumberUploads, event_maker
 from .staging_plan import DIRECT_RUN_BYTES, Cell, Part, StagingPlan, Together, unit_types
-from .stream_feed import Work
+from .stream_feed import Operations, Work
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +48,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 STAGING_BYTES = 64 << 20
-"""Device memory for both halves of one direction's staging buffer, at most."""
+"""Limit of the device memory of one direction's staging buffer, both halves together."""
 DIRECT_BLOCKS_MAX = 2
-"""Up to this many blocks, launching the gathers costs more than copying page by page."""
+"""Largest job that is copied page by page. For so few blocks launching kernels costs more."""
 STEP_OPERATIONS = 8
-"""Operations that are enqueued before whoever iterates is asked again."""
+"""Operations that are enqueued in one step of a job."""
 
 _TENSOR_SHIFT = 44  # keeps tensors apart in `merge_adjacent`; a tensor is below 16 TiB
 
 OnStream = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which a stream is the current one."""
+"""Function that returns a context in which a stream is the current stream."""
 
 
 def torch_layouts(tensors: Sequence[torch.Tensor]) -> list[TensorLayout]:
@@ -64,26 +69,39 @@ def torch_layouts(tensors: Sequence[torch.Tensor]) -> list[TensorLayout]:
 
 
 class _Memory(Protocol):
-    """Device memory, by places that are numbers."""
+    """Device memory in which a number names each place."""
 
     def view(self, at: int, length: int) -> torch.Tensor:
-        """So many bytes from a place on."""
+        """Return a view of `length` bytes from a place on."""
         ...
 
     def addresses(self, at: IntArray) -> IntArray:
-        """Of places."""
+        """Return the addresses of places."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
+class _Way:
+    """Direction of a job, and the order in which its sources may be read."""
+
+    direction: Direction
+    order: SourceOrder
+
+    @property
+    def is_store(self) -> bool:
+        """True if the arena is the destination."""
+        return self.direction is Direction.STORE
+
+
+@dataclass(frozen=True, slots=True)
 class _Half:
-    """A half of the staging buffer; places are offsets in bytes."""
+    """A half of the staging buffer. Places are offsets in bytes."""
 
     memory: torch.Tensor
     filled: Any
-    """Event: what was staged last is there."""
+    """Event behind the last operation that filled the half."""
     emptied: Any
-    """Event: it has been taken away."""
+    """Event behind the last operation that emptied the half."""
 
     def view(self, at: int, length: int) -> torch.Tensor:
         return self.memory[at : at + length]
@@ -93,7 +111,7 @@ class _Half:
 
 
 class _Pages:
-    """Device tensors; a place is (number of the tensor << `_TENSOR_SHIFT`) + offset in bytes."""
+    """Device tensors. A place is `(tensor << _TENSOR_SHIFT) + offset in bytes`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -111,7 +129,7 @@ class _Pages:
 
 
 class StagedCopier:
-    """Copies one direction between device tensors and the arena."""
+    """Copies between device tensors and the arena, in one direction."""
 
     def __init__(
         self,
@@ -125,10 +143,10 @@ class StagedCopier:
         on_kernels: OnStream = nullcontext,
         on_copies: OnStream = nullcontext,
     ) -> None:
-        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory; pinned for a `batch`."""
+        """`arena` is int8 of shape `(slots, slot_bytes)` in host memory, pinned for a `batch`."""
         import torch
 
-        # With an output, so that the pages land in the staging buffer whatever its strides.
+        # The variant with an output gathers into the staging buffer, whatever its strides are.
         self._gather: Any = torch.ops.aten.index.Tensor_out
         self._add: Any = torch.ops.aten.add.out
         self._batch = batch
@@ -138,7 +156,7 @@ class StagedCopier:
         self._layout = layout
         self._arena = arena.view(-1)
         self._piece_slots = slots_per_piece(layout.slot_bytes)
-        """No copy goes beyond a multiple of it: the memory there is registered by itself."""
+        """Slots of a registration. No copy crosses a multiple of it."""
         device = tensors[0].device
         self._groups = StagingPlan(
             self._tensors, layout, staging_bytes // 2, direct_run_bytes
@@ -149,129 +167,142 @@ class StagedCopier:
         make_event = event_maker(device)
         self._halves = [_Half(half, make_event(), make_event()) for half in halves]
         chunk = layout.blocks_per_chunk
-        numbers = max((part.rows for part in parts), default=0) * chunk
+        starts = max((len(part.together.starts) for part in parts if part.together), default=0)
+        numbers = max((part.uploaded for part in parts), default=0) * chunk + starts
         self._uploads = NumberUploads(numbers, device)
-        joined = [part.rows * chunk * len(part.cells) for part in parts if part.together]
+        joined = [part.uploaded * chunk * len(part.cells) for part in parts if part.together]
         self._rows = torch.zeros(max(joined, default=0), dtype=torch.int64, device=device)
-        """Of a piece, the rows of `Together.pages`."""
+        """Rows of `Together.pages` for the blocks of an upload."""
 
     def warm_up(self) -> None:
-        """Do on the device what jobs do: kernels are loaded, which takes memory, and errors come
-        now. The first page of each tensor is gathered, again and again, and put back: no byte
-        changes. A last piece of one row may take kernels of its own."""
+        """Run every kernel that jobs need, on the kernels' stream.
+
+        Loading a kernel takes memory, and errors show now. The first page of each tensor is
+        gathered and scattered back, so no byte changes. Pieces of one row may need other kernels.
+        """
         chunk = self._layout.blocks_per_chunk
         memory = self._halves[0].memory
         with self._on_kernels():
             for part in (part for group in self._groups for part in group):
-                for rows in sorted({part.rows, 1}):
-                    first = np.zeros(rows * chunk, dtype=np.int64)
-                    blocks = self._uploads.upload(first).view(rows, chunk)
+                for rows in sorted({part.uploaded, part.rows, 1}):
+                    index, _ = self._upload(part, np.zeros(rows * chunk, dtype=np.int64))
                     for work in (
-                        self._gathered(part, blocks, memory),
-                        self._scattered(part, blocks, memory),
+                        self._gathered(part, index[: part.rows], memory),
+                        self._scattered(part, index[: part.rows], memory),
                     ):
                         for _ in work:
                             pass
 
-    def store(self, rows: Sequence[GroupRows]) -> Work:
-        """Device -> arena for a job, enqueued as it is iterated."""
-        return self._move(rows, Direction.STORE)
+    def store(self, rows: Sequence[GroupRows], order: SourceOrder = SourceOrder.STREAM) -> Work:
+        """Copy a job from device to arena. Operations are enqueued as the result is iterated."""
+        return self._move(rows, _Way(Direction.STORE, order))
 
-    def load(self, rows: Sequence[GroupRows]) -> Work:
-        """Arena -> device for a job, enqueued as it is iterated."""
-        return self._move(rows, Direction.LOAD)
+    def load(self, rows: Sequence[GroupRows], order: SourceOrder = SourceOrder.STREAM) -> Work:
+        """Copy a job from arena to device, like `store`.
 
-    def _move(self, rows: Sequence[GroupRows], way: Direction) -> Work:
-        is_store = way is Direction.STORE
-        move_piece = self._store_piece if is_store else self._load_piece
-        on_last = self._on_copies if is_store else self._on_kernels
+        `order` may be `ANY` if no store to these slots is in flight.
+        """
+        return self._move(rows, _Way(Direction.LOAD, order))
+
+    def _move(self, rows: Sequence[GroupRows], way: _Way) -> Work:
         for each in rows:
             parts = self._groups[each.group]
             whole, rest = self._whole_chunks(each) if parts else (_cut(each, 0, 0), [each])
             for part in parts:
-                for piece in self._pieces(part, whole):
-                    self._halves.reverse()
-                    yield from move_piece(part, piece, self._halves[0])
+                for some in self._split(whole, part.uploaded):
+                    yield from self._move_staged(part, some, way)
             for runs in rest:
-                yield from _within(on_last, self._copy_runs(runs, way))
+                yield from self._within(not way.is_store, self._copy_runs(runs, way))
 
-    def _store_piece(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        yield from _within(self._on_kernels, self._fill_from_device(part, piece, half))
-        yield from _within(self._on_copies, self._empty_to_arena(part, piece, half))
+    def _move_staged(self, part: Part, rows: GroupRows, way: _Way) -> Work:
+        """Move whole slots whose block numbers are uploaded together, piece after piece."""
+        move_piece = self._store_piece if way.is_store else self._load_piece
+        with self._on_kernels():
+            index, operations = self._upload(part, rows.blocks)
+        yield Operations(operations, 0)
+        for at, piece in enumerate(self._split(rows, part.rows)):
+            self._halves.reverse()
+            of_piece = index[at * part.rows : (at + 1) * part.rows]
+            yield from move_piece(part, piece, of_piece, self._halves[0], way)
 
-    def _load_piece(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        yield from _within(self._on_copies, self._fill_from_arena(part, piece, half))
-        yield from _within(self._on_kernels, self._empty_to_device(part, piece, half))
+    def _store_piece(
+        self, part: Part, piece: GroupRows, index: torch.Tensor, half: _Half, way: _Way
+    ) -> Work:
+        gather = self._gathered(part, index, half.memory)
+        cross = self._cross(*self._stretches(part, piece), half, way)
+        yield from self._within(True, _between(half.emptied, gather, half.filled))
+        yield from self._within(False, _between(half.filled, cross, half.emptied))
 
-    def _fill_from_device(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        blocks = self._upload(piece)
-        yield UPLOAD_OPERATIONS
-        yield from _after(half.emptied)
-        yield from self._gathered(part, blocks, half.memory)
-        yield from _then(half.filled)
+    def _load_piece(
+        self, part: Part, piece: GroupRows, index: torch.Tensor, half: _Half, way: _Way
+    ) -> Work:
+        scatter = self._scattered(part, index, half.memory)
+        cross = self._cross(*self._stretches(part, piece), half, way)
+        yield from self._within(False, _between(half.emptied, cross, half.filled))
+        yield from self._within(True, _between(half.filled, scatter, half.emptied))
 
-    def _empty_to_arena(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        yield from _after(half.filled)
-        yield from self._cross(*self._stretches(part, piece), half, Direction.STORE)
-        yield from _then(half.emptied)
+    def _within(self, is_kernels: bool, work: Iterator[int]) -> Work:
+        """Do work with one of the streams as the current stream.
 
-    def _fill_from_arena(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        yield from _after(half.emptied)
-        yield from self._cross(*self._stretches(part, piece), half, Direction.LOAD)
-        yield from _then(half.filled)
+        Several operations share one setting, which takes as long as an operation.
+        """
+        on_stream = self._on_kernels if is_kernels else self._on_copies
+        while True:
+            operations = 0
+            with on_stream():
+                for step in work:
+                    operations += step
+                    if operations >= STEP_OPERATIONS:
+                        break
+            if not operations:
+                return
+            yield Operations(operations, 0) if is_kernels else Operations(0, operations)
 
-    def _empty_to_device(self, part: Part, piece: GroupRows, half: _Half) -> Work:
-        blocks = self._upload(piece)
-        yield UPLOAD_OPERATIONS
-        yield from _after(half.filled)
-        yield from self._scattered(part, blocks, half.memory)
-        yield from _then(half.emptied)
+    def _upload(self, part: Part, blocks: IntArray) -> tuple[torch.Tensor, int]:
+        """Upload the index of the pages of whole slots. Return it and the number of operations.
 
-    def _upload(self, piece: GroupRows) -> torch.Tensor:
-        """Its device blocks, on the device: shape `(slots, blocks a chunk)`."""
+        Its shape is `(slots, blocks a chunk)`, or `(slots, tensors, blocks a chunk)` if one kernel
+        moves all tensors.
+        """
         chunk = self._layout.blocks_per_chunk
-        return self._uploads.upload(piece.blocks).view(len(piece.blocks) // chunk, chunk)
-
-    def _gathered(self, part: Part, blocks: torch.Tensor, memory: torch.Tensor) -> Work:
-        """The pages of these blocks, shape `(slots, blocks a chunk)`, into a half of the buffer."""
+        count = len(blocks) // chunk
         if part.together is None:
-            for cell in part.cells:
-                out = self._cells(part, cell, len(blocks), memory)
-                self._gather(self._pages_of(cell), [blocks], out=out)
-                yield 1
-            return
-        rows = self._joined_rows(part.together, blocks)
-        yield 1
-        out = self._joined_cells(part, part.together, len(blocks), memory)
-        self._gather(part.together.pages, [rows], out=out)
-        yield 1
+            return self._uploads.upload(blocks).view(count, chunk), UPLOAD_OPERATIONS
+        tensors = len(part.together.starts)
+        numbers = self._uploads.upload(np.concatenate((part.together.starts, blocks)))
+        rows = self._rows[: count * tensors * chunk].view(count, tensors, chunk)
+        starts, ids = numbers[:tensors], numbers[tensors:]
+        self._add(ids.view(count, 1, chunk), starts.view(1, -1, 1), out=rows)
+        return rows, UPLOAD_OPERATIONS + 1
 
-    def _scattered(self, part: Part, blocks: torch.Tensor, memory: torch.Tensor) -> Work:
-        """`_gathered`, the other way."""
-        if part.together is None:
-            for cell in part.cells:
-                cells = self._cells(part, cell, len(blocks), memory)
-                self._pages_of(cell).index_put_((blocks,), cells)
-                yield 1
+    def _gathered(self, part: Part, index: torch.Tensor, memory: torch.Tensor) -> Iterator[int]:
+        """Gather the pages of an index into a half of the buffer."""
+        if part.together is not None:
+            out = self._joined_cells(part, part.together, len(index), memory)
+            self._gather(part.together.pages, [index], out=out)
+            yield 1
             return
-        rows = self._joined_rows(part.together, blocks)
-        yield 1
-        cells = self._joined_cells(part, part.together, len(blocks), memory)
-        part.together.pages.index_put_((rows,), cells)
-        yield 1
+        for cell in part.cells:
+            out = self._cells(part, cell, len(index), memory)
+            self._gather(self._pages_of(cell), [index], out=out)
+            yield 1
 
-    def _joined_rows(self, together: Together, blocks: torch.Tensor) -> torch.Tensor:
-        """Rows of all tensors for these blocks, shape `(slots, tensors, blocks a chunk)`."""
-        count, chunk = blocks.shape
-        shape = (count, len(together.starts), chunk)
-        rows = self._rows[: count * len(together.starts) * chunk].view(shape)
-        self._add(blocks.view(count, 1, chunk), together.starts.view(1, -1, 1), out=rows)
-        return rows
+    def _scattered(self, part: Part, index: torch.Tensor, memory: torch.Tensor) -> Iterator[int]:
+        """Scatter a half of the buffer into the pages of an index."""
+        if part.together is not None:
+            cells = self._joined_cells(part, part.together, len(index), memory)
+            part.together.pages.index_put_((index,), cells)
+            yield 1
+            return
+        for cell in part.cells:
+            cells = self._cells(part, cell, len(index), memory)
+            self._pages_of(cell).index_put_((index,), cells)
+            yield 1
 
     def _joined_cells(
         self, part: Part, together: Together, count: int, memory: torch.Tensor
     ) -> torch.Tensor:
-        """All of a part in the buffer: `(count, tensors, chunk, page)` in units."""
+        """View a part in the buffer, shape `(count, tensors, chunk, page)` in units."""
         unit, padded = together.unit, together.page_bytes
         chunk = self._layout.blocks_per_chunk
         return memory.view(unit_types()[unit]).as_strided(
@@ -281,7 +312,7 @@ class StagedCopier:
         )
 
     def _cells(self, part: Part, cell: Cell, count: int, memory: torch.Tensor) -> torch.Tensor:
-        """One tensor's pages in the buffer, shape `(count, chunk, page)` in units."""
+        """View one tensor's pages in the buffer, shape `(count, chunk, page)` in units."""
         unit = cell.unit
         padded = self._layout.tensors[cell.ref.tensor].page_bytes
         return memory.view(unit_types()[unit]).as_strided(
@@ -291,12 +322,12 @@ class StagedCopier:
         )
 
     def _pages_of(self, cell: Cell) -> torch.Tensor:
-        """The used part of a device tensor's pages, shape `(num_blocks, page)` in units."""
+        """View the used part of a device tensor's pages, shape `(num_blocks, page)` in units."""
         pages = self._tensors[cell.ref.tensor][:, : cell.ref.page_bytes]
         return pages.view(unit_types()[cell.unit])
 
     def _stretches(self, part: Part, piece: GroupRows) -> tuple[IntArray, IntArray, IntArray]:
-        """What makes up a piece: places in the arena and in the buffer, and lengths in bytes."""
+        """Return the copies of a piece: places in arena and buffer, and lengths in bytes."""
         slots = piece.slots[:: self._layout.blocks_per_chunk].astype(np.int64)
         slot_bytes, row_bytes = self._layout.slot_bytes, part.row_bytes
         if part.extents == ((0, 0, slot_bytes),):
@@ -309,8 +340,8 @@ class StagedCopier:
         staged = np.arange(len(slots), dtype=np.int64)[:, None] * row_bytes + in_row
         return arena.ravel(), staged.ravel(), np.tile(lengths, len(slots))
 
-    def _copy_runs(self, rows: GroupRows, way: Direction) -> Work:
-        """Copy page by page, neighbours joined; exact to the byte."""
+    def _copy_runs(self, rows: GroupRows, way: _Way) -> Iterator[int]:
+        """Copy page by page. Adjacent pages are one copy, and no other byte is touched."""
         copies = self._layout.copy_list([rows])
         device, arena, size = merge_adjacent(
             (copies.tensor << _TENSOR_SHIFT) + copies.device,
@@ -321,30 +352,30 @@ class StagedCopier:
         return self._cross(arena, device, size, self._pages, way)
 
     def _cross(
-        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: Direction
-    ) -> Work:
+        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: _Way
+    ) -> Iterator[int]:
         """Copy stretches between the arena and device memory."""
         if self._batch is not None and self._cross_at_once(arena, device, size, memory, way):
             yield 1
             return
         for to, at, length in zip(arena.tolist(), device.tolist(), size.tolist(), strict=True):
             host, page = self._arena[to : to + length], memory.view(at, length)
-            if way is Direction.STORE:
+            if way.is_store:
                 host.copy_(page, non_blocking=True)
             else:
                 page.copy_(host, non_blocking=True)
             yield 1
 
     def _cross_at_once(
-        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: Direction
+        self, arena: IntArray, device: IntArray, size: IntArray, memory: _Memory, way: _Way
     ) -> bool:
-        """In one call; False if the driver refuses, which is not asked again then."""
+        """Copy in one driver call. If the driver refuses, return False and never ask it again."""
         host, there = arena + self._arena.data_ptr(), memory.addresses(device)
-        target, source = (host, there) if way is Direction.STORE else (there, host)
+        target, source = (host, there) if way.is_store else (there, host)
         assert self._batch is not None
         targets, sources, sizes = (each.astype(np.uint64) for each in (target, source, size))
         try:
-            self._batch(targets, sources, sizes, way)
+            self._batch(targets, sources, sizes, way.order)
         except RuntimeError as error:
             logger.warning(
                 "kvcascade: GPU copies are made one by one from now on, which is slower: %s", error
@@ -353,8 +384,10 @@ class StagedCopier:
         return self._batch is not None
 
     def _whole_chunks(self, rows: GroupRows) -> tuple[GroupRows, list[GroupRows]]:
-        """Whole chunks, which are staged; and what is copied directly: the partial chunks at the
-        start and the end, or everything."""
+        """Split rows into whole chunks, which are staged, and the rest, which is copied directly.
+
+        The rest is the partial chunks at both ends, or everything in a small job.
+        """
         chunk, count = self._layout.blocks_per_chunk, len(rows.blocks)
         if count <= DIRECT_BLOCKS_MAX:
             return _cut(rows, 0, 0), [rows]
@@ -363,41 +396,23 @@ class StagedCopier:
         rest = [_cut(rows, 0, first), _cut(rows, last, count)]
         return _cut(rows, first, last), [each for each in rest if len(each.blocks)]
 
-    def _pieces(self, part: Part, rows: GroupRows) -> list[GroupRows]:
-        """As many slots at a time as are staged."""
-        step, count = part.rows * self._layout.blocks_per_chunk, len(rows.blocks)
+    def _split(self, rows: GroupRows, slots: int) -> list[GroupRows]:
+        """Split the rows of whole slots into lists of at most `slots` slots."""
+        step, count = slots * self._layout.blocks_per_chunk, len(rows.blocks)
         return [_cut(rows, at, min(at + step, count)) for at in range(0, count, step)]
 
 
 def _cut(rows: GroupRows, first: int, last: int) -> GroupRows:
-    """Some consecutive blocks of a group's rows."""
+    """Return consecutive blocks of a group's rows."""
     return GroupRows(
         rows.group, rows.blocks[first:last], rows.slots[first:last], rows.subs[first:last]
     )
 
 
-def _within(on_stream: OnStream, work: Work) -> Work:
-    """Work that is done with that stream, whatever the one who iterates has set.
-
-    Some steps at a time, as setting the stream takes as long as enqueuing an operation.
-    """
-    while True:
-        operations = 0
-        with on_stream():
-            for step in work:
-                operations += step
-                if operations >= STEP_OPERATIONS:
-                    break
-        if not operations:
-            return
-        yield operations
-
-
-def _after(event: Any) -> Work:
-    event.wait()
+def _between(before: Any, work: Iterator[int], after: Any) -> Iterator[int]:
+    """Do work after one event, and record another event behind it."""
+    before.wait()
     yield 1
-
-
-def _then(event: Any) -> Work:
-    event.record()
+    yield from work
+    after.record()
     yield 1

@@ -1,8 +1,8 @@
-"""How the slots of a worker are staged on the device: which tensors, where in the buffer, how many.
+"""Plan the staging buffer of a worker: which tensors lie where in it, and how many slots fit.
 
-Tensors lie in a staging row in the order of the slot. Of slots larger than the buffer a part is
-staged at a time. Where the layers of a part lie in one allocation at distances that are whole
-pages, as in vLLM 0.32, their pages are rows of one view.
+A staging row holds the tensors in the order of the slot. Slots larger than the buffer are staged in
+parts. In vLLM 0.32 the layers lie in one allocation, whole pages apart. Then the pages of all
+layers are rows of one view, and one kernel moves them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...logs import get_logger
-from .geometry import PageRef, WorkerLayout
+from .geometry import IntArray, PageRef, WorkerLayout
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +23,17 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DIRECT_RUN_BYTES = 512 << 10
-"""From this mean length on, runs are copied one by one without staging."""
+"""Mean page size from which pages are copied one by one without staging."""
 PIECE_BLOCKS_MAX = 1024
-"""Blocks that are staged at a time: their numbers are uploaded through buffers of that length."""
+"""Limit of the blocks that are staged at a time."""
+UPLOAD_BLOCKS_MAX = 2048
+"""Limit of the blocks whose numbers are uploaded at a time, for one piece or more."""
 WASTE_DIVISOR = 8
-"""Whole slots are copied if at most 1/8 of them is unused."""
+"""Divisor of the slot size. Whole slots are copied if at most this share of them is unused."""
 
 
 def unit_types() -> dict[int, torch.dtype]:
-    """Element types in which pages can be moved, by their bytes."""
+    """Return the element types in which pages can be moved, by their size in bytes."""
     import torch
 
     return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,45 +41,48 @@ def unit_types() -> dict[int, torch.dtype]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Where one tensor of a group lies in a staging row."""
+    """Position of one tensor of a group in a staging row."""
 
     ref: PageRef
     offset: int
-    """Of the tensor's first page in the staging row."""
+    """Offset of the tensor's first page in the staging row."""
     unit: int
     """Bytes per element in which the pages can be moved: 1, 2, 4 or 8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The pages of several tensors as rows of one view."""
+    """One view of the pages of several tensors."""
 
     pages: torch.Tensor
-    """Shape `(rows, page)`, in units."""
-    starts: torch.Tensor
-    """On the device, per tensor in the order of the staging row: the row of its first page."""
+    """View of all pages, shape `(rows, page)`, in units."""
+    starts: IntArray
+    """Row of each tensor's first page, in the order of the staging row. The rows are uploaded with
+    each job, because sleep mode discards device memory."""
     unit: int
     page_bytes: int
-    """With padding."""
+    """Bytes of a page with its padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """How a part of the slots of one KV group is staged: tensors that fit into the buffer."""
+    """Tensors of one KV group that are staged together, because they fit into the buffer."""
 
     cells: tuple[Cell, ...]
-    """In the order of their offsets."""
+    """Cells in the order of their offsets."""
     together: Together | None
-    """None: a kernel for each tensor."""
+    """View of all pages, or None if each tensor needs a kernel of its own."""
     extents: tuple[tuple[int, int, int], ...]
-    """(offset in the slot, offset in the staging row, bytes) of what is copied per slot."""
+    """Copies of each slot: offset in the slot, offset in the staging row, and bytes."""
     row_bytes: int
     rows: int
-    """Slots that are staged at a time."""
+    """Number of slots that are staged at a time."""
+    uploaded: int
+    """Number of slots whose block numbers are uploaded at a time, a multiple of `rows`."""
 
 
 class StagingPlan:
-    """The parts of every KV group."""
+    """Parts of every KV group."""
 
     def __init__(
         self,
@@ -88,13 +95,13 @@ class StagingPlan:
         self._layout = layout
         self._direct_run_bytes = direct_run_bytes
         self.groups = [self._parts(refs, staging_bytes) for refs in layout.groups]
-        """Per group its parts; none where all is copied directly."""
+        """Parts of each group. A group without parts is copied page by page."""
 
     def _parts(self, refs: Sequence[PageRef], staging_bytes: int) -> tuple[Part, ...]:
-        """Tensors in the order of the slot, as many in a part as the buffer holds of one slot.
+        """Split the tensors, in the order of the slot, into parts of which a slot fits the buffer.
 
-        None where pages are large enough to be copied one by one, or not one page of each block of
-        a chunk fits.
+        There are no parts if the pages are large enough to be copied one by one. There are none
+        either if the pages of one chunk do not fit.
         """
         if self._is_direct(refs):
             return ()
@@ -121,7 +128,7 @@ class StagingPlan:
         return self._layout.tensors[ref.tensor].page_bytes * self._layout.blocks_per_chunk
 
     def _part(self, refs: Sequence[PageRef], staging_bytes: int, is_all: bool) -> Part:
-        """`is_all`: nothing else of the group is in the slot."""
+        """Plan one part. `is_all` says that it holds all tensors of the group."""
         extents: list[tuple[int, int, int]] = []
         offsets: dict[int, int] = {}
         row_bytes = 0
@@ -145,12 +152,16 @@ class StagingPlan:
         )
         most = PIECE_BLOCKS_MAX // self._layout.blocks_per_chunk
         rows = min(staging_bytes // row_bytes, self._layout.slots, most)
-        return Part(cells, self._together(cells), tuple(extents), row_bytes, rows)
+        pieces = max(1, min(self._uploads_max // rows, -(-self._layout.slots // rows)))
+        return Part(cells, self._together(cells), tuple(extents), row_bytes, rows, pieces * rows)
+
+    @property
+    def _uploads_max(self) -> int:
+        """Limit of the slots whose block numbers are uploaded at a time."""
+        return UPLOAD_BLOCKS_MAX // self._layout.blocks_per_chunk
 
     def _together(self, cells: Sequence[Cell]) -> Together | None:
-        """One view of all pages of these tensors; None if there is none."""
-        import torch
-
+        """Make one view of all pages of these tensors, or return None if there is none."""
         unit = min(cell.unit for cell in cells)
         tensors = [self._tensors[cell.ref.tensor] for cell in cells]
         first = min(tensors, key=lambda tensor: tensor.storage_offset())
@@ -173,19 +184,19 @@ class StagingPlan:
         pages = first.as_strided((rows, page), (stride, 1), begin)
         return Together(
             pages.view(unit_types()[unit]),
-            torch.tensor(starts, dtype=torch.int64, device=first.device),
+            np.array(starts, dtype=np.int64),
             unit,
             self._layout.tensors[cells[0].ref.tensor].page_bytes,
         )
 
     def _is_direct(self, refs: Sequence[PageRef]) -> bool:
-        """True if pages are large enough to be copied one by one."""
+        """Return True if pages are large enough to be copied one by one."""
         return sum(ref.page_bytes for ref in refs) >= self._direct_run_bytes * len(refs)
 
     def _may_take_whole_slot(self, start: int, row_bytes: int, staging_bytes: int) -> bool:
-        """True if slots are this worker's alone and almost full: adjacent ones are then one copy.
+        """Return True if slots hold only this worker's part and are almost full.
 
-        The unused bytes come along.
+        Adjacent slots are then one copy, which includes their unused bytes.
         """
         slot_bytes = self._layout.slot_bytes
         unused = slot_bytes - row_bytes

@@ -1,12 +1,14 @@
-"""Work for one GPU stream, handed out so that the stream's queue never fills up.
+"""Work for the two GPU streams of a direction, handed out so that neither queue fills up.
 
-The queue holds about 1,000 operations (vLLM met the limit in its pull request 29013). Who adds
-another one waits until the GPU has done one, 180 µs instead of 2: a worker's main thread that hands
-out a job of 4,000 at once is kept until most of it is copied, and no request decodes meanwhile. So
-a feed keeps `OUTSTANDING_MAX` in the queue at most, and the rest of the work with itself until
-earlier operations have ended, which it knows from a mark, an event, behind each turn.
+A stream's queue holds about 1,000 operations (vLLM's pull request 29013). A thread that adds
+another one waits until the GPU has done one. So a feed keeps at most `OUTSTANDING_MAX` operations
+in each queue. The rest of the work stays with the feed until earlier operations have ended. Behind
+each turn of operations the feed puts a mark that tells it so: an event on each stream.
 
-Belongs to the thread that submits. Only `push` blocks.
+With one kernel and one batched copy a piece, 9 GB fit into the queues, and a job is handed out as a
+whole. A feed holds back jobs of many small operations only.
+
+The feed belongs to the thread that submits. Only `push` blocks.
 """
 
 from __future__ import annotations
@@ -14,28 +16,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-OUTSTANDING_MAX = 512
-"""Operations in the stream's queue, and at most one step of work beyond: half of what it holds."""
-TURN_OPERATIONS = 128
-"""Operations from one mark to the next: as the first of four turns ends the next one follows, and
-the GPU is never without work while somebody pushes."""
+OUTSTANDING_MAX = 896
+"""Limit of the operations in the queue of each stream. The last step of a turn may exceed it."""
+TURN_OPERATIONS = 64
+"""Operations of the busier stream from one mark to the next."""
 
-Work = Iterator[int]
-"""Enqueues operations as it is iterated; each step yields how many it enqueued, a few at most."""
+
+class Operations(NamedTuple):
+    """Operations that a step of work gave to each stream."""
+
+    kernels: int
+    copies: int
+
+
+Work = Iterator[Operations]
+"""Enqueues operations as it is iterated, a few at each step."""
 
 
 class Mark(Protocol):
-    """An event behind what the stream was given. Either call may raise `RuntimeError`: the GPU is
-    lost, and nothing is under way any more."""
+    """Place behind everything that the streams were given. Both calls raise `RuntimeError` if the
+    GPU is lost; nothing is under way then."""
 
     def query(self) -> bool:
-        """True if all of it has ended."""
+        """Return True if everything before the mark has ended."""
         ...
 
     def synchronize(self) -> None:
-        """Block until all of it has ended."""
+        """Block until everything before the mark has ended."""
         ...
 
 
@@ -43,13 +52,13 @@ class StreamFeed:
     """Hands out work in the order in which it came."""
 
     def __init__(self, mark: Callable[[], Mark], *, outstanding_max: int = OUTSTANDING_MAX) -> None:
-        """`mark` puts a mark into the stream; it counts as an operation and must not raise."""
+        """`mark` enqueues an operation on each stream. It must not raise."""
         self._mark = mark
         self._outstanding_max = outstanding_max
-        self._outstanding = 0
+        self._kernels = self._copies = 0
         self._work: deque[Work] = deque()
-        self._turns: deque[tuple[Mark, int]] = deque()
-        """The marks in the stream, and the operations up to each."""
+        self._turns: deque[tuple[Mark, Operations]] = deque()
+        """Turns that have not ended: the mark behind each turn, and the operations of the turn."""
 
     @property
     def has_work(self) -> bool:
@@ -57,40 +66,44 @@ class StreamFeed:
         return bool(self._work)
 
     def add(self, work: Work) -> None:
-        """Take work; nothing of it is done before the next `advance` or `push`."""
+        """Take work. Nothing of it is done before the next `advance` or `push`."""
         self._work.append(work)
 
     def advance(self) -> None:
-        """Hand out what there is room for. Never blocks."""
+        """Hand out as much work as the queues have room for. Never blocks."""
         while self._turns and _has_ended(self._turns[0][0]):
-            self._outstanding -= self._turns.popleft()[1]
+            _, ended = self._turns.popleft()
+            self._kernels -= ended.kernels
+            self._copies -= ended.copies
         while self._work and self._has_room():
             self._take_turn()
 
     def push(self) -> None:
-        """Hand out more, after the oldest turn has ended if there is no room."""
+        """Hand out more work. If there is no room, wait until the oldest turn has ended."""
         if self._turns and not self._has_room():
             with suppress(RuntimeError):
                 self._turns[0][0].synchronize()
         self.advance()
 
     def drop(self) -> None:
-        """Forget what has not been handed out."""
+        """Forget the work that has not been handed out."""
         self._work.clear()
 
     def _has_room(self) -> bool:
-        return self._outstanding + TURN_OPERATIONS <= self._outstanding_max
+        return max(self._kernels, self._copies) + TURN_OPERATIONS <= self._outstanding_max
 
     def _take_turn(self) -> None:
-        operations = 1  # the mark
-        while self._work and operations < TURN_OPERATIONS:
+        kernels = copies = 1  # the mark
+        while self._work and max(kernels, copies) < TURN_OPERATIONS:
             step = next(self._work[0], None)
             if step is None:
                 self._work.popleft()
             else:
-                operations += step
-        self._turns.append((self._mark(), operations))
-        self._outstanding += operations
+                kernels += step.kernels
+                copies += step.copies
+        self._turns.append((self._mark(), Operations(kernels, copies)))
+        self._kernels += kernels
+        self._copies += copies
 
 
 def _has_ended(mark: Mark) -> bool:

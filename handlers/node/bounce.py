@@ -1,13 +1,12 @@
-"""Scratch memory in huge pages, for direct I/O.
+"""Bounce buffers in huge pages, for direct I/O with an arena in small pages.
 
-For an arena that could not be had in huge pages itself (`tiers.cpu.huge_pages`): a direct read or
-write is cut where its memory is not adjacent physically, and the small pages of shared memory lie
-scattered. Moved through here, cold reads are 1.8 times as fast and writes 1.6 times (512 KiB
-blocks, the whole path, figures in ARCHITECTURE.md) for the same processor time: the copy costs what
-the kernel saves on pages. Where nobody gets huge pages it would be a copy for nothing;
+The kernel splits a direct read or write where its memory is not physically adjacent, and the small
+pages of shared memory lie scattered. Copying through these buffers is faster
+(docs/decisions/arena-memory.md). Where the system has no huge pages the copy would bring nothing;
 `has_huge_pages` tells.
 
-Threads: each has a buffer of its own, as large as the most it asked for, freed with the thread.
+Threads: each thread has a buffer of its own, as large as its largest request. The buffer is freed
+with the thread.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from ...tiers.cpu.huge_pages import aligned_room
 
 
 class BounceBuffers:
-    """Room for a few blocks, one buffer per thread. Any thread."""
+    """Buffers for a few blocks, one per thread. Any thread may use them."""
 
     def __init__(self, block_bytes: int) -> None:
-        """`block_bytes`: a multiple of a page, so that every block may be read directly."""
+        """`block_bytes` is a multiple of a page, so that every block fits direct I/O."""
         self._block_bytes = block_bytes
         self._own = threading.local()
 
     def blocks(self, n: int) -> list[memoryview]:
-        """Room for `n` blocks in a row; it is this thread's until it asks again."""
+        """Return adjacent memory for `n` blocks. It is valid until this thread's next call."""
         size, buffer = self._block_bytes, self._room(n)
         return [buffer[i * size : (i + 1) * size] for i in range(n)]
 
     def _room(self, n: int) -> memoryview:
-        """This thread's buffer, of `n` blocks at least."""
+        """Return this thread's buffer, for at least `n` blocks."""
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer) < n * self._block_bytes:
             buffer = self._own.buffer = huge_pages(max(1, n) * self._block_bytes)
@@ -47,26 +46,26 @@ class BounceBuffers:
 
 
 class ArenaBounce(BounceBuffers):
-    """Between the disk and an arena. Any thread.
+    """Copies blocks between bounce buffers and an arena. Any thread may use it.
 
-    Blocks that are neighbours in the arena are copied in one go: a thread that copies gives up the
-    interpreter lock, and waits for it afterwards.
+    Adjacent blocks are copied in one call: each call releases the interpreter lock and then waits
+    for it.
     """
 
     def __init__(self, arena: memoryview, block_bytes: int) -> None:
-        """`arena`: its slots, of `block_bytes` each, in a row."""
+        """`arena` holds the slots, of `block_bytes` each."""
         super().__init__(block_bytes)
         self._arena: npt.NDArray[np.uint8] = np.frombuffer(arena, np.uint8)
 
     def take(self, slots: SlotArray) -> list[memoryview]:
-        """Copies of what lies in these slots."""
+        """Copy the blocks of these slots into this thread's buffer and return them."""
         buffer = np.frombuffer(self._room(len(slots)), np.uint8)
         for at, slot, n in neighbours(slots, range(len(slots))):
             np.copyto(self._bytes(buffer, at, n), self._bytes(self._arena, slot, n))
         return self.blocks(len(slots))
 
     def give(self, slots: SlotArray, places: Sequence[int]) -> None:
-        """Copy some of the blocks in this thread's buffer, each into the slot of its place."""
+        """Copy blocks from this thread's buffer into their slots. `places` index both."""
         buffer = np.frombuffer(self._room(len(slots)), np.uint8)
         for at, slot, n in neighbours(slots, places):
             np.copyto(self._bytes(self._arena, slot, n), self._bytes(buffer, at, n))
@@ -76,9 +75,9 @@ class ArenaBounce(BounceBuffers):
 
 
 def neighbours(slots: SlotArray, places: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of some places of a list of slots, the runs that are adjacent in both.
+    """Return the runs of places that are adjacent in the list and in the slots.
 
-    Each as its first place, its first slot and its length.
+    Each run is its first place, its first slot and its length.
     """
     if not places:
         return []
@@ -90,9 +89,9 @@ def neighbours(slots: SlotArray, places: Sequence[int]) -> list[tuple[int, int, 
 
 
 def huge_pages(length: int) -> memoryview:
-    """Private zeroed memory, of huge pages where the system has them; freed with its last view.
+    """Return private zeroed memory, in huge pages if the system has them.
 
-    The pages are there when this returns: a first read into new ones took half as long again.
+    The memory is freed with its last view. All pages are mapped when this returns.
     """
     room, view = aligned_room(length)
     with suppress(OSError):  # small pages serve too

@@ -1,12 +1,12 @@
-"""A mover as the scheduler's process sees it: jobs go in, answers come out, and it may die.
+"""The scheduler process's side of a mover: send jobs, receive answers, restart after a crash.
 
-Guarantees: nothing here waits for the mover but `start`, `wait` and `close`, each for a limited
-time. A job is over when its answer came or when the process is gone for certain (it was waited
-for), never before: what a job may still write stays out of use. A mover that died is started again,
-a few times a minute at most; one that says nothing for too long with work to do is killed.
+Only `start`, `wait` and `close` wait for the mover, each for a limited time. A job ends when its
+answer has arrived, or when `waitpid` has confirmed that the process is dead. Until then the job may
+still write to its slots, so they stay reserved. A dead mover is restarted, a few times a minute at
+most. A mover that has work and stays silent for too long is killed.
 
-Threads: every method may be called from any thread. Processes are started on the one thread of an
-executor, since a mover dies with the thread that started it.
+Threads: any thread may call any method. All processes are started on the single thread of an
+executor, because a mover dies with the thread that started it.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from .mover_child import Connection
 from .mover_wire import Answer, FrameReader, Ready, WireError, frame, from_mover
 
 START_LIMIT_S = 30.0
-"""For the first start; a busy machine takes its time."""
+"""Time limit for the first start. Starting takes long on a busy machine."""
 MINUTE_S = 60.0
 STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
-"""In the life of one tier: each takes its own range of generations."""
+"""Limit of the starts in the life of one tier. Each start takes a range of generations."""
 MAX_PAUSE_S = 1800.0
-"""Between two starts; the pause doubles with each start after which no mover became ready, once
-there were as many of them as may be in a minute."""
+"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready mover, the
+pause doubles with each further one."""
 MAX_DOUBLINGS = 11
-"""From then on the pause is the longest one in any case."""
+"""Limit of the doublings, after which the pause is `MAX_PAUSE_S` in any case."""
 SILENCE_LIMIT_S = 60.0
-"""With work to do, or before it is ready; then the mover is killed: it or its disk stands still."""
+"""Longest silence of a mover that has work or is not ready yet. Then it or its disk is stuck, and
+the mover is killed."""
 LISTEN_INTERVAL_S = 0.02
-"""Between two looks of upkeep. Each gives the interpreter lock up for a moment, and a thread that
-waits for it, to copy, begins to wait anew."""
+"""Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
+which restarts the wait of a copying thread for the lock."""
 JOBS_AT_MOST = 64
 CLOSE_LIMIT_S = 5.0
-"""For a mover to end by itself once it was told to."""
+"""Time limit for a mover to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
-"""For a killed one; longer only if its disk holds it."""
+"""Time limit for a killed mover to exit. Only a stuck disk makes it take longer."""
 RECEIVE_BYTES = 256 << 10
 RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
-"""Another thread may take in the answer that one waits for."""
+"""Time between two checks of a waiting thread: another thread may receive the answer."""
 
 OnEnd = Callable[[Answer | None], None]
-"""Told what became of a job; None: its process died."""
+"""Callback with the answer to a job, or None if its process died."""
 Order = Callable[[int], msgspec.Struct]
-"""Makes a job's message, given its ticket."""
+"""Builds the message of a job from its ticket."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MoverOptions:
-    """Limits, and the clock."""
+    """Limits of a mover, and its clock."""
 
     clock: Callable[[], float] = monotonic
     """Monotonic seconds."""
@@ -73,7 +74,7 @@ class MoverOptions:
 
 
 class Mover:
-    """One helper process, started again when it dies."""
+    """One mover process, restarted when it dies."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Mover:
         keeper: Executor,
         options: MoverOptions | None = None,
     ) -> None:
-        """`launch` starts a process; it is called on `keeper`, which has one thread."""
+        """`launch` starts a process. It is called on `keeper`, an executor with one thread."""
         self._launch = launch
         self._keeper = keeper
         self._options = options or MoverOptions()
@@ -96,7 +97,7 @@ class Mover:
         self._has_hung_up = False
         self._has_said_given_up = False
         self._fruitless = 0
-        """Starts since a mover was ready."""
+        """Number of starts since a mover was last ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._unsent: deque[memoryview] = deque()
@@ -104,17 +105,17 @@ class Mover:
         self._heard_s = 0.0
         self._polled_s = -math.inf
         self.starts = 0
-        """How often a process was started."""
+        """Number of processes that were started."""
 
     @property
     def pid(self) -> int | None:
-        """The process; None while there is none."""
+        """Process number of the mover, or None while there is no process."""
         with self._lock:
             return None if self._connection is None else self._connection.child.pid
 
     @property
     def is_up(self) -> bool:
-        """True if a job could be sent."""
+        """True if a job can be sent."""
         with self._lock:
             return self._is_ready and not self._has_hung_up and not self._is_closed
 
@@ -135,10 +136,13 @@ class Mover:
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
-        """Send a job; False if it cannot be taken now. `on_end` is called by `poll` and others."""
+        """Send a job. Return False if it cannot be taken now.
+
+        The methods that receive messages call `on_end`.
+        """
         with self._lock:
             if not self.is_up:
-                self.poll()  # without jobs nobody else hears that it is ready
+                self.poll()  # without jobs no other call receives `Ready`
             if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
@@ -150,7 +154,7 @@ class Mover:
             return True
 
     def poll(self) -> None:
-        """Take in what there is; notice a death, start anew. Never blocks: microseconds."""
+        """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
         with self._lock:
             self._polled_s = self._clock()
             if self._connection is None:
@@ -165,14 +169,14 @@ class Mover:
                 self._bury()
 
     def listen(self) -> None:
-        """`poll`, unless somebody did a moment ago: for upkeep, which need not know at once."""
+        """Poll for maintenance, unless the last poll was within `LISTEN_INTERVAL_S`."""
         if self._clock() - self._polled_s >= LISTEN_INTERVAL_S:
             self.poll()
 
     def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Poll until something is so, or the time is over; True if it is so.
+        """Poll until the condition holds or the time is over. Return True if the condition holds.
 
-        In real time, whatever the clock of the options says: a process is waited for.
+        The limit is in real time, not in that of the options' clock: a process does the work.
         """
         end_s = monotonic() + limit_s
         while True:
@@ -185,7 +189,7 @@ class Mover:
             self._wait_for_news(min(left_s, WAIT_SLICE_S))
 
     def kill(self, limit_s: float = KILL_LIMIT_S) -> bool:
-        """End the process now; True if no job is left: those under way have failed."""
+        """Kill the process. Return True if no job is left; jobs in flight have failed then."""
         with self._lock:
             self._is_closed = True
             connection = self._connection
@@ -197,7 +201,7 @@ class Mover:
             return not self._jobs
 
     def close(self) -> bool:
-        """Let the process end, by force if need be; True if it is gone. Idempotent."""
+        """End the process, by force if necessary. Return True if it is dead. Idempotent."""
         with self._lock:
             self._is_closed = True
             connection, is_ready = self._connection, self._is_ready
@@ -205,12 +209,12 @@ class Mover:
                 connection.socket.close()
                 self._has_hung_up = True
         if connection is not None:
-            # One that is not ready holds nothing yet, and would go on importing for seconds.
+            # A mover that is not ready holds no data, and would go on importing for seconds.
             if not is_ready or not connection.has_ended_within(CLOSE_LIMIT_S):
                 connection.kill()
                 connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
-        self._keeper.shutdown(wait=False)  # not before: a mover dies with that thread
+        self._keeper.shutdown(wait=False)  # last: a mover dies with that thread
         return connection is None or connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------
@@ -282,7 +286,7 @@ class Mover:
         return self._clock() - self._heard_s > limit_s
 
     def _bury(self) -> None:
-        """The connection is over. Once the process is too, fail its jobs and start another."""
+        """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
         connection = self._connection
         assert connection is not None
         if not connection.has_died():
@@ -330,7 +334,7 @@ class Mover:
 
     @property
     def _pause_s(self) -> float:
-        """Least time between the last start and the next one."""
+        """Shortest time from the last start to the next one."""
         too_many = self._fruitless - self._options.starts_per_minute
         return min(MAX_PAUSE_S, 2.0 ** min(too_many, MAX_DOUBLINGS)) if too_many > 0 else 0.0
 
@@ -344,7 +348,7 @@ class Mover:
             )
 
     def _start(self) -> None:
-        """On the keeper's thread."""
+        """Start a process. Runs on the keeper's thread."""
         connection: Connection | None = None
         try:
             connection = self._launch()

@@ -1,7 +1,7 @@
-"""Starting and ending the process of `mover_main`.
+"""Start and end the process of `mover_main`.
 
-By `subprocess`, never by fork: the scheduler's process has threads and perhaps CUDA, and may be a
-daemon that `multiprocessing` allows no children.
+The process is started by `subprocess`, never by fork: the scheduler's process has threads and
+perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no children.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from .mover_wire import Setup, frame
 
 MODULE = "kvcascade.handlers.node.mover_main"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""A mover does no arithmetic: numpy need not start threads for it."""
+"""Environment that keeps numpy from starting threads. A mover does no arithmetic."""
 SEND_LIMIT_S = 5.0
-"""For the setup, which fits into any socket's buffer."""
+"""Time limit for sending the setup. It fits into the buffer of any socket."""
 
 
 class Child(Protocol):
-    """A process that may be told to go."""
+    """The part of `subprocess.Popen` that a connection uses."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Number of the process."""
         ...
 
     def poll(self) -> int | None:
-        """Its exit status once it is gone, and has been waited for; never blocks."""
+        """Return the exit status once the process is dead and reaped, else None. Never blocks."""
         ...
 
     def kill(self) -> None:
-        """Have it killed; no effect if it is gone."""
+        """Kill the process. No effect if it is dead."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it is gone. Raises `subprocess.TimeoutExpired`."""
+        """Wait until the process is dead. Raises `subprocess.TimeoutExpired`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A running mover and the way to talk to it."""
+    """A running mover and the socket to it."""
 
     child: Child
     socket: socket.socket
-    """Does not block."""
+    """Non-blocking socket to the mover."""
 
     def has_died(self) -> bool:
-        """True once the process is gone for certain: it writes nothing any more."""
+        """Return True once the process is dead and reaped. It writes nothing any more."""
         return self.child.poll() is not None
 
     def kill(self) -> None:
-        """End it, whatever it is doing; a process that waits for its disk goes when that ends."""
+        """Kill the process. If it waits for its disk, it dies when that wait ends."""
         with suppress(ProcessLookupError):
             self.child.kill()
 
     def has_ended_within(self, limit_s: float) -> bool:
-        """Wait for its end."""
+        """Wait for the death of the process. Return True if it is dead."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(limit_s)
         return self.has_died()
 
 
 def launch(setup: Setup, arena_fd: int) -> Connection:
-    """Start a mover and send it its setup. Closes `arena_fd`. Raises `TierIOError`.
+    """Start a mover and send its setup. Closes `arena_fd`. Raises `TierIOError`.
 
-    The process is killed when the thread that calls this ends.
+    The kernel kills the process when the calling thread ends.
     """
     with ExitStack() as stack, os_errors("starting the process that moves blocks"):
         stack.callback(os.close, arena_fd)
@@ -95,12 +95,12 @@ def launch(setup: Setup, arena_fd: int) -> Connection:
 
 
 def command(socket_fd: int, arena_fd: int) -> list[str]:
-    """What is run."""
+    """Return the command line of the mover."""
     numbers = map(str, (socket_fd, arena_fd, os.getpid()))
     return [sys.executable, "-P", "-m", MODULE, *numbers]
 
 
 def environment() -> dict[str, str]:
-    """Ours, and the places where this process finds its modules."""
+    """Return this process's environment, with its module search path as PYTHONPATH."""
     found = [os.path.abspath(path) for path in sys.path]
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(found)}

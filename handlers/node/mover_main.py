@@ -2,12 +2,13 @@
 
     python -m kvcascade.handlers.node.mover_main SOCKET_FD ARENA_FD PARENT_PID
 
-Its interpreter has nothing else to do, so its threads get the lock when they want it, however busy
-the scheduler is. It ends when the socket does: nothing of it outlives the scheduler's process. What
-it was in the middle of then is lost, as at any `kill -9`, and the index says nothing of it.
+Its threads do not compete with the scheduler for an interpreter lock. The process ends when its
+socket is closed, so it never outlives the scheduler's process. Work in flight is lost then, and has
+no index entries, as after `kill -9`.
 
-Threads: this one reads the socket. Per direction `THREADS_PER_TRANSFER * io_threads` copy, hash,
-commit and send the answers, and `io_threads` of them are at the device at a time.
+Threads: the main thread reads the socket. Each direction has `THREADS_PER_TRANSFER * io_threads`
+threads that copy, hash, commit and send answers. At most `io_threads` of them use the device at a
+time.
 """
 
 from __future__ import annotations
@@ -58,17 +59,18 @@ from .nvme_jobs import NvmeJobHandler, QueueOptions
 
 RECEIVE_BYTES = 256 << 10
 MAX_JOBS = 1024
-"""Per direction; the other end asks for far fewer at a time."""
+"""Limit of the jobs in flight per direction. The scheduler's side sends far fewer."""
 PART_BYTES = 8 << 20
 THREADS_PER_TRANSFER = 2
-"""While one is at the device, another one ends the part before or begins the next."""
+"""Threads for each device transfer. While one transfers a part, the other one finishes the previous
+part or prepares the next one."""
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
 
 class MoverServer:
-    """Carries out orders; `send` takes frames, from any thread."""
+    """Executes orders and sends the answers. Any thread may call `send`, which takes frames."""
 
     def __init__(
         self,
@@ -78,8 +80,8 @@ class MoverServer:
         send: Callable[[bytes], None],
         bounce: ArenaBounce | None = None,
     ) -> None:
-        """`arena`: its slots, a block each, in a row. `executors`: for stores and everything else,
-        and for loads. With `bounce` the bytes pass through it, for the disk's sake."""
+        """`arena` holds the slots, one block each. The first executor runs stores and index work,
+        the second one loads. With `bounce`, all bytes pass through its buffers in huge pages."""
         self._store = store
         self._send = send
         self._executors = executors
@@ -93,8 +95,8 @@ class MoverServer:
         self._reported_bytes = store.reported_bytes
 
     def warm_up(self, threads: int) -> None:
-        """Have each executor make so many threads with their buffers, for the first block's sake:
-        on a virtual machine the pages of a new buffer took longer than reading into it."""
+        """Make the threads of each executor and their buffers. The first block is then as fast as
+        later ones."""
         if self._bounce is not None:
             part_blocks = max(1, PART_BYTES // self._store.block_bytes)
             wait(
@@ -104,9 +106,9 @@ class MoverServer:
             )
 
     def carry_out(self, order: Order) -> None:
-        """Begin to; the answer comes when it is done.
+        """Begin an order. Its answer is sent when it is done.
 
-        Raises `TierIOError` if this process cannot change the index any more: the next one can.
+        Raises `TierIOError` if this process can no longer change the index. A new process can.
         """
         if self._store.has_lost_index:
             raise TierIOError(errno.EIO, "the index could not be written; opening it anew")
@@ -161,24 +163,24 @@ class MoverServer:
 
     def _answer(self, ticket: int, outcomes: bytes, time_s: float) -> None:
         with self._lock:
-            reported = self._store.reported_bytes  # first: never more than what is counted
+            reported = self._store.reported_bytes  # first: must not exceed the counters
             now, before = asdict(self._store.counters), self._counted
             counts = {name: n - before[name] for name, n in now.items() if n != before[name]}
             answer = Answer(
                 ticket,
                 outcomes,
                 time_s,
-                pack_removals(self._store.take_owed()),
+                pack_removals(self._store.take_deferred()),
                 counts,
                 reported - self._reported_bytes,
-                tuple(self._store.take_strays()),
+                tuple(self._store.take_orphans()),
             )
             self._counted, self._reported_bytes = now, reported
             self._send(frame(answer))
 
 
 def messages(connection: socket.socket) -> Iterator[Setup | Order]:
-    """Everything that comes, until the other end is gone. Raises `WireError`."""
+    """Yield all messages until the other end closes the socket. Raises `WireError`."""
     reader = FrameReader()
     while True:
         try:
@@ -195,7 +197,7 @@ def messages(connection: socket.socket) -> Iterator[Setup | Order]:
 
 
 def serve(connection: socket.socket, arena_fd: int) -> None:
-    """Attach as told, then carry out orders until the other end is gone."""
+    """Attach to tier and arena, then execute orders until the other end closes the socket."""
     incoming = messages(connection)
     setup = next(incoming, None)
     if setup is None:
@@ -222,37 +224,37 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
 
 
 def prefault(memory: memoryview) -> None:
-    """Map every page of the arena, so that no transfer pays for it; changes no byte."""
+    """Map every page of the arena, so that no transfer takes page faults. Changes no byte."""
     address = address_of(memory)
     try:
         for start in range(0, len(memory), PIECE_BYTES):
             populate([(address + start, min(PIECE_BYTES, len(memory) - start))])
-    except KVCascadeError as error:  # they are mapped as they are used, then
+    except KVCascadeError as error:  # pages are then mapped at first use
         _log.warning("%s", error)
 
 
 def arena_view(arena: memoryview, slot_bytes: int) -> ArenaView:
-    """What gives the bytes of a slot."""
+    """Return a function from a slot to the bytes of the slot."""
     return lambda slot: arena[slot * slot_bytes : (slot + 1) * slot_bytes]
 
 
 def die_with(parent_pid: int) -> None:
-    """Be killed when the thread that made this process ends, or now if that has happened."""
+    """Have the kernel kill this process when its parent thread ends. Exit if it has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(0)
 
 
 def give_way() -> None:
-    """Threads of this process, woken by the disk, do not push others off their core."""
+    """Lower the scheduling class, so that threads woken by the disk preempt no other process."""
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def main(arguments: list[str]) -> int:
-    """The process; returns its exit status."""
+    """Run the process and return its exit status."""
     socket_fd, arena_fd, parent_pid = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the scheduler's process says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
     give_way()
@@ -266,4 +268,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # what is under way is not waited for
+    os._exit(main(sys.argv[1:]))  # without waiting for work in flight

@@ -1,9 +1,9 @@
-"""The handlers between the CPU arena and the NVMe tier whose work is done by a mover process.
+"""Handlers between the CPU arena and the NVMe tier that have a mover process do the work.
 
-The twins of those in `nvme`, for a scheduler that keeps the interpreter busy: each call here costs
-its thread some microseconds per job, and nothing in this process competes for the interpreter.
+They have the same contract as the handlers in `nvme`, and keep the transfers off the scheduler's
+interpreter. A call costs some microseconds per job.
 
-Threads: the methods of the contract belong to one thread (the manager's) at a time.
+Threads: only one thread at a time, the manager's, may call the methods of the contract.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...tiers.base import BlockOutcome, SlotSpec
 from ...tiers.nvme.index.index_port import Removal
 from ...tiers.nvme.nvme_backend import Background, NvmeSpec
 from ...tiers.nvme.segments.store import BlockStore
-from ...tiers.nvme.writer.repairs import OnEnd
+from ...tiers.nvme.writer.failing_devices import OnEnd
 from ..base import OffloadingHandler, TransferResult, TransferSpec
 from .mover import Mover
 from .mover_wire import (
@@ -34,12 +34,12 @@ from .nvme_jobs import QueueOptions, result_of
 
 
 class _MoverHandler(OffloadingHandler):
-    """What both directions share."""
+    """Job bookkeeping of both directions."""
 
     def __init__(
         self, store: BlockStore, mover: Mover, options: QueueOptions | None = None
     ) -> None:
-        """`store` is this process's own, which keeps the books: what is owed, and counters."""
+        """`store` belongs to this process. It keeps pending removals and counters."""
         self._store = store
         self._mover = mover
         self._options = options or QueueOptions()
@@ -56,13 +56,13 @@ class _MoverHandler(OffloadingHandler):
         return finished
 
     def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
-        """As in the contract, but for the options' `wait_limit_s` at most."""
+        """Wait as in the contract, for the options' `wait_limit_s` at most."""
         limit_s = self._options.wait_limit_s
         limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._mover.wait(lambda: job_ids.isdisjoint(self._jobs), limit_s)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """What is under way gets `deadline_s` seconds; then the mover is killed."""
+        """Wait `deadline_s` seconds for jobs in flight, then kill the mover."""
         self._is_shut_down = True
         if self._mover.wait(lambda: not self._jobs, deadline_s):
             return True
@@ -90,7 +90,7 @@ class _MoverHandler(OffloadingHandler):
         n = len(blocks.hashes)
         if answer is None:
             outcomes = [BlockOutcome.IO_ERROR] * n
-            self._store.owe(blocks.removals, blocks.epoch)
+            self._store.defer_removals(blocks.removals, blocks.epoch)
         else:
             outcomes = unpack_outcomes(answer.outcomes, n)
             take_books(self._store, answer, blocks.epoch)
@@ -100,23 +100,23 @@ class _MoverHandler(OffloadingHandler):
 
 
 class MoverStoreHandler(_MoverHandler):
-    """Arena to NVMe."""
+    """Stores blocks from the arena to NVMe."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         arena, blocks = spec
         assert isinstance(arena, SlotSpec) and isinstance(blocks, NvmeSpec)
         assert len(arena.slots) == len(blocks.hashes), "both ends list the same blocks"
-        removals = [*self._store.take_owed(), *blocks.removals]
+        removals = [*self._store.take_deferred(), *blocks.removals]
         job = NvmeSpec(blocks.hashes, blocks.slots, blocks.epoch, removals=tuple(removals))
         order = partial(_store_job, arena, job, pack_removals(removals))
         is_taken = self._may_start and self._submit(job_id, job, order)
         if not is_taken or not blocks.hashes:
-            self._store.owe(removals, blocks.epoch)
+            self._store.defer_removals(removals, blocks.epoch)
         return is_taken
 
 
 class MoverLoadHandler(_MoverHandler):
-    """NVMe to arena. A block is OK only if its checksum matched."""
+    """Loads blocks from NVMe into the arena. A block is OK only if its checksum matched."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         blocks, arena = spec
@@ -126,20 +126,20 @@ class MoverLoadHandler(_MoverHandler):
 
 
 class MoverBackground(Background):
-    """Index commits by the mover, whose threads need not fight for the interpreter."""
+    """Has the mover commit index changes, off the scheduler's interpreter."""
 
     def __init__(self, store: BlockStore, mover: Mover) -> None:
         self._store = store
         self._mover = mover
 
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
-        due = [*self._store.take_owed(), *removals]
+        due = [*self._store.take_deferred(), *removals]
         packed = pack_removals(due)
         is_sent = self._mover.submit(
             lambda ticket: RemoveJob(ticket, packed, epoch), partial(self._end, due, epoch)
         )
         if not is_sent:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
 
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         wanted = tuple(slots)
@@ -149,14 +149,15 @@ class MoverBackground(Background):
         if not is_sent:
             on_end(None)
 
-    def take_strays(self) -> list[int]:
-        """As in the contract. Asked at every step and tick, so here the mover is listened to.
+    def take_orphans(self) -> list[int]:
+        """Return orphaned slots as in the contract, and poll the mover.
 
-        The handlers do that only while they have jobs: the answers to commits would pile up until
-        no job is taken, and a mover that died idle would be missed when there is work again.
+        The manager calls this at every step and tick. The handlers poll only while they have jobs.
+        Without this poll, answers to commits would pile up, and a dead idle mover would go
+        unnoticed.
         """
         self._mover.listen()
-        return self._store.take_strays()
+        return self._store.take_orphans()
 
     def _end_repair(self, on_end: OnEnd, answer: Answer | None) -> None:
         self._end([], 0, answer)
@@ -164,17 +165,17 @@ class MoverBackground(Background):
 
     def _end(self, due: Sequence[Removal], epoch: int, answer: Answer | None) -> None:
         if answer is None:
-            self._store.owe(due, epoch)
+            self._store.defer_removals(due, epoch)
         else:
             take_books(self._store, answer, epoch)
 
 
 def take_books(store: BlockStore, answer: Answer, epoch: int) -> None:
-    """What a mover counted and could not commit becomes this process's."""
+    """Add a mover's counters and failed removals to those of this process."""
     store.absorb(answer.counts, answer.reported_bytes)
-    store.note_strays(answer.strays)
+    store.note_orphans(answer.strays)
     if answer.owed:
-        store.owe(unpack_removals(answer.owed), epoch)
+        store.defer_removals(unpack_removals(answer.owed), epoch)
 
 
 def _store_job(

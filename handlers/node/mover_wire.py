@@ -1,8 +1,8 @@
-"""What the scheduler's process and its mover tell each other, over a stream socket.
+"""Messages between the scheduler's process and its mover, over a stream socket.
 
-A frame is four bytes of length (little endian) and a MessagePack document. Both ends are the same
-version of the same program; what cannot be read means that the other end is broken, and ends the
-connection. Slots travel as the bytes of an int32 array.
+A frame is four bytes of length (little endian) and a MessagePack document. Both ends run the same
+version of the program, so an unreadable frame means that the other end is broken. It ends the
+connection. Slots are sent as the bytes of an int32 array.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _RemovalFields = tuple[bytes, int, int]
 
 
 class WireError(Exception):
-    """The other end sent what it cannot have meant."""
+    """The other end sent an invalid message."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First message to a mover."""
+    """First message to a mover: the tier and the arena to attach to."""
 
     tier: Attachment
     arena_offset: int
-    """Where slot 0 begins in the arena's file."""
+    """Offset of slot 0 in the arena's file."""
     slot_bytes: int
     arena_slots: int
     io_threads: int
-    """Per direction."""
+    """Threads that may use the device at a time, per direction."""
     has_prefault: bool = False
-    """Touch every page of the arena beside the first jobs."""
+    """True if the mover is to map every page of the arena in the background."""
     is_arena_huge: bool = False
-    """Its memory lies in huge pages, so the disk may be given it directly."""
+    """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -74,7 +74,7 @@ class RemoveJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RepairJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the records of these slots anew."""
+    """Rewrite the records of these slots."""
 
     ticket: int
     slots: tuple[int, ...]
@@ -88,45 +88,45 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What became of a job."""
+    """Result of a job, and the mover's bookkeeping since the last answer."""
 
     ticket: int
     outcomes: bytes = b""
-    """One code per block; empty if all are OK."""
+    """Code of each block's outcome; empty if all are OK."""
     time_s: float = 0.0
     owed: tuple[_RemovalFields, ...] = ()
-    """Removals that could not be committed."""
+    """Removals that the mover could not commit."""
     counts: dict[str, int] = {}
-    """Growth of the store's counters since the last answer."""
+    """Increase of each counter of the store since the last answer."""
     reported_bytes: int = 0
-    """Of the bytes read: those that the mover has written into the index's totals."""
+    """Bytes of reads that the mover has added to the totals in the index."""
     strays: tuple[int, ...] = ()
-    """Slots that no entry names, found while records were repaired."""
+    """Slots without an index entry that were found while records were repaired."""
 
 
 Reply = Ready | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 to_mover: msgspec.msgpack.Decoder[Setup | Order] = msgspec.msgpack.Decoder(Setup | Order)
-"""Reads what a mover is sent."""
+"""Decoder of messages to a mover."""
 from_mover: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-"""Reads what a mover answers."""
+"""Decoder of messages from a mover."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it is sent."""
+    """Encode a message as a frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameReader:
-    """Cuts a stream into the bodies of frames."""
+    """Splits a byte stream into the bodies of frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Every body that is complete with this data. Raises `WireError`."""
+        """Yield every body that this data completes. Raises `WireError`."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -141,32 +141,32 @@ class FrameReader:
 
 
 def pack_slots(slots: SlotArray) -> bytes:
-    """Slots as they travel."""
+    """Encode slots for a message."""
     return slots.astype(np.int32, copy=False).tobytes()
 
 
 def unpack_slots(data: bytes) -> SlotArray:
-    """The opposite of `pack_slots`."""
+    """Decode slots from a message."""
     return np.frombuffer(data, dtype=np.int32)
 
 
 def pack_removals(removals: list[Removal]) -> tuple[_RemovalFields, ...]:
-    """Removals as they travel."""
+    """Encode removals for a message."""
     return tuple((removal.key, removal.slot, removal.generation) for removal in removals)
 
 
 def unpack_removals(packed: tuple[_RemovalFields, ...]) -> tuple[Removal, ...]:
-    """The opposite of `pack_removals`."""
+    """Decode removals from a message."""
     return tuple(Removal(BlockHash(key), slot, number) for key, slot, number in packed)
 
 
 def pack_outcomes(outcomes: tuple[BlockOutcome, ...]) -> bytes:
-    """Outcomes as they travel."""
+    """Encode outcomes for a message."""
     return bytes(_CODES[outcome] for outcome in outcomes)
 
 
 def unpack_outcomes(codes: bytes, n: int) -> list[BlockOutcome]:
-    """The outcomes of `n` blocks. Raises `WireError`."""
+    """Decode the outcomes of `n` blocks. Raises `WireError`."""
     if not codes:
         return [BlockOutcome.OK] * n
     if len(codes) != n or max(codes) >= len(_OUTCOMES):

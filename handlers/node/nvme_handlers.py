@@ -1,7 +1,7 @@
-"""Moving blocks between the CPU arena and the NVMe tier, on threads of this process.
+"""Handlers between the CPU arena and the NVMe tier that run on threads of this process.
 
-`BlockStore` does the work and says what became of each block; `nvme_jobs` has the queue. The twin
-that keeps out of a busy interpreter's way is `mover_process`.
+`BlockStore` does the work and gives the outcome of each block. `nvme_jobs` has the queue.
+`mover_process` has handlers with the same contract whose work is done by another process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .bounce import ArenaBounce
 from .nvme_jobs import Job, NvmeJobHandler, Part, QueueOptions
 
 ArenaView = Callable[[int], memoryview]
-"""The bytes of an arena slot, writable, exactly one block long."""
+"""Function from an arena slot to its bytes: writable, exactly one block."""
 
 
 class _ArenaHandler(NvmeJobHandler):
-    """What both directions share."""
+    """Access to the arena, for both directions."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class _ArenaHandler(NvmeJobHandler):
         *,
         bounce: ArenaBounce | None = None,
     ) -> None:
-        """With `bounce` the bytes pass through it, for the disk's sake."""
+        """With `bounce`, all bytes pass through its buffers in huge pages."""
         super().__init__(store.block_bytes, executor, options)
         self._store = store
         self._arena_view = arena_view
@@ -45,7 +45,7 @@ class _ArenaHandler(NvmeJobHandler):
 
 
 class NvmeStoreHandler(_ArenaHandler):
-    """Arena to NVMe."""
+    """Stores blocks from the arena to NVMe."""
 
     def _written(self, spec: TransferSpec) -> NvmeSpec:
         blocks = spec[1]
@@ -53,7 +53,7 @@ class NvmeStoreHandler(_ArenaHandler):
         return blocks
 
     def _owe(self, removals: Sequence[Removal], epoch: int) -> None:
-        self._store.owe(removals, epoch)
+        self._store.defer_removals(removals, epoch)
 
     def _move(self, job: Job, part: Part) -> list[BlockOutcome]:
         arena, blocks = job.spec
@@ -70,7 +70,7 @@ class NvmeStoreHandler(_ArenaHandler):
 
 
 class NvmeLoadHandler(_ArenaHandler):
-    """NVMe to arena. A block is OK only if its checksum matched."""
+    """Loads blocks from NVMe into the arena. A block is OK only if its checksum matched."""
 
     def _written(self, spec: TransferSpec) -> None:
         return None

@@ -1,10 +1,10 @@
-"""Jobs of the NVMe handlers that run on the threads of an executor.
+"""Job queue of the NVMe handlers that run on the threads of an executor.
 
-A job is cut into parts, so that the checksums of one overlap the I/O of another; the queue is
-bounded by `max_jobs`. What moves a part is up to the subclass.
+A job is split into parts, so that the checksums of one overlap the I/O of another. `max_jobs`
+bounds the queue. A subclass moves the parts.
 
-Threads: the methods of the contract belong to one thread (the manager's), which never waits for
-I/O except in `wait` and `shutdown`, both bounded in time.
+Threads: only one thread, the manager's, may call the methods of the contract. It waits for I/O only
+in `wait` and `shutdown`, both with a time limit.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..base import OffloadingHandler, TransferResult, TransferSpec
 
 DEFAULT_MAX_JOBS = 16
 WAIT_LIMIT_S = 60.0
-"""Longest `wait`; a device that stalls for longer is not worth an engine that stands still."""
+"""Longest time that `wait` blocks. Waiting longer for a stalled device would stall the engine."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Part:
-    """Blocks `begin .. end - 1` of a job."""
+    """Consecutive blocks of a job: `begin` to `end - 1`."""
 
     begin: int
     end: int
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(slots=True)
 class Job:
-    """A transfer; `outcomes` fill up as its parts end."""
+    """A transfer in flight. Each part that ends fills in its `outcomes`."""
 
     job_id: int
     spec: TransferSpec
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """Limits of a handler, and its clock."""
+    """Limits of a handler, its clock and its callback."""
 
     max_jobs: int = DEFAULT_MAX_JOBS
     clock: Callable[[], float] = monotonic
@@ -62,11 +62,11 @@ class QueueOptions:
     wait_limit_s: float = WAIT_LIMIT_S
     part_bytes: int = 16 << 20
     on_finished: Callable[[], None] | None = None
-    """Called on an I/O thread when `get_finished` has something new."""
+    """Callback on an I/O thread when `get_finished` has a new result."""
 
 
 class NvmeJobHandler(OffloadingHandler):
-    """The queue: what every NVMe handler with threads of its own shares."""
+    """Queue of an NVMe handler that runs on an executor."""
 
     def __init__(
         self, block_bytes: int, executor: Executor, options: QueueOptions | None = None
@@ -86,10 +86,11 @@ class NvmeJobHandler(OffloadingHandler):
 
     @abstractmethod
     def _written(self, spec: TransferSpec) -> NvmeSpec | None:
-        """The end of a job that is written with removals; None if it has none."""
+        """Return the NVMe side of a job that also commits removals, or None if the job does not
+        write."""
 
     def _owe(self, removals: Sequence[Removal], epoch: int) -> None:
-        """Removals are handed out once: keep those of what will never run for the next job."""
+        """Keep the removals of a part that will never run, for the next job to commit."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         with self._changed:
@@ -113,14 +114,14 @@ class NvmeJobHandler(OffloadingHandler):
         return finished
 
     def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
-        """As in the contract, but for `wait_limit_s` at most."""
+        """Wait as in the contract, for `wait_limit_s` at most."""
         limit_s = self._options.wait_limit_s
         limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         with self._changed:
             self._changed.wait_for(lambda: job_ids.isdisjoint(self._jobs), limit_s)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """Parts that have not started are cancelled; the others get `deadline_s` seconds."""
+        """Cancel the parts that have not started, and wait `deadline_s` seconds for the others."""
         with self._changed:
             self._is_shut_down = True
             parts = [(job, part) for job in self._jobs.values() for part in job.parts]
@@ -133,7 +134,7 @@ class NvmeJobHandler(OffloadingHandler):
     # -- inside --------------------------------------------------------------------------------
 
     def _may_start(self) -> bool:
-        """True if a job can be taken now; called under the lock."""
+        """Return True if a job can be taken now. Called under the lock."""
         return not self._is_shut_down and len(self._jobs) < self._options.max_jobs
 
     def _job_for(self, job_id: int, spec: TransferSpec) -> Job:
@@ -152,7 +153,7 @@ class NvmeJobHandler(OffloadingHandler):
     def _submit(self, job: Job, part: Part) -> None:
         try:
             part.future = self._executor.submit(self._run, job, part)
-        except RuntimeError:  # the executor takes no more work
+        except RuntimeError:  # the executor was shut down
             self._cancel(job, part)
 
     def _cancel(self, job: Job, part: Part) -> None:
@@ -193,7 +194,7 @@ class NvmeJobHandler(OffloadingHandler):
 def result_of(
     job_id: int, outcomes: Sequence[BlockOutcome], block_bytes: int, time_s: float
 ) -> TransferResult:
-    """The result of a job with these outcomes."""
+    """Build the result of a job from its outcomes."""
     done = outcomes.count(BlockOutcome.OK)
     is_ok = done == len(outcomes)
     return TransferResult(
@@ -202,7 +203,7 @@ def result_of(
 
 
 def share_removals(parts: Sequence[Part], blocks: NvmeSpec) -> None:
-    """Each part removes what lay in the slots that it writes; the first one all the rest."""
+    """Assign each removal to the part that writes its slot, or else to the first part."""
     if not blocks.removals:
         return
     slots = blocks.slots.tolist()

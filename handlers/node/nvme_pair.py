@@ -1,7 +1,7 @@
-"""Moving blocks between two NVMe tiers, for cascades with more than one.
+"""Handler between two NVMe tiers, for cascades with more than one.
 
-A block is read and verified, and only what was right is written on: damage does not travel. The
-bytes pass through a buffer of one part at most per thread.
+A block is read and verified, and only verified blocks are written, so damage does not spread. The
+bytes pass through one buffer per thread, of one part at most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .nvme_jobs import Job, NvmeJobHandler, Part, QueueOptions
 
 
 class NvmePairHandler(NvmeJobHandler):
-    """From one NVMe tier to another, in either direction. Called by the manager's thread."""
+    """Copies blocks from one NVMe tier to another. Only the manager's thread may call it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class NvmePairHandler(NvmeJobHandler):
         return blocks
 
     def _owe(self, removals: Sequence[Removal], epoch: int) -> None:
-        self._target.owe(removals, epoch)
+        self._target.defer_removals(removals, epoch)
 
     def _move(self, job: Job, part: Part) -> list[BlockOutcome]:
         source, target = job.spec

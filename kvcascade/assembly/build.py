@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..config import sizes
 from ..config.machine import ThisMachine, cpu_capacity, writing
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig, DirectIO, Movers, NvmeTier, WriteMode
+from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..handlers.node.mover import Mover
@@ -139,13 +140,17 @@ def _copier(
     arena: Arena,
     executor: ThreadPoolExecutor,
     has_prefault: bool,
-    may_hold_back_stores: bool,
+    may_hold_back: bool,
 ) -> DeviceCopier:
     if tensors[0].is_cuda:
         from ..handlers.device.device_cuda import CudaDeviceCopier
 
-        return CudaDeviceCopier(
-            tensors, layout, arena.slots, may_hold_back_stores=may_hold_back_stores
+        return CudaDeviceCopier(tensors, layout, arena.slots, may_hold_back=may_hold_back)
+    kind = str(tensors[0].device.type)
+    if kind != "cpu":
+        raise ConfigError(
+            f"this worker's KV cache is on a device of type {kind!r}, which kvcascade cannot copy "
+            f"from; leave kv_transfer_config out, or use a CUDA or ROCm GPU"
         )
     from ..handlers.device.device_cpu import CpuDeviceCopier
 
@@ -394,7 +399,7 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Per tier: what it can hold and what was found in it."""
     settings = cascade.settings
-    policies = [settings.cpu.policy, *(tier.policy for tier in settings.nvme)]
+    policies = [tier.policy for tier in settings.tiers]
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
     fields: dict[str, dict[str, object]] = {}
     for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):

@@ -37,8 +37,8 @@ class At:
 
     key: str
     """Full key, such as "tiers[1].capacity"; empty at the top."""
-    policies: Collection[str] = ()
-    """Names of the replacement policies that are known."""
+    policies: Collection[str] | None = None
+    """Known names of eviction policies; `None`: any word passes for one."""
     noted: list[str] | None = field(default=None, compare=False)
     """Where problems are noted; None: the first one is raised."""
 
@@ -189,7 +189,11 @@ def optional(read: Reader) -> Reader:
 
 def policy_name(at: At, value: Any) -> str:
     """Reader of the name of a replacement policy, or of a class that is one."""
-    if isinstance(value, str) and (value in at.policies or _DOTTED_NAME.fullmatch(value)):
+    if isinstance(value, str) and _DOTTED_NAME.fullmatch(value):
+        return value
+    if at.policies is None:
+        return text(at, value)
+    if isinstance(value, str) and value in at.policies:
         return value
     hint = did_you_mean(value, at.policies)
     known = _either([*at.policies])

@@ -38,9 +38,6 @@ from .options import (
 )
 from .sizes import Budget, Bytes, Share, Size, WriteAmount
 
-POLICIES = ("lru", "arc", "fifo", "lirs", "prefix", "s3fifo", "sieve", "slru")
-"""Policies that are known by name, unless the caller knows more."""
-
 MAX_BLOCKS_PER_CHUNK = 1 << 16
 MAX_TOKENS_PER_CHUNK = 1 << 20
 
@@ -80,7 +77,6 @@ MAX_IO_THREADS = 64
 _SIZE_REMEDY = 'give a size such as "64GiB" or "50%"'
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
 _TIERS_REMEDY = 'give a list that begins with {"type": "cpu", "capacity": "64GiB"}'
-TIER_TYPES = ("cpu", "nvme")
 _ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
 
 
@@ -194,6 +190,9 @@ class NvmeTier:
 
 TierConfig = CpuTier | NvmeTier
 """The options of one tier."""
+BELOW: Mapping[str, type[NvmeTier]] = {NvmeTier.type: NvmeTier}
+"""Types of tiers below the first, and the classes of their options."""
+TIER_TYPES = (CpuTier.type, *BELOW)
 
 
 def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
@@ -225,11 +224,11 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
         expected = " or ".join(map(repr, TIER_TYPES))
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
-    if value["type"] != ("nvme" if index else "cpu"):
+    if (value["type"] in BELOW) is not bool(index):
         raise at.below("type").wrong(value["type"], f"is not what comes here; {_ORDER_REMEDY}")
     options = {name: option for name, option in value.items() if name != "type"}
     if index:
-        return read_options(NvmeTier, at, options, also=["type"])
+        return read_options(BELOW[value["type"]], at, options, also=["type"])
     tier = read_options(CpuTier, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
@@ -284,18 +283,20 @@ class CascadeConfig:
 
 def parse(
     extra_config: Mapping[str, object],
-    policies: Collection[str] = POLICIES,
+    policies: Collection[str] | None = None,
     noted: list[str] | None = None,
 ) -> CascadeConfig:
     """Read `kv_connector_extra_config`; raises `ConfigError`, touches nothing.
 
-    `policies` are the names that are known; a policy may also be given as "package.module:Class".
+    `policies` are the known names of policies; a policy may also be "package.module:Class". Without
+    them any word passes for a policy, and `assembly.named.check_names` finds the wrong ones.
     With a list to note problems in, what can be read is read all the same (`options.noting`).
     """
     if not isinstance(extra_config, Mapping):
         remedy = 'is not a dictionary; give {"tiers": [...], ...}'
         raise At("kv_connector_extra_config").wrong(extra_config, remedy)
     check_vllm_keys(extra_config, noted)
+    known = None if policies is None else tuple(policies)
     ours: dict[str, object] = {}
     for key, value in extra_config.items():
         if key not in VLLM_KEYS and key not in ELSEWHERE:
@@ -304,7 +305,7 @@ def parse(
             if key in ELSEWHERE:
                 remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
                 raise At(key).unknown(value, remedy)
-    return read_options(CascadeConfig, At("", tuple(policies), noted), ours, also=VLLM_KEYS)
+    return read_options(CascadeConfig, At("", known, noted), ours, also=VLLM_KEYS)
 
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:

@@ -16,8 +16,11 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from ..manager.request import Request, runs_from_the_end
 from ..tiers.base import BlockHash
-from ..tiers.policies import order_class
+from ..tiers.policies import ORDERS, EvictionOrder, order_class
 from ..tiers.policies.ordered import tag_of
+
+PUBLIC_MODULE = "kvcascade.vllm_policies"
+"""Module by whose name users and vLLM find these classes."""
 
 
 def _slot_of(chunk: Any) -> int:
@@ -109,15 +112,12 @@ class _OrderPolicy(CachePolicy):
         return found
 
 
-def _policy(order_name: str) -> type[_OrderPolicy]:
-    return type(f"_{order_name}", (_OrderPolicy,), {"order_name": order_name})
+def _policy(order_name: str, order: type[EvictionOrder]) -> type[_OrderPolicy]:
+    name = order.__name__.removesuffix("Order") + "Policy"
+    return type(name, (_OrderPolicy,), {"order_name": order_name, "__module__": PUBLIC_MODULE})
 
 
-FifoPolicy = _policy("fifo")
-LruPolicy = _policy("lru")
-ArcPolicy = _policy("arc")
-S3FifoPolicy = _policy("s3fifo")
-SievePolicy = _policy("sieve")
-SlruPolicy = _policy("slru")
-LirsPolicy = _policy("lirs")
-PrefixPolicy = _policy("prefix")
+POLICIES: dict[str, type[CachePolicy]] = {
+    policy.__name__: policy for policy in map(_policy, ORDERS, ORDERS.values())
+}
+"""Every built-in order as a policy of vLLM, by class name: `LruOrder` gives `LruPolicy`."""

@@ -1,35 +1,73 @@
 """Which adapter fits the installed vLLM, found by what it offers, not by its version.
 
-The interface for offloading was rebuilt several times; its generations are told apart by their
-modules and by the names in them. What is between two supported ones is refused, in one sentence.
+vLLM rebuilt its interface for offloading several times. The generations differ in their modules and
+in the names in them. A vLLM that fits none of them is refused in one sentence.
 """
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 
 from ..errors import ConfigError
 
-SUPPORTED = "0.16 to 0.19 or 0.24 to 0.33"
 _BASE = "vllm.v1.kv_offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """vLLM versions that one adapter serves."""
+
+    module: str
+    """Name of the adapter's module in this folder."""
+    first: int
+    """Minor version of the oldest vLLM of the generation."""
+    last: int
+    """Minor version of the newest vLLM of the generation."""
+    fits: Callable[[], bool]
+    """Returns True if the installed vLLM is of this generation, or of a newer one."""
+
+
+GENERATIONS = (
+    Generation("v0_26", 26, 33, lambda: _has_worker() and _offers(f"{_BASE}.config")),
+    Generation("v0_25", 25, 25, lambda: _has_worker()),
+    Generation("v0_24", 24, 24, lambda: _has_handlers_and_steps()),
+    Generation("v0_16", 16, 19, lambda: _is_seed()),
+)
+"""Newest first; the first that fits is taken."""
+
+
+def supported(generations: Sequence[Generation] = GENERATIONS) -> str:
+    """Return the supported versions in words, generations without a gap as one range."""
+    spans: list[tuple[int, int]] = []
+    for each in reversed(generations):
+        if spans and each.first == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], each.last)
+        else:
+            spans.append((each.first, each.last))
+    return " or ".join(
+        f"0.{first}" if first == last else f"0.{first} to 0.{last}" for first, last in spans
+    )
 
 
 def adapter() -> str:
     """Name of the module with the adapter. Raises `ConfigError` if no adapter fits."""
     if not _offers("vllm"):
         raise ConfigError("kvcascade.spec needs vLLM, which is not installed; pip install vllm.")
-    if _offers(f"{_BASE}.base", "OffloadingWorker"):
-        return "v0_26" if _offers(f"{_BASE}.config") else "v0_25"
-    if _has_handlers_and_steps():
-        return "v0_24"
-    if _is_seed():
-        return "v0_16"
+    for generation in GENERATIONS:
+        if generation.fits():
+            return generation.module
     version = getattr(import_module("vllm"), "__version__", "(of no known version)")
     raise ConfigError(
         f"kvcascade does not support the installed vLLM {version}, whose interface for offloading "
-        f"is another one; install vLLM {SUPPORTED}."
+        f"is another one; install vLLM {supported()}."
     )
+
+
+def _has_worker() -> bool:
+    """Return True if a spec makes a worker that submits jobs."""
+    return _offers(f"{_BASE}.base", "OffloadingWorker")
 
 
 def _has_handlers_and_steps() -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..assembly.named import SPEC_NAME, checked
 from ..config.machine import ThisMachine
-from .refusals import refuse_answers
+from .refusals import refuse_answers, refuse_platform
 
 MAX_FRAMES = 12
 """How far up the stack the configuration is looked for."""
@@ -26,6 +26,7 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`. Raises `ConfigError` for a bad one."""
     extra_config = _find_extra_config(inspect.currentframe())
     if extra_config is not None and extra_config.get("spec_name") == SPEC_NAME:
+        refuse_platform()
         checked(extra_config, ThisMachine())
         refuse_answers(extra_config)
     _register_spec()

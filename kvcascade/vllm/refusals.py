@@ -22,6 +22,19 @@ request ends (`num_tokens_after_batch = req.num_tokens`). Its keys and values ne
 computed behind it. Earlier versions store nothing at the end, later ones leave that token out."""
 
 
+def refuse_platform() -> None:
+    """Raises `ConfigError` if vLLM runs on devices that no copier reads. A vLLM that has found no
+    device stops by itself."""
+    from vllm.platforms import current_platform
+
+    kind = current_platform.device_type
+    if kind not in ("", "cpu", "cuda"):  # ROCm says cuda
+        raise ConfigError(
+            f"kv_transfer_config: kvcascade copies KV caches of CUDA and ROCm GPUs and of CPUs, "
+            f"and this vLLM runs on {kind!r}; leave kv_transfer_config out"
+        )
+
+
 def refuse_useless(engine_config: Any | None) -> None:
     """Raises `ConfigError` where attention cannot begin behind cached blocks."""
     if engine_config is not None and not engine_facts.continues_prefixes(engine_config):

@@ -6,6 +6,7 @@ Such a process finds the standard library, seven packages, and what these declar
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,7 +17,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.children import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = ("torch", "numpy", "psutil", "xxhash", "typer", "rich", "pytest")
@@ -68,7 +68,7 @@ def bare(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", hook + code, *arguments],
         cwd=ROOT,
-        env=environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTHONPATH": ".", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -90,6 +90,41 @@ def test_gpu_tests_are_collected() -> None:
     done = bare(code, "-q", "-p", "no:cacheprovider", "--collect-only", "tests/gpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("::test_") > 30
+
+
+def test_the_cuda_path_runs_on_a_twin() -> None:
+    code = "import pytest\nraise SystemExit(pytest.main(sys.argv[1:]))"
+    done = bare(code, "-q", "-p", "no:cacheprovider", "tests/handlers/test_device_cuda_order.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_cases_of_the_gpu_benchmark_run_on_a_twin(tmp_path: Path) -> None:
+    """Small shapes on a device that is ordinary memory, beside the batched copy of single pages."""
+    code = (
+        "from functools import partial\n"
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from support.gpu_twin import MemoryDevice\n"
+        "from kvcascade.tools.bench import gpu, gpu_moves, measurement, scale\n"
+        "gpu.SHAPES, gpu.COUNTS = (gpu.Shape('small', 3, 64),), (1, 16)\n"
+        "gpu_moves.BYTES_PER_TIMING = gpu_moves.PACED_JOBS_MAX = 1\n"
+        "device = MemoryDevice(gpu.Room(1 << 50, 1 << 50, 1 << 50))\n"
+        "asked = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))\n"
+        "setup = measurement.Setup(Path(sys.argv[1]), scale.SMOKE, lambda line: None)\n"
+        "print(len(measurement.run(asked, setup).rows))"
+    )
+    done = bare(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 1 + 2 * 8 + 2 * 4 + 2 * 6
+
+
+def test_gpu_tests_that_would_begin_too_late_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCASCADE_GPU_TESTS_S", "0")
+    code = "import pytest\nraise SystemExit(pytest.main(sys.argv[1:]))"
+    done = bare(code, "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_pinning.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 skipped" in done.stdout and "have taken 0 s; run this one alone" in done.stdout
 
 
 def test_benchmark_modules_are_imported() -> None:

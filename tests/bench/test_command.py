@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.clock import ManualClock
 
 from kvcascade.config import schema
 from kvcascade.tools import bench
@@ -50,14 +53,51 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run", run)
     assert main(["bench"]) == 0
     words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
-    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json"
+    more = "--nvme policy=arc --path /mnt --out here --plot x.png --json --minutes 7"
     assert main([*words.split(), *more.split()]) == 0
     nvme = {"io_threads": 8, "policy": "arc"}
     places = (Path("/mnt"), Path("here"), Path("x.png"))
     assert asked == [
         BenchOptions(),
-        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True),
+        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True, minutes=7.0),
     ]
+
+
+def test_measurements_on_a_gpu_are_bounded_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.minutes_of(BenchOptions(only=("gpu",))) == bench.BARE_MINUTES
+    assert bench.minutes_of(BenchOptions(only=("gpu", "busy"))) == math.inf
+    assert bench.minutes_of(BenchOptions()) == math.inf
+    asked = BenchOptions(only=("round_trip",), minutes=0.0, out=tmp_path)
+    assert bench.minutes_of(asked) == 0 and bench.run(asked) == 0
+    said = "round_trip is not measured, the time is up; --minutes gives more"
+    assert json.loads((tmp_path / "bench.json").read_text())["notes"] == [said]
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_round_trip_has_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part, for which there is a GPU, ends before the limit; the engine has none."""
+    clock, asked = ManualClock(), dict[str, list[bool]]()
+
+    def measure(name: str, setup: Setup) -> Table:
+        began_s = clock.now_s
+        for passed_s in (239.0, 241.0, 299.0, 301.0):
+            clock.now_s = began_s + passed_s
+            asked.setdefault(name, []).append(setup.has_time())
+        clock.now_s = began_s
+        return Table(name, name, "", [])
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.run(BenchOptions(only=("gpu",), out=tmp_path)) == 0
+    assert asked == {
+        "gpu": [True, False, False, False],
+        "round_trip": [True, True, True, False],
+        "gpu_engine": [True, True, True, True],
+    }
 
 
 def test_a_gpu_is_asked_everything_it_is_there_for() -> None:

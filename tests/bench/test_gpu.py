@@ -50,6 +50,7 @@ TRANSFER = Transfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = Room(1 << 50, 1 << 50, 1 << 50)
 CHAIN_S = 0.1
+DECODE = gpu_moves.Kernels.DECODE
 both_ways = pytest.mark.parametrize("way", Direction)
 
 
@@ -63,8 +64,10 @@ def test_blocks_and_slots_are_scattered_and_different() -> None:
 
 
 def test_shapes_are_those_of_models() -> None:
-    llama, mla, joined = gpu.SHAPES
+    llama, mla, split, joined = gpu.SHAPES
     assert llama.block_bytes == joined.block_bytes == 2 << 20
+    assert split.block_bytes == 80 * 8 << 10
+    assert [shape.share for shape in gpu.SHAPES] == [0.90, 0.85, 0.75, 0.90]
     assert joined.layers == 1 and mla.block_bytes == 61 * 18 << 10
 
 
@@ -123,7 +126,7 @@ def beside_link(way: Direction, link: Link, clock: ManualClock, during_s: float)
         return Kernels(clock, took_s, clock() + took_s)
 
     size = gpu_moves.AHEAD_BYTES // 8
-    return beside(Mover(link), way, TRANSFER, size, start_chain, clock.advance)
+    return beside(Mover(link), way, DECODE, TRANSFER, size, start_chain, clock.advance)
 
 
 @both_ways
@@ -131,9 +134,9 @@ def test_kernels_beside_transfers_that_never_pause(way: Direction) -> None:
     clock = ManualClock()
     link = Link(clock, job_s=0.002, hear_s=1e-6)
     found = beside_link(way, link, clock, during_s=0.125)
-    assert found[BESIDE[way]] == pytest.approx(0.8)
+    assert found[BESIDE[way, DECODE]] == pytest.approx(0.8)
     rate = gpu_moves.AHEAD_BYTES / 8 / 0.002 / 1e9
-    assert found[MEANWHILE[way]] == pytest.approx(rate, rel=0.1)
+    assert found[MEANWHILE[way, DECODE]] == pytest.approx(rate, rel=0.1)
     assert {each for each, _ in link.submitted} == {way}
     assert link.free_at_s <= clock(), "nothing is left to run beside what is measured next"
 
@@ -145,7 +148,7 @@ def test_kernels_beside_nothing_are_not_measured(way: Direction, job_s: float) -
     that do not end before the last kernel does."""
     clock = ManualClock()
     found = beside_link(way, Link(clock, job_s, hear_s=0.001), clock, during_s=CHAIN_S)
-    assert found[BESIDE[way]] is None
+    assert found[BESIDE[way, DECODE]] is None
 
 
 def test_kernels_beside_transfers_that_keep_the_caller() -> None:
@@ -153,7 +156,7 @@ def test_kernels_beside_transfers_that_keep_the_caller() -> None:
     clock = ManualClock()
     link = Link(clock, job_s=0.0029, submit_s=(0.003,), hear_s=1e-6)
     found = beside_link(Direction.LOAD, link, clock, during_s=CHAIN_S)
-    assert found[BESIDE[Direction.LOAD]] == pytest.approx(1.0)
+    assert found[BESIDE[Direction.LOAD, DECODE]] == pytest.approx(1.0)
 
 
 def test_what_ended_before_the_first_kernel_does_not_count() -> None:
@@ -161,7 +164,7 @@ def test_what_ended_before_the_first_kernel_does_not_count() -> None:
     clock = ManualClock()
     link = Link(clock, job_s=0.02, submit_s=(*[0.05] * 8, 0.2), hear_s=1e-6)
     found = beside_link(Direction.STORE, link, clock, during_s=CHAIN_S)
-    assert found == {BESIDE[Direction.STORE]: None, MEANWHILE[Direction.STORE]: 0.0}
+    assert found == {BESIDE[Direction.STORE, DECODE]: None, MEANWHILE[Direction.STORE, DECODE]: 0.0}
 
 
 @both_ways
@@ -226,13 +229,15 @@ def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = MemoryDevice(ENDLESS)
     rows = measure(device, tmp_path, monkeypatch)
-    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 4 + 2 * 6)
+    assert len(rows) == 2 * (1 + 8 * len(gpu.COUNTS) + 2 * 4 + 2 * 6)
     for row in rows:
         contenders = set(row.samples)
         if row.quantity.name in RATE.values():
             assert contenders == {OURS, VLLM, LIMIT} and len(row.verdicts()) == 1, row
         elif row.quantity.name in BESIDE.values():
             assert not contenders, "the twin's kernels end at once"
+        elif row.quantity.name in MEANWHILE.values():
+            assert contenders == {OURS, VLLM, LIMIT}, row
         else:
             assert contenders == {OURS, VLLM}, row
     pinned = [row.samples for row in rows if row.quantity.name == gpu.PINNED]
@@ -250,7 +255,7 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert case.startswith("joined: 256 blocks, not measured: 2.5 MiB of /dev/shm")
     assert [row.quantity.name for row in without] == list(RATE.values())
     assert not any(row.samples or row.verdicts() for row in without)
-    assert len(rows) == 2 * (1 + 4 + 2 * 6) + 8 * (3 + 2) + 2
+    assert len(rows) == 2 * (1 + 2 * 4 + 2 * 6) + 8 * (3 + 2) + 2
     device.said = ("vLLM is not here",)
     notes: list[str] = []
     for _ in gpu.cases(Setup(tmp_path, SMOKE, lambda line: None, note=notes.append), device):
@@ -274,7 +279,7 @@ def test_kernels_are_as_many_as_take_long_enough(
     cuda = FakeCuda(kernel_ms)
     cuda.take_over(monkeypatch)
     device = CudaDevice()
-    chain = device.start_chain()
+    chain = device.start_chain(DECODE)
     assert not chain.has_ended()
     assert chain.seconds() == pytest.approx(kernels * kernel_ms / 1e3) and chain.has_ended()
     assert device.room().device == FREE_BYTES and device.room().shared > 0

@@ -97,3 +97,29 @@ def _manager_rows(*figures: float) -> list[Row]:
         for number, figure in enumerate(figures)
         for quantity in MEASUREMENT.quantities
     ]
+
+
+def test_nothing_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    """The case that has begun is measured once by everybody; what is left out is said."""
+    has_time: Iterator[bool] = iter([True, False, False])
+    measured: list[str] = []
+
+    def contender(name: str) -> Figures:
+        measured.append(name)
+        return {"a": 1.0}
+
+    def cases(setup: Setup) -> Generator[Case, None, None]:
+        yield Case("one", {name: partial(contender, name) for name in (OURS, VLLM)})
+        yield Case("two", {OURS: partial(contender, "two")})
+        raise AssertionError("nothing is made ready any more")
+
+    notes: list[str] = []
+    given = replace(
+        setup(tmp_path, [], repeats=5), note=notes.append, has_time=lambda: next(has_time)
+    )
+    rows = run(Measurement("m", "M", "", QUANTITIES, cases), given).rows
+    assert measured == [OURS, VLLM] and [row.case for row in rows] == ["one"]
+    assert notes == [
+        "one: measured 1 of 5 times, the time is up",
+        "m: the time is up, so nothing is measured from 'two' on; --minutes gives more",
+    ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.sanitizer import judge, run_sanitizer
+from support.children import TESTS, environment
+from support.sanitizer import judge, run_sanitizer, small_cases
 
 BEGIN = "========= COMPUTE-SANITIZER\n"
 CLEAN = BEGIN + "....   [100%]\n4 passed in 9.00s\n========= ERROR SUMMARY: 0 errors\n"
@@ -29,6 +32,19 @@ def test_what_was_not_checked_is_not_called_clean(output: str) -> None:
     assert not verdict.is_checked
     last = output.splitlines()[-1:]
     assert not last or last[0] in verdict.words
+
+
+def test_the_tests_that_it_is_run_over_exist() -> None:
+    collected = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        + small_cases(),
+        cwd=TESTS.parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert collected.returncode == 0, collected.stdout + collected.stderr
 
 
 def test_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from kvcascade.config.schema import (
 )
 from kvcascade.config.sizes import Blocks, Bytes, DriveWrites, Share
 from kvcascade.errors import ConfigError, ErrorKind
+from kvcascade.tiers.policies import known_names
 
 GOOD: dict[str, Any] = {
     "spec_name": "CascadeOffloadingSpec",
@@ -61,7 +62,7 @@ def message(config: Any, **options: Any) -> str:
     """The one sentence that refuses a configuration."""
     before = copy.deepcopy(config)
     with pytest.raises(ConfigError) as caught:
-        parse(config, **options)
+        parse(config, **{"policies": known_names(), **options})
     assert config == before
     assert caught.value.kind is ErrorKind.CONFIG
     text = str(caught.value)
@@ -310,7 +311,7 @@ def test_all_problems_are_noted_and_the_first_is_raised() -> None:
         ],
     }
     noted: list[str] = []
-    found = parse(wrong, noted=noted)
+    found = parse(wrong, known_names(), noted)
     keys = [text.split()[0].rstrip(":") for text in noted]
     assert sorted(keys) == sorted(
         ["write_mod", "block_size", "store_threshold", "label", "dirty_age_s"]

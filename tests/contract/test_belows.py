@@ -12,17 +12,17 @@ from support.cascade import BLOCK_SIZE
 from support.clock import ManualClock
 from support.executors import InlineExecutor
 from support.keys import key, keys
+from support.memory_backend import MemoryBackend
+from support.memory_handler import MemoryHandler
 from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for
 
-from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.manager.below.port import Below, Put
 from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor, SteppingExecutor
 from support.keys import keys as keys_between
+from support.memory_backend import MemoryBackend
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
@@ -22,7 +23,6 @@ from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import SlotSpec
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.nvme.writer.growth import PATIENCE_S
 from kvcascade.tiers.policies import create
 

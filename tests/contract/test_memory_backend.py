@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from contract.backend_contract import BackendContract
-
-from kvcascade.tiers.memory import MemoryBackend
+from support.memory_backend import MemoryBackend
 
 
 class TestMemoryBackend(BackendContract):

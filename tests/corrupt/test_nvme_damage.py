@@ -22,8 +22,7 @@ from support.keys import key, keys
 from support.nvme_rig import BLOCK, Rig, config_for, filled
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError
-from kvcascade.tiers.nvme.index.clean_mark import write_mark
-from kvcascade.tiers.nvme.index.saved_slots import SavedSlots, pack_saved_slots
+from kvcascade.tiers.nvme.index.clean_close import SavedSlots, pack_saved_slots, write_mark
 from kvcascade.tiers.nvme.segments.format import FORMAT_VERSION, SLOT_RECORD_BYTES
 
 SLOTS, PER_SEGMENT = 32, 8

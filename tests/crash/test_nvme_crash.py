@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.children import environment
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.store import Durability
 
 KILL_CYCLES = 3

@@ -26,7 +26,7 @@ from kvcascade.tools.__main__ import app
 from kvcascade.tools.commands.common import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 CACHE = "/mnt/nvme/kv"
 RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"

@@ -11,7 +11,7 @@ from support.fault_rig import FaultRig
 from support.keys import keys
 
 from kvcascade.manager.breaker import REST_S
-from kvcascade.tiers.nvme.writer.resting import PATH_REST_S, RestingPaths
+from kvcascade.tiers.nvme.writer.failing_devices import PATH_REST_S, RestingPaths
 
 PER_SEGMENT, SEGMENTS = 8, 16
 BATCH = 32

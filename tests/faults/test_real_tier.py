@@ -22,6 +22,7 @@ from support.children import Start
 from support.executors import SteppingExecutor
 from support.fault_rig import DEADLINE_S, LONG_S, TICK_S, FaultRig
 from support.keys import keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, SLOT_BYTES
 from support.waiting import wait_until
 
@@ -32,7 +33,6 @@ from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tiers.nvme.writer.growth import RETRY_AFTER_S
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +14,20 @@ import pytest
 SHARED = "/dev/shm"
 MIB = 1 << 20
 SPARE_BYTES = 32 * MIB
+LIMIT_S = float(os.environ.get("KVCASCADE_GPU_TESTS_S", "180"))
+"""No test begins later. With the benchmark, which has a limit of its own, these tests take about 8
+minutes at most."""
+BEGAN_S = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin too late, and say so."""
+    if time.monotonic() - BEGAN_S >= LIMIT_S:
+        pytest.skip(
+            f"the GPU tests have taken {LIMIT_S:g} s; run this one alone, or set "
+            "KVCASCADE_GPU_TESTS_S to more seconds"
+        )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from kvcascade.tools.bench import gpu, gpu_moves
 from kvcascade.tools.bench.gpu import Shape
 from kvcascade.tools.bench.gpu_device import CudaDevice
-from kvcascade.tools.bench.gpu_moves import BESIDE, RATE
+from kvcascade.tools.bench.gpu_moves import BESIDE, MEANWHILE, RATE
 from kvcascade.tools.bench.measurement import Setup, run
 from kvcascade.tools.bench.results import LIMIT, OURS
 from kvcascade.tools.bench.round_trip import RoundTrip
@@ -36,13 +36,14 @@ def test_every_contender_has_figures(
     rows = run(gpu.MEASUREMENT, setup).rows
     both = {OURS, *CudaDevice().others()}
     assert len(both) == 2 or notes, "what does not run is said"
-    assert len(rows) == len(shapes) * (1 + 8 * 2 + 4 + 2 * 6)
+    assert len(rows) == len(shapes) * (1 + 8 * 2 + 2 * 4 + 2 * 6)
     for row in rows:
         name, contenders = row.quantity.name, set(row.samples)
         if name in BESIDE.values():
             assert contenders <= both, "transfers may be too short here"
         else:
-            assert contenders == {*both, *([LIMIT] if name in RATE.values() else [])}, row
+            rates = (*RATE.values(), *MEANWHILE.values())
+            assert contenders == {*both, *([LIMIT] if name in rates else [])}, row
         if name == gpu.PINNED:
             assert row.samples == {each: [100.0] for each in both}
 

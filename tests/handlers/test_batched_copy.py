@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcascade.handlers.device.batched_copy import DriverBatch, NoBatchedCopyError, driver_batch
-from kvcascade.handlers.device.hazards import Direction
+from kvcascade.handlers.device.batched_copy import (
+    DriverBatch,
+    NoBatchedCopyError,
+    SourceOrder,
+    driver_batch,
+)
 
 
 def test_without_a_driver_it_says_so() -> None:
@@ -27,7 +31,7 @@ def test_the_call_that_failed_is_named() -> None:
 
     some, batch = np.arange(3, dtype=np.uint64), DriverBatch(call, lambda: 99)
     with pytest.raises(RuntimeError, match="error 1 at copy 2"):
-        batch(some, some, some, Direction.LOAD)
+        batch(some, some, some, SourceOrder.ANY)
     ((*_, count, attributes, _, kinds, _, stream),) = given
     assert (count, kinds, stream) == (3, 1, 99)
     assert ctypes.c_uint.from_address(attributes).value == 3, "pinned memory is read in any order"

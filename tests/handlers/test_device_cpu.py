@@ -24,9 +24,9 @@ from support.kv_layouts import (
 
 from kvcascade.errors import ConfigError
 from kvcascade.handlers.device import device_cpu
-from kvcascade.handlers.device.brief_turns import BRIEF_S, BriefTurns
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cpu import JOBS_AT_ONCE, CpuDeviceCopier
+from kvcascade.handlers.device.switch_interval import SHORT_S, SwitchInterval
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -204,12 +204,12 @@ def test_turns_are_brief_while_anything_is_under_way() -> None:
     executor, case = ManualExecutor(), one_group(64)
     rng = np.random.default_rng(0)
     copier = CpuDeviceCopier(
-        case.tensors(rng), case.layout, case.arena(rng), executor, turns=BriefTurns()
+        case.tensors(rng), case.layout, case.arena(rng), executor, switch_interval=SwitchInterval()
     )
     for job_id, submit in enumerate((copier.submit_store, copier.submit_load)):
         job = make_job(case, rng)
         assert submit(job_id, job.blocks, job.slots)
-    assert sys.getswitchinterval() == pytest.approx(BRIEF_S)
+    assert sys.getswitchinterval() == pytest.approx(SHORT_S)
     executor.run_all()
     assert len(copier.get_finished()) == 2
     assert sys.getswitchinterval() == pytest.approx(usual_s)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.cuda_twin import LOAD, QUEUE_MAX, STORE, TwinCuda, batch, pinned, twin_of_cuda
-from support.kv_layouts import Job, model_load, model_store, one_group, written_mask
+from support.kv_layouts import (
+    Job,
+    in_one_allocation,
+    model_load,
+    model_store,
+    one_group,
+    written_mask,
+)
 
+from kvcascade.handlers.device.batched_copy import Addresses, SourceOrder
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.device.host_register import HostRegistration
@@ -25,7 +34,7 @@ OPERATIONS = BLOCKS // STAGED_SLOTS * (LAYERS + STAGED_SLOTS)
 """Of a job of all blocks in scattered slots, and a few more."""
 ROUNDS_MAX = 10_000
 MOST = OUTSTANDING_MAX + STEP_OPERATIONS + UPLOAD_OPERATIONS
-"""Operations outstanding: the last step of a turn may be as much beyond."""
+"""Operations outstanding on a stream: the last step of a turn may be as much beyond."""
 
 
 @pytest.fixture
@@ -39,7 +48,7 @@ class Worker:
     """A copier, and a slow model of what its jobs should do."""
 
     def __init__(
-        self, *, may_hold_back_stores: bool = True, is_batched: bool = False, seed: int = 0
+        self, *, may_hold_back: bool = True, is_batched: bool = False, seed: int = 0
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.tensors, self.arena = CASE.tensors(self.rng), CASE.arena(self.rng)
@@ -53,7 +62,7 @@ class Worker:
             registration=pinned(self.pinned),
             find_batch=lambda: batch if is_batched else None,
             staging_bytes=2 * STAGED_SLOTS * CASE.geometry.slot_bytes,
-            may_hold_back_stores=may_hold_back_stores,
+            may_hold_back=may_hold_back,
         )
         self.results: list[tuple[int, bool]] = []
 
@@ -89,7 +98,7 @@ def test_a_large_job_never_makes_the_thread_wait(direction: int, cuda: TwinCuda)
     given_before = sum(each.given for each in pair)
     worker.submit(direction, 7, worker.job())
     worker.step()
-    outstanding = sum(each.outstanding for each in pair)
+    outstanding = max(each.outstanding for each in pair)
     assert OUTSTANDING_MAX - TURN_OPERATIONS < outstanding <= MOST, "it has begun"
     for _ in range(ROUNDS_MAX):
         worker.step()
@@ -160,9 +169,9 @@ def test_an_error_in_a_late_part_fails_its_job_alone(
 ) -> None:
     load, jobs = StagedCopier.load, iter((True, False))
 
-    def fail_late(self: StagedCopier, rows: object) -> Work:
+    def fail_late(self: StagedCopier, rows: Any, order: Any) -> Work:
         is_first = next(jobs)
-        for at, operations in enumerate(load(self, rows)):  # type: ignore[arg-type]
+        for at, operations in enumerate(load(self, rows, order)):
             if is_first and at * STEP_OPERATIONS > QUEUE_MAX:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             yield operations
@@ -194,22 +203,24 @@ def test_stores_of_an_engine_that_stops_asking_are_handed_out_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with twin_of_cuda(monkeypatch, queue_max=None) as cuda:
-        worker = Worker(may_hold_back_stores=False)
+        worker = Worker(may_hold_back=False)
         worker.submit(STORE, 0, worker.job())
         first = worker.want_arena.copy()
-        for job_id in (1, 2):
-            worker.submit(STORE, job_id, worker.job(8 * STAGED_SLOTS))
-        uploads = BLOCKS // STAGED_SLOTS
-        assert uploads > HOST_BUFFERS > 2 * 8, "buffers are used again, those of the first job"
+        later = range(1, HOST_BUFFERS)
+        for job_id in later:
+            worker.submit(STORE, job_id, worker.job(STAGED_SLOTS))
+        worker.submit(STORE, HOST_BUFFERS, worker.job(STAGED_SLOTS))  # into the first one's buffer
         cuda.ends(STORE)[0].finish()
         assert (worker.arena == first).all()
         cuda.last(STORE).run()
         assert worker.is_right()
-        worker.submit(LOAD, 3, worker.job())
-        assert cuda.last(LOAD).outstanding <= OUTSTANDING_MAX
-        worker.copier.wait({3})
+        load = HOST_BUFFERS + 1
+        worker.submit(LOAD, load, worker.job())
+        assert cuda.last(LOAD).outstanding <= MOST
+        worker.copier.wait({load})
         worker.step()
-        assert worker.results == [(job_id, True) for job_id in range(4)] and worker.is_right()
+        assert worker.results == [(job_id, True) for job_id in range(load + 1)]
+        assert worker.is_right()
 
 
 def test_a_batched_piece_is_few_operations_however_the_slots_lie(cuda: TwinCuda) -> None:
@@ -217,13 +228,83 @@ def test_a_batched_piece_is_few_operations_however_the_slots_lie(cuda: TwinCuda)
     before = sum(stream.given for stream in cuda.streams)
     worker.submit(STORE, 1, worker.job(8 * STAGED_SLOTS))
     worker.step()
-    of_a_piece = UPLOAD_OPERATIONS + LAYERS + 1 + 4
-    of_the_job = 2 + 2 + 1  # waits, start and end, a mark
+    of_a_piece = LAYERS + 1 + 4
+    of_the_job = 2 + 2 + UPLOAD_OPERATIONS  # waits, start and end
+    marks = 2 * -(-8 * (LAYERS + 2) // TURN_OPERATIONS)
     given = sum(stream.given for stream in cuda.streams) - before
-    assert given == 8 * of_a_piece + of_the_job
+    assert abs(given - 8 * of_a_piece - of_the_job - marks) <= 2
     worker.copier.wait({1})
     worker.step()
     assert worker.results == [(1, True)] and worker.is_right()
+
+
+@pytest.mark.parametrize("direction", [STORE, LOAD], ids=["store", "load"])
+def test_a_fast_job_of_any_usual_size_needs_no_later_call(direction: int, cuda: TwinCuda) -> None:
+    """4,096 blocks of 32 layers in one allocation, 16 of them in a piece, as of 64 KiB a page."""
+    count, of_a_piece = 4096, 16
+    case = one_group(*[128] * LAYERS, num_blocks=count, slots=count)
+    rng = np.random.default_rng(0)
+    tensors, arena = in_one_allocation(case.tensors(rng)), case.arena(rng)
+    copier = CudaDeviceCopier(
+        tensors,
+        case.layout,
+        arena,
+        registration=pinned([]),
+        find_batch=lambda: batch,
+        staging_bytes=2 * of_a_piece * case.geometry.slot_bytes,
+    )
+    slots, ids = rng.permutation(count).astype(np.int32), rng.permutation(count)
+    job = Job(GpuBlocks.of(ids.tolist(), [count], [0]), slots)
+    want, want_arena = [tensor.numpy().copy() for tensor in tensors], arena.copy()
+    before = [stream.given for stream in cuda.streams]
+    if direction == STORE:
+        copier.submit_store(1, job.blocks, job.slots)
+        model_store(case, job, want, want_arena)
+    else:
+        copier.submit_load(1, job.blocks, job.slots)
+        model_load(case, job, want, want_arena)
+    assert copier.get_finished() == []
+    given = [stream.given - was for stream, was in zip(cuda.streams, before, strict=True)]
+    pieces = count // of_a_piece
+    assert max(given) < OUTSTANDING_MAX and sum(given) < 6 * pieces + 64, given
+    cuda.last(direction).run()
+    assert all((a.numpy() == b).all() for a, b in zip(tensors, want, strict=True))
+    assert (arena == want_arena).all()
+    (result,) = copier.get_finished()
+    assert result.success
+
+
+def test_a_load_reads_no_slot_before_an_earlier_store_has_written_it(cuda: TwinCuda) -> None:
+    """A driver that may read pinned memory in any order may read it before the load's turn."""
+    worker = Worker(is_batched=True)
+    first, away = worker.job(40), worker.rng.permutation(BLOCKS)[:40].tolist()
+    worker.submit(STORE, 1, first)
+    worker.submit(LOAD, 2, Job(GpuBlocks.of(away, [40], [0]), first.slots))
+    worker.copier.wait({1, 2})
+    worker.step()
+    assert worker.results == [(1, True), (2, True)] and worker.is_right()
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["alone", "behind_a_store"])
+def test_pinned_memory_is_read_in_any_order_unless_a_store_writes_it(
+    is_behind: bool, cuda: TwinCuda
+) -> None:
+    orders: list[SourceOrder] = []
+    tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(np.random.default_rng(0))]
+    arena = CASE.arena(np.random.default_rng(0))
+
+    def note(targets: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder) -> None:
+        orders.append(order)
+
+    copier = CudaDeviceCopier(
+        tensors, CASE.layout, arena, registration=pinned([]), find_batch=lambda: note
+    )
+    ids, slots = GpuBlocks.of([1], [1], [0]), np.array([2], dtype=np.int32)
+    if is_behind:
+        copier.submit_store(1, GpuBlocks.of([3], [1], [0]), slots)
+    copier.submit_load(2, ids, slots)
+    copier.wait({1, 2})
+    assert orders == ([SourceOrder.STREAM] * 2 if is_behind else [SourceOrder.ANY])
 
 
 def test_the_next_piece_is_gathered_while_one_crosses(cuda: TwinCuda) -> None:

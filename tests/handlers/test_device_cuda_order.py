@@ -21,6 +21,7 @@ from kvcascade.errors import ConfigError
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.device.staging import StagedCopier
+from kvcascade.handlers.device.stream_feed import Operations, Work
 
 
 @pytest.fixture
@@ -137,6 +138,17 @@ def test_a_store_is_launched_after_the_forward_or_before_one_that_may_overwrite_
     assert (arena[:4, :16] == want[:4]).all()
 
 
+@pytest.mark.parametrize("direction", [STORE, LOAD], ids=["store", "load"])
+def test_no_launch_delays_the_forward(direction: int, cuda: TwinCuda) -> None:
+    """Some versions of vLLM submit loads before the pass, too."""
+    copier = simple_copier()
+    before = [stream.given for stream in cuda.streams]
+    submit = copier.submit_store if direction == STORE else copier.submit_load
+    assert submit(1, blocks_of(1), slots_of(1))
+    assert [stream.given for stream in cuda.streams] == before
+    assert copier.get_finished() == [] and len(cuda.ends(direction)) == 1
+
+
 @pytest.mark.parametrize(("block", "slot"), [(0, 5), (5, 0)])
 def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
     block: int, slot: int, cuda: TwinCuda
@@ -146,6 +158,7 @@ def test_a_job_waits_for_one_of_the_other_direction_that_shares_memory(
     copier.submit_store(2, blocks_of(0), slots_of(0))
     copier.submit_store(3, blocks_of(8), slots_of(8))
     copier.submit_load(4, blocks_of(block), slots_of(slot))
+    assert copier.get_finished() == []
     assert ("after", cuda.ends(STORE)[1]) in cuda.last(LOAD).log
 
 
@@ -165,6 +178,7 @@ def test_finished_jobs_are_reported_once_and_in_order(cuda: TwinCuda) -> None:
 def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: TwinCuda) -> None:
     copier = simple_copier()
     copier.submit_load(1, blocks_of(1), slots_of(1))
+    assert copier.get_finished() == []
     cuda.ends(LOAD)[0].is_lost = True
     (result,) = copier.get_finished()
     assert (result.job_id, result.success) == (1, False)
@@ -173,8 +187,8 @@ def test_a_lost_device_is_a_failed_job_not_an_exception(cuda: TwinCuda) -> None:
 def test_a_copy_that_cannot_be_enqueued_is_a_failed_job(
     cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: StagedCopier, rows: object) -> Iterator[int]:
-        yield 1
+    def fail(self: StagedCopier, *given: object) -> Work:
+        yield Operations(1, 0)
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(StagedCopier, "store", fail)
@@ -200,6 +214,41 @@ def test_a_job_whose_events_were_never_recorded_is_a_failed_job(
     copier.wait({1})
     (result,) = copier.get_finished()
     assert (result.job_id, result.success) == (1, False)
+
+
+def test_a_job_that_the_compute_stream_does_not_order_copies_nothing(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Waiting for an event that was never recorded is waiting for nothing."""
+    copier = simple_copier()
+    before = [stream.given for stream in cuda.streams]
+
+    def lost(what: object, operation: object) -> None:
+        raise RuntimeError("CUDA error: the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda.compute, "enqueue", lost)
+        assert copier.submit_store(1, blocks_of(1), slots_of(1))
+    copier.wait({1})
+    (result,) = copier.get_finished()
+    assert (result.job_id, result.success) == (1, False)
+    assert "submitting job 1 failed" in caplog.text
+    given = [stream.given - was for stream, was in zip(cuda.streams, before, strict=True)]
+    assert sum(given) <= 3, "an end, and a mark"
+
+
+def test_an_arena_is_let_go_whatever_goes_wrong(
+    cuda: TwinCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: StagedCopier) -> None:
+        raise ValueError("an error of our own")
+
+    monkeypatch.setattr(StagedCopier, "warm_up", fail)
+    rng, addresses = np.random.default_rng(0), list[int]()
+    tensors = [torch.from_numpy(tensor) for tensor in CASE.tensors(rng)]
+    with pytest.raises(ValueError, match="our own"):
+        CudaDeviceCopier(tensors, CASE.layout, CASE.arena(rng), registration=pinned(addresses))
+    assert addresses == []
 
 
 def test_a_gpu_that_cannot_copy_is_one_sentence_before_anything_is_pinned(

@@ -75,9 +75,6 @@ class FakeRuntime:
             self.pinned.append(address)
         return self.error
 
-    def cudaError(self, error: int) -> int:
-        return error
-
     def cudaGetErrorString(self, error: int) -> str:
         return {2: "out of memory", 304: "OS call failed", 801: "operation not supported"}[error]
 

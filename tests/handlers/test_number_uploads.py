@@ -47,14 +47,14 @@ def test_a_host_buffer_is_used_again_only_after_its_copy(monkeypatch: pytest.Mon
 
 
 def test_a_short_queue_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is six more operations at least, so so many fit into the queue."""
+    """A piece is three more operations at least, so no more uploads fit into the queue."""
     with twin_of_cuda(monkeypatch) as cuda:
         stream = TwinStream()
         uploads = NumberUploads(1, CPU, make_event=TwinEvent)
         with cuda.on(stream):
             while stream.outstanding < OUTSTANDING_MAX:
                 uploads.upload(numbers(1))
-                for _ in range(6):
+                for _ in range(3):
                     stream.enqueue("use", lambda: None)
             uploads.upload(numbers(1))
         assert stream.outstanding > OUTSTANDING_MAX

@@ -13,13 +13,13 @@ import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.handlers.node.bounce import ArenaBounce
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, SlotSpec
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 
 ARENA_SLOTS = 64
 SMALL_PARTS = pytest.mark.parametrize("part_bytes", [4 * BLOCK])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.cuda_twin import operations
 from support.kv_layouts import NAMED_CASES, Case
 
 from kvcascade.handlers.device import host_register
@@ -75,6 +76,6 @@ def test_runs_of_slots_are_cut_where_a_registration_ends(
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     blocks = GpuBlocks.of(list(range(BLOCKS)), [BLOCKS], [0])
     rows = case.layout.rows(blocks, np.arange(FIRST, FIRST + BLOCKS, dtype=np.int32))
-    sum((copier.store if is_store else copier.load)(rows))
+    operations((copier.store if is_store else copier.load)(rows))
     assert registered.straddling() == []
     assert len(registered.copies) == 4, "slots 1 to 2, 3 to 5, 6 to 8, 9 to 10: still in runs"

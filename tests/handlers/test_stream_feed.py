@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pytest
 
-from kvcascade.handlers.device.stream_feed import OUTSTANDING_MAX, TURN_OPERATIONS, StreamFeed, Work
+from kvcascade.handlers.device.stream_feed import (
+    OUTSTANDING_MAX,
+    TURN_OPERATIONS,
+    Operations,
+    StreamFeed,
+    Work,
+)
 
 
 class Queue:
     """What a stream was given: numbers, and marks that end when it has come so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_first: bool = True) -> None:
+        self.is_first = is_first
         self.given: list[object] = []
         self.done = 0
         self.is_lost = False
@@ -24,7 +31,7 @@ class Queue:
         for first in range(0, operations, at_a_time):
             step = range(first, min(first + at_a_time, operations))
             self.given += [(name, number) for number in step]
-            yield len(step)
+            yield Operations(len(step), 0) if self.is_first else Operations(0, len(step))
 
     def mark(self) -> Mark:
         self.given.append("mark")
@@ -65,8 +72,9 @@ def test_little_work_is_handed_out_at_once() -> None:
     assert not feed.has_work
 
 
-def test_much_work_fills_the_stream_and_no_more() -> None:
-    queue = Queue()
+@pytest.mark.parametrize("is_first", [True, False], ids=["kernels", "copies"])
+def test_much_work_fills_the_stream_and_no_more(is_first: bool) -> None:
+    queue = Queue(is_first)
     feed = StreamFeed(queue.mark)
     feed.add(queue.work("a", 5000))
     feed.advance()
@@ -84,7 +92,7 @@ def test_much_work_fills_the_stream_and_no_more() -> None:
 def test_all_of_it_is_handed_out_in_order() -> None:
     queue = Queue()
     feed = StreamFeed(queue.mark)
-    works: list[Iterator[int]] = [queue.work(name, 700, 3) for name in "abc"]
+    works: list[Work] = [queue.work(name, 700, 3) for name in "abc"]
     for work in works:
         feed.add(work)
         feed.advance()
@@ -151,3 +159,18 @@ def test_what_is_dropped_is_never_handed_out() -> None:
     queue.done = len(queue.given)
     feed.push()
     assert len(queue.given) == OUTSTANDING_MAX and not feed.has_work
+
+
+def test_each_stream_has_a_queue_of_its_own() -> None:
+    """Both are full at the same time; neither counts for the other."""
+    kernels, copies = Queue(), Queue(is_first=False)
+
+    def both() -> Work:
+        for one, other in zip(kernels.work("a", 5000), copies.work("b", 5000), strict=True):
+            yield Operations(one.kernels, other.copies)
+
+    feed = StreamFeed(kernels.mark)
+    feed.add(both())
+    feed.advance()
+    marks = kernels.given.count("mark")
+    assert len(kernels.given) == len(copies.given) + marks == OUTSTANDING_MAX

@@ -12,8 +12,8 @@ from itertools import islice
 import pytest
 from support.cascade import Cascade, block_bytes
 from support.keys import key, keys
+from support.memory_handler import MemoryHandler
 
-from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.manager import anonymous
 from kvcascade.manager.anonymous import AnonymousManager
 from kvcascade.manager.cascading import ManagerOptions

@@ -7,6 +7,7 @@ from support.below_twin import BelowTwin
 from support.cascade import BLOCK_SIZE, Cascade, block_bytes
 from support.clock import ManualClock
 from support.keys import key, keys
+from support.memory_backend import MemoryBackend
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
@@ -15,7 +16,6 @@ from kvcascade.manager.counters import Reason
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
 HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support.cascade import BLOCK_SIZE, block_bytes, key
 from support.day_log import DayLog, NotedBudget
+from support.memory_backend import MemoryBackend
+from support.memory_handler import MemoryHandler, all_ok
 
-from kvcascade.handlers.memory import MemoryHandler, all_ok
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
 from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
@@ -14,7 +15,6 @@ from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.keys import keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for, key
 
 from kvcascade.assembly.nvme_parts import chain_notes
 from kvcascade.errors import CorruptionError
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.format import MAX_SLOTS, PAGE_BYTES
 from kvcascade.tiers.nvme.writer.capacity import Plan, index_bytes, slots_in_index
 

@@ -12,7 +12,7 @@ from support.nvme_rig import Rig, config_for, key
 
 from kvcascade.errors import CorruptionError, TierIOError
 from kvcascade.tiers.nvme.index import index_pages
-from kvcascade.tiers.nvme.index.clean_mark import NAME, read_mark, write_mark
+from kvcascade.tiers.nvme.index.clean_close import NAME, read_mark, write_mark
 from kvcascade.tiers.nvme.index.index_file import DATA_NAME
 from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
 from kvcascade.tiers.nvme.offline.reader import IndexReader, locate, read_description

@@ -36,7 +36,7 @@ def entry_slot(rig: Rig) -> int:
 
 
 def test_who_found_a_block_asks_the_index_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not rig.tier.directory._overlay and not rig.tier.directory._gone
+    assert not rig.tier.directory._overlay and not rig.tier.directory._tombstones
     rig.maintain()
     found = rig.policy.get(KEY)
     assert found is not None

@@ -14,7 +14,7 @@ from support.nvme_rig import key
 
 from kvcascade.errors import CorruptionError, FormatError
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.nvme.index import index_scan
+from kvcascade.tiers.nvme.index import index_environment
 from kvcascade.tiers.nvme.index.block_index import (
     NO_PAGES_PAUSE_S,
     NO_PAGES_TRIES,
@@ -23,11 +23,11 @@ from kvcascade.tiers.nvme.index.block_index import (
     attach_index,
     open_index,
 )
+from kvcascade.tiers.nvme.index.clean_close import SavedSlots
 from kvcascade.tiers.nvme.index.index_environment import open_environment
 from kvcascade.tiers.nvme.index.index_file import DATA_NAME
 from kvcascade.tiers.nvme.index.index_keys import IndexIdentity
 from kvcascade.tiers.nvme.index.index_port import CommitOutcome, Removal
-from kvcascade.tiers.nvme.index.saved_slots import SavedSlots
 from kvcascade.tiers.nvme.segments.format import IndexEntry
 from kvcascade.tiers.nvme.writer.capacity import index_bytes
 
@@ -276,7 +276,7 @@ def test_who_closes_keeps_nobodys_pages(tmp_path: Path, monkeypatch: pytest.Monk
 def test_nothing_is_passed_over_or_seen_twice(
     index: BlockIndex, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
-    monkeypatch.setattr(index_scan, "LOT_ENTRIES", at_a_time)
+    monkeypatch.setattr(index_environment, "BATCH_ENTRIES", at_a_time)
     assert not list(index.keys()) and not list(index.slots_and_generations())
     index.commit(0, (), [(key(i), entry(i)) for i in range(CAPACITY)])
     assert [k for k, _ in index.keys()] == sorted(key(i) for i in range(CAPACITY))

@@ -14,10 +14,10 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.executors import SteppingExecutor
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.nvme_backend import NvmeSpec
 
 KEYS = 24

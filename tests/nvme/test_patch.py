@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.format import SegmentLayout, SlotRecord
 from kvcascade.tiers.nvme.segments.segment_files import SegmentSet
 

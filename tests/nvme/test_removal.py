@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from support.cache_rig import call
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_peer import Peer
 from support.nvme_rig import Rig, config_for, filled, key
 
 from kvcascade.errors import InUseError, NoSpaceError
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import (
     LOCK,
     MAX_LEFTOVERS,

@@ -12,11 +12,11 @@ from pathlib import Path
 import lmdb
 import pytest
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, Rig, config_for, content
 
 from kvcascade.tiers.base import BlockHash, BlockOutcome
-from kvcascade.tiers.nvme.disk.concurrency import HANDOVER_S, Turns
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
+from kvcascade.tiers.nvme.disk.transfers import HANDOVER_S, TransferLimit
 from kvcascade.tiers.nvme.index import block_index
 from kvcascade.tiers.nvme.segments import store as store_module
 from kvcascade.tiers.nvme.segments.store import Durability
@@ -242,10 +242,10 @@ def test_the_next_one_may_begin_while_the_last_one_pauses() -> None:
     def pause(seconds: float) -> None:
         begun.append(seconds)
         if len(begun) == 1:
-            with turns:  # would wait for ever if the turn were not free yet
+            with limit:  # would wait for ever if the place were not free yet
                 begun.append(0.0)
 
-    turns = Turns(1, pause)
-    with turns:
+    limit = TransferLimit(1, pause)
+    with limit:
         assert not begun
     assert begun == [HANDOVER_S, 0.0, HANDOVER_S]

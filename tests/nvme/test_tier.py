@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import BLOCK, SLOT_BYTES, Rig, config_for
 
 from kvcascade.errors import ConfigError, InUseError, NoSpaceError
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.nvme_backend import BATCHES_AHEAD
 from kvcascade.tiers.nvme.segments.format import MAX_SLOTS, SegmentLayout
@@ -383,7 +383,7 @@ def test_the_overlay_and_the_tombstones_drain(tmp_path: Path) -> None:
         rig.store(keys(start, start + 128))
     for _ in range(20):
         rig.tier.directory.refresh()
-    assert not rig.tier.directory._overlay and not rig.tier.directory._gone
+    assert not rig.tier.directory._overlay and not rig.tier.directory._tombstones
     assert len(rig.policy) == 256
     rig.close()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 
 
 @pytest.mark.parametrize("make", [RealFileSystem, MemoryFileSystem])

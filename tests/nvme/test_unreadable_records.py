@@ -12,12 +12,12 @@ import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 from support.keys import key, keys
+from support.memory_file_system import MemoryFileSystem
 from support.nvme_rig import Rig, config_for
 
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import File, RealFileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
-from kvcascade.tiers.nvme.writer.repairs import RETRY_AFTER_S
+from kvcascade.tiers.nvme.writer.failing_devices import RETRY_AFTER_S
 
 PAGE = 4096
 SLOTS = 32

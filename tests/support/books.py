@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator
 
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockStatus
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .cascade import Cascade
 from .inside import demoters, levels, solos
+from .memory_backend import MemoryBackend
 
 
 class Books:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvcascade.handlers.memory import MemoryHandler
 from kvcascade.manager.admission import Admission, AdmitAll
 from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.policies import create
 
 from .day_log import DayLog, NotedBudget
 from .inside import demoters
 from .keys import key
+from .memory_backend import MemoryBackend
+from .memory_handler import MemoryHandler
 
 BLOCK_SIZE = 64
 

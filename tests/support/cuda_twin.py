@@ -17,9 +17,9 @@ import torch
 from support.tensor_operations import tensor_operations
 
 from kvcascade.handlers.device import number_uploads
-from kvcascade.handlers.device.batched_copy import Addresses
-from kvcascade.handlers.device.hazards import Direction
+from kvcascade.handlers.device.batched_copy import Addresses, SourceOrder
 from kvcascade.handlers.device.host_register import HostRegistration
+from kvcascade.handlers.device.stream_feed import Work
 
 STORE, LOAD = 0, 1
 """Directions."""
@@ -37,6 +37,11 @@ _ENQUEUED = (
     _aten.index_put_.default,
 )
 """What a copier does with tensors, and the device would do in its own time."""
+
+
+def operations(work: Work) -> int:
+    """Do all of it; how many operations it was, on both streams."""
+    return sum(step.kernels + step.copies for step in work)
 
 
 class TwinStream:
@@ -183,12 +188,16 @@ class TwinCuda:
         return timed[1::2]
 
 
-def batch(targets: Addresses, sources: Addresses, sizes: Addresses, way: Direction) -> None:
-    """Moves memory when the current stream comes to it; at once where there is none."""
+def batch(targets: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder) -> None:
+    """Writes when the current stream comes to it, or at once where there is none. Reads as early as
+    the order allows."""
+    pairs = list(zip(sources.tolist(), sizes.tolist(), strict=True))
+    early = [ctypes.string_at(*pair) for pair in pairs] if order is SourceOrder.ANY else None
 
     def do() -> None:
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(int(target), int(source), int(size))
+        data = early or [ctypes.string_at(*pair) for pair in pairs]
+        for target, what in zip(targets.tolist(), data, strict=True):
+            ctypes.memmove(target, what, len(what))
 
     if TwinCuda.now is None:
         do()

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
+from support.engine_nursery import Forked, can_fork, nursery
 
 from kvcascade.tools.server import GPU_OPTIONS, is_on_cpu
 
@@ -22,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads leave the cores to the other test process
     "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
 }
 Answers = list[dict[str, Any]]
@@ -62,23 +64,35 @@ def has_device_each(workers: int) -> bool:
     return is_on_cpu() or torch.cuda.device_count() >= workers
 
 
+def environment() -> dict[str, str]:
+    """Variables of an engine's processes: ours, and where our modules and the tests' are."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _runner(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+    """`engine_runner.py` in a process of its own; forked where that is possible."""
+    variables = environment()
+    if can_fork() and nursery().fits(variables):
+        return nursery().fork(variables, folder, log)
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.engine_runner"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=variables,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
 class Engine:
     """A running engine; leaving the context kills whatever is left of it."""
 
     def __init__(self, log: Path, options: dict[str, Any]) -> None:
         self._log = log
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         with log.open("ab") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.engine_runner"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                env=environment,
-                cwd=log.parent,
-                start_new_session=True,
-            )
+            self._process = _runner(log.parent, stream)
         try:
             self._ask(do="start", options=options)
         except BaseException:

@@ -16,15 +16,15 @@ from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, SlotSpec
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
-from kvcascade.tiers.nvme.disk.memory_filesystem import MemoryFileSystem
 from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
 from .executors import InlineExecutor
 from .keys import keys
+from .memory_backend import MemoryBackend
+from .memory_file_system import MemoryFileSystem
 from .nvme_rig import BLOCK, Rig, config_for, content
 
 DEADLINE_S = 3.0

@@ -20,7 +20,7 @@ from kvcascade.handlers.device.geometry import WorkerLayout
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device
+from kvcascade.tools.bench import gpu_device, gpu_moves
 from kvcascade.tools.bench.gpu import Shape
 from kvcascade.tools.bench.gpu_device import Contender, Device, Make, Room
 from kvcascade.tools.bench.results import VLLM
@@ -151,7 +151,7 @@ class MemoryDevice(Device):
             Direction.LOAD: lambda: np.copyto(device, host),
         }
 
-    def start_chain(self) -> AskedKernels:
+    def start_chain(self, kernels: gpu_moves.Kernels) -> AskedKernels:
         return AskedKernels(3)
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class FakeCuda:
             return product(one, other)
 
         monkeypatch.setattr(gpu_device, "DEVICE", "cpu")
-        monkeypatch.setattr(gpu_device, "MATRIX", 4)
+        monkeypatch.setattr(gpu_device, "MATRICES", dict.fromkeys(gpu_moves.Kernels, (2, 4)))
         monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
         monkeypatch.setattr(torch, "zeros", lambda *sizes, dtype, **_: zeros(*sizes, dtype=dtype))
         for name, twin in (

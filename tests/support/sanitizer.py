@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .children import TESTS, environment
+from .kv_layouts import NAMED_CASES
 
 COMMAND = (
     "compute-sanitizer",
@@ -32,6 +33,13 @@ class Verdict:
     """Wrong accesses that it found."""
     words: str
     """The last lines of its own output."""
+
+
+def small_cases() -> list[str]:
+    """Tests that copy the small layouts, by every way that copies take."""
+    test = "tests/gpu/test_device_cuda.py::test_moves_the_pages"
+    ways = ("batched", "one_by_one", "unpinned")
+    return [f"{test}[{name}-{way}]" for name in NAMED_CASES for way in ways]
 
 
 def judge(output: str) -> Verdict:

@@ -13,13 +13,13 @@ from kvcascade.manager.cascading import ManagerOptions, build_cascade
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, SlotSpec
-from kvcascade.tiers.memory import MemoryBackend
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
 from .executors import InlineExecutor
 from .inside import demoters
+from .memory_backend import MemoryBackend
 from .nvme_rig import BLOCK, Rig, config_for, content, key
 
 TOP_SLOTS = 8

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcascade.vllm.generation import Generation, supported
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULT = "from dataclasses import dataclass\n@dataclass\nclass TransferResult:\n    job_id: int\n"
 TREES: dict[str, dict[str, str]] = {
@@ -83,9 +85,15 @@ def test_others_are_refused_in_one_sentence(version: str, tmp_path: Path) -> Non
     done = run("import kvcascade.spec", tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("kvcascade.errors.ConfigError: kvcascade does not support")
-    assert f"vLLM {version}," in last and "install vLLM 0.16 to 0.19 or 0.24 to 0.33." in last
+    assert f"vLLM {version}," in last and f"install vLLM {supported()}." in last
 
 
 def test_no_vllm_at_all(tmp_path: Path) -> None:
     done = run("import kvcascade.spec", tmp_path)
     assert "needs vLLM, which is not installed" in done.stderr.splitlines()[-1]
+
+
+def test_supported_versions_in_words() -> None:
+    spans = [(34, 34), (26, 30), (25, 25), (16, 19)]
+    table = [Generation("module", first, last, lambda: True) for first, last in spans]
+    assert supported(table) == "0.16 to 0.19 or 0.25 to 0.30 or 0.34"

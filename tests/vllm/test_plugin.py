@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import platforms
 
 from kvcascade.errors import ConfigError
 from kvcascade.vllm import plugin
@@ -44,6 +45,15 @@ def test_what_does_not_fit_the_machine_is_refused_too(tmp_path: Path) -> None:
     tiers = [{"type": "cpu", "capacity": "900TiB"}]
     with pytest.raises(ConfigError, match="900TiB.*more memory than there is"):
         load_with(vllm_config=holder({**GOOD, "tiers": tiers}))
+
+
+@pytest.mark.parametrize("kind", ["xpu", "tpu"])
+def test_a_device_that_no_copier_reads_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(platforms.current_platform), "device_type", kind)
+    with pytest.raises(ConfigError, match=f"runs on '{kind}'; leave kv_transfer_config out"):
+        load_with(vllm_config=holder(GOOD))
 
 
 def test_configurations_of_other_specs_are_left_alone() -> None:

@@ -10,9 +10,10 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvcascade import vllm_policies
+from kvcascade.vllm.cpu_policies import POLICIES
 
 CHUNKS = 16
-NAMES = sorted(vllm_policies.__all__)
+NAMES = sorted(POLICIES)
 
 
 def manager_with(name: str) -> CPUOffloadingManager:

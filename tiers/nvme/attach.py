@@ -1,8 +1,8 @@
-"""Another process's way into a tier that is open: moving blocks, and nothing else.
+"""Attaching to an open tier from another process, to move blocks and nothing else.
 
-The owner of the tier has loaded, marked and repaired what there was; who attaches reads no entry,
-takes no lock of the namespace and makes no file. Segments that the owner makes later are opened
-when a block of theirs is asked for. The owner must outlive whoever attaches.
+The owner of the tier has loaded, marked and repaired its data. An attached process reads no entries
+at the start, takes no namespace lock and creates no file. A segment that the owner creates later is
+opened when one of its blocks is requested. The owner must outlive every attached process.
 """
 
 from __future__ import annotations
@@ -26,32 +26,38 @@ if TYPE_CHECKING:
     from .tier import NvmeTier
 
 GENERATIONS_PER_ATTACHMENT = 1 << 32
+"""Size of the range of generations that each attached process receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Everything that is needed to move blocks of an open tier; plain data."""
+    """Everything that a process needs to move blocks of an open tier; plain data."""
 
     index_folder: str
+    """Directory of the LMDB environment."""
     index_bytes: int
-    """Address space of the index."""
+    """Address space of the index, in bytes."""
     owners: str
-    """The file that says who owns which segment."""
+    """Path of the file that records which process owns which segment."""
     state: int
-    """The owner's state number."""
+    """State number of the owner."""
     capacity_blocks: int
     segment_folders: tuple[str, ...]
     block_bytes: int
     slots_per_segment: int
     fingerprint: str
     durability: str
+    """Value of `Durability`."""
     first_generation: int
-    """Of `GENERATIONS_PER_ATTACHMENT` that nobody else uses."""
+    """First of `GENERATIONS_PER_ATTACHMENT` generations that no other process uses."""
     has_direct_io: bool = True
 
 
 def attachment_of(tier: NvmeTier, has_direct_io: bool = True) -> Attachment:
-    """What one process needs to attach to an open tier; each is for one process only."""
+    """Return what one process needs to attach to an open tier.
+
+    Each attachment is for one process only.
+    """
     layout = tier.segments.layout
     return Attachment(
         str(tier.index.path),
@@ -70,7 +76,7 @@ def attachment_of(tier: NvmeTier, has_direct_io: bool = True) -> Attachment:
 
 
 def attach(attachment: Attachment) -> BlockStore:
-    """Open a store in this process, for as long as it lives. Raises one of our errors."""
+    """Open a store in this process, for the lifetime of the process. Raises a `KVCascadeError`."""
     durability = Durability(attachment.durability)
     index = attach_index(
         Path(attachment.index_folder),
@@ -91,7 +97,7 @@ def attach(attachment: Attachment) -> BlockStore:
 
 
 class AttachedSegments(SegmentSet):
-    """Segments of somebody else, opened as they are asked for. Any thread."""
+    """Segments of another process, each opened when it is first used. Any thread."""
 
     _opening = threading.Lock()
 
@@ -104,7 +110,7 @@ class AttachedSegments(SegmentSet):
             self._owners = fs.byte_locks(Path(owner.owners))
 
     def is_own(self, slot: int) -> bool:
-        """True if the slot lies in a segment of the process that this one works for."""
+        """Return True if the slot lies in a segment of the process that this one works for."""
         return last_owner(self._owners, slot // self.layout.slots) == self._state
 
     def close(self) -> None:

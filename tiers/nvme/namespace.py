@@ -1,9 +1,9 @@
-"""Namespace directories: who may share blocks, who owns a directory, what others take up.
+"""Namespace directories: sharing of blocks, protection against removal, and description.
 
 A namespace is one directory per path, named after its label and the fingerprint of its fields. Any
-number of processes may have it open: each holds the lock file of each directory, shared, so that
-nobody removes it meanwhile, and its part of the segments (`owners`). All methods raise one of our
-errors; nothing that belongs to anybody else is followed or touched.
+number of processes may have it open. Each holds a shared lock on the lock file of each directory,
+so that nobody removes it, and owns a part of the segments (`owners`). All functions raise a
+`KVCascadeError`. Files of other users are neither followed nor changed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ DESCRIPTION = "namespace.json"
 LOCK = "lock"
 OWNERS = "owners"
 IN_USE = "in_use"
-"""Lock file of a part that is not the first: held by the processes that are through the gate."""
+"""Lock file of every part but the first; held by the processes that have passed the gate."""
 REMOVAL_WAIT_S = 30.0
-"""For another process that is just removing a directory which is wanted again."""
+"""Longest wait for another process that is removing a directory which is needed again."""
 MAX_OPEN_TRIES = 8
+"""Largest number of attempts to create and lock a directory that others keep removing."""
 MAX_LEFTOVERS = 16
-"""Removed at a time: others wait for it."""
+"""Largest number of leftovers removed in one call, as other processes wait for it."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}-[0-9a-f]{12}")
 _REMOVING = ".removing-"
 _LEFTOVER = re.compile(re.escape(_REMOVING) + _NAME.pattern + r"\.[0-9a-f]{16}")
@@ -47,14 +48,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamespaceKey:
-    """What makes two configurations share blocks: every field equal."""
+    """Identity of a namespace: configurations share blocks if all their fields are equal."""
 
     label: str
-    """For people, such as the model's name; part of the directory's name."""
+    """Readable name, such as the model's; part of the directory's name."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Everything that the bytes of a block depend on; JSON values."""
     about: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Facts for people, written down but no part of the fingerprint; JSON values."""
+    """Descriptive facts that are stored but are no part of the fingerprint; JSON values."""
 
     @property
     def digest(self) -> bytes:
@@ -64,63 +65,64 @@ class NamespaceKey:
 
     @property
     def fingerprint(self) -> str:
-        """The digest in hex."""
+        """The digest in hexadecimal."""
         return self.digest.hex()
 
     @property
     def directory_name(self) -> str:
-        """Safe as a file name, whatever the label."""
+        """Name of the directory, safe as a file name whatever the label is."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.label)[:MAX_NAME_CHARS].strip(".-")
         return f"{name or 'blocks'}-{self.fingerprint[:SHORT_FINGERPRINT_DIGITS]}"
 
 
 @dataclass(slots=True)
 class Namespace:
-    """An open namespace: one directory in each path, held by this process among others."""
+    """An open namespace: one directory in each path, shared with other processes."""
 
     folders: tuple[Path, ...]
     locks: list[FileLock]
     owners: Owners
     description: Mapping[str, object] | None
-    """None while it is being created, or if its description was lost."""
+    """Parsed `namespace.json`; None while it is being created, or if it was lost."""
 
     @property
     def created(self) -> datetime:
-        """When it was made; now, if that is not known."""
+        """Time of creation; the current time if unknown."""
         return _created(self.description or {})
 
     @property
     def slots_per_segment(self) -> int | None:
-        """What it is laid out with; None if it is new."""
+        """Slots per segment of the existing layout; None if the namespace is new."""
         return None if self.description is None else _number(self.description, "slots_per_segment")
 
     @property
     def index_bytes(self) -> int:
-        """Address space of its index, which all processes must map alike; 0 if it is new."""
+        """Address space of the index in bytes, equal for all processes; 0 if the namespace is
+        new."""
         return 0 if self.description is None else _number(self.description, "index_bytes")
 
     @property
     def index_folder(self) -> Path:
-        """The LMDB environment."""
+        """Directory of the LMDB environment."""
         return self.folders[0] / "index"
 
     @property
     def shared_state_folder(self) -> Path:
-        """Arrays that all processes map."""
+        """Directory of the arrays that all processes map."""
         return self.folders[0] / "state"
 
     @property
     def state_folder(self) -> Path:
-        """Arrays of this process's policy."""
+        """Directory of the arrays of this process's policy."""
         return self.shared_state_folder / str(self.owners.state)
 
     @property
     def segment_folders(self) -> list[Path]:
-        """Where segments lie, one folder per path."""
+        """Directories of the segments, one per path."""
         return [folder / "segments" for folder in self.folders]
 
     def close(self) -> None:
-        """Let go of it; idempotent."""
+        """Release locks and ownership; idempotent."""
         self.owners.close()
         for lock in self.locks:
             lock.release()
@@ -129,12 +131,12 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class FoundNamespace:
-    """A namespace directory of anybody's under a path."""
+    """A namespace directory under a path, of any configuration."""
 
     path: Path
     used_bytes: int
     last_used: float
-    """Seconds of the wall clock."""
+    """Time of the last use, in seconds of the wall clock."""
 
 
 def open_namespace(
@@ -142,12 +144,14 @@ def open_namespace(
 ) -> Namespace:
     """Create or open the directories of `key` under the roots, and pass the gate.
 
-    The caller leaves the gate (`Namespace.owners`) once everything is open. What is new is
-    described by `describe_namespace` before that. Where the first part left (each root is cleared
-    by itself), the others go too: nothing knows what is in them.
+    The caller leaves the gate (`Namespace.owners`) once everything is open. It describes a new
+    namespace with `describe_namespace` before that. If the first part was removed, the contents of
+    the other parts are removed too. Each root is cleared separately, and without the index nothing
+    knows their blocks.
 
-    Raises `InUseError` if it is being removed, or opened by somebody who hangs, `ConfigError` if a
-    root is not usable, `CorruptionError` or `FormatError` if what is there is not ours to use.
+    Raises `InUseError` if the namespace is being removed, or if another process hangs while opening
+    it. Raises `ConfigError` if a root is unusable, and `CorruptionError` or `FormatError` if
+    existing files are.
     """
     folders = tuple(root / key.directory_name for root in roots)
     locks: list[FileLock] = []
@@ -177,7 +181,7 @@ def open_namespace(
 def _open_parts(
     fs: FileSystem, folders: Sequence[Path], key: NamespaceKey
 ) -> Mapping[str, object] | None:
-    """Inside the gate: what the parts say of themselves; None if the namespace is new."""
+    """Return the description found in the parts, inside the gate; None if the namespace is new."""
     documents: list[Mapping[str, object] | None] = []
     for part, folder in enumerate(folders):
         with os_errors(f"opening the namespace {folder}"):
@@ -198,7 +202,7 @@ def _open_parts(
 
 @contextmanager
 def _unused(fs: FileSystem, part: Path) -> Iterator[None]:
-    """Raises `ConfigError` if engines use this part behind another first part than ours."""
+    """Raise `ConfigError` if engines use this part together with a different first part."""
     try:
         with os_errors(f"locking {part / IN_USE}"):
             lock = fs.lock(part / IN_USE)
@@ -214,7 +218,7 @@ def _unused(fs: FileSystem, part: Path) -> Iterator[None]:
 
 
 def _remove_unknown(fs: FileSystem, folder: Path) -> None:
-    """Blocks that no index names: a later rebuild could bring back what was reset meanwhile."""
+    """Remove blocks that no index names: a later rebuild could restore blocks that were reset."""
     with os_errors(f"removing what is left in {folder}"):
         left = fs.list_dir(folder / "segments")
         if fs.exists(folder / DESCRIPTION):
@@ -230,23 +234,23 @@ def _remove_unknown(fs: FileSystem, folder: Path) -> None:
 
 
 def _hold(fs: FileSystem, folder: Path) -> FileLock:
-    """Make the directory if need be, and see to it that nobody removes it."""
+    """Create the directory if needed, and lock it against removal."""
     for _ in range(MAX_OPEN_TRIES):
         fs.make_dir(folder)
         try:
             return fs.lock(folder / LOCK, shared=True, wait_s=REMOVAL_WAIT_S)
-        except FileNotFoundError:  # removed in between
+        except FileNotFoundError:  # removed in the meantime
             continue
     raise InUseError(f"{folder} is being removed over and over; stop what does that")
 
 
 def is_namespace_name(name: str) -> bool:
-    """True for what `NamespaceKey.directory_name` may be."""
+    """Return True if `NamespaceKey.directory_name` may yield this name."""
     return _NAME.fullmatch(name) is not None
 
 
 def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
-    """Every namespace directory in a path, the one that was used longest ago first."""
+    """Return every namespace directory in a path, least recently used first."""
     found: list[FoundNamespace] = []
     with os_errors(f"listing {root}"):
         for name in fs.list_dir(root):
@@ -257,24 +261,25 @@ def namespaces_under(fs: FileSystem, root: Path) -> list[FoundNamespace]:
                 fs.check_dir(path)
                 last_used = fs.modified_at(path / LOCK)
                 found.append(FoundNamespace(path, fs.used_bytes(path), last_used))
-            except (FileNotFoundError, PermissionError):  # just removed, or not ours
+            except (FileNotFoundError, PermissionError):  # just removed, or owned by another user
                 continue
     return sorted(found, key=lambda one: one.last_used)
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedLayout:
-    """What a directory says about its share of a namespace."""
+    """Layout of a namespace according to one of its directories."""
 
     part: int
+    """Index of this directory among the paths."""
     parts: int
-    """Paths that it lies in."""
+    """Number of paths of the namespace."""
     index_bytes: int
-    """What the index, which lies in part 0, may come to."""
+    """Largest size of the index, which lies in part 0."""
 
 
 def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
-    """The layout in a directory's description; None if there is none yet."""
+    """Return the layout in a directory's description; None if there is no description yet."""
     with os_errors(f"reading {folder}"):
         document = _read_description(fs, folder)
     if document is None:
@@ -286,16 +291,16 @@ def described_layout(fs: FileSystem, folder: Path) -> DescribedLayout | None:
 
 
 def lock_namespace(fs: FileSystem, path: Path) -> FileLock | None:
-    """Take a namespace directory away from everybody; None if a process has it open."""
+    """Lock a namespace directory exclusively; None if a process has it open."""
     with os_errors(f"locking {path}"):
         try:
-            return fs.lock(path / LOCK, is_noted=False)  # the time of change is its last use
-        except (InUseError, FileNotFoundError):  # or somebody else has just removed it
+            return fs.lock(path / LOCK, is_noted=False)  # the time of change records the last use
+        except (InUseError, FileNotFoundError):  # another process may have just removed it
             return None
 
 
 def remove_namespace(fs: FileSystem, path: Path) -> bool:
-    """Delete a namespace directory unless a process has it open; True if it is gone."""
+    """Delete a namespace directory unless a process has it open. Return True if it is gone."""
     lock = lock_namespace(fs, path)
     if lock is None:
         return not fs.exists(path)
@@ -307,10 +312,10 @@ def remove_namespace(fs: FileSystem, path: Path) -> bool:
 
 
 def remove_locked_namespace(fs: FileSystem, path: Path) -> None:
-    """Delete a namespace directory that `lock_namespace` took.
+    """Delete a namespace directory that `lock_namespace` locked.
 
-    It gets another name first. So who dies halfway leaves no damaged namespace, and who waits for
-    the lock cannot make files in a directory that is being emptied.
+    The directory is renamed first. If the process dies halfway, no damaged namespace remains. A
+    process that waits for the lock cannot create files in a directory that is being emptied.
     """
     doomed = path.with_name(f"{_REMOVING}{path.name}.{secrets.token_hex(8)}")
     with os_errors(f"removing {path}"):
@@ -319,9 +324,9 @@ def remove_locked_namespace(fs: FileSystem, path: Path) -> None:
 
 
 def remove_leftovers(fs: FileSystem, root: Path) -> int:
-    """Delete namespaces in a path whose removal did not come to its end.
+    """Delete namespaces in a path whose removal was interrupted.
 
-    Returns the bytes of those that are still there, for a device that does not let go of them.
+    Returns the bytes of those that remain, for example because the device refuses to delete them.
     """
     left_bytes = 0
     with os_errors(f"clearing {root}"):
@@ -329,7 +334,7 @@ def remove_leftovers(fs: FileSystem, root: Path) -> int:
         for number, path in enumerate(root / name for name in names):
             try:
                 fs.check_dir(path)
-            except OSError:  # just removed, a link, or not ours
+            except OSError:  # just removed, a link, or owned by another user
                 continue
             try:
                 if number < MAX_LEFTOVERS:
@@ -372,9 +377,9 @@ def describe_namespace(
     slots_per_segment: int,
     index_bytes: int,
 ) -> None:
-    """Write `namespace.json` where it is missing: from now on the namespace must be complete.
+    """Write `namespace.json` where it is missing; the namespace must be complete from then on.
 
-    It is also written again if the size of the index changes, which is for a process that is alone.
+    It is rewritten if the size of the index changes, which requires a process that is alone.
     """
     is_right = namespace.index_bytes == index_bytes
     created = namespace.created
@@ -400,7 +405,7 @@ def describe_namespace(
 
 
 def stored_slots_per_segment(fs: FileSystem, root: Path, key: NamespaceKey) -> int | None:
-    """What an existing namespace was laid out with; None if there is none yet."""
+    """Return the slots per segment of an existing namespace; None if it does not exist."""
     folder = root / key.directory_name
     with os_errors(f"reading {folder}"):
         if not fs.exists(folder):

@@ -1,10 +1,10 @@
 """`NvmeBackend`: slots in segment files. Used by the manager's thread only; does no I/O.
 
-A slot whose block was committed may be taken again at once: the entry that must leave the index
-travels with the next store (`NvmeSpec.removals`) and is committed before anything is written.
+A slot whose block was committed may be reused at once. The entry to remove travels with the next
+store (`NvmeSpec.removals`), and its removal is committed before anything is written.
 
-The slots are those of the segments that this process owns; segments come and go (`maintain`). A
-block in any other segment has a status too, so that it can be pinned and read, but no more.
+The slots are those of the segments that this process owns; segments arrive and leave in `maintain`.
+A block in any other segment has a status only to be pinned and read.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ from ..base import (
 from .index.index_port import Removal
 from .index_directory import IndexDirectory
 from .segments.extents import Extent, ExtentPool, complement
+from .writer.failing_devices import OnEnd, RecordRepairs, RestingPaths
 from .writer.growth import Arrival, SegmentGrowth
-from .writer.repairs import OnEnd, RecordRepairs
-from .writer.resting import RestingPaths
 
 MEDIUM = "NVME"
 MIN_SPREAD_BLOCKS = 16
-"""Fewer blocks than this go to one path, in turn: large transfers are worth more than many."""
+"""Smallest batch that is spread over the paths; smaller ones go to one path in turn, as large
+transfers are faster than many small ones."""
 REMOVALS_PER_JOB = 1024
-"""So many entries that wait to leave the index are committed without waiting for a store."""
+"""Number of pending removals at which they are committed without waiting for a store."""
 BATCHES_AHEAD = 4
-"""Segments are asked for while fewer slots are free than so many batches take, of the largest until
-now: the manager starts that many at once, and evicts where there is no room for one."""
+"""Segments are requested while fewer slots are free than this many batches take, at the largest
+batch size so far. The manager starts that many batches at once, and evicts if there is no room for
+one."""
 MAX_AHEAD_BLOCKS = 2048
+"""Largest number of free slots that are kept ahead of need."""
 COLD_SAMPLE_BLOCKS = 128
 COLD_SAMPLE_SHARE = 8
-"""So many of the coldest blocks, or such a part of all, are looked at to find the segment that is
-worth least."""
+"""Number of coldest blocks, or share of all blocks, that are sampled to find the segment worth
+least."""
 
 _log = get_logger(__name__)
 
 
 class Background(ABC):
-    """Work for an I/O thread that the backend asks for; no method waits."""
+    """Work that the backend hands to an I/O thread; no method waits."""
 
     @abstractmethod
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
@@ -63,11 +65,11 @@ class Background(ABC):
 
     @abstractmethod
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
-        """Queue writing the records of these slots anew."""
+        """Queue rewriting the records of these slots from the index."""
 
     @abstractmethod
-    def take_strays(self) -> list[int]:
-        """Slots that `repair_records` found no entry for."""
+    def take_orphans(self) -> list[int]:
+        """Return slots for which `repair_records` found no entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ class NvmeSpec(LoadStoreSpec):
     hashes: tuple[BlockHash, ...]
     slots: SlotArray
     epoch: int
-    """The reset that these blocks belong to."""
+    """Epoch (reset number) that these blocks belong to."""
     values: tuple[bytes | None, ...] | None = None
-    """For a load: the index entries; the blocks are pinned, so they stay right."""
+    """For a load: the raw index entries; they stay valid because the blocks are pinned."""
     removals: tuple[Removal, ...] = ()
     """For a store: entries to remove first."""
 
@@ -89,27 +91,27 @@ class NvmeSpec(LoadStoreSpec):
 
 
 class StatusTable:
-    """The status of every slot: 8 bytes each, and flags for slots of one's own and in use."""
+    """Status of every slot, 8 bytes each, and flags for owned slots and slots in use."""
 
     def __init__(self, capacity: int) -> None:
         memory = mmap.mmap(-1, max(1, capacity) * ctypes.sizeof(BlockStatus))
         self._table = np.frombuffer(memory, dtype=np.int32).reshape(-1, 2)[:capacity]
-        # An element of an array costs a quarter of a status of its own over the same bytes.
+        # An array element costs a quarter of a separate status object over the same bytes.
         self._statuses = (BlockStatus * capacity).from_buffer(memory)
         self.used = bytearray(capacity)
         self.is_used: npt.NDArray[np.bool_] = np.frombuffer(self.used, dtype=np.bool_)
-        """The same memory, as below."""
+        """Flags of `used` as a numpy array over the same memory; likewise `is_owned`."""
         self.owned = bytearray(capacity)
         self.is_owned: npt.NDArray[np.bool_] = np.frombuffer(self.owned, dtype=np.bool_)
 
     def at(self, slot: int) -> BlockStatus:
-        """The live status of a slot."""
+        """Return the live status of a slot."""
         status = self._statuses[slot]
         status.block_id = slot
         return status
 
     def hand_out(self, extents: Iterable[Extent]) -> list[BlockStatus]:
-        """Mark slots as used and not ready."""
+        """Mark slots as used and not ready; return their statuses."""
         statuses: list[BlockStatus] = []
         for start, length in extents:
             self._table[start : start + length, 0] = NOT_READY
@@ -118,11 +120,11 @@ class StatusTable:
         return statuses
 
     def has_transfers(self, first: int, end: int) -> bool:
-        """True if a transfer uses any of the slots `first .. end - 1`."""
+        """Return True if a transfer uses any of the slots `first .. end - 1`."""
         return bool(self._table[first:end, 0].any())
 
     def busy(self) -> list[BlockStatus]:
-        """Slots in use by a transfer."""
+        """Return the slots that a transfer uses."""
         return [self.at(slot) for slot in np.flatnonzero(self.is_used & (self._table[:, 0] != 0))]
 
 
@@ -141,9 +143,9 @@ class NvmeBackend(Backend):
         slots_per_segment: int,
         background: Background,
     ) -> None:
-        """One pool per path, holding the free slots of the segments that exist."""
+        """`pools` has one pool per path with the free slots of the existing segments."""
         self.set_aside_blocks = 0
-        """That cannot be evicted now, since their slots say nothing."""
+        """Number of blocks that cannot be evicted because their slot record is unreadable."""
         super().__init__(block_size, MEDIUM, len(table.is_used))
         self._table = table
         self._directory = directory
@@ -151,15 +153,16 @@ class NvmeBackend(Backend):
         self._growth = growth
         self._slots_per_segment = slots_per_segment
         self._held_segments = int(np.count_nonzero(table.is_owned)) // slots_per_segment
-        """Those whose slots are known here: growth may have one more already, and to ask for more
-        than it has would be to ask for one too many."""
+        """Number of owned segments whose slots are known here. Growth may have one more already;
+        counting that one would request one segment too many."""
         self._background = background
         self._repairs = RecordRepairs(directory, growth.clock)
         self._next_path = 0
         self._resting = RestingPaths(len(pools), slots_per_segment, growth.clock)
         self._ahead_blocks = -(-slots_per_segment // 2)
-        """So many slots shall be free as long as segments can be had. Half a segment is time enough
-        to make one, and who stores little takes no second one of what models share."""
+        """Number of slots to keep free while segments can be had. Half a segment leaves enough time
+        to make one. A process that stores little does not take a second segment of the shared
+        capacity."""
         self._tell_found: Callable[[SlotArray], None] | None = None
 
     def get_num_free_blocks(self) -> int:
@@ -185,7 +188,7 @@ class NvmeBackend(Backend):
 
     def free(self, status: BlockStatus) -> None:
         slot = status.block_id
-        if not self._table.owned[slot]:  # a foreign block: there was never a slot to give back
+        if not self._table.owned[slot]:  # a foreign block has no slot to free
             return
         assert self._table.is_used[slot], "a slot may be freed only once"
         self._table.is_used[slot] = False
@@ -223,9 +226,9 @@ class NvmeBackend(Backend):
         return busy
 
     def maintain(self, policy: CachePolicy) -> bool:
-        """As in the contract. Costs a few microseconds unless a segment comes or goes."""
+        """Costs a few microseconds, unless a segment arrives or leaves."""
         is_overtaken = self._keep_up(policy)
-        self._directory.release()  # last: an idle engine's next question sees what is there then
+        self._directory.release()  # last: an idle engine's next lookup sees the index of its time
         return is_overtaken
 
     def tell_found(self, told: Callable[[SlotArray], None]) -> None:
@@ -236,20 +239,20 @@ class NvmeBackend(Backend):
         return self._growth.moved.take()
 
     def use_background(self, background: Background) -> None:
-        """Have another one do the work from now on."""
+        """Use another background from now on."""
         self._background = background
 
     def flush_removals(self) -> None:
-        """Queue a commit of what waits to leave the index, and of the epoch if it is new."""
+        """Queue a commit of the pending removals, and of the epoch if it is new."""
         self._background.commit(self._directory.take_removals(), self._directory.epoch)
 
     def free_extents(self) -> npt.NDArray[np.int32]:
-        """All free runs, ascending: shape `(n, 2)`."""
+        """Return all free runs, ascending: shape `(n, 2)`."""
         self.take_arrived()
         return _ascending(self._pools)
 
     def free_beside(self, used_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """As `free_extents`, if these and no other slots are in use."""
+        """Return the free runs as `free_extents` does, if exactly these slots were in use."""
         is_used = np.zeros(len(self._table.used), dtype=np.bool_)
         is_used[used_slots] = True
         self.take_arrived()
@@ -258,12 +261,12 @@ class NvmeBackend(Backend):
 
     @property
     def available(self) -> int:
-        """Slots of the segments that this process owns, free or not."""
+        """Number of slots in the segments that this process owns, free or not."""
         self.take_arrived()
         return int(np.count_nonzero(self._table.is_owned))
 
     def take_arrived(self) -> None:
-        """Take in the empty segments that were made meanwhile."""
+        """Add the empty segments that growth has created."""
         for number in self._growth.poll():
             first, end = self._span(number)
             self._table.is_owned[first:end] = True
@@ -283,9 +286,9 @@ class NvmeBackend(Backend):
             self._growth.want(self._held_segments + len(self._growth.adopted) + more)
 
     def _keep_up(self, policy: CachePolicy) -> bool:
-        """`maintain`, but for the end of it."""
+        """Do the work of `maintain`, except for the final release."""
         directory, growth = self._directory, self._growth
-        directory.release()  # what comes and goes now is compared with the index of now
+        directory.release()  # what arrives and leaves now is compared with the current index
         if directory.is_overtaken:
             growth.moved.note_lost(np.flatnonzero(self._table.is_used & self._table.is_owned))
             directory.join_epoch()
@@ -294,18 +297,18 @@ class NvmeBackend(Backend):
             self._take_adopted(policy)
         if growth.surplus > 0:
             self._let_go_of_one(policy)
-        for slot in self._background.take_strays():
+        for slot in self._background.take_orphans():
             if self._table.is_used[slot] and self._table.at(slot).ref_cnt == 0:
-                directory.put_stray(slot)
-        for slot in self._repairs.take_hopeless():
+                directory.put_orphan(slot)
+        for slot in self._repairs.take_unrepairable():
             self._set_aside(slot, policy)
-        for slot in self._repairs.take_mended():
+        for slot in self._repairs.take_retried():
             self._take_back(slot, policy)
         growth.balance()
         return False
 
     def _set_aside(self, slot: int, policy: CachePolicy) -> None:
-        """Have nobody ask for a slot again whose block cannot be told, unless it is told now."""
+        """Exclude a slot from eviction if its block still cannot be identified."""
         table, directory = self._table, self._directory
         is_idle = table.is_owned[slot] and table.is_used[slot] and table.at(slot).ref_cnt == 0
         if is_idle and directory.at_slot(slot) is None and not directory.is_leaving(slot, slot + 1):
@@ -321,9 +324,9 @@ class NvmeBackend(Backend):
             self._repairs.retry_later(slot)
 
     def _take_back(self, slot: int, policy: CachePolicy) -> None:
-        """A slot that was set aside is one like any other, if it can be told what is in it."""
+        """Return a slot that was set aside to normal use, if its block can be identified now."""
         table, directory = self._table, self._directory
-        if not directory.is_set_aside(slot):  # it went with its segment
+        if not directory.is_set_aside(slot):  # it left with its segment
             return
         table.is_used[slot] = table.is_owned[slot] = True
         found = directory.at_slot(slot)
@@ -346,11 +349,11 @@ class NvmeBackend(Backend):
         return self._pools[slot // self._slots_per_segment % self._paths]
 
     def _span(self, number: int) -> tuple[int, int]:
-        """First slot of a segment, and the one behind its last."""
+        """Return the first slot of a segment, and the slot after its last."""
         return number * self._slots_per_segment, (number + 1) * self._slots_per_segment
 
     def _take_adopted(self, policy: CachePolicy) -> None:
-        """Take in segments with what they hold, unless blocks in them are just being read."""
+        """Take over adopted segments with their blocks, unless transfers in them are in flight."""
         adopted = self._growth.adopted
         for _ in range(len(adopted)):
             arrival = adopted.popleft()
@@ -405,13 +408,13 @@ class NvmeBackend(Backend):
             return
 
     def _take(self, n: int) -> list[Extent]:
-        """Take `n` slots, evenly over the paths as far as they have room."""
+        """Take `n` slots, spread evenly over the paths as far as they have room."""
         first, self._next_path = self._next_path, (self._next_path + 1) % self._paths
         pools = [self._pools[part] for part in self._resting.awake]
         order = [pools[(first + i) % len(pools)] for i in range(len(pools))]
         share = n if n < MIN_SPREAD_BLOCKS else -(-n // len(pools))
         extents: list[Extent] = []
-        for limit in (share, n):  # the second round takes what the first found no room for
+        for limit in (share, n):  # the second round takes what did not fit in the first
             for pool in order:
                 wanted = min(n - sum(length for _, length in extents), limit, len(pool))
                 extents.extend(pool.take(wanted))
@@ -424,7 +427,7 @@ def free_pools(
     slots_per_segment: int,
     paths: int,
 ) -> list[ExtentPool]:
-    """The free slots of the segments that exist, as one pool per path."""
+    """Return the free slots of the existing segments, as one pool per path."""
     pools = [ExtentPool() for _ in range(paths)]
     for number in range(len(is_used) // slots_per_segment):
         first = number * slots_per_segment

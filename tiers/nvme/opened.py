@@ -1,6 +1,6 @@
-"""An NVMe tier: what it is opened with, what an open one consists of, and how it is closed.
+"""An open NVMe tier: its configuration, its parts, and how it is closed.
 
-Any number of processes may have one open (`owners`). `tier` opens one.
+Any number of processes may have the same tier open (`owners`). `tier` opens one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...errors import KVCascadeError
 from ...logs import get_logger
 from .index.block_index import BlockIndex
-from .index.saved_slots import SavedSlots
+from .index.clean_close import SavedSlots
 from .index_directory import IndexDirectory
 from .namespace import Namespace, NamespaceKey
 from .nvme_backend import NvmeBackend, StatusTable
@@ -31,54 +31,54 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NvmeTierConfig:
-    """What a tier is opened with; sizes in bytes."""
+    """Configuration of a tier; sizes in bytes."""
 
     paths: tuple[Path, ...]
-    """One per device; they exist already."""
+    """One directory per device; each must exist."""
     capacity_bytes: int
-    """Over all paths, and over all namespaces in them."""
+    """Capacity over all paths, and over all namespaces in them."""
     block_bytes: int
-    """One slot; a multiple of 4096."""
+    """Size of a slot; a multiple of 4096."""
     key: NamespaceKey
     durability: Durability = Durability.PROCESS
     min_free_bytes: int = 0
     """Disk space that is never used."""
     slots_per_segment: int | None = None
-    """For a new namespace; by default about 1 GiB, less for small tiers."""
+    """Slots per segment of a new namespace; by default about 1 GiB, less for small tiers."""
     others_bytes: int = 0
-    """What other namespaces may take beside the capacity, for a visitor that removes none."""
+    """Space that other namespaces may use beyond the capacity; for a command that removes none."""
     may_remove_namespaces: bool = True
-    """Whether namespaces that nobody has open leave if there is no room beside them."""
+    """Whether unused namespaces are removed if there is no room beside them."""
     is_guest: bool = False
-    """A command, not an engine: what it stores was computed elsewhere."""
+    """True for a command instead of an engine; the blocks it stores were computed elsewhere."""
     ready_bytes: int = SEGMENT_BYTES
-    """Room that is there once the tier is open, per path, if there is that much."""
+    """Space per path that is prepared before the opening returns, as far as available."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """What was found, for one line in the log."""
+    """Result of an opening, for one line in the log."""
 
     folder: Path
     blocks: int
-    """That can be found: those of all processes."""
+    """Number of blocks that can be found, over all processes."""
     block_bytes: int
     capacity_blocks: int
-    """Over all processes."""
+    """Capacity in blocks over all processes."""
     created: datetime
     was_clean: bool
-    """True if nothing had to be found out about the segments that this process had last."""
+    """True if this process's own segments did not have to be scanned."""
     was_reset: bool
-    """True if what it had last is worth nothing since."""
+    """True if a reset has invalidated the blocks that this process had stored last."""
     is_alone: bool
-    """True if no other process had it open."""
+    """True if no other process had the namespace open."""
     bytes_written: int
-    """Over the life of the namespace."""
+    """Bytes written over the life of the namespace."""
 
 
 @dataclass(slots=True)
 class NvmeTier:
-    """An open tier. Give `directory` and `arrays` to a policy, `store` to the handlers."""
+    """An open tier. Pass `directory` and `arrays` to a policy, `store` to the handlers."""
 
     backend: NvmeBackend
     directory: IndexDirectory
@@ -97,19 +97,19 @@ class NvmeTier:
     def recovered(self) -> bool:
         """True if the policy's arrays may not match the index: reconcile with `live_slots`.
 
-        Ask after the policy was made: an array that was not there also counts.
+        Read it after the policy was made, because an array that was missing counts too.
         """
         report = self.report
         return not report.was_clean or report.was_reset or self.arrays.was_replaced
 
     def live_slots(self) -> npt.NDArray[np.int64]:
-        """Slots that hold a block or are on their way to, ascending."""
+        """Return the slots that hold a block or are being written, ascending."""
         return np.flatnonzero(self.table.is_used).astype(np.int64)
 
     def close(self, clean: bool = True) -> None:
-        """Commit what waits, save the free extents, let go of everything; idempotent.
+        """Commit pending removals, save the free extents and release everything; idempotent.
 
-        Transfers and the executor must have ended. `clean=False` only lets go.
+        Transfers and the executor must have ended. `clean=False` only releases.
         """
         if self.is_closed:
             return
@@ -132,12 +132,12 @@ class NvmeTier:
         saved: SavedSlots | None = None
         was_taken_from = False
         if is_settled and directory.is_committed:
-            with suppress(OSError, KVCascadeError):  # files may be gone, or a device broken
+            with suppress(OSError, KVCascadeError):  # files may be gone, or the device broken
                 was_taken_from = self.index.was_taken_from()
                 saved = self._slots_to_save(was_taken_from)
-        directory.release()  # others go on, and what follows waits for the disk
+        directory.release()  # others need the pages while the next steps wait for the disk
         try:
-            if not was_taken_from:  # unsealed, the policy's arrays are compared with the slots
+            if not was_taken_from:  # unsealed arrays are compared with the slots at the start
                 self.arrays.sync()
             self.epoch_arrays.sync()
         except KVCascadeError as error:
@@ -148,9 +148,9 @@ class NvmeTier:
             _log.warning("the next start has to look through the index: %s", error)
 
     def _slots_to_save(self, was_taken_from: bool) -> SavedSlots | None:
-        """What lies in its own segments, and what is free there; None if that does not add up."""
+        """Return the used and free slots of its own segments; None if the counts disagree."""
         index, directory, backend = self.index, self.directory, self.backend
-        if was_taken_from:  # slots that lost their blocks are in use until they are evicted
+        if was_taken_from:  # slots that lost their blocks stay in use until they are evicted
             used_slots = index.scan(self.table.is_owned, and_beyond=False)
             return SavedSlots(directory.epoch, len(used_slots), backend.free_beside(used_slots))
         free = backend.free_extents()

@@ -1,9 +1,9 @@
-"""How an NVMe tier is opened: namespace, index, segments, store, backend and directory.
+"""The steps of opening an NVMe tier: namespace, index, segments, store, backend and directory.
 
-A process takes the segments back that it had last. After a clean close no index entry is read;
-after anything else every entry is read once. Other processes may have the namespace open: nothing
-of theirs is touched, and they need not know. Whatever fails while opening raises one of our errors
-and leaves the data as it was.
+A process takes back the segments that it owned last. After a clean close no index entry is read;
+otherwise every entry is read once. Other processes may have the namespace open. Their segments are
+not touched, and they are not notified. If a step fails, the opening raises a `KVCascadeError` and
+leaves the data unchanged.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .segments.format import SegmentLayout
 from .segments.segment_files import SegmentSet
 from .segments.store import BlockStore, Durability
 from .writer.capacity import Plan, SpaceBudget
+from .writer.failing_devices import OnEnd
 from .writer.growth import SegmentGrowth
 from .writer.owners import MAX_PROCESSES
-from .writer.repairs import OnEnd
 
 _log = get_logger(__name__)
 
 
 class Opening:
-    """The steps of `open_nvme_tier`, and what to let go of if one fails: `undo`."""
+    """The steps of `open_nvme_tier`; `undo` releases everything if one fails."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Opening:
         self._index: BlockIndex | None = None
 
     def run(self) -> NvmeTier:
-        """All steps in order."""
+        """Run all steps in order."""
         resets, started = self._open_resets()
         if not self._owners.is_alone and not self._owners.has_engines:
             self._begin_beside_guests(resets, started)
@@ -143,7 +143,7 @@ class Opening:
         )
 
     def undo(self) -> None:
-        """Let go of what the steps so far hold."""
+        """Release everything that the steps so far hold."""
         if self._index is not None:
             self._index.abandon()
         self._segments.close()
@@ -162,7 +162,8 @@ class Opening:
         return self._budget.claim(0, growth)
 
     def _open_resets(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Resets per process, and in one cell the epoch when a process last began alone."""
+        """Return the resets per process, and a cell with the epoch when a process last began
+        alone."""
         shape = ("epoch", MAX_PROCESSES + 1, np.uint64)
         if not self._owners.is_alone and not self._epoch_arrays.has(*shape):
             folder = self._namespace.folders[0]
@@ -176,25 +177,26 @@ class Opening:
     def _begin_beside_guests(
         self, resets: npt.NDArray[np.uint64], started: npt.NDArray[np.uint64]
     ) -> None:
-        """What a start alone does, by a reset of one's own: they have the index open."""
+        """Do the work of a lone start by a reset of its own, as guests have the index open."""
         if started[0] != resets.sum():
             resets[self._owners.state] += np.uint64(1)
             started[0] = resets.sum()
 
     def _open_index(self, epoch: int, started_epoch: int) -> tuple[BlockIndex, Session]:
-        """`started_epoch`: as of the last time that a process began alone.
+        """Open and load the index. `started_epoch` is the epoch when a process last began alone.
 
-        What was stored after a later reset is for those engines only that were reset: their weights
-        may have been updated in place, and are not those that the namespace's name speaks of.
+        Blocks stored after a later reset are valid only for the engines that were reset. Their
+        weights may have been updated in place, and may differ from those that the namespace is
+        named after.
         """
         folder = self._namespace.index_folder
         if not self._is_new and not (folder / DATA_NAME).exists():
             raise CorruptionError(damaged(folder, "it is missing"))
         if self._is_new:
             for part in range(self._paths):
-                with self._budget.claim(part, 0):  # refused if there is not even room to begin
+                with self._budget.claim(part, 0):  # fails if there is not even room to begin
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # LMDB is on no other file system
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # LMDB needs the real file system
         index = self._index = open_index(
             folder,
             self._plan.slots,
@@ -228,15 +230,15 @@ class Opening:
 
     @property
     def _index_bytes(self) -> int:
-        """Address space of the index: the plan's, or what the others who have it open map.
+        """Address space of the index: the plan's, or the one that other processes map already.
 
-        It is never made smaller: to forget blocks takes pages, too.
+        It is never reduced, because dropping blocks needs free pages, too.
         """
         described = self._namespace.index_bytes
         return max(self._plan.index_bytes, described) if self._owners.is_alone else described
 
     def _open_segments(self, index: BlockIndex, session: Session) -> bool:
-        """Take one's own back; True if the segments are all there as they were left."""
+        """Take back this process's segments. Return True if all are there as they were left."""
         total, is_right = self._plan.segments, not index.needs_scan
         there = self._segments.found()
         for number in self._owners.last_owned(total):
@@ -248,13 +250,13 @@ class Opening:
                     self._segments.open(number)
                     continue
             except KVCascadeError as error:
-                if is_for_want_of_resources(error):  # its blocks are well, and must not be dropped
+                if is_for_want_of_resources(error):  # its blocks are intact: keep their entries
                     raise
                 _log.warning("a segment is left out: %s", error)
             self._owners.disown(number)
             is_right = False
         for number in there:
-            if number >= total and self._owners.try_own(number):  # there was a larger capacity
+            if number >= total and self._owners.try_own(number):  # the capacity was larger before
                 self._segments.remove(number)
                 self._owners.disown(number)
                 is_right = False
@@ -263,7 +265,8 @@ class Opening:
     def _find_used(
         self, index: BlockIndex, session: Session, table: StatusTable, was_clean: bool
     ) -> bool:
-        """Which of its own slots hold blocks; True if no entry had to be read for that."""
+        """Mark the owned slots that hold blocks. Return True if no entry had to be read for
+        that."""
         self._mark(table.is_owned, self._segments.numbers)
         there = self._segments.found()
         knows_all = set(there) == set(self._segments.numbers)
@@ -273,7 +276,7 @@ class Opening:
                 table.is_used[:] = table.is_owned & ~is_free
                 return True
         elif was_clean and (there or index.entries_at_open == 0):
-            return True  # there was nothing of its own
+            return True  # this process owned nothing
         lost = self._lost(there)
         live = index.scan(table.is_owned, lost, and_beyond=self._owners.is_alone)
         table.is_used[live] = True
@@ -282,7 +285,7 @@ class Opening:
         return False
 
     def _lost(self, there: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Slots in files that are not there, or cannot be opened, and nobody's."""
+        """Return the slots that nobody owns and whose file is missing or unusable."""
         is_lost = np.ones(self._plan.slots, dtype=np.bool_)
         taken = [n for n in range(self._plan.segments) if self._owners.is_taken(n)]
         self._mark(is_lost, set(there) - self._segments.unusable, value=False)
@@ -296,10 +299,10 @@ class Opening:
         is_owned: npt.NDArray[np.bool_],
         knows_all: bool,
     ) -> npt.NDArray[np.bool_] | None:
-        """The free slots as the last close left them; None if that does not add up."""
+        """Return the free slots as of the last close; None if the counts disagree."""
         saved = session.saved
         assert saved is not None
-        if saved.epoch != index.epoch:  # there was a reset: nobody has written here since
+        if saved.epoch != index.epoch:  # after a reset nobody has written here
             is_sane = not knows_all or index.entries_at_open == 0
             return np.ones(len(is_owned), dtype=np.bool_) if is_sane else None
         extents = saved.free.astype(np.int64)
@@ -317,7 +320,7 @@ class Opening:
         np.add.at(change, starts, 1)
         np.add.at(change, ends, -1)
         is_free: npt.NDArray[np.bool_] = np.cumsum(change[:-1], dtype=np.int8) > 0
-        if (is_free & ~is_owned).any():  # some of its segments are another process's now
+        if (is_free & ~is_owned).any():  # another process has taken some of its segments
             return None
         used = int(np.count_nonzero(is_owned)) - int(lengths.sum())
         is_exact = used == saved.used and (not knows_all or used == index.entries_at_open)
@@ -360,7 +363,7 @@ class Opening:
         )
 
     def _prepare(self, growth: SegmentGrowth) -> None:
-        """Have some room before the first store."""
+        """Create some segments before the first store."""
         per_path = max(1, self._config.ready_bytes // self._segments.layout.file_bytes)
         growth.make(per_path * self._paths - len(self._segments.numbers))
 
@@ -385,9 +388,9 @@ def prove_records(
     directory: IndexDirectory,
     proven_from: int,
 ) -> None:
-    """Compare the records of all open segments with older entries; write those anew that differ.
+    """Compare slot records of open segments with older entries; rewrite those that differ.
 
-    After a start of the machine, on an I/O thread. What is stored meanwhile has both right.
+    Runs on an I/O thread after a boot of the machine. Blocks stored meanwhile have both right.
     """
     size = segments.layout.slots
     said = np.zeros(index.capacity, dtype=np.uint64)
@@ -415,7 +418,7 @@ def prove_records(
 
 
 class _ExecutorBackground(Background):
-    """Hands work to the executor; no removal is lost if it takes no more."""
+    """Hands work to the executor; removals are kept if it takes no more."""
 
     def __init__(self, store: BlockStore, executor: Executor) -> None:
         self._store = store
@@ -424,8 +427,8 @@ class _ExecutorBackground(Background):
     def commit(self, removals: Sequence[Removal], epoch: int) -> None:
         try:
             self._executor.submit(self._store.remove, removals, epoch)
-        except RuntimeError:  # shutting down: the commit at close takes them along
-            self._store.owe(removals, epoch)
+        except RuntimeError:  # shutting down: the commit at close includes them
+            self._store.defer_removals(removals, epoch)
 
     def repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         with contextlib.suppress(RuntimeError):  # shutting down
@@ -434,5 +437,5 @@ class _ExecutorBackground(Background):
     def _repair_records(self, slots: Set[int], on_end: OnEnd) -> None:
         on_end(self._store.repair_records(slots))
 
-    def take_strays(self) -> list[int]:
-        return self._store.take_strays()
+    def take_orphans(self) -> list[int]:
+        return self._store.take_orphans()

@@ -1,6 +1,6 @@
-"""Opening an NVMe tier: the way in.
+"""Opening an NVMe tier: the public entry.
 
-What it consists of is in `opened`, the steps are in `opening`.
+`opened` defines the open tier, `opening` the steps of opening it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_nvme_tier(
     """Open or create a tier; `executor` runs index commits and segment creation.
 
     Raises `ConfigError`, `InUseError`, `CorruptionError`, `FormatError`, `NoSpaceError` or
-    `TierIOError`; nothing is held afterwards.
+    `TierIOError`. Nothing stays open after an error.
     """
     with os_errors(f"opening the tier in {', '.join(map(str, config.paths))}"):
         return _open(config, executor, RealFileSystem() if fs is None else fs, clock)
@@ -41,7 +41,7 @@ def _open(
     slots = stored_slots_per_segment(fs, config.paths[0], config.key) or config.slots_per_segment
     plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
     namespace = open_namespace(fs, config.paths, config.key, is_guest=config.is_guest)
-    try:  # another process may have made it in between
+    try:  # another process may have created it in between
         slots = namespace.slots_per_segment or config.slots_per_segment
         plan = plan_capacity(config.capacity_bytes, config.block_bytes, len(config.paths), slots)
         if not namespace.owners.is_alone:
@@ -58,10 +58,10 @@ def _open(
 
 
 def _beside_others(plan: Plan, namespace: Namespace) -> Plan:
-    """No more than the index has room for that other processes map already.
+    """Return the plan, limited to the slots for which the shared index has room.
 
-    Otherwise it would be full before the segments are: nothing would be evicted, and nothing
-    stored any more.
+    Otherwise the index would be full before the segments are. Then nothing would be evicted, and
+    nothing stored any more.
     """
     if namespace.description is None:
         raise CorruptionError(

@@ -135,8 +135,12 @@ class RecencyLog:
         return isinstance(slot, int) and self._stamp_of[slot] > 0
 
     def holds(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Which of these slots are present."""
+        """Return which of these slots are present."""
         return np.asarray(self._stamp[slots] > 0)
+
+    def stamps(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the stamp of each slot; 0 for slots that are absent."""
+        return np.asarray(self._stamp[slots])
 
     def position(self, slot: int) -> int:
         """Where a slot that is present stands in the log."""
@@ -161,12 +165,23 @@ class RecencyLog:
         if len(slots) > len(self._stamp):  # then some are repeated: only the last use counts
             slots = list(dict.fromkeys(reversed(slots)))[::-1]
         batch = np.asarray(slots, dtype=np.intp)  # any other type is converted at every use
+        n = len(batch)
+        absent = n - int(np.count_nonzero(self._stamp[batch]))
+        stamps = self.append_distinct(batch, absent)
+        # A slot that was given twice counts once.
+        if absent and np.count_nonzero(self._stamp[batch] == stamps) != n:
+            self._end[_COUNT] = int(np.count_nonzero(self._stamp))
+
+    def append_distinct(self, batch: npt.NDArray[np.integer], absent: int) -> npt.NDArray[np.int64]:
+        """Do what `append` does for slots without repeats, of which `absent` are not present.
+
+        Returns the stamps that the slots got.
+        """
         n, end = len(batch), self._end
         if end[_TAIL] - end[_HEAD] + n > self._length:
             self._compact()
         tail = end[_TAIL]
         stamps = np.arange(tail + 1, tail + 1 + n, dtype=np.int64)
-        absent = n - int(np.count_nonzero(self._stamp[batch]))
         at = tail % self._length
         if at + n <= self._length:
             self._log[at : at + n] = batch
@@ -174,10 +189,8 @@ class RecencyLog:
             self._log[(stamps - 1) % self._length] = batch
         self._stamp[batch] = stamps
         end[_TAIL] = tail + n
-        if absent:
-            end[_COUNT] += absent
-            if np.count_nonzero(self._stamp[batch] == stamps) != n:  # given twice: counts once
-                end[_COUNT] = int(np.count_nonzero(self._stamp))
+        end[_COUNT] += absent
+        return stamps
 
     def prepend(self, slots: Sequence[int]) -> None:
         """Add slots that are absent, without repeats, as the least recent, the first most of all.
@@ -205,8 +218,11 @@ class RecencyLog:
                     self._stamp_of[slot] = 0
                     self._end[_COUNT] -= 1
             return
-        batch = np.unique(np.asarray(slots, dtype=np.intp))
-        self._ends[_COUNT] -= np.count_nonzero(self._stamp[batch])
+        self.discard_distinct(np.unique(np.asarray(slots, dtype=np.intp)))
+
+    def discard_distinct(self, batch: npt.NDArray[np.integer]) -> None:
+        """Do what `discard` does for slots without repeats."""
+        self._end[_COUNT] -= int(np.count_nonzero(self._stamp[batch]))
         self._stamp[batch] = 0
 
     def scan(

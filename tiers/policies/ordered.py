@@ -30,6 +30,8 @@ class OrderedPolicy(CachePolicy):
         self._directory = directory
         self._order = order
         self.wants_chains = order.wants_chains
+        self._expects = order.wants_tags and type(order).expect is not EvictionOrder.expect
+        """Whether the order does anything with `expect`: tags of many blocks take time."""
         self.ready_at = directory.ready_at
         # The hot path of every lookup: no call of our own between the manager and the directory.
         setattr(self, "get", directory.get)  # noqa: B010 - a method may not be assigned to
@@ -48,7 +50,7 @@ class OrderedPolicy(CachePolicy):
         self._directory.mark_ready(block_hashes, slots)
 
     def expect(self, block_hashes: Iterable[BlockHash]) -> None:
-        if self._order.wants_tags:
+        if self._expects:
             self._order.expect(list(map(tag_of, block_hashes)))
 
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:

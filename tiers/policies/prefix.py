@@ -60,9 +60,9 @@ DEPTH_ROUNDS = 8
 """How far up the tree the value of a run reaches, in runs."""
 GHOSTS_PER_RUN = 2
 """Blocks that left and are remembered, at least, per record of a run."""
-LAST_KEPT, DEPTH_BITS = 2, 2
+LAST_KEPT = 2
 """Of a run that left, so many of its last blocks are remembered, and those at depths with no bits
-set but so many first ones (0, 1, 2, 3, 4, 6, 8, 12, 16...): few, so that they last, and enough to
+set but the first two (0, 1, 2, 3, 4, 6, 8, 12, 16...): few, so that they last, and enough to
 see about where another request takes a different way."""
 LEFT_ROUNDS = 4
 """How often what a run left behind may have been left behind in turn, and is found again."""
@@ -103,6 +103,8 @@ class PrefixOrder(EvictionOrder):
         """Blocks that left and numbers of their runs: a hash table in which the later one stays."""
         self._was_of = arrays("prefix_was_of", capacity, np.int64)
         """Of each slot: number of the run its block was of before it came in again; 0: none."""
+        self._values = np.zeros(runs.size)
+        """Scratch space of `_rank`, by place."""
         self._ranking = arrays("prefix_ranking", runs.size, np.int32)
         self._state_array = arrays("prefix_state", 4, np.int64)
         self._state = scalars(self._state_array)
@@ -160,11 +162,13 @@ class PrefixOrder(EvictionOrder):
     def evicted(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         runs, batch = self._runs, np.asarray(slots, np.int32)
         owners, depth = runs.run_of[batch], runs.depth_of[batch]
-        is_kept = _is_landmark(depth) | (np.asarray(runs.depth)[owners] - depth <= LAST_KEPT)
+        is_kept = _is_landmark(depth) | (runs.depths[owners] - depth <= LAST_KEPT)
         is_kept &= runs.class_[owners] != UNKNOWN  # what came in again is remembered from before
-        left = np.asarray(tags, np.uint64)[is_kept]
-        entries = left & self._ghost_mask
-        self._ghost_tag[entries], self._ghost_run[entries] = left, runs.number[owners[is_kept]]
+        kept = np.flatnonzero(is_kept)
+        if len(kept):
+            left = np.asarray(tags, np.uint64)[kept]
+            entries = left & self._ghost_mask
+            self._ghost_tag[entries], self._ghost_run[entries] = left, runs.number[owners[kept]]
         runs.discard(batch)
 
     # ---- who leaves ----------------------------------------------------------------------
@@ -210,19 +214,19 @@ class PrefixOrder(EvictionOrder):
 
     def _rank(self) -> Ints:
         runs = self._runs
-        held = np.flatnonzero(runs.live)
-        held = held[held != ANCIENT]
+        held = runs.held()
         ages = self._state[_NOW] - runs.made_at[held] + 1
-        value = np.zeros(runs.size)
+        value = self._values
         value[held] = self._model.value(runs.class_[held], ages)
         hanging = held[runs.anchor[held] > 0]
         above = runs.run_of[runs.anchor[hanging] - 1]
         for _ in range(DEPTH_ROUNDS):
-            before = value[above]
-            np.maximum.at(value, above, np.nextafter(value[hanging], np.inf))
-            if np.array_equal(before, value[above]):
+            least = np.nextafter(value[hanging], np.inf)
+            is_raised = np.flatnonzero(least > value[above])
+            if not len(is_raised):
                 break
-        return np.asarray(held[np.lexsort((runs.number[held], value[held]))])
+            np.maximum.at(value, above[is_raised], least[is_raised])
+        return np.asarray(held[np.argsort(value[held], kind="stable")])
 
     # ---- what a request tells ------------------------------------------------------------
 
@@ -233,37 +237,60 @@ class PrefixOrder(EvictionOrder):
         return int(runs.depth_of[slots[0]]) if is_known else 0
 
     def _owners(self, chain: Slots, begin: int) -> list[_Part]:
-        """The runs along a chain whose first block has depth `begin`."""
-        if not len(chain):
-            return []
-        here, owners = self._runs.run_of[chain], self._owners_of(chain)
-        stops = [*(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(chain)]
-        starts = [0, *stops[:-1]]
+        """Return the runs that used a chain last; the chain's first block has depth `begin`.
+
+        A block that came in again counts for the run that it belonged to before it left. Few of the
+        blocks that left are remembered, but a run that used a block used all blocks before it too.
+        """
+        runs, latest = self._runs, 0
+        steps: list[list[int]] = []
+        """Last step first: the end of a part, the place of its run, and its blocks still here."""
+        for place, start, stop in reversed(self._segments(chain)):
+            is_known = runs.class_of[place] != UNKNOWN
+            if is_known:
+                uses = [(stop, runs.number_of[place])]
+            else:
+                uses = self._remembered(chain, start, stop)
+                if not latest:
+                    steps.append([stop, place, stop - start])
+            for end, number in uses:
+                if number > latest:
+                    latest = number
+                    if steps and steps[-1][0] == end:
+                        steps.pop()
+                    steps.append([end, number % runs.size, 0])
+            if is_known and runs.number_of[place] == latest:
+                steps[-1][2] += stop - start
         return [
-            _Part(
-                int(owners[start]),
-                int(np.count_nonzero(here[start:stop] == owners[start])),
-                begin + stop,
-                int(chain[stop - 1]),
-            )
-            for start, stop in zip(starts, stops, strict=True)
+            _Part(place, here, begin + end, int(chain[end - 1]))
+            for end, place, here in reversed(steps)
         ]
 
-    def _owners_of(self, chain: Slots) -> Ints:
-        """Places of the runs that used these before; of what has come in again, before it left.
+    def _segments(self, chain: Slots) -> list[tuple[int, int, int]]:
+        """Return `(place, start, stop)` for each stretch of a chain whose slots are of one run."""
+        if not len(chain):
+            return []
+        places = self._runs.run_of[chain]
+        starts = [0, *(np.flatnonzero(places[1:] != places[:-1]) + 1).tolist()]
+        stops = [*starts[1:], len(chain)]
+        return list(zip(places[starts].tolist(), starts, stops, strict=True))
 
-        Not every block that left is remembered, but who used a block used those before it as well.
-        """
-        runs = self._runs
-        owners, was = runs.run_of[chain].astype(np.int64), self._was_of[chain]
-        for _ in range(LEFT_ROUNDS):
-            place = was % runs.size
-            has_rest = (runs.number[place] == was) & (runs.rest[place] > 0)
-            was = np.where(has_rest, runs.rest[place], was)
-        is_back = runs.number[was % runs.size] == was
-        numbers = np.where(runs.class_[owners] == UNKNOWN, was * is_back, runs.number[owners])
-        latest = np.maximum.accumulate(numbers[::-1])[::-1]
-        return np.asarray(np.where(latest > 0, latest % runs.size, owners))
+    def _remembered(self, chain: Slots, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return `(end, number)` of runs that blocks belonged to before they left, last first."""
+        was = self._was_of[chain[start:stop]]
+        at = np.flatnonzero(was)[::-1]
+        found: list[tuple[int, int]] = []
+        if len(at):
+            runs = self._runs
+            for index, number in zip(at.tolist(), was[at].tolist(), strict=True):
+                for _ in range(LEFT_ROUNDS):
+                    place = number % runs.size
+                    if runs.number_of[place] != number or runs.rest_of[place] <= 0:
+                        break
+                    number = runs.rest_of[place]
+                if runs.number_of[number % runs.size] == number:
+                    found.append((start + index + 1, number))
+        return found
 
     def _take_over(self, parts: list[_Part], blocks: int) -> tuple[int, int]:
         """A request used these: what does that say of those who used them before?
@@ -395,5 +422,5 @@ def _distinct(slots: Sequence[int]) -> list[int]:
 
 def _is_landmark(depths: Slots) -> npt.NDArray[np.bool_]:
     """Whether a block at this depth is remembered wherever its run ends."""
-    bits = np.frexp(depths)[1]
-    return np.asarray(depths & ((1 << np.maximum(bits - DEPTH_BITS, 0)) - 1) == 0)
+    lowest_bit = depths & -depths
+    return np.asarray((depths == lowest_bit) | (depths == 3 * lowest_bit))

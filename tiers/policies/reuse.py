@@ -49,6 +49,7 @@ AGES = np.unique(np.round(2 ** (np.arange(38) / 2)).astype(np.int64))
 """Ages, in requests, at which classes of age begin: two an octave; the last one ends the scale."""
 AGE_CLASSES = len(AGES) - 1
 _AGES = tuple(AGES[:-1].tolist())
+_OLDEST = _AGES[-1]
 
 PRIOR_HAZARD = 0.2
 """Chance to come back within one class of age, before anything is known."""
@@ -102,7 +103,7 @@ class ReuseModel:
 
     def value(self, classes: Ints, ages: Ints) -> Floats:
         """Expected uses per request of waiting, for runs of these classes and ages."""
-        ages = np.clip(ages, 1, int(AGES[-2]))
+        ages = np.minimum(np.maximum(ages, 1), _OLDEST)
         at = np.searchsorted(AGES, ages, side="right") - 1
         share = (ages - AGES[at]) / (AGES[at + 1] - AGES[at])
         before, after = self._values[classes, at], self._values[classes, at + 1]
@@ -110,19 +111,22 @@ class ReuseModel:
 
     def learn(self) -> None:
         """Compute the values anew from what was counted. About 2 ms."""
-        hazard = self._hazards()
-        width = np.diff(AGES)
-        survival = np.cumprod(1 - hazard, axis=1)
-        reached = np.concatenate((np.ones((len(hazard), 1)), survival[:, :-1]), axis=1)
-        zero = np.zeros((len(hazard), 1))
-        uses = np.concatenate((zero, np.cumsum(reached * hazard, axis=1)), axis=1)
+        hazard = np.ascontiguousarray(self._hazards().T)
+        width = np.diff(AGES)[:, None]
+        survival = np.cumprod(1 - hazard, axis=0)
+        start = np.zeros((1, CLASSES + 1))
+        reached = np.concatenate((start + 1, survival[:-1]))
+        uses = np.concatenate((start, np.cumsum(reached * hazard, axis=0)))
         waits = reached * width * (1 - hazard / 2)
-        time = np.concatenate((zero, np.cumsum(waits, axis=1)), axis=1)
+        time = np.concatenate((start, np.cumsum(waits, axis=0)))
+        values = np.empty((AGE_CLASSES + 1, CLASSES + 1))
         for age in range(AGE_CLASSES):
-            gained = uses[:, age + 1 :] - uses[:, age, None]
-            waited = np.maximum(time[:, age + 1 :] - time[:, age, None], 1e-30)
-            self._values[:, age] = (gained / waited).max(axis=1)
-        self._values[:, AGE_CLASSES] = self._values[:, AGE_CLASSES - 1]
+            waited = time[age + 1 :] - time[age]
+            rate = uses[age + 1 :] - uses[age]
+            rate /= np.maximum(waited, 1e-30, out=waited)
+            rate.max(axis=0, out=values[age])
+        values[AGE_CLASSES] = values[AGE_CLASSES - 1]
+        self._values[:] = values.T
 
     def clear(self) -> None:
         """Forget everything."""

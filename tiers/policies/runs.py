@@ -63,7 +63,8 @@ class Runs:
         """Moving mean of log2(1 + time between uses), times `GAP_SCALE`."""
         self.first = scalars(arrays(f"{name}_run_first", size, np.int32))
         """Depth of its first block."""
-        self.depth = scalars(arrays(f"{name}_run_depth", size, np.int32))
+        self.depths = arrays(f"{name}_run_depth", size, np.int32)
+        self.depth = scalars(self.depths)
         """Depth at which it ends: blocks of the request up to its end."""
         self.rest = arrays(f"{name}_run_rest", size, np.int64)
         """Number of the run of what it left behind when a part of it was used; 0: none."""
@@ -87,6 +88,14 @@ class Runs:
         place = number % self.size
         return place if number > 0 and self.number_of[place] == number else None
 
+    def held(self) -> Ints:
+        """Return the places of all runs that hold slots, the oldest first, without `ANCIENT`."""
+        places = np.flatnonzero(self.live)
+        if len(places) and places[0] == ANCIENT:
+            places = places[1:]
+        oldest = int(np.searchsorted(places, self.next_number % self.size))
+        return np.concatenate((places[oldest:], places[:oldest]))
+
     def add(self, now: int, class_: int = UNKNOWN) -> int:
         """A new run without slots; returns the place of its record."""
         number = self.next_number
@@ -109,8 +118,8 @@ class Runs:
 
         Each `(place, n)` of `places` makes a run of the next `n`. Slots must be distinct.
         """
-        self._leave(slots)
-        self.log.append(slots)
+        slots = np.asarray(slots, np.intp)  # numpy converts any other type at every use
+        self.log.append_distinct(slots, len(slots) - self._leave(slots))
         begin, at = self.log.tail - len(slots), 0
         for place, n in places:
             self.run_of[slots[at : at + n]] = place
@@ -121,8 +130,9 @@ class Runs:
 
     def discard(self, slots: Slots) -> None:
         """Remove slots; absent ones are ignored."""
-        self._leave(slots)
-        self.log.discard(slots)
+        slots = np.asarray(slots, np.intp)
+        if self._leave(slots):
+            self.log.discard_distinct(slots)
 
     def move_all(self, place: int, to: int) -> None:
         """The slots of a run become those of another one, and keep their places in the log."""
@@ -186,10 +196,14 @@ class Runs:
         for field in (self.run_of, self.anchor, self.class_, self.ended_at_age):
             field[:] = 0
 
-    def _leave(self, slots: Slots) -> None:
-        present = slots[self.log.holds(slots)]
-        if len(present):
-            np.subtract.at(self.live, self.run_of[present], 1)
+    def _leave(self, slots: Slots) -> int:
+        """Take slots out of their runs; returns how many of them were present."""
+        is_present = self.log.stamps(slots) > 0
+        present = int(np.count_nonzero(is_present))
+        if present:
+            places = self.run_of[slots]
+            np.subtract.at(self.live, places if present == len(slots) else places[is_present], 1)
+        return present
 
     def _forget(self, place: int) -> None:
         """The record of a run that has slots is needed: they join those of older runs."""

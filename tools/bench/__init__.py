@@ -10,12 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,11 @@ NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
 BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
 """Measurements that run without vLLM, LMDB and msgspec, and what those need."""
+BARE_MINUTES = 5.0
+"""Limit for these measurements. With the GPU tests they take about 8 minutes at most."""
+BARE_SHARES = {"gpu": 0.8, "gpu_engine": inf}
+"""Share of the limit after which a measurement begins nothing; 1 for others. The engine starts only
+where vLLM is installed, and has no limit."""
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
@@ -75,6 +84,8 @@ class BenchOptions:
     out: Path = Path("out")
     plot: Path | None = None
     as_json: bool = False
+    minutes: float | None = None
+    """No case begins later than this; None: `BARE_MINUTES` for `BARE`, and no limit for others."""
 
 
 def run(options: BenchOptions) -> int:
@@ -129,7 +140,10 @@ def _run(options: BenchOptions) -> dict[str, Any]:
     scale = scale_of(options)
     names = names_of(options.only, scale)
     reporter, began = Reporter(), time.monotonic()
+    minutes = minutes_of(options)
     facts: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command_of(options),
         "machine": machine_facts(folder),
         "versions": version_facts(),
         "is_quick": options.quick,
@@ -142,14 +156,23 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         facts["notes"].append(line)
         reporter.print(f"note: {line}")
 
+    def has_time(name: str) -> bool:
+        share = 1.0 if options.minutes is not None else BARE_SHARES.get(name, 1.0)
+        return time.monotonic() - began < minutes * 60 * share
+
     reporter.print(f"kvcascade bench: {headline(facts)}")
     tables: list[Table] = []
     try:
         for name in names:
-            with reporter.measuring(name):
-                setup = Setup(folder / name, scale, reporter.progress, dict(options.nvme), note)
-                tables.append(measure(name, setup))
-            reporter.table(tables[-1])
+            if not has_time(name):
+                note(f"{name} is not measured, the time is up; --minutes gives more")
+            else:
+                with reporter.measuring(name):
+                    nvme = dict(options.nvme)
+                    in_time = partial(has_time, name)
+                    setup = Setup(folder / name, scale, reporter.progress, nvme, note, in_time)
+                    tables.append(measure(name, setup))
+                reporter.table(tables[-1])
             facts["seconds"] = round(time.monotonic() - began, 1)
             write(out / "bench.json", tables, facts)
     finally:
@@ -162,6 +185,18 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         plot(found, options.plot)
         reporter.print(f"saved {options.plot}")
     return found
+
+
+def command_of(options: BenchOptions) -> str:
+    """Return the call that measures the same again; folders of one machine are left out."""
+    words = ["kvcascade", "bench"]
+    words += ["--quick"] if options.quick else []
+    words += [word for name in options.only for word in ("--only", name)]
+    words += ["--repeats", str(options.repeats)] if options.repeats else []
+    words += ["--minutes", f"{options.minutes:g}"] if options.minutes is not None else []
+    for name, value in options.nvme.items():
+        words += ["--nvme", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
 
 
 def _folders(options: BenchOptions) -> tuple[Path, Path]:
@@ -189,6 +224,13 @@ def scale_of(options: BenchOptions) -> Scale:
     scale = QUICK if options.quick else FULL
     n = options.repeats
     return replace(scale, repeats=n, engine_repeats=min(n, scale.engine_repeats)) if n else scale
+
+
+def minutes_of(options: BenchOptions) -> float:
+    """How long measurements may be started."""
+    if options.minutes is not None:
+        return options.minutes
+    return BARE_MINUTES if options.only and {*options.only} <= {*BARE} else inf
 
 
 def names_of(only: Sequence[str], scale: Scale) -> list[str]:

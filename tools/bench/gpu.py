@@ -31,6 +31,7 @@ from .gpu_moves import (
     STEP_S,
     SUBMIT,
     SUBMIT_LONGEST,
+    Kernels,
     Mover,
     Transfer,
     beside,
@@ -51,6 +52,16 @@ MEMORY_SHARE = 0.8
 BESIDE_BLOCKS = 64
 """Of the transfers that run beside kernels, and of the one whose bytes are compared."""
 
+DECODE_LEAST = 0.97
+"""Goal: kernels of decode size beside transfers, over their rate alone."""
+PREFILL_SHARE = 0.7
+"""Goal: transfers beside kernels of prefill size, as a share of one large copy's rate."""
+CALL = (Goal(1.0),)
+"""Goal of the longest call, in ms."""
+
+REPEATS_MAX = 3
+"""How often a case is measured at most, so that all shapes have their turn."""
+
 GIB = 1 << 30
 PINNED = "CPU memory is pinned"
 
@@ -62,6 +73,8 @@ class Shape:
     label: str
     layers: int
     page_bytes: int
+    share: float = 0.85
+    """Goal of the rates, as a share of one large copy's."""
 
     @property
     def block_bytes(self) -> int:
@@ -76,9 +89,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10),
+    Shape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10, share=0.90),
     Shape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
-    Shape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20),
+    Shape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
+    Shape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
 )
 """The last one is what vLLM 0.24 to 0.28 make with a layout across layers."""
 
@@ -167,17 +181,25 @@ class Bench:
         copies = self._device.plain_copies(size)
         return {RATE[way]: rate(copies[way], size, time.perf_counter) for way in Direction}
 
-    def beside(self, name: str) -> Figures:
+    def beside(self, name: str, kernels: Kernels) -> Figures:
         """Kernels on the compute stream, with transfers and without."""
         mover, transfer = self._movers[name], self._transfer(self._beside)
         size = self._beside * self._shape.block_bytes
-        start_chain = self._device.start_chain
-        return _both_ways(lambda way: beside(mover, way, transfer, size, start_chain, time.sleep))
+        start = partial(self._device.start_chain, kernels)
+        return _both_ways(
+            lambda way: beside(mover, way, kernels, transfer, size, start, time.sleep)
+        )
+
+    def limit_beside(self, kernels: Kernels) -> Figures:
+        """What transfers beside kernels are held against: one copy of as many bytes, alone."""
+        alone = self.limit(self._beside)
+        return {MEANWHILE[way, kernels]: alone[RATE[way]] for way in Direction}
 
     def paced(self, name: str, step_s: float) -> Figures:
         """Many transfers in both directions, asked after as seldom as an engine does."""
         mover, transfer = self._movers[name], self._transfer(self._beside)
-        size, start = self._beside * self._shape.block_bytes, self._device.start_chain
+        size = self._beside * self._shape.block_bytes
+        start = partial(self._device.start_chain, Kernels.PREFILL)
         clock, pause = time.perf_counter, time.sleep
         return _both_ways(
             lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
@@ -204,29 +226,40 @@ def cases(setup: Setup, device: Device | None = None) -> Generator[Case, None, N
         if fitting:
             setup.say(f"{shape.label}: pinning memory")
             with ExitStack() as undo:
-                yield from _measured(Bench(device, shape, fitting[-1], undo), shape, fitting)
+                bench = Bench(device, shape, fitting[-1], undo)
+                yield from _measured(bench, shape, fitting, setup.scale.repeats)
         for count in COUNTS[len(fitting) :]:
             setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
             label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
             yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
 
 
-def _measured(bench: Bench, shape: Shape, counts: Sequence[int]) -> Generator[Case, None, None]:
-    names = bench.names
+def _measured(
+    bench: Bench, shape: Shape, counts: Sequence[int], most: int
+) -> Generator[Case, None, None]:
+    """All cases of a shape, each measured `most` times at most."""
+    names, rows, repeats = bench.names, quantities(shape.share), min(REPEATS_MAX, most)
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:
         contenders = {name: partial(bench.costs, name, count) for name in names}
         yield Case(
             f"{shape.label}: {count:,} blocks",
             {**contenders, LIMIT: partial(bench.limit, count)},
+            rows,
+            repeats,
         )
-    yield Case(
-        f"{shape.label}: beside kernels", {name: partial(bench.beside, name) for name in names}
-    )
+    for kernels in Kernels:
+        contenders = {name: partial(bench.beside, name, kernels) for name in names}
+        yield Case(
+            f"{shape.label}: beside kernels of {kernels} size",
+            {**contenders, LIMIT: partial(bench.limit_beside, kernels)},
+            repeats=repeats,
+        )
     for step_s in PACED_S:
         yield Case(
             f"{shape.label}: {step_s * 1e3:g} ms between calls",
             {name: partial(bench.paced, name, step_s) for name in names},
+            repeats=repeats,
         )
 
 
@@ -234,21 +267,25 @@ def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
     return {name: figure for way in Direction for name, figure in figures(way).items()}
 
 
-def quantities() -> tuple[Quantity, ...]:
-    """The rows."""
+def quantities(share: float) -> tuple[Quantity, ...]:
+    """The rows. `share`: goal of the rates."""
     found = [Quantity(PINNED, "%", (Goal(100, is_least=True),), is_more_better=True)]
     for way in Direction:
-        goals = (Goal(0.85, LIMIT, is_least=True),)
+        goals = (Goal(share, LIMIT, is_least=True),)
         found.append(Quantity(RATE[way], "GB/s", goals, is_more_better=True))
-        found += [Quantity(each[way], "ms") for each in (SUBMIT, SUBMIT_LONGEST, HEAR_LONGEST)]
-    for way in Direction:
+        found.append(Quantity(SUBMIT[way], "ms"))
+        found += [Quantity(each[way], "ms", CALL) for each in (SUBMIT_LONGEST, HEAR_LONGEST)]
+    for beside_key, name in BESIDE.items():
+        is_decode = beside_key[1] is Kernels.DECODE
+        kept = (Goal(DECODE_LEAST, is_least=True),) if is_decode else ()
+        moved = () if is_decode else (Goal(PREFILL_SHARE, LIMIT, is_least=True),)
         found += [
-            Quantity(BESIDE[way], "×", (Goal(0.9, is_least=True),), is_more_better=True),
-            Quantity(MEANWHILE[way], "GB/s", is_more_better=True),
+            Quantity(name, "×", kept, is_more_better=True),
+            Quantity(MEANWHILE[beside_key], "GB/s", moved, is_more_better=True),
         ]
     for key, name in PACED.items():
         found.append(Quantity(name, "GB/s", is_more_better=True))
-        found += [Quantity(each[key], "ms") for each in (PACED_SUBMIT, PACED_HEAR)]
+        found += [Quantity(each[key], "ms", CALL) for each in (PACED_SUBMIT, PACED_HEAR)]
     return tuple(found)
 
 
@@ -260,12 +297,13 @@ MEASUREMENT = Measurement(
     "batched copy of single pages, where vLLM is not installed; limit: one copy of as many "
     "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
     "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
-    "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own "
+    "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own, "
+    "large ones as of a prefill, and ones of few rows as of decoding, "
     f"over its rate alone, while transfers of {BESIDE_BLOCKS} blocks are asked after and submitted "
     f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
     f"{COVERED_LEAST} of the chain's time, so that its rate says nothing. Between calls: transfers "
     f"of {BESIDE_BLOCKS} blocks that are submitted together and asked after as seldom as in an "
     "engine's step, until the last one is heard of.",
-    quantities(),
+    quantities(0.85),
     cases,
 )

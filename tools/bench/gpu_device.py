@@ -20,7 +20,7 @@ from ...handlers.device.copier import DeviceCopier
 from ...handlers.device.geometry import WorkerLayout
 from ...handlers.device.hazards import Direction
 from ...tiers.cpu.arena import DEFAULT_ARENA_DIR
-from .gpu_moves import Chain
+from .gpu_moves import Chain, Kernels
 from .results import PAGES, VLLM, BenchError
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 """The current one."""
-MATRIX = 4096
-"""Rows of the matrices that kernels multiply: each keeps a large GPU busy for 0.1 ms and more, so
-that launching them is not what is measured."""
+MATRICES = {Kernels.PREFILL: (4096, 4096), Kernels.DECODE: (64, 8192)}
+"""Rows of the product, and rows of the square matrix of weights. A product of prefill size keeps a
+large GPU's arithmetic busy for 0.1 ms and more, one of decode size its memory for 0.04 ms."""
 CHAIN_S = 0.1
 """How long a chain of kernels should take: many transfers."""
 CHAIN_KERNELS_MIN, CHAIN_KERNELS_MAX = 20, 800
@@ -92,7 +92,7 @@ class Device(ABC):
         """One copy of so many bytes between the device and pinned memory, waited for."""
 
     @abstractmethod
-    def start_chain(self) -> Chain:
+    def start_chain(self, kernels: Kernels) -> Chain:
         """Give the compute stream many kernels, each of which needs the one before it."""
 
     @abstractmethod
@@ -103,14 +103,15 @@ class Device(ABC):
 class CudaChain:
     """Matrix products on a stream."""
 
-    def __init__(self, stream: Any, matrix: torch.Tensor, kernels: int) -> None:
+    def __init__(
+        self, stream: Any, product: torch.Tensor, weights: torch.Tensor, kernels: int
+    ) -> None:
         cuda = _cuda()
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         with cuda.stream(stream):
-            product = matrix
             self._start.record()
             for _ in range(kernels):
-                product = product @ matrix
+                product = product @ weights
             self._end.record()
 
     def has_ended(self) -> bool:
@@ -140,13 +141,14 @@ class CudaDevice(Device):
             )
         self._compute = _cuda().Stream()  # the driver is ready from here on
         self._others, self._notes = _others()
-        self._matrix = torch.eye(MATRIX, device=DEVICE, dtype=torch.float16)
+        self._factors = {
+            kind: (weights[:rows], weights)
+            for kind, (rows, size) in MATRICES.items()
+            for weights in [torch.eye(size, device=DEVICE, dtype=torch.float16)]
+        }
         _cuda().synchronize()
-        self._kernels = CHAIN_KERNELS_MIN
-        self.start_chain().seconds()  # what is done only once is done now
-        kernel_s = self.start_chain().seconds() / CHAIN_KERNELS_MIN
-        wanted = math.ceil(CHAIN_S / kernel_s)
-        self._kernels = max(CHAIN_KERNELS_MIN, min(CHAIN_KERNELS_MAX, wanted))
+        self._counts = dict.fromkeys(Kernels, CHAIN_KERNELS_MIN)
+        self._counts = {kind: self._count(kind) for kind in Kernels}
 
     def room(self) -> Room:
         free, _ = _cuda().mem_get_info()
@@ -190,8 +192,14 @@ class CudaDevice(Device):
             Direction.LOAD: lambda: copy(device, host),
         }
 
-    def start_chain(self) -> Chain:
-        return CudaChain(self._compute, self._matrix, self._kernels)
+    def start_chain(self, kernels: Kernels) -> Chain:
+        return CudaChain(self._compute, *self._factors[kernels], self._counts[kernels])
+
+    def _count(self, kernels: Kernels) -> int:
+        """Number of kernels that take long enough."""
+        self.start_chain(kernels).seconds()  # what is done only once is done now
+        kernel_s = self.start_chain(kernels).seconds() / CHAIN_KERNELS_MIN
+        return max(CHAIN_KERNELS_MIN, min(CHAIN_KERNELS_MAX, math.ceil(CHAIN_S / kernel_s)))
 
     def release(self) -> None:
         _cuda().empty_cache()

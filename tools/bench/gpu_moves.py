@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -45,8 +46,22 @@ RATE = {Direction.STORE: "device to arena", Direction.LOAD: "arena to device"}
 SUBMIT = {way: f"{name}: submit, median" for way, name in RATE.items()}
 SUBMIT_LONGEST = {way: f"{name}: submit, longest" for way, name in RATE.items()}
 HEAR_LONGEST = {way: f"{name}: get_finished, longest" for way, name in RATE.items()}
-BESIDE = {Direction.STORE: "kernels beside stores", Direction.LOAD: "kernels beside loads"}
-MEANWHILE = {Direction.STORE: "stores beside kernels", Direction.LOAD: "loads beside kernels"}
+
+
+class Kernels(StrEnum):
+    """Kernels beside which transfers run, by the step of an engine that they stand for."""
+
+    PREFILL = "prefill"
+    """Products of large matrices."""
+    DECODE = "decode"
+    """Products that read large weights for few rows."""
+
+
+_NOUN = {Direction.STORE: "stores", Direction.LOAD: "loads"}
+BESIDE = {(way, each): f"{each} beside {_NOUN[way]}" for way in Direction for each in Kernels}
+"""Rate of the kernels beside transfers, over their rate alone."""
+MEANWHILE = {(way, each): f"{_NOUN[way]} beside {each}" for way in Direction for each in Kernels}
+"""Rate of the transfers."""
 PACED_S = (0.02, 0.15)
 """A decoding step, and a prefill step: times between an engine's calls."""
 PACED_BYTES = 4 << 30
@@ -183,6 +198,7 @@ def repeats_for(size: int) -> int:
 def beside(
     mover: Mover,
     way: Direction,
+    kernels: Kernels,
     transfer: Transfer,
     size: int,
     start_chain: Callable[[], Chain],
@@ -207,8 +223,8 @@ def beside(
     mover.finish()
     covered = sum(result.time_s for result in ended) / during_s
     return {
-        BESIDE[way]: alone_s / during_s if covered >= COVERED_LEAST else None,
-        MEANWHILE[way]: len(ended) * size / during_s / GIGA,
+        BESIDE[way, kernels]: alone_s / during_s if covered >= COVERED_LEAST else None,
+        MEANWHILE[way, kernels]: len(ended) * size / during_s / GIGA,
     }
 
 

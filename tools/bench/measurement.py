@@ -37,6 +37,8 @@ class Setup:
     """Options of our NVMe tier in transfers, beside those that a measurement sets."""
     note: Say = lambda line: None
     """Takes a sentence that stays with the results: what is not measured, why, and what to do."""
+    has_time: Callable[[], bool] = lambda: True
+    """Returns False when nothing new is to be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,27 @@ def run(measurement: Measurement, setup: Setup) -> Table:
     rows: list[Row] = []
     with closing(measurement.cases(setup)) as cases:
         for case in cases:
+            if not setup.has_time():
+                setup.note(
+                    f"{measurement.name}: the time is up, so nothing is measured from "
+                    f"{case.label!r} on; --minutes gives more"
+                )
+                break
             rows += run_case(case, case.quantities or measurement.quantities, setup)
     rows += measurement.derived(rows)
     return Table(measurement.name, measurement.title, measurement.note, rows)
 
 
 def run_case(case: Case, quantities: Sequence[Quantity], setup: Setup) -> list[Row]:
-    """Run one case as often as the scale says; returns the rows that it has figures of."""
+    """Run one case as often as the scale says, or once if the time is up; returns the rows that it
+    has figures of."""
     samples: dict[str, dict[str, list[float]]] = {}
     names = list(case.contenders)
     repeats = case.repeats or setup.scale.repeats
     for repeat in range(repeats):
+        if repeat and not setup.has_time():
+            setup.note(f"{case.label}: measured {repeat} of {repeats} times, the time is up")
+            break
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             setup.say(f"{case.label}: {name}, {repeat + 1} of {repeats}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...handlers.base import TransferResult
-from ...handlers.device.batched_copy import Batch
+from ...handlers.device.batched_copy import Batch, SourceOrder
 from ...handlers.device.copier import DeviceCopier, GpuBlocks
 from ...handlers.device.hazards import Direction
 from ...handlers.device.host_register import HostRegistration
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 MS_PER_S = 1000.0
+_ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.ANY}
+"""As vLLM's worker."""
 
 _arenas = count()
 
@@ -119,7 +121,7 @@ class PageCopier(DeviceCopier):
         stream.wait_stream(self._cuda.current_stream(self._device))
         start.record(stream)
         with self._cuda.device(self._device), self._cuda.stream(stream):
-            self._batch(targets, sources, sizes, way)
+            self._batch(targets, sources, sizes, _ORDER[way])
         end.record(stream)
         self._jobs[way].append(_Job(job_id, int(sizes.sum()), start, end))
         return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, CorruptionError, FormatError, os_errors
+from ...tiers.nvme.disk.transfers import read_all
 from ...tiers.nvme.namespace import NamespaceKey
 from ...tiers.nvme.offline.reader import Description, open_read_only
 from ...tiers.nvme.segments.format import (
@@ -27,7 +28,6 @@ from ...tiers.nvme.segments.format import (
     parse_record,
     tensor,
 )
-from ...tiers.nvme.segments.segment_files import read_all
 
 FORMAT = "kvcascade-export"
 FORMAT_VERSION = "1"

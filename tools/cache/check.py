@@ -31,10 +31,11 @@ MAX_PROBE_SHARE = 8
 """At most one in so many bytes of what is free."""
 PROBE_PIECES = 4
 SCAN_S_PER_ENTRY = 4.0 / 4_000_000
-"""After a crash every index entry is read once: measured at 4 million entries (ARCHITECTURE.md)."""
+"""After a crash every index entry is read once: measured at 4 million entries
+(docs/decisions/opening.md)."""
 OPEN_S = 0.21
 """Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
-sizes (ARCHITECTURE.md)."""
+sizes (docs/decisions/opening.md)."""
 Measure = Callable[[Path, bool], float | None]
 """Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
 

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from ...errors import ConfigError, os_errors
 from ...tiers.nvme.disk.filesystem import RealFile, RealFileSystem
+from ...tiers.nvme.disk.transfers import write_all
 from ...tiers.nvme.offline.reader import Snapshot
 from ...tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
 from ...tiers.nvme.segments.chains import head_of
 from ...tiers.nvme.segments.format import SLOT_RECORD_BYTES, IndexEntry, SlotRecord
-from ...tiers.nvme.segments.segment_files import write_all
 from .block import only_match
 from .carried import carried_head, real_file
 from .opened import OpenedCache

@@ -188,7 +188,7 @@ class Visitor:
     def _ask_for_a_segment(self) -> bool:
         """Have a running engine hand a segment over; False if none does in time."""
         owners = self._tier.namespace.owners
-        owners.say_hungry(True)
+        owners.announce_below_share(True)
         try:
             self.keep_up()  # nothing of the index is held meanwhile: engines need its pages
             for _ in range(round(HAND_OVER_WAIT_S / HAND_OVER_PAUSE_S)):
@@ -197,7 +197,7 @@ class Visitor:
                     return True
                 self._pause(HAND_OVER_PAUSE_S)
         finally:
-            owners.say_hungry(False)
+            owners.announce_below_share(False)
         return False
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench import MEASUREMENTS, BenchOptions, run
+from ..bench import BARE, BARE_MINUTES, MEASUREMENTS, BenchOptions, run
 from .common import JsonOption, OutOption, PlotOption
 
 
@@ -49,6 +49,15 @@ RepeatsOption = Annotated[
     int | None,
     typer.Option("--repeats", metavar="N", min=1, help="How often everything is measured."),
 ]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        metavar="N",
+        min=0,
+        help=f"Begin no case later; {BARE_MINUTES:g} for {', '.join(BARE)}, else no limit.",
+    ),
+]
 NvmeOption = Annotated[
     list[Any] | None,
     typer.Option(
@@ -74,6 +83,7 @@ def bench(
     path: PathOption = None,
     out: OutOption = Path("out"),
     plot: PlotOption = None,
+    minutes: MinutesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure beside vLLM's own offloading and the disk's limit.
@@ -87,6 +97,6 @@ def bench(
         kvcascade bench --out results --plot results/bench.png
     """
     options = dict(nvme or ())
-    raise typer.Exit(
-        run(BenchOptions(quick, tuple(only or ()), repeats, options, path, out, plot, as_json))
-    )
+    names = tuple(only or ())
+    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes)
+    raise typer.Exit(run(asked))

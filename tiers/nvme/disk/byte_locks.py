@@ -1,9 +1,9 @@
-"""Locks on single bytes of a small file: who is alive is asked of the kernel, never of a pid.
+"""Locks on single bytes of a small file; the kernel tells which holders are alive, not a pid.
 
-The locks are those of `ofd_locks`. They are taken past the end of the file as well; its bytes may
+The locks are those of `ofd_locks`. They may lie past the end of the file. The bytes of the file
 hold notes.
 
-No call waits. Threads: any, one call at a time for each byte.
+No call waits. Threads: any, but one call at a time for each byte.
 """
 
 from __future__ import annotations
@@ -15,35 +15,38 @@ from ... import ofd_locks
 
 
 class ByteLocks(ABC):
-    """An open file of locks."""
+    """An open lock file."""
 
     @abstractmethod
     def try_lock(self, byte: int) -> bool:
-        """Take a byte; False if another open file holds it. Taking one's own again is no change."""
+        """Lock a byte. Return False if another open file holds it.
+
+        Locking a byte again that this file holds already changes nothing.
+        """
 
     @abstractmethod
     def unlock(self, byte: int) -> None:
-        """Give a byte up; no error if it was not held."""
+        """Unlock a byte; no error if it was not locked."""
 
     @abstractmethod
     def others_hold(self, first: int, count: int = 1) -> bool:
-        """True if another open file holds any of `count` bytes from `first` on."""
+        """Return True if another open file holds any of the `count` bytes from `first` on."""
 
     @abstractmethod
     def read(self, first: int, count: int) -> bytes:
-        """The notes in these bytes, zeros where nothing was written."""
+        """Return the notes in these bytes, with zeros where nothing was written."""
 
     @abstractmethod
     def write(self, first: int, notes: bytes) -> None:
-        """Leave notes."""
+        """Write notes from the byte `first` on."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything up; idempotent."""
+        """Release every lock and close the file; idempotent."""
 
 
 class RealByteLocks(ByteLocks):
-    """Over a descriptor, which it owns."""
+    """Byte locks on a file descriptor, which this object owns."""
 
     def __init__(self, descriptor: int) -> None:
         self._fd = descriptor

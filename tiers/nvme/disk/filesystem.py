@@ -1,10 +1,10 @@
-"""The only door to the operating system for segment, state and description files.
+"""The only access to the operating system for segment, state and description files.
 
-`RealFileSystem` is the machine; `memory_filesystem` is a twin in memory that
-fails on command. Both raise plain `OSError`; the callers map it (`kvcascade.errors`).
+`RealFileSystem` uses the machine's file system. `tests/support/memory_file_system.py` is a twin in
+memory that fails on command. Both raise plain `OSError`; callers map it (`kvcascade.errors`).
 
-Durability: nothing is durable before `File.sync` (contents) and `FileSystem.sync_dir` (names).
-Threads: a `File` may be used by several threads at once; each transfer names its own offset.
+Durability: contents are durable after `File.sync`, names after `FileSystem.sync_dir`. Threads:
+several threads may use one `File` at once, as each transfer names its own offset.
 """
 
 from __future__ import annotations
@@ -30,42 +30,45 @@ OTHERS_WRITE = 0o022
 MAX_PID_DIGITS = 20
 MAX_LOCK_TRIES = 8
 LOCK_PAUSE_S = 0.01
-"""Between two looks at a lock that is waited for."""
+"""Pause between two attempts to take a lock, in seconds."""
 _TEMPORARY_SUFFIX = ".tmp"
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 View = Callable[[int, int], bytes]
-"""Gives so many bytes, a page at most, from so far into a part of a file. Raises `OSError`."""
+"""Reads a part of a file: takes (start, count), at most one page, and returns the bytes. Raises
+`OSError`."""
 
 
 class File(ABC):
-    """An open regular file of ours."""
+    """An open regular file that belongs to this user."""
 
     @abstractmethod
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into the buffers from `offset`; bytes moved, which may be fewer than asked."""
+        """Read into the buffers from `offset`. Return the bytes moved, which may be fewer."""
 
     @abstractmethod
     def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write the buffers at `offset`; bytes moved, which may be fewer than asked."""
+        """Write the buffers at `offset`. Return the bytes moved, which may be fewer."""
 
     def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
-        """Write a few bytes past the transfers that other threads have under way in this file.
+        """Write a few bytes without waiting for transfers that other threads have in flight.
 
-        They lie within `window`, the (offset, length) of the part of the file that is written this
-        way; its offset is a multiple of the page. False if it cannot be done: use `pwritev` then.
+        `window` is the (offset, length) of the part of the file that is patched this way, and
+        contains the bytes. Its offset is a multiple of the page size. Returns False if the file
+        cannot be patched; call `pwritev` then.
         """
         return False
 
     @abstractmethod
     def preallocate(self, size: int) -> None:
-        """Reserve blocks for the first `size` bytes and extend the file to at least that."""
+        """Allocate disk space for the first `size` bytes and extend the file to at least that
+        size."""
 
     @abstractmethod
     def truncate(self, size: int) -> None:
-        """Cut or extend (with a hole) to exactly `size` bytes."""
+        """Cut the file, or extend it with a hole, to exactly `size` bytes."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -73,35 +76,40 @@ class File(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Length in bytes."""
+        """Return the length in bytes."""
 
     @abstractmethod
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
-        """A shared mapping; `offset` is a multiple of the page. Outlives `close`."""
+        """Return a shared mapping, which outlives `close`. `offset` is a multiple of the page
+        size."""
 
     @abstractmethod
     def view(self, offset: int, length: int) -> View:
-        """A way to read a part of the file as it is then, for a thread that waits for no lock.
+        """Return a function that reads a part of the file without waiting for a lock.
 
-        Through a mapping, but what the device cannot deliver, and what was cut off the file, is an
-        error and not a signal. As `map` in all else.
+        It reads the current contents through a mapping. Bytes that the device cannot deliver, or
+        that were cut off the file, raise `OSError` instead of a signal. Other properties are those
+        of `map`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release the descriptor; idempotent."""
+        """Close the descriptor; idempotent."""
 
 
 class FileLock(ABC):
-    """A lock that is held until `release` or the end of the process."""
+    """A file lock that is held until `release` or until the process ends."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give it up; idempotent."""
+        """Release the lock; idempotent."""
 
 
 def read_and_close(file: File, path: Path, limit: int) -> bytes:
-    """The contents of an open small file; `OSError` (EFBIG) if it is longer than `limit` bytes."""
+    """Return the contents of a small open file, and close it.
+
+    Raises `OSError` (EFBIG) if the file is longer than `limit` bytes.
+    """
     try:
         size = file.size()
         if size > limit:
@@ -114,31 +122,32 @@ def read_and_close(file: File, path: Path, limit: int) -> bytes:
 
 
 class FileSystem(ABC):
-    """Names, and the files behind them. Every path handed in is absolute."""
+    """Operations on names, and access to the files behind them. All paths are absolute."""
 
     @abstractmethod
     def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
-        """Open for reading and writing. `create`: the name must be new; mode 0600.
+        """Open a file for reading and writing. With `create` the name must be new; its mode is
+        0600.
 
-        `direct` asks for transfers past the page cache, where the file system can do that.
-        Symbolic links, other owners and anything but a regular file are refused.
+        `direct` requests transfers that bypass the page cache, where the file system supports them.
+        Symbolic links, files of other users and anything but a regular file are refused.
         """
 
     @abstractmethod
     def make_dir(self, path: Path) -> None:
-        """Create one directory, mode 0700; no error if it is there and ours."""
+        """Create one directory with mode 0700; no error if it exists and belongs to this user."""
 
     @abstractmethod
     def check_dir(self, path: Path) -> None:
-        """Raise `OSError` unless `path` is a directory of ours and no symbolic link."""
+        """Raise `OSError` unless `path` is a directory of this user and no symbolic link."""
 
     @abstractmethod
     def list_dir(self, path: Path) -> list[str]:
-        """Names in a directory, sorted."""
+        """Return the names in a directory, sorted."""
 
     @abstractmethod
     def exists(self, path: Path) -> bool:
-        """True if the name is there, as whatever it is."""
+        """Return True if the name exists, whatever kind of file it is."""
 
     @abstractmethod
     def unlink(self, path: Path) -> None:
@@ -146,14 +155,15 @@ class FileSystem(ABC):
 
     @abstractmethod
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and what is in it, without following links.
+        """Remove a directory and its contents without following links.
 
-        Others may be removing it, too: what is not there any more is no error.
+        Another process may be removing it at the same time: missing files are no error.
         """
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or a directory another name, atomically; a file replaces one of that name."""
+        """Rename a file or a directory atomically. A file replaces an existing file of that
+        name."""
 
     @abstractmethod
     def sync_dir(self, path: Path) -> None:
@@ -161,41 +171,42 @@ class FileSystem(ABC):
 
     @abstractmethod
     def free_bytes(self, path: Path) -> int:
-        """Bytes that an ordinary user may still write on this device."""
+        """Return the bytes on this device that an ordinary user may still write."""
 
     @abstractmethod
     def total_bytes(self, path: Path) -> int:
-        """Size of the device in bytes."""
+        """Return the size of the device in bytes."""
 
     @abstractmethod
     def used_bytes(self, path: Path) -> int:
-        """Bytes on disk of a file, or of a directory and everything below it."""
+        """Return the bytes on disk of a file, or of a directory and everything below it."""
 
     @abstractmethod
     def modified_at(self, path: Path) -> float:
-        """Time of the last change, in seconds of the wall clock."""
+        """Return the time of the last change, in seconds of the wall clock."""
 
     @abstractmethod
     def lock(
         self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
     ) -> FileLock:
-        """Take the lock file `path`, alone or together with others who want it `shared`.
+        """Lock the file `path`, exclusively or `shared` with others.
 
-        After `wait_s` seconds in vain `InUseError` names who took it last. With `is_noted` that is
-        this process from now on, and the file changes when it is released, too; without, the file
-        does not change, nor when it was changed last.
+        If the lock is not free within `wait_s` seconds, `InUseError` names its last holder. With
+        `is_noted` the file records this process as holder, and its time of change is updated at
+        release. Without it, neither the contents nor the time of change are modified.
         """
 
     @abstractmethod
     def byte_locks(self, path: Path) -> ByteLocks:
-        """Open a file of byte locks, made if it is not there."""
+        """Open a file of byte locks; create it if it does not exist."""
 
     def read(self, path: Path, limit: int) -> bytes:
-        """The contents of a small file; `OSError` (EFBIG) if it is longer than `limit` bytes."""
+        """Return the contents of a small file. Raises `OSError` (EFBIG) if it exceeds `limit`
+        bytes."""
         return read_and_close(self.open(path), path, limit)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Write a small file so that it is there completely or not at all, durably."""
+        """Write a small file durably, so that it exists completely or not at all."""
         temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
         if self.exists(temporary):
             self.unlink(temporary)
@@ -212,7 +223,7 @@ class FileSystem(ABC):
 
 
 class RealFile(File):
-    """A descriptor of the operating system."""
+    """A file of the operating system, behind a descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._fd = descriptor
@@ -233,11 +244,11 @@ class RealFile(File):
         return os.pwritev(self._fd, buffers, offset)
 
     def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
-        """Through a mapping: `pwritev` takes the file for itself (ext4, XFS), so that it waits for
-        all direct writes to it, and new ones wait for it.
+        """Patch through a mapping, because `pwritev` locks the whole file (ext4, XFS).
 
-        The system copies, from a file in memory: where a plain store would be answered by SIGBUS,
-        on a damaged device or beyond the end of a file that somebody cut, this is an error.
+        `pwritev` would wait for all direct writes in flight, and new ones would wait for it. The
+        kernel copies from a memory file. A damaged device or a truncated file is an error then,
+        where a plain store would raise SIGBUS.
         """
         try:
             if self._window is None:
@@ -277,11 +288,11 @@ class RealFile(File):
         self.close()
 
     def try_direct(self) -> None:
-        """Pass by the page cache from now on, if the file system can. Raises `OSError`."""
+        """Bypass the page cache from now on, if the file system supports it. Raises `OSError`."""
         _try_direct(self._fd)
 
     def _leave_direct_mode(self, error: OSError) -> None:
-        """Direct transfers need alignment that a buffer may not have: go on through the cache."""
+        """Fall back to the page cache if a buffer lacks the alignment that direct I/O needs."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         if error.errno != errno.EINVAL or not flags & _DIRECT_FLAG:
             raise error
@@ -289,7 +300,7 @@ class RealFile(File):
 
 
 class RealFileLock(FileLock):
-    """An `flock`; the system drops it when the process dies, however it dies."""
+    """An `flock`, which the kernel releases when the process dies, however it dies."""
 
     def __init__(self, descriptor: int, is_noted: bool) -> None:
         self._fd = descriptor
@@ -298,14 +309,14 @@ class RealFileLock(FileLock):
     def release(self) -> None:
         if self._fd >= 0:
             if self._is_noted:
-                with suppress(OSError):  # a device that fails, or became read-only
+                with suppress(OSError):  # the device fails or became read-only
                     os.utime(self._fd)
             os.close(self._fd)
             self._fd = -1
 
 
 class RealFileSystem(FileSystem):
-    """The machine's own. `direct` allows direct I/O; without it all goes through the cache."""
+    """The machine's file system. With `direct` False, all I/O goes through the page cache."""
 
     def __init__(self, direct: bool = True) -> None:
         self._direct = direct
@@ -380,7 +391,7 @@ class RealFileSystem(FileSystem):
             for name in files:
                 try:
                     total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-                except FileNotFoundError:  # removed meanwhile by its owner
+                except FileNotFoundError:  # removed in the meantime by its owner
                     continue
         return total
 
@@ -416,7 +427,8 @@ class RealFileSystem(FileSystem):
 
     @staticmethod
     def _lock_once(path: Path, shared: bool, is_noted: bool) -> int | None:
-        """The locked descriptor; None if the name was removed before the lock was ours."""
+        """Return the locked descriptor, or None if the name was removed before the lock was
+        taken."""
         descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
         try:
             ours = os.fstat(descriptor)
@@ -440,7 +452,7 @@ class RealFileSystem(FileSystem):
 
 
 def lock_message(path: Path, owner: str) -> str:
-    """The sentence for a lock that another process holds."""
+    """Return the error message for a lock that another process holds."""
     return (
         f"{path.parent} is in use by process {owner or 'unknown'}; stop that process or choose "
         "another path or label"
@@ -457,7 +469,7 @@ def _check_ours(found: os.stat_result, is_kind: object, path: Path) -> None:
 
 
 def _try_direct(descriptor: int) -> None:
-    """Switch to direct transfers if the file system takes the flag and a probe succeeds."""
+    """Switch to direct transfers if the file system accepts the flag and a probe succeeds."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT_FLAG)

@@ -1,8 +1,8 @@
-"""Bytes into and out of mapped files, without the signal that a bad page is otherwise.
+"""Copying into and out of mapped files without SIGBUS on bad pages.
 
-Where the device cannot deliver a mapped page, or the file was cut, a plain access ends the process
-(SIGBUS). Here the system copies, between the mapping and a file in memory: for it such a page is an
-error like any other. Half a microsecond or so more than a plain copy.
+A plain access to a mapped page ends the process (SIGBUS) if the device cannot deliver the page or
+the file was cut. Here the kernel copies between the mapping and a memory file. The kernel reports a
+bad page as an ordinary error. The detour costs about half a microsecond more than a plain copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = "kvcascade-scratch"
 
 
 class _Scratch:
-    """A file in memory, and its first page."""
+    """A memory file and a mapping of its first page."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(_NAME)
@@ -40,12 +40,12 @@ def _scratch() -> _Scratch:
 
 
 def prepare() -> None:
-    """Make what this thread needs, which takes a descriptor, before it needs it."""
+    """Create this thread's scratch file in advance, since creating it takes a descriptor."""
     _scratch()
 
 
 def copy_out(part: memoryview) -> bytes:
-    """The bytes of a part of a mapping, a page at most. Raises `OSError`."""
+    """Return the bytes of a part of a mapping, at most one page. Raises `OSError`."""
     scratch = _scratch()
     if os.pwrite(scratch.fd, part, 0) != len(part):
         raise OSError(errno.EFAULT, "a mapped page cannot be read")
@@ -53,7 +53,8 @@ def copy_out(part: memoryview) -> bytes:
 
 
 def copy_in(data: bytes, part: memoryview) -> bool:
-    """Overwrite a part of a mapping; False if not all of it could be. Raises `OSError`."""
+    """Overwrite a part of a mapping. Return False if not all of it was written. Raises
+    `OSError`."""
     scratch = _scratch()
     os.pwrite(scratch.fd, data, 0)
     return os.preadv(scratch.fd, [part], 0) == len(data)

@@ -1,18 +1,21 @@
 """The index: block hash to slot, length, checksum and generation, in an LMDB environment.
 
-It is the only truth about what the tier holds. A commit is atomic: after `kill -9` it is there or
-not. With `is_durable` it also survives a loss of power; the payload must be synced before.
+The index alone decides which blocks the tier holds. A commit is atomic: after `kill -9` all of it
+is there, or nothing. With `is_durable` a commit also survives a loss of power; the payload must be
+synced before.
 
-Threads: the first methods of `BlockIndex`, `refresh` to `let_go`, belong to the manager's thread,
-which reads through one held transaction (memory-mapped, no system call); the last, `load` to
-`walk_blocks`, come before and after all others. What lies between may come from any thread. Two
-environments on the same directory must not be open in one process; several processes may have it
-open, and must all map the same number of bytes. A transaction that is held keeps pages from being
-used again, by all processes: `release` it where a step ends.
+Threads: the first group of methods, `refresh` to `let_go`, belongs to the manager's thread. It
+reads through one held transaction (memory-mapped, no system call). The second group, `sync` to
+`warm`, may be called by any thread. The third group, `load` to `walk_blocks`, runs before or after
+all others.
 
-An *epoch* numbers the resets of the namespace. The first commit of a later epoch empties the
-table in the same transaction, and a commit of an earlier one is refused, so no block crosses a
-reset whatever order jobs run in.
+Processes: several may have the index open, and all must map the same number of bytes. One process
+must not open the same directory twice. A held transaction keeps all processes from reusing freed
+pages, so `release` it at the end of a step.
+
+An *epoch* numbers the resets of the namespace. The first commit of a later epoch empties the table
+in the same transaction. A commit of an earlier epoch is refused. No block survives a reset, in
+whatever order jobs run.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from ..segments.format import (
     slot_in_entry,
 )
 from ..writer.owners import MAX_PROCESSES
-from .clean_mark import write_mark
-from .index_environment import forget_former_self, open_environment
+from .clean_close import SavedSlots, pack_saved_slots, parse_saved_slots, write_mark
+from .index_environment import batches, forget_former_self, open_environment
 from .index_errors import from_lmdb, outcome_of_lmdb
 from .index_file import DATA_NAME, check_file, damaged
 from .index_keys import (
@@ -77,17 +80,15 @@ from .index_keys import (
 )
 from .index_pages import check_pages
 from .index_port import CommitOutcome, Removal, SlotTest
-from .index_scan import lots
-from .saved_slots import SavedSlots, pack_saved_slots, parse_saved_slots
 
 GENERATIONS_PER_SESSION = 1 << 40
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_BOOT_ID_BYTES = 64
 NO_PAGES_TRIES = 11
 NO_PAGES_PAUSE_S = 0.05
-"""Between two tries of a commit that finds no page. Who reads holds pages for a part of a step, or
-until its upkeep, which comes as often as this: 0.01 s mostly, 0.24 s where four engines and their
-movers shared two cores."""
+"""Pause between two tries of a commit that finds no free page, in seconds. A reader holds pages for
+part of a step, or until its next upkeep, which runs about as often as this pause. Readers held
+pages for 0.01 s mostly, and for 0.24 s with four engines and their movers on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +96,19 @@ class Session:
     """One opening of an index by one process."""
 
     number: int
-    """Over all processes: no two are equal, so the generations of a session are its own."""
+    """Session number, unique over all processes, so its generations belong to this session only."""
     use: int
-    """How often this state number was used, this time included."""
+    """Number of times this state number has been used, including this one."""
     saved: SavedSlots | None
-    """None if the last process with this state number did not close cleanly, or there was none."""
+    """Slots saved by the last process with this state number; None if it did not close cleanly, or
+    if there was none."""
     proven_from: int
-    """Slot records with a smaller generation may be older than the entries: a loss of power."""
+    """First generation whose slot records are known to match the index. After a loss of power,
+    older records may lag behind their entries."""
 
 
 class BlockIndex:
-    """An open index; see `open_index`."""
+    """An open index; `open_index` and `attach_index` create it."""
 
     def __init__(
         self,
@@ -115,36 +118,35 @@ class BlockIndex:
         wall_clock: Callable[[], float] = time.time,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`wall_clock` gives seconds since 1970; `pause` waits for so many."""
+        """`wall_clock` returns seconds since 1970; `pause` waits for that many seconds."""
         self.path = path
         self.map_bytes = int(env.info()["map_size"])
-        """Address space."""
+        """Address space of the index, in bytes."""
         self.wall_clock = wall_clock
         self.pause = pause
         self.capacity = capacity
         self.entries_at_open = 0
-        """Over the whole namespace."""
+        """Number of entries in the whole namespace when the index was loaded."""
         self.needs_scan = False
-        """Set if pages were missing, or a close did not get to its end: saved free extents say
-        nothing then."""
+        """True if pages are missing or a close did not complete: saved extents are invalid."""
         self.is_marked = True
-        """False if nobody vouches for all of the file (`clean_mark`)."""
+        """False if no clean mark covers the whole file (see `clean_close`)."""
         self.dropped_by_scan = 0
-        """Entries that could not be right."""
+        """Number of invalid entries that `scan` removed."""
         self.reset_at_open = 0
-        """Entries that went because a reset was asked for that had not been committed."""
+        """Number of entries dropped at opening, because of a reset that had not been committed."""
         self.epoch = 0
-        """The latest epoch that is known to be committed."""
+        """Latest epoch known to be committed."""
         self.totals = (0, 0)
         """Bytes (written, read) over the life of the namespace."""
         self.taken_at_open = 0
-        """Entries that were taken away (`take_away`) over the life of the namespace."""
+        """Entries removed by `take_away` over the life of the namespace, as of the opening."""
         self.damaged_lookups = 0
+        """Number of lookups that found a damaged entry or page; each was answered as a miss."""
         self.has_panicked = False
-        """LMDB could not write its head, and takes no more changes from this process."""
-        """Lookups that met a damaged entry or page; each was answered as a miss."""
+        """True if LMDB could not write its meta page; this process can change nothing then."""
         self.original_bytes: int | None = None
-        """Size to restore if opening fails: the file was shorter than its meta page says."""
+        """File size to restore if opening fails, where the file was shorter than it claims."""
         self._env = env
         self._state = 0
         with self._env.begin(write=True) as txn:
@@ -155,9 +157,9 @@ class BlockIndex:
     # -- the manager's thread ------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """See what was committed until now. Costs about half a microsecond.
+        """Renew the held transaction to see all commits so far. Costs about half a microsecond.
 
-        If that cannot be, everything is a miss until it can.
+        If that fails, every lookup is a miss until it succeeds.
         """
         self._txn.abort()
         try:
@@ -166,11 +168,11 @@ class BlockIndex:
             self.damaged_lookups += 1
 
     def release(self) -> None:
-        """Hold no pages until the next `refresh`, without which nothing may be asked."""
+        """Hold no pages until the next `refresh`; no lookup is allowed in between."""
         self._txn.abort()
 
     def value_of(self, key: bytes) -> bytes | None:
-        """The raw entry of a block; None if there is none."""
+        """Return the raw entry of a block, or None."""
         try:
             return self._txn.get(key)
         except lmdb.Error:
@@ -178,21 +180,21 @@ class BlockIndex:
             return None
 
     def slot_of(self, key: bytes) -> int:
-        """The slot of a block, or -1."""
+        """Return the slot of a block, or -1."""
         value = self.value_of(key)
         return -1 if value is None else self.slot_in(key, value)
 
     def slot_in(self, key: bytes, value: bytes) -> int:
-        """The slot that a raw entry names, or -1."""
+        """Return the slot that a raw entry names, or -1."""
         slot = slot_in_entry(key, value)
         if 0 <= slot < self.capacity:
             return slot
-        if slot < 0:  # otherwise another process has a larger capacity
+        if slot < 0:  # a slot beyond the capacity belongs to a process with a larger one
             self.damaged_lookups += 1
         return -1
 
     def seen_epoch(self) -> int:
-        """The epoch that the held transaction sees; -1 if that cannot be read."""
+        """Return the epoch that the held transaction sees; -1 if it cannot be read."""
         try:
             seen = number_in(self._txn.get(EPOCH, db=self._meta))
         except lmdb.Error:
@@ -202,24 +204,24 @@ class BlockIndex:
         return seen
 
     def let_go(self) -> None:
-        """Hold no transaction until the next `refresh`, and know the epoch of the last commit."""
+        """End the held transaction until the next `refresh`, and record the committed epoch."""
         self.epoch = self.seen_epoch()
         self._txn.abort()
 
     # -- any thread ----------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Make durable what was committed, by whichever process. Raises one of our errors."""
+        """Make the commits of all processes durable. Raises a `KVCascadeError`."""
         with self._damage_named():
             self._env.sync(True)
 
     def forget_dead_readers(self) -> None:
-        """Clear what processes that died left in the lock table, which pins old pages."""
+        """Remove dead processes from LMDB's reader table, where they pin old pages."""
         with suppress(lmdb.Error):
             self._env.reader_check()
 
     def entry(self, key: bytes) -> IndexEntry | None:
-        """The entry of a block as committed now."""
+        """Return the entry of a block as committed now; None if missing or damaged."""
         try:
             with self._env.begin(db=self._blocks) as txn:
                 value = txn.get(key)
@@ -238,12 +240,12 @@ class BlockIndex:
     ) -> CommitOutcome:
         """Remove and add entries in one transaction, removals first. All or nothing.
 
-        With `is_own`, the first of two processes wins: a block that lies in a slot that is not
-        one's own is not added, but put into `held`. `read_bytes`: bytes read back since the last
-        commit, for the totals.
+        With `is_own`, the first of two processes wins. A block that is stored in another process's
+        slot is not added, but its hash is put into `held`. `read_bytes` are bytes read back since
+        the last commit, for the totals.
 
-        Waits, `NO_PAGES_TRIES - 1` pauses at most, while the map is full: others read what was
-        before, and keep the pages of it that were freed since.
+        While the map is full, the commit waits for at most `NO_PAGES_TRIES - 1` pauses. The map
+        stays full as long as readers of older states keep the freed pages.
         """
         for _ in range(NO_PAGES_TRIES - 1):
             outcome = self._commit(epoch, removals, puts, is_own, held, read_bytes)
@@ -256,10 +258,10 @@ class BlockIndex:
     def take_away(
         self, epoch: int, entries: Sequence[tuple[bytes, bytes]]
     ) -> tuple[CommitOutcome, int]:
-        """Remove entries that are still exactly these (key and value), whoever owns their slots.
+        """Remove entries that still have exactly this key and value, whoever owns their slots.
 
-        Returns how many there were. The owner finds the slots when they shall be evicted; those of
-        a process that has closed are counted anew when it starts.
+        Returns the outcome and the number of entries removed. The owner of a slot notices when it
+        evicts that slot. A process that has closed recounts its slots when it starts.
         """
         removed = 0
         try:
@@ -280,19 +282,20 @@ class BlockIndex:
         return CommitOutcome.DONE, removed
 
     def was_taken_from(self) -> bool:
-        """True if anybody took entries away since this process opened the index."""
+        """Return True if any process removed entries since this process loaded the index."""
         with self._damage_named(), self._env.begin(db=self._meta) as txn:
             return number_in(txn.get(TAKEN)) != self.taken_at_open
 
     def note_proven(self) -> None:
-        """No slot record of the namespace is older than the entry that names the slot."""
+        """Record that no slot record of the namespace is older than the entry that names the
+        slot."""
         with suppress(lmdb.Error), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(BOOT, pack_number(0) + _boot_id())
 
     def still_in(
         self, blocks: Iterable[tuple[BlockHash, int]]
     ) -> tuple[int, list[tuple[BlockHash, int]]]:
-        """The committed epoch, and those of the (hash, slot) pairs that the index agrees with."""
+        """Return the committed epoch, and the (hash, slot) pairs that the index confirms."""
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             epoch = number_in(txn.get(EPOCH, db=self._meta))
             found = [
@@ -308,12 +311,12 @@ class BlockIndex:
         is_lost: npt.NDArray[np.bool_] | None = None,
         and_beyond: bool = True,
     ) -> npt.NDArray[np.int64]:
-        """Read every entry, drop those that cannot be right, and return the slots in use.
+        """Read every entry, drop the invalid ones, and return the slots in use, ascending.
 
-        Of two entries on one slot the later generation stays. The masks are flags per slot: only
-        entries on slots in `is_mine` (None: all) are judged and returned, and those in `is_lost`
-        are dropped, as are, `and_beyond`, damaged ones and those beyond the capacity. Raises
-        `CorruptionError`.
+        If two entries name one slot, the later generation stays. The masks are flags per slot. Only
+        entries on slots in `is_mine` (None: all) are judged and returned. Entries on slots in
+        `is_lost` are dropped. With `and_beyond`, damaged entries and those beyond the capacity are
+        dropped too. Raises `CorruptionError`.
         """
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             values = list(txn.cursor().iternext(keys=False, values=True))
@@ -340,9 +343,10 @@ class BlockIndex:
         return np.sort(slots[kept])
 
     def keys(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """Every block and its entry, in the order of the hashes, as committed when it is read."""
+        """Yield every block and its entry in the order of the hashes, as committed when it is
+        read."""
         with self._damage_named():
-            for key, value in chain.from_iterable(lots(self._env, self._blocks)):
+            for key, value in chain.from_iterable(batches(self._env, self._blocks)):
                 entry = parse_entry(key, value)
                 if entry is not None:
                     yield key, entry
@@ -350,17 +354,17 @@ class BlockIndex:
     def slots_and_generations(
         self,
     ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]]:
-        """Of every entry, as committed when it is read, some at a time."""
+        """Yield slots and generations of every entry in batches, as committed when it is read."""
         with self._damage_named():
-            for lot in lots(self._env, self._blocks):
-                whole = (value for _, value in lot if len(value) == INDEX_ENTRY_BYTES)
+            for batch in batches(self._env, self._blocks):
+                whole = (value for _, value in batch if len(value) == INDEX_ENTRY_BYTES)
                 table = np.frombuffer(b"".join(whole), dtype=ENTRY_TYPE)
                 yield table["slot"], table["generation"]
 
     def keys_after(self, key: bytes, limit: int) -> list[BlockHash]:
-        """Up to `limit` keys that follow `key` (b"": from the start), as committed now.
+        """Return up to `limit` keys that follow `key`, as committed now; b"" starts at the first.
 
-        A short transaction each time: one that stays open keeps every freed page from reuse.
+        Each call uses its own short transaction, as an open one keeps every freed page from reuse.
         """
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             cursor = txn.cursor()
@@ -370,7 +374,8 @@ class BlockIndex:
         return []
 
     def day_totals(self) -> endurance.DayTotals:
-        """Bytes committed and read back in the last day, by every process of the namespace."""
+        """Return the bytes committed and read back in the last day by all processes of the
+        namespace."""
         try:
             with self._env.begin(db=self._meta) as txn:
                 record = txn.get(DAY, b"")
@@ -379,12 +384,12 @@ class BlockIndex:
         return endurance.day_totals(record, self.wall_clock())
 
     def count(self) -> int:
-        """Number of entries committed now."""
+        """Return the number of entries committed now."""
         with self._env.begin() as txn:
             return int(txn.stat(self._blocks)["entries"])
 
     def warm(self) -> None:
-        """Ask the system to read the file ahead, so that lookups meet no page faults."""
+        """Ask the kernel to read the file ahead, so that lookups cause no page faults."""
         descriptor = os.open(self.path / DATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
@@ -403,12 +408,12 @@ class BlockIndex:
         is_alone: bool = True,
         started_epoch: int | None = None,
     ) -> Session:
-        """Check what this index is for, and mark it in use by this state number.
+        """Check that this index belongs to `identity`, and mark it as in use by this state number.
 
-        An index that was never filled in is refused unless `may_create`.
-
-        `wanted_epoch` larger than the stored one: a reset had not been committed; it is now.
-        `started_epoch`, if it is not the stored one: there were resets since then; so is another.
+        An index without contents is refused unless `may_create`. If `wanted_epoch` is larger than
+        the stored epoch, a reset was not committed; it is committed now. If `started_epoch` is
+        given and differs from the stored epoch, there were resets since then. One more reset is
+        committed in that case.
         """
         self._state = state
         with self._damage_named(), self._env.begin(write=True, db=self._meta) as txn:
@@ -418,7 +423,7 @@ class BlockIndex:
             self._check(txn, identity)
             self.epoch = number_in(txn.get(EPOCH))
             if wanted_epoch > self.epoch or started_epoch not in (None, self.epoch):
-                # Nobody vouches for the number that a process which is alone has found.
+                # A process that is alone cannot trust the number it found.
                 self.epoch = self.epoch + 1 if is_alone else wanted_epoch
                 self.reset_at_open = int(txn.stat(self._blocks)["entries"])
                 txn.drop(self._blocks, delete=False)
@@ -440,19 +445,20 @@ class BlockIndex:
             self.totals = totals_in(txn.get(TOTALS))
             self.entries_at_open = int(txn.stat(self._blocks)["entries"])
             if is_alone and not self.is_marked and not was_live and self.entries_at_open:
-                self.needs_scan = True  # it says closed, but may not all be of that moment
-        self.sync()  # from here on the mark of the last close counts no more
+                self.needs_scan = True  # closed cleanly, but pages may be older than the close
+        self.sync()  # the mark of the last close is invalid from here on
         self.original_bytes = None
         self.forget_dead_readers()
         self.refresh()
         return Session(number, use, saved, proven_from)
 
     def close(self, saved: SavedSlots | None, read_bytes: int = 0) -> None:
-        """Close. With `saved`, the next open need not scan. Raises one of our errors.
+        """Close the index. With `saved`, the next opening need not scan. Raises a `KVCascadeError`.
 
-        The last to close leaves the mark by which the next one need not look at every page.
+        The last process to close writes the clean mark, which spares the next one a check of every
+        page.
         """
-        self._txn.abort()  # while this waits for the disk, others need the pages
+        self._txn.abort()  # other processes need the pages while this one waits for the disk
         try:
             with self._damage_named():
                 with self._env.begin(write=True, db=self._meta) as txn:
@@ -468,14 +474,14 @@ class BlockIndex:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go without marking anything; what was committed stays."""
+        """Close without marking anything; all commits stay."""
         self._txn.abort()
         self._env.close()
         if self.original_bytes is not None:
             os.truncate(self.path / DATA_NAME, self.original_bytes)
 
     def walk_blocks(self) -> None:
-        """Walk every page of the table; if one does not read, let go and raise."""
+        """Read every page of the table; if one cannot be read, abandon the index and raise."""
         try:
             with self._damage_named(), self._env.begin(db=self._blocks) as txn:
                 for _ in txn.cursor().iternext(keys=False):
@@ -495,7 +501,7 @@ class BlockIndex:
         held: set[BlockHash] | None,
         read_bytes: int,
     ) -> CommitOutcome:
-        """One try of `commit`."""
+        """Try `commit` once."""
         written = 0
         rivals: set[BlockHash] = set()
         try:
@@ -534,15 +540,16 @@ class BlockIndex:
             raise CorruptionError(damaged(self.path, "it belongs to another namespace"))
 
     def _any_live(self, txn: lmdb.Transaction[bytes]) -> bool:
-        """True if a process has it open, or died and nobody has been alone since."""
+        """Return True if a process has the index open, or died and no process was alone since."""
         states = range(MAX_PROCESSES)
         return any(txn.get(live_key(state), db=self._meta) is not None for state in states)
 
     def _note_boot(self, txn: lmdb.Transaction[bytes], session: int) -> int:
-        """From which generation on slot records are as new as the entries that name them.
+        """Return the first generation whose slot records are as new as the entries that name them.
 
-        A write puts the record before the entry, so only a loss of power can take the record alone:
-        where the machine was started since (or cannot say), nothing of earlier sessions is proven.
+        A write puts the record before the entry, so only a loss of power can lose the record alone.
+        If the machine has booted since, or its boot id is unknown, no record of an earlier session
+        is proven.
         """
         boot, before = _boot_id(), txn.get(BOOT, b"", db=self._meta)
         proven_from = number_in(before[:8])
@@ -586,7 +593,7 @@ class BlockIndex:
     def _superseded(
         self, slots: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int64]:
-        """Positions of all entries but the latest on each slot."""
+        """Return the positions of all entries but the latest on each slot."""
         uses = np.bincount(slots, minlength=self.capacity)
         if uses.max(initial=0) <= 1:
             return slots[:0]
@@ -615,14 +622,15 @@ def open_index(
 ) -> BlockIndex:
     """Open or create the environment in the directory `path`, which must exist.
 
-    `capacity` in slots. `map_bytes` of address space bound the size of the file; all processes that
-    have it open name the same. Raises `CorruptionError` for damage, `TierIOError` for the device,
-    `InUseError` if this process has it open, or one of its number in another PID namespace. Does
-    not look at any entry: `BlockIndex.load` comes next.
+    `capacity` counts slots. `map_bytes` is the address space, and bounds the size of the file; all
+    processes must pass the same number. No entry is read: `BlockIndex.load` comes next.
 
-    A file that is shorter than its own meta page says is extended with a hole, so that a read of
-    the missing pages is an error that LMDB reports and not a bus error, and `needs_scan` is set. If
-    others have it open, they have seen to that.
+    Raises `CorruptionError` for damage and `TierIOError` for the device. Raises `InUseError` if
+    this process has the index open, or if a process with the same pid in another PID namespace has.
+
+    A file shorter than its own meta page says is extended with a hole, and `needs_scan` is set.
+    LMDB then reports missing pages as errors, where it would crash with a bus error. If other
+    processes have the index open, they have done this already.
     """
     with os_errors(f"opening the index in {path}"):
         return _open(path, capacity, map_bytes, is_durable, is_alone)
@@ -656,10 +664,11 @@ def _open(
 
 
 def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool) -> BlockIndex:
-    """Open an environment that another process has open and loaded; changes nothing in it.
+    """Open an environment that another process has opened and loaded; nothing in it changes.
 
-    What any thread may call is of use, and `abandon` at the end: no transaction is held, so no page
-    is pinned. Raises `CorruptionError`, `TierIOError` or `InUseError` (see `open_index`).
+    Only the methods for any thread may be used, and `abandon` at the end. No transaction is held,
+    so no page is pinned. Raises `CorruptionError`, `TierIOError` or `InUseError` (see
+    `open_index`).
     """
     with os_errors(f"attaching to the index in {path}"):
         try:
@@ -671,7 +680,7 @@ def attach_index(path: Path, capacity: int, map_bytes: int, *, is_durable: bool)
 
 
 def _opened(path: Path, capacity: int, map_bytes: int, is_durable: bool) -> BlockIndex:
-    """Raises `lmdb.Error`, and has nothing open then."""
+    """Open the environment. Raises `lmdb.Error`, with nothing left open."""
     env = open_environment(path, map_bytes, is_durable)
     try:
         return BlockIndex(env, path, capacity)
@@ -681,7 +690,7 @@ def _opened(path: Path, capacity: int, map_bytes: int, is_durable: bool) -> Bloc
 
 
 def _boot_id() -> bytes:
-    """Another one whenever the machine starts; empty where the kernel does not tell."""
+    """Return an id that changes at every boot; empty if the kernel does not provide it."""
     try:
         return BOOT_ID.read_bytes().strip()[:MAX_BOOT_ID_BYTES]
     except OSError:

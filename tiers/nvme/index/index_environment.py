@@ -1,8 +1,8 @@
-"""LMDB's environment as every process opens it, and its table of readers where that needs help.
+"""The LMDB environment: opening it, reading it in batches, and clearing dead readers.
 
-LMDB tells processes apart by their number (`lock.mdb`). A container that starts again gives an
-engine the number that the killed one had: LMDB then takes what that one held for its own, and the
-pages of it are never used again while anybody else has kept the table alive.
+LMDB identifies processes by pid (`lock.mdb`). A restarted container may give an engine the pid of
+the engine that was killed. LMDB then treats the dead engine's read transactions as its own. Their
+pages are never reused as long as another process keeps the table in use.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -22,14 +25,17 @@ from .index_file import LOCK_NAME
 from .index_keys import MAX_TABLES
 
 READERS_PER_PROCESS = 8
-"""Lines of the table. An engine and its mover have three, as LMDB keeps those of transactions that
-wait for their next use; what only looks takes some, too."""
+"""Entries of the reader table per process. An engine and its mover have three, as LMDB keeps
+entries of transactions for reuse. Read-only commands take some, too."""
 MAX_READERS = MAX_PROCESSES * READERS_PER_PROCESS
+BATCH_ENTRIES = 4096
+"""Entries read in one transaction, which takes some milliseconds."""
 CHECK_LIMIT_S = 10.0
-"""For a process that opens the environment and looks who is dead."""
+"""Longest time for the helper process that opens the environment and clears dead readers."""
 _MAX_TABLE_BYTES = 1 << 20
 _READER = struct.Struct("<8xi52x")
-"""A line of the table: transaction, process, thread. The head before them is read as such, too."""
+"""Layout of a reader entry: transaction, process, thread. The table's header is parsed the same
+way."""
 _OPEN_FILES = Path("/proc/self/fd")
 _CODE = """
 import sys
@@ -43,7 +49,7 @@ _log = get_logger(__name__)
 
 
 def open_environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Environment:
-    """Open or create it in the directory `path`. Raises `lmdb.Error`."""
+    """Open or create the environment in the directory `path`. Raises `lmdb.Error`."""
     return lmdb.open(
         str(path),
         map_size=map_bytes,
@@ -57,11 +63,30 @@ def open_environment(path: Path, map_bytes: int, is_durable: bool) -> lmdb.Envir
     )
 
 
-def forget_former_self(path: Path, map_bytes: int) -> None:
-    """Clear what a dead process of this one's number left in the table of readers.
+def batches(env: lmdb.Environment, table: Any) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Yield every (key, value) of a table in the order of the keys, each batch as committed then.
 
-    Before this process opens the environment: afterwards it looks alive. A process of another
-    number does it, and is only started if the table names this one's.
+    An open transaction keeps all processes from reusing freed pages, until their commits find none.
+    So no transaction is open while a batch is processed.
+
+    Raises `lmdb.Error`.
+    """
+    after = b""
+    while True:
+        with env.begin(db=table) as txn:
+            cursor = txn.cursor()
+            batch = list(islice(cursor, BATCH_ENTRIES)) if cursor.set_range(after) else []
+        if not batch:
+            return
+        yield batch
+        after = batch[-1][0] + b"\0"
+
+
+def forget_former_self(path: Path, map_bytes: int) -> None:
+    """Remove reader entries left by a dead process that had this process's pid.
+
+    This must run before this process opens the environment, when the pid would look alive. A child
+    process with another pid does the work. It is only started if the table contains this pid.
     """
     if not _is_named(path / LOCK_NAME, os.getpid()):
         return
@@ -79,7 +104,7 @@ def forget_former_self(path: Path, map_bytes: int) -> None:
 
 
 def _is_named(table: Path, pid: int) -> bool:
-    """True if a line of the table names a process that this one is not yet."""
+    """Return True if the table contains this pid although this process has not opened it."""
     with suppress(OSError):
         if not table.is_file() or _has_open(table):
             return False
@@ -91,10 +116,11 @@ def _is_named(table: Path, pid: int) -> bool:
 
 
 def _has_open(file: Path) -> bool:
-    """True if this process has the file open: to close it once more would drop LMDB's locks."""
+    """Return True if this process has the file open: closing it once more would drop LMDB's
+    locks."""
     wanted = file.stat()
     for number in os.listdir(_OPEN_FILES):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             if os.path.samestat(os.fstat(int(number)), wanted):
                 return True
     return False

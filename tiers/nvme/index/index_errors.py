@@ -1,4 +1,4 @@
-"""What LMDB reports, in our terms: outcomes for commits, errors for the rest."""
+"""Mapping of LMDB errors: to outcomes for commits, to exceptions for everything else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FULL = (CommitOutcome.NO_SPACE, CommitOutcome.NO_PAGES)
 
 
 def outcome_of_lmdb(error: lmdb.Error) -> CommitOutcome:
-    """No space, or anything else that the device or the library refused."""
+    """Map an LMDB error to the outcome of a commit."""
     if isinstance(error, lmdb.MapFullError):
         return CommitOutcome.NO_PAGES
     if _code(error) in (errno.ENOSPC, errno.EDQUOT):
@@ -35,14 +35,14 @@ def outcome_of_lmdb(error: lmdb.Error) -> CommitOutcome:
 
 
 def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
-    """Map an LMDB error to ours."""
+    """Map an LMDB error to a `KVCascadeError`."""
     if outcome_of_lmdb(error) in _FULL:
         return NoSpaceError(f"no space for the index in {path} ({error}); free some")
     if isinstance(error, lmdb.ReadersFullError):
         return InUseError(
             f"too many processes read the index in {path}; stop one of them, or wait until it ends"
         )
-    if _code(error) == errno.EAGAIN:  # the byte that a process locks in the table of readers
+    if _code(error) == errno.EAGAIN:  # the byte that a process locks in the reader table
         return InUseError(
             f"another process with the same number as this one ({os.getpid()}) has the index in "
             f"{path} open, in another PID namespace (a container of its own), which LMDB cannot "
@@ -57,7 +57,7 @@ def from_lmdb(error: lmdb.Error, path: Path) -> KVCascadeError:
 
 
 def from_outcome(outcome: CommitOutcome, path: Path) -> KVCascadeError:
-    """The error of a commit that was refused, where that cannot be tried again later."""
+    """Return the error for a refused commit that cannot be retried later."""
     if outcome in _FULL:
         return NoSpaceError(
             f"no space for the index in {path}; free some, or end the process that is stopped in "
@@ -67,5 +67,5 @@ def from_outcome(outcome: CommitOutcome, path: Path) -> KVCascadeError:
 
 
 def _code(error: lmdb.Error) -> int:
-    """The error number; 0 for errors that py-lmdb raises by itself."""
+    """Return the error number; 0 for errors that py-lmdb raises itself."""
     return int(getattr(error, "code", 0))

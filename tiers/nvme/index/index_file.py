@@ -1,4 +1,4 @@
-"""The head of an LMDB file, checked by hand: LMDB would map whatever a file claims."""
+"""Checks of the LMDB file's header, as LMDB would map whatever a file claims."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
 MAX_FILE_BYTES = 1 << 62
 MAX_MAP_BYTES = 1 << 44
-"""Address space for a reader, whatever the file claims."""
+"""Most address space that a reader maps, whatever the file claims."""
 MAX_MISSING_BYTES = 64 << 20
-"""The last pages that LMDB took need not have been written; more than this was cut off."""
+"""Most bytes that may be missing at the end: LMDB need not have written its last pages. A larger
+gap means that the file was cut."""
 _HEAD_BYTES = 128 << 10
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _META_MAGIC = 0xBEEFC0DE
@@ -31,12 +32,13 @@ _META_TAIL_OFFSET = 136
 
 
 def check_file(path: Path) -> int | None:
-    """Check the head of the LMDB file by hand; returns its size before it was extended, if it was.
+    """Check the header of the LMDB file, and extend a file that is slightly too short.
 
-    LMDB itself would map whatever the file claims. Raises `CorruptionError` or `OSError`.
+    Returns the size before the extension, or None if nothing was extended. Raises `CorruptionError`
+    or `OSError`.
     """
     data = path / DATA_NAME
-    for name in (DATA_NAME, LOCK_NAME):  # LMDB would follow a link, and write to where it leads
+    for name in (DATA_NAME, LOCK_NAME):  # LMDB would follow a link, and write to its target
         if os.path.lexists(path / name):
             _check_ours(path / name)
     if not os.path.lexists(data):
@@ -66,7 +68,7 @@ def _check_ours(file: Path) -> None:
 
 
 def missing_bytes(path: Path) -> int:
-    """Bytes that the LMDB file lacks of what its meta page says; changes nothing.
+    """Return how many bytes the LMDB file lacks according to its meta page; changes nothing.
 
     Raises `CorruptionError` if it is no LMDB file, or `OSError`.
     """
@@ -78,7 +80,7 @@ def missing_bytes(path: Path) -> int:
 
 
 def stored_map_bytes(path: Path) -> int:
-    """The size of the map that the writer of the LMDB file uses, at most `MAX_MAP_BYTES`."""
+    """Return the map size that the writer of the LMDB file uses, at most `MAX_MAP_BYTES`."""
     with (path / DATA_NAME).open("rb") as file:
         head = file.read(_META_PAGE_SIZE_OFFSET)
     return min(
@@ -87,7 +89,8 @@ def stored_map_bytes(path: Path) -> int:
 
 
 def _bytes_needed(head: bytes) -> int | None:
-    """Bytes up to the last page that the newer meta page names; None if neither is valid."""
+    """Return the bytes up to the last page that the newer meta page names; None if neither is
+    valid."""
     if len(head) < _META_TAIL_OFFSET + _META_TAIL.size:
         return None
     page_bytes = int.from_bytes(head[_META_PAGE_SIZE_OFFSET : _META_PAGE_SIZE_OFFSET + 4], "little")
@@ -109,7 +112,7 @@ def _bytes_needed(head: bytes) -> int | None:
 
 
 def damaged(path: Path, why: str) -> str:
-    """The sentence for a damaged index."""
+    """Return the error message for a damaged index."""
     return (
         f"the index in {path} is damaged ({why}); run `kvcascade verify --rebuild-index "
         f"{path.parent}`, or remove that directory to start empty"

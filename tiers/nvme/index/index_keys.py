@@ -1,6 +1,6 @@
-"""The tables of the index's environment: their names, the keys of `meta`, and what lies under them.
+"""The tables of the index: their names, the keys of `meta`, and the encoding of the values.
 
-All numbers are little endian. A value that has not the size of one counts as 0, or as not there.
+All numbers are little endian. A value of the wrong size counts as 0 or as missing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from ..segments.format import INDEX_ENTRY_BYTES
 
 BLOCKS = b"blocks"
-"""Block hash to entry."""
+"""Table of blocks: hash to entry."""
 META = b"meta"
-"""The keys that follow."""
+"""Table of metadata, with the keys below."""
 MAX_TABLES = 4
-"""That LMDB makes room for."""
+"""Number of tables that LMDB reserves room for."""
 
 FORMAT = b"format"
 IDENTITY = b"identity"
@@ -29,20 +29,20 @@ TAKEN = b"taken"
 BOOT = b"boot"
 
 IS_LIVE = b"\1"
-"""Under `live_key`."""
+"""Value stored under `live_key`."""
 
 ENTRY_TYPE = np.dtype(
     [("slot", "<u4"), ("length", "<u4"), ("checksum", "<u8"), ("generation", "<u8"), ("x", "<u8")]
 )
-"""Entries as rows of a table; `x` is their check."""
+"""Entries as rows of a numpy table; `x` is the check of an entry."""
 assert ENTRY_TYPE.itemsize == INDEX_ENTRY_BYTES
 NO_ENTRY = b"\xff" * INDEX_ENTRY_BYTES
-"""In place of what has not the size of an entry: its slot is beyond all capacities."""
+"""Substitute for a value that has not the size of an entry; its slot is beyond every capacity."""
 
 MAX_EPOCH = (1 << 32) - 1
-"""Slot records have room for this."""
+"""Largest epoch that a slot record can hold."""
 MAX_SESSION = (1 << 24) - 2
-"""The last one whose generations are 64-bit numbers."""
+"""Largest session number whose generations fit into 64 bits."""
 
 _U64 = struct.Struct("<Q")
 _U64_MAX = (1 << 64) - 1
@@ -52,7 +52,7 @@ _TOTALS = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class IndexIdentity:
-    """What must be equal for an index to be opened."""
+    """Values that must match for an index to be opened."""
 
     fingerprint: bytes
     """SHA-256 of the namespace's fields."""
@@ -60,47 +60,48 @@ class IndexIdentity:
     slots_per_segment: int
 
     def pack(self) -> bytes:
-        """As it lies in the index."""
+        """Return the bytes as stored in the index."""
         return _IDENTITY.pack(self.fingerprint, self.block_bytes, self.slots_per_segment)
 
 
 def slots_per_segment_in(identity: bytes) -> int:
-    """What an identity says; 0 if it is none."""
+    """Return the slots per segment that an identity names; 0 if it is invalid."""
     return int(_IDENTITY.unpack(identity)[2]) if len(identity) == _IDENTITY.size else 0
 
 
 def state_key(state: int) -> bytes:
-    """The slots that the last process with a state number saved."""
+    """Return the key of the slots that the last process with a state number saved."""
     return b"state%d" % state
 
 
 def uses_key(state: int) -> bytes:
-    """How often a state number was used."""
+    """Return the key of the number of times a state number was used."""
     return b"uses%d" % state
 
 
 def live_key(state: int) -> bytes:
-    """There while a process with a state number has it open, or died with it."""
+    """Return the key that exists while a process has the index open, or died with it open."""
     return b"live%d" % state
 
 
 def pack_number(value: int) -> bytes:
-    """As it lies in the index. Tallies, which only damage makes so large, wrap."""
+    """Return a number as stored in the index. Values too large for 64 bits, caused by damage only,
+    wrap."""
     return _U64.pack(value & _U64_MAX)
 
 
 def number_in(value: bytes | None) -> int:
-    """The number in a value."""
+    """Return the number in a value; 0 if it is missing or of the wrong size."""
     return int(_U64.unpack(value)[0]) if value is not None and len(value) == _U64.size else 0
 
 
 def pack_totals(written: int, read: int) -> bytes:
-    """Bytes over the life of the namespace, as they lie in the index."""
+    """Return the totals over the life of the namespace, as stored in the index."""
     return _TOTALS.pack(written & _U64_MAX, read & _U64_MAX)
 
 
 def totals_in(value: bytes | None) -> tuple[int, int]:
-    """Bytes (written, read) in a value."""
+    """Return the bytes (written, read) in a value."""
     if value is None or len(value) != _TOTALS.size:
         return 0, 0
     written, read = _TOTALS.unpack(value)

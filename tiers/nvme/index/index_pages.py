@@ -1,14 +1,14 @@
-"""The pages of an LMDB file, checked by hand before LMDB sees them.
+"""Checks of the pages of an LMDB file, before LMDB reads them.
 
-LMDB trusts its file: a page of zeros, which is what a loss of power leaves where nothing was
-synced, or a wild number in a page header ends the process (an assertion, a bus error) instead of
-raising. So every page that LMDB would follow is looked at first: its number, its kind, the bounds
-of its nodes, each page in use once, and none of them on the list of free pages.
+LMDB trusts its file. A page of zeros, as a loss of power leaves without sync, or a wild number in a
+page header ends the process. It fails with an assertion or a bus error instead of raising. So every
+page that LMDB would follow is checked first: its number, its kind and the bounds of its nodes. Each
+page must be in use once, and must not be on the list of free pages.
 
-A large index that was closed cleanly is checked at its heads only, because opening must not cost
-time in proportion to the tier: a mark beside it says that all of it was synced (`clean_mark`). What
-remains is trust in the owner of the files, which `check_file` and the modes of the directory
-establish.
+Opening must not cost time in proportion to the tier, so a large index that was closed cleanly is
+checked in its small tables only. The clean mark beside it proves that all of it was synced
+(`clean_close`). Beyond that the owner of the files is trusted, which `check_file` and the modes of
+the directory establish.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptionError
-from .clean_mark import read_mark
+from .clean_close import read_mark
 from .index_file import DATA_NAME, damaged
 from .index_keys import META
 
 ALWAYS_CHECKED_BYTES = 16 << 20
-"""Up to this size the whole file is checked even after a clean close: some tens of milliseconds."""
+"""Largest file that is checked completely even after a clean close; it takes some tens of
+milliseconds."""
 MAX_KEY_BYTES = 511
 MAX_DEPTH = 32
 
@@ -46,18 +47,18 @@ _NO_PAGE = (1 << 64) - 1
 _META_PAGES = 2
 
 _BATCH_PAGES = 512
-"""Pages looked at together, in the order of the file: many times as fast as one by one."""
+"""Pages checked together, in the order of the file, which is many times as fast as one by one."""
 
 Longs = npt.NDArray[np.int64]
 
 
 class _Damage(Exception):
-    """What is wrong with the file."""
+    """Raised with the description of the damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The record of a tree: where it begins and what it says of itself."""
+    """The record of a tree: its root and its own counts."""
 
     flags: int
     depth: int
@@ -69,13 +70,13 @@ class _Tree:
 
     @classmethod
     def parse(cls, data: bytes) -> _Tree:
-        """48 bytes of a meta page or of a node of the main tree."""
+        """Parse the 48 bytes of a tree record, from a meta page or a node of the main tree."""
         return cls(*_DB.unpack(data)[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node of a leaf."""
+    """A node of a leaf page."""
 
     flags: int
     key: bytes
@@ -85,8 +86,8 @@ class _Node:
 def check_pages(path: Path) -> bool:
     """Raise `CorruptionError` if LMDB could not walk the file in `path`, or `OSError`.
 
-    True if the last close vouches for all of it, or there is none. Nobody may be writing to it.
-    `check_file` must have passed.
+    Returns True if a clean mark covers the whole file, or if there is no file. No process may be
+    writing to the file. `check_file` must have passed.
     """
     if not os.path.lexists(path / DATA_NAME):
         return True
@@ -106,7 +107,7 @@ def check_pages(path: Path) -> bool:
 
 
 class _Walk:
-    """One look at a file."""
+    """One check of a file."""
 
     def __init__(self, data: mmap.mmap, size: int) -> None:
         self._data = data
@@ -116,7 +117,7 @@ class _Walk:
         start = max(metas, key=lambda at: _META_TAIL.unpack_from(data, at + _META_TAIL_OFFSET)[1])
         tail = _META_TAIL.unpack_from(data, start + _META_TAIL_OFFSET)
         self._last_page, self.transaction = tail[0], int(tail[1])
-        """The last page in use, and the newest transaction."""
+        """Last page in use, and the newest transaction."""
         at = start + _META_DBS_OFFSET
         self._free = _Tree.parse(data[at : at + _DB.size])
         self._main = _Tree.parse(data[at + _DB.size : at + 2 * _DB.size])
@@ -126,7 +127,7 @@ class _Walk:
         self._in_use = np.zeros(min(self._last_page + 1, pages), dtype=np.bool_)
 
     def run(self, is_marked: bool) -> None:
-        """Every tree; of a large file that was closed cleanly the small ones only."""
+        """Check every tree; if `is_marked`, only the small ones of a large file."""
         trees: dict[bytes, _Tree] = {}
         for node in self._nodes(self._main):
             if node.flags & ~_IS_BIG != _IS_TREE or len(node.data) != _DB.size:
@@ -155,7 +156,7 @@ class _Walk:
             self._take(listed[::-1].astype(np.int64))
 
     def _take(self, numbers: Longs) -> None:
-        """These pages, in ascending order, are used here and nowhere else."""
+        """Mark these pages, in ascending order, as used; raise if one is used already."""
         is_wrong = (numbers < _META_PAGES) | (numbers >= len(self._in_use))
         is_wrong[1:] |= numbers[1:] == numbers[:-1]
         if not is_wrong.any():
@@ -164,12 +165,13 @@ class _Walk:
         self._in_use[numbers] = True
 
     def _all_right(self, is_right: npt.NDArray[np.bool_], numbers: Longs, wrong: str) -> None:
-        """Raise if one of these pages is not; name it."""
+        """Raise an error that names the first page for which `is_right` is False."""
         if not is_right.all():
             raise _Damage(f"page {numbers[np.argmin(is_right)]} {wrong}")
 
     def _leaves(self, tree: _Tree) -> Iterator[Longs]:
-        """Where in the file the nodes of every leaf begin; all counts must agree at the end."""
+        """Yield where in the file the nodes of each leaf begin; the counts must agree at the
+        end."""
         if tree.root == _NO_PAGE:
             if (tree.depth, tree.entries) != (0, 0):
                 raise _Damage("a table has no root")
@@ -192,14 +194,15 @@ class _Walk:
             raise _Damage("the counts of a table are wrong")
 
     def _nodes_on(self, numbers: Longs, kind: int) -> Iterator[Longs]:
-        """Where in the file the nodes of these pages begin, some pages at a time."""
+        """Yield where in the file the nodes of these pages begin, some pages at a time."""
         for start in range(0, len(numbers), _BATCH_PAGES):
             batch = numbers[start : start + _BATCH_PAGES]
             self._take(batch)
             yield self._nodes_of(batch, kind)
 
     def _nodes_of(self, numbers: Longs, kind: int) -> Longs:
-        """As `_nodes_on`, once nodes were found to fill these pages exactly."""
+        """Return where the nodes of these pages begin, after checking that they fill the pages
+        exactly."""
         pages = self._pages[numbers]
         stated = np.ascontiguousarray(pages[:, :4]).view("<i8")[:, 0]
         is_right = (stated == numbers) & (pages[:, 5] == kind)
@@ -230,13 +233,13 @@ class _Walk:
         return nodes
 
     def _children(self, nodes: Longs) -> Longs:
-        """The pages that the nodes of branches lead to."""
+        """Return the pages that the nodes of branch pages point to."""
         head = self._pages.reshape(-1)[nodes[:, np.newaxis] // 2 + np.arange(3)].astype(np.int64)
         children: Longs = head[:, 0] | head[:, 1] << 16 | head[:, 2] << 32
         return children
 
     def _nodes(self, tree: _Tree) -> Iterator[_Node]:
-        """Every node of the leaves, its data too."""
+        """Yield every node of the leaves with its data."""
         for nodes in self._leaves(tree):
             yield from map(self._node, nodes.tolist())
 

@@ -1,7 +1,7 @@
-"""What the block store asks of an index of blocks: entries by key, and commits.
+"""The interface of an index of blocks as the block store uses it: entries by key, and commits.
 
-`BlockIndex` is the index in LMDB. Nothing here needs LMDB, so that the store and its handlers also
-work over an index that is kept in memory.
+`BlockIndex` implements it over LMDB. Nothing here needs LMDB, so the store and its handlers also
+work with an index in memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from ...base import BlockHash
 from ..segments.format import IndexEntry
 
 SlotTest = Callable[[int], bool]
+"""Returns True if a slot lies in a segment of the calling process."""
 
 
 class CommitOutcome(Enum):
-    """What became of a commit."""
+    """Result of a commit."""
 
     DONE = "done"
     STALE_EPOCH = "stale_epoch"  # the namespace was reset after the caller started
     NO_SPACE = "no_space"
-    NO_PAGES = "no_pages"  # the map is full: freed pages wait until nobody reads what was before
+    NO_PAGES = "no_pages"  # the map is full: freed pages stay pinned while older states are read
     IO_ERROR = "io_error"
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """An entry that shall go, if it is still the one that was meant."""
+    """An entry to remove, if its slot and generation still match."""
 
     key: BlockHash
     slot: int
@@ -40,16 +41,16 @@ class IndexPort(Protocol):
     """An index as `BlockStore` uses it, from any thread."""
 
     epoch: int
-    """The latest epoch that is known to be committed."""
+    """Latest epoch known to be committed."""
     has_panicked: bool
     """True if this process cannot change the index any more."""
 
     def entry(self, key: bytes) -> IndexEntry | None:
-        """The entry of a block as committed now."""
+        """Return the entry of a block as committed now."""
         ...
 
     def keys(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """Every block and its entry."""
+        """Yield every block and its entry."""
         ...
 
     def commit(
@@ -67,5 +68,5 @@ class IndexPort(Protocol):
     def take_away(
         self, epoch: int, entries: Sequence[tuple[bytes, bytes]]
     ) -> tuple[CommitOutcome, int]:
-        """Remove entries that are still exactly these; returns how many of them there were."""
+        """Remove entries that still match exactly; return the outcome and how many were removed."""
         ...

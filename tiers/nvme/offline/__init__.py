@@ -1,1 +1,1 @@
-"""Reading and repairing a namespace without being its engine."""
+"""Reading and repairing a namespace from outside its engines."""

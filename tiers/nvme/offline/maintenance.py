@@ -1,10 +1,10 @@
-"""Changing a namespace from outside: dropping entries, making the index anew.
+"""Changing a namespace from outside its engines: removing entries, replacing the index.
 
-Of a namespace that engines have open only entries can be taken away (`take_entries`), by the commit
-with which engines take away a block of each other's that they find damaged. Everything else needs
-the namespace for itself (`exclusive`), since engines count their slots in memory: every change is
-one index transaction that also marks the namespace as not cleanly closed, so that the next start
-reads all entries once and counts the free slots itself.
+While engines have the namespace open, entries can only be removed (`take_entries`). That uses the
+commit with which engines remove each other's damaged blocks. Every other change needs the namespace
+exclusively (`exclusive`), because engines count their slots in memory. Such a change is one index
+transaction that also marks the namespace as not cleanly closed. The next start then reads all
+entries once and counts the free slots itself.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ from ..writer.owners import MAX_PROCESSES, Owners
 from .reader import Description
 
 KEYS_PER_TRANSACTION = 65536
+"""Entries removed in one transaction while no engine runs."""
 KEYS_BESIDE_ENGINES = 256
-"""Per transaction while engines run: their commits wait for it."""
+"""Entries removed in one transaction while engines run, as their commits wait for it."""
 SPARE_BYTES = 64 << 20
-"""Of address space: what a large transaction takes beyond what stays."""
+"""Address space that a large transaction needs beyond its final size."""
 DAMAGED_SUFFIX = ".damaged"
 
 
 @contextmanager
 def exclusive(description: Description) -> Iterator[None]:
-    """Own a namespace. Raises `InUseError` with the owner's pid, or `TierIOError`."""
+    """Own a namespace exclusively. Raises `InUseError` with the owner's pid, or `TierIOError`."""
     fs = RealFileSystem()
     with ExitStack() as held:
         with os_errors(f"locking {description.home}"):
@@ -72,14 +73,14 @@ def exclusive(description: Description) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """An entry that shall go, if it still is exactly this one."""
+    """An entry to remove if it still has exactly this key and value."""
 
     key: bytes
     value: bytes
 
 
 def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
-    """Remove entries; returns how many were still there. Needs `exclusive`."""
+    """Remove entries; return how many still existed. Needs `exclusive`."""
     path = description.home / "index"
     removed = 0
     with _writable(path, _map_bytes(description)) as env:
@@ -97,11 +98,11 @@ def drop_entries(description: Description, drops: Sequence[Drop]) -> int:
 
 
 def take_entries(description: Description, drops: Sequence[Drop]) -> int:
-    """Remove entries of a namespace that engines may have open; returns how many were still there.
+    """Remove entries while engines may have the namespace open; return how many still existed.
 
-    The engines reuse the slots when their turn to leave comes. Each commit survives a loss of
-    power, as theirs may have to, and so that no clean mark outlives it. What a killed process has
-    not removed is there as before. Raises one of our errors; a reset meanwhile has removed all.
+    Engines reuse the slots once they choose them for eviction. Each commit survives a loss of
+    power, so that no clean mark outlives it. If the process is killed, the remaining entries stay.
+    If the namespace is reset meanwhile, all entries are gone. Raises a `KVCascadeError`.
     """
     removed = 0
     with _beside_engines(description) as index:
@@ -117,7 +118,7 @@ def take_entries(description: Description, drops: Sequence[Drop]) -> int:
 
 
 def write_records(description: Description, records: Sequence[tuple[int, SlotRecord]]) -> None:
-    """Write slot records anew: (slot, record). Needs `exclusive`."""
+    """Rewrite slot records, given as (slot, record). Needs `exclusive`."""
     layout = description.layout
     for slot, record in records:
         number, index = divmod(slot, layout.slots)
@@ -132,7 +133,7 @@ def write_records(description: Description, records: Sequence[tuple[int, SlotRec
 
 
 def make_segments_whole(description: Description, numbers: Sequence[int]) -> int:
-    """Put header and size of segment files right; returns how many. Needs `exclusive`."""
+    """Repair header and size of segment files; return how many were repaired. Needs `exclusive`."""
     if not numbers:
         return 0
     folders = [description.folders[part] / "segments" for part in range(description.parts)]
@@ -148,7 +149,7 @@ def make_segments_whole(description: Description, numbers: Sequence[int]) -> int
 def remove_segments(description: Description, numbers: Sequence[int]) -> None:
     """Delete segment files that hold no block. Needs `exclusive`."""
     if numbers:
-        drop_entries(description, ())  # the saved free extents are history: say so first
+        drop_entries(description, ())  # invalidate the saved free extents first
     for number in numbers:
         path = segment_path(description, number)
         with os_errors(f"removing {path}"):
@@ -157,7 +158,7 @@ def remove_segments(description: Description, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Bytes over the life of a namespace."""
+    """Totals over the life of a namespace, in bytes."""
 
     written: int = 0
     read: int = 0
@@ -170,10 +171,10 @@ def replace_index(
     session: int,
     totals: Totals,
 ) -> Path | None:
-    """Make an index of these entries in place of the one that is there. Needs `exclusive`.
+    """Replace the index by one with these entries. Needs `exclusive`.
 
-    Returns where the old one went; None if there was none. Every generation must be below
-    `session * GENERATIONS_PER_SESSION`, so that later writes are newer.
+    Returns the path to which the old index was moved; None if there was none. Every generation must
+    be below `(session + 1) * GENERATIONS_PER_SESSION`, so that later writes are newer.
     """
     index = description.home / "index"
     fresh = index.with_name("index.new")
@@ -207,7 +208,7 @@ def replace_index(
 
 @contextmanager
 def _beside_engines(description: Description) -> Iterator[BlockIndex]:
-    """Be one more process of a namespace, without segments or state, that only takes away."""
+    """Join a namespace beside its engines, without segments or state, to remove entries."""
     fs, home = RealFileSystem(), description.home
     with ExitStack() as held:
         with os_errors(f"joining {home}"):
@@ -217,20 +218,21 @@ def _beside_engines(description: Description) -> Iterator[BlockIndex]:
             owners = Owners(fs.byte_locks(home / OWNERS), str(home))
             held.callback(owners.close)
             owners.enter(is_guest=True, leaves_state=False)
-            layout = described_layout(fs, home)  # inside the gate: it changes with who is alone
+            layout = described_layout(fs, home)  # inside the gate: a process alone may change it
             if layout is None:
                 raise CorruptionError(f"{home} has lost its namespace.json; start its engine first")
-            # As the engines map it, whatever the file says of itself: a command that had it alone
-            # may have mapped more, and what grows beyond their maps is lost to all of them.
+            # Map as many bytes as the engines do, whatever the file says. A command that had the
+            # index exclusively may have mapped more. An index that grows beyond the maps of the
+            # engines is lost to all of them.
             index = attach_index(home / "index", 0, layout.index_bytes, is_durable=True)
             held.callback(index.abandon)
         owners.leave_gate()
-        index.sync()  # what engines left unsynced, while none of them waits for a commit
+        index.sync()  # commits that engines left unsynced, before they wait for ours
         yield index
 
 
 def segment_path(description: Description, number: int) -> Path:
-    """Where a segment lies. Raises `CorruptionError` if its path was not given."""
+    """Return the path of a segment. Raises `CorruptionError` if its folder was not given."""
     folder = description.folders.get(number % description.parts)
     if folder is None:
         raise CorruptionError(f"segment {number} lies in a path that was not given; give all paths")
@@ -238,7 +240,7 @@ def segment_path(description: Description, number: int) -> Path:
 
 
 def _swap(index: Path, fresh: Path) -> Path | None:
-    """Put the new directory in the old one's place; the old one is kept beside it."""
+    """Put the new directory in place of the old one, which is kept beside it."""
     kept = index.with_name(index.name + DAMAGED_SUFFIX)
     with os_errors(f"replacing {index}"):
         had_one = index.exists()
@@ -260,7 +262,7 @@ def _map_bytes(description: Description) -> int:
 
 @contextmanager
 def _writable(path: Path, map_bytes: int) -> Iterator[lmdb.Environment]:
-    """An LMDB environment whose commits survive a loss of power."""
+    """Yield an LMDB environment whose commits survive a loss of power."""
     try:
         env = lmdb.open(
             str(path), map_size=map_bytes, mode=0o600, max_dbs=MAX_TABLES, readahead=False

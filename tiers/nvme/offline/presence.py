@@ -1,7 +1,7 @@
-"""Which processes own a namespace, found out without touching their locks.
+"""Which processes own a namespace, found without touching their locks.
 
-The kernel lists every lock in `/proc/locks`; a lock is told by the inode of its file. Taking the
-lock for a moment, which would be simpler, could refuse an engine that starts at that moment.
+The kernel lists every lock in `/proc/locks`, where a lock is identified by the inode of its file.
+Taking the lock for a moment would be simpler, but could refuse an engine that starts at that time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _KIND = "FLOCK"
 
 
 def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
-    """Process ids that hold locks of these namespace directories, ascending; 0: an unknown one.
+    """Return the pids that hold locks of these namespace directories, ascending; 0 for unknown.
 
-    Processes of other PID namespaces are seen only if the machine's `/proc` shows them.
+    Processes of other PID namespaces are only seen if the machine's `/proc` shows them.
     """
     files = dict(_lock_files(folders))
     found: set[int] = set()
@@ -32,17 +32,17 @@ def owners(folders: Iterable[Path], lock_table: Path = LOCK_TABLE) -> list[int]:
 
 
 def _lock_files(folders: Iterable[Path]) -> Iterator[tuple[int, Path]]:
-    """(inode, path) of what everybody locks who has anything of a namespace."""
+    """Yield (inode, path) of the lock file of each directory, which every user of it locks."""
     for path in (folder / LOCK for folder in folders):
         with suppress(OSError):  # just removed
             yield os.lstat(path).st_ino, path
 
 
 def _held(lock_table: Path) -> Iterator[tuple[int, int]]:
-    """(inode, pid) of every lock of the kind that an owner takes."""
+    """Yield (inode, pid) of every lock of the kind that owners take."""
     try:
         lines = lock_table.read_text("ascii", "replace").splitlines()
-    except OSError:  # a kernel without it: nobody is seen
+    except OSError:  # a kernel without the file: no owner is found
         return
     for line in lines:
         words = line.split()
@@ -55,7 +55,7 @@ def _held(lock_table: Path) -> Iterator[tuple[int, int]]:
 
 
 def _written_pid(path: Path) -> int:
-    """The process id inside a lock file; 0 if it does not say."""
+    """Return the pid written in a lock file; 0 if there is none."""
     try:
         text = path.read_bytes()[:MAX_PID_CHARS].decode("ascii", "replace").strip()
     except OSError:

@@ -1,11 +1,12 @@
-"""Looking at a namespace without owning it: description, index, segments, mapped arrays.
+"""Reading a namespace without owning it: description, index and segments.
 
-Guarantees: nothing is written or created, no lock of the owner is taken, and what an engine does at
-the same time is not held up. The index is read through LMDB read transactions, segments through
-descriptors that cannot write. A live namespace changes while it is looked at: whoever compares two
-things (an entry and its payload) must ask again before calling a difference damage.
+Guarantees: nothing is written or created, no lock of the owner is taken, and running engines are
+not delayed. The index is read in LMDB read transactions, segments through read-only descriptors. A
+live namespace changes during the reading. A caller that compares two parts, such as an entry and
+its payload, must read again before it reports damage.
 
-Bytes on disk may be anybody's: what does not parse is None, a `problem`, or one of our errors.
+Bytes on disk may come from anybody. Data that does not parse is None, a `problem`, or a
+`KVCascadeError`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import numpy.typing as npt
 from ....errors import CorruptionError, TierIOError, os_errors
 from ...endurance import DayTotals, day_totals
 from ..disk.filesystem import RealFile, read_and_close
+from ..disk.transfers import read_all
+from ..index.clean_close import parse_saved_slots, runs_within
 from ..index.index_errors import from_lmdb
 from ..index.index_file import DATA_NAME, LOCK_NAME, damaged, missing_bytes, stored_map_bytes
 from ..index.index_keys import (
@@ -46,7 +49,6 @@ from ..index.index_keys import (
     state_key,
     totals_in,
 )
-from ..index.saved_slots import parse_saved_slots, runs_within
 from ..namespace import DESCRIPTION, LOCK, OWNERS, is_namespace_name
 from ..segments.format import (
     INDEX_ENTRY_BYTES,
@@ -58,27 +60,26 @@ from ..segments.format import (
     parse_entry,
     segment_number,
 )
-from ..segments.segment_files import read_all
 from ..writer.owners import MAX_PROCESSES, noted_segments
 
 MAX_OWNERS_BYTES = 1 << 20
 MAX_PARTS = 4096
-"""Paths of a tier, whatever its description says."""
+"""Largest number of paths of a tier, whatever its description says."""
 _MIN_MAP_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a namespace lies: the directories of one name below several paths."""
+    """The directories of one namespace, below several paths."""
 
     name: str
     folders: tuple[Path, ...]
-    """In the order they were given; not necessarily all of them."""
+    """Directories in the order given; not necessarily all of the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What `namespace.json` says, and the directory of each part."""
+    """Contents of `namespace.json`, and the directory of each part."""
 
     name: str
     label: str
@@ -90,9 +91,9 @@ class Description:
     slots_per_segment: int
     parts: int
     created: str
-    """ISO 8601, as written."""
+    """Time of creation in ISO 8601, as written."""
     folders: Mapping[int, Path]
-    """Part to directory, as far as they were given."""
+    """Directory by part, for the parts that were given."""
 
     @property
     def layout(self) -> SegmentLayout:
@@ -112,24 +113,24 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class IndexMeta:
-    """What the index says about itself."""
+    """Metadata that the index holds about the namespace."""
 
     entries: int
     epoch: int
     session: int
-    """How often the namespace was opened."""
+    """Number of the latest session, which counts the openings of the namespace."""
     is_clean: bool
     """True after a clean close, False while in use and after a crash."""
     written_bytes: int
-    """Over the life of the namespace."""
+    """Bytes written over the life of the namespace."""
     read_bytes: int
-    """Over the life of the namespace, as of the last clean close."""
+    """Bytes read over the life of the namespace, as of the last commit of totals."""
     day: DayTotals
     """Bytes of the last 24 hours, by every process of the namespace."""
     free: npt.NDArray[np.int64]
-    """Free extents of the last clean close, shape `(n, 2)`: first slot, slots."""
+    """Free extents of the last clean closes, shape `(n, 2)`: first slot, slots."""
     counted: frozenset[int]
-    """Segments whose free slots are among them: those of processes that closed cleanly."""
+    """Segments whose free slots are included in `free`: those of processes that closed cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +139,27 @@ class Snapshot:
 
     keys: list[bytes]
     slots: npt.NDArray[np.int64]
-    """-1 where the entry has not the size of one."""
+    """Slot of each entry; -1 where the value has not the size of an entry."""
     generations: npt.NDArray[np.uint64]
     values: npt.NDArray[np.void]
-    """Raw entries, `INDEX_ENTRY_BYTES` each; their own check has not been looked at."""
+    """Raw entries, `INDEX_ENTRY_BYTES` each; their checks have not been verified."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def raw(self, position: int) -> bytes:
-        """The raw entry at a position."""
+        """Return the raw entry at a position."""
         return bytes(self.values[position].tobytes())
 
     def entry(self, position: int) -> IndexEntry | None:
-        """The entry at a position; None if it is damaged."""
+        """Return the entry at a position; None if it is damaged."""
         return parse_entry(self.keys[position], self.raw(position))
 
 
 def locate(paths: Sequence[Path]) -> list[Location]:
-    """Namespaces in these paths, by name; a path may be a namespace directory itself.
+    """Return the namespaces in these paths by name; a path may be a namespace directory itself.
 
-    Raises `TierIOError` if a path cannot be read, or there is nothing but what this user may not
-    look into: another user's.
+    Raises `TierIOError` if a path cannot be read, or if all directories belong to another user.
     """
     found: dict[str, list[Path]] = {}
     closed: TierIOError | None = None
@@ -186,7 +186,7 @@ def _is_namespace(folder: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Raises `OSError` if that cannot be said."""
+    """Return True if the path exists. Raises `OSError` if that cannot be determined."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -231,8 +231,10 @@ def read_description(location: Location) -> Description:
 
 
 class IndexReader:
-    """An index, opened for reading only. One thread; another open environment of the same
-    directory in this process is not allowed (LMDB's rule)."""
+    """An index opened for reading only. One thread.
+
+    LMDB allows no other open environment of the same directory in this process.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the LMDB directory `path`. Raises `CorruptionError` or `TierIOError`."""
@@ -258,7 +260,7 @@ class IndexReader:
             )
         try:
             with self._named():
-                self._env.reader_check()  # what killed readers left would pin pages
+                self._env.reader_check()  # readers that were killed would pin pages
                 self._meta = self._env.open_db(META, create=False)
                 self._blocks = self._env.open_db(BLOCKS, create=False)
         except BaseException:
@@ -266,7 +268,7 @@ class IndexReader:
             raise
 
     def close(self) -> None:
-        """Let go; idempotent."""
+        """Close the environment; idempotent."""
         self._env.close()
 
     def __enter__(self) -> IndexReader:
@@ -276,7 +278,7 @@ class IndexReader:
         self.close()
 
     def meta(self) -> IndexMeta:
-        """Counts and totals as committed now."""
+        """Return counts and totals as committed now."""
         with self._named(), self._env.begin(db=self._meta) as txn:
             written_bytes, read_bytes = totals_in(txn.get(TOTALS))
             is_live = any(txn.get(live_key(state)) for state in range(MAX_PROCESSES))
@@ -296,7 +298,8 @@ class IndexReader:
     def _saved_free(
         self, txn: lmdb.Transaction[bytes]
     ) -> tuple[npt.NDArray[np.int64] | None, frozenset[int]]:
-        """The free runs that processes left in their segments, and the numbers of those."""
+        """Return the free runs that processes saved in their segments, and those segments'
+        numbers."""
         per_segment = slots_per_segment_in(txn.get(IDENTITY, b""))
         if per_segment == 0:
             return None, frozenset()
@@ -316,17 +319,17 @@ class IndexReader:
         return np.array(sorted(found), dtype=np.int64).reshape(-1, 2), frozenset(counted)
 
     def raw(self, key: bytes) -> bytes | None:
-        """The raw entry of a block as committed now."""
+        """Return the raw entry of a block as committed now."""
         with self._named(), self._env.begin(db=self._blocks) as txn:
             return txn.get(key)
 
     def entry(self, key: bytes) -> IndexEntry | None:
-        """The entry of a block as committed now; None if there is none or it is damaged."""
+        """Return the entry of a block as committed now; None if missing or damaged."""
         value = self.raw(key)
         return None if value is None else parse_entry(key, value)
 
     def keys_from(self, prefix: bytes, limit: int) -> list[bytes]:
-        """Up to `limit` block hashes that begin with `prefix`."""
+        """Return up to `limit` block hashes that begin with `prefix`."""
         found: list[bytes] = []
         with self._named(), self._env.begin(db=self._blocks) as txn:
             cursor = txn.cursor()
@@ -338,7 +341,7 @@ class IndexReader:
         return found
 
     def snapshot(self) -> Snapshot:
-        """Every entry, from one transaction: about 130 bytes of memory an entry."""
+        """Return every entry, read in one transaction. Takes about 130 bytes of memory an entry."""
         keys: list[bytes] = []
         values = bytearray()
         odd: list[int] = []
@@ -363,9 +366,10 @@ class IndexReader:
 
 
 def index_options(path: Path) -> tuple[int, bool]:
-    """Bytes to map of an LMDB directory, and whether to register as a reader. Raises `OSError`.
+    """Return the bytes to map of an LMDB directory, and whether to register as a reader.
 
-    Without a table of readers there is no writer either, and none shall be made.
+    A directory without a reader table has no writer, and no table is created for it. Raises
+    `OSError`.
     """
     size = (path / DATA_NAME).stat().st_size
     map_bytes = max(_MIN_MAP_BYTES, stored_map_bytes(path), 2 * size)
@@ -374,21 +378,21 @@ def index_options(path: Path) -> tuple[int, bool]:
 
 @dataclass(frozen=True, slots=True)
 class FoundSegment:
-    """A segment file as it is."""
+    """A segment file as found on disk."""
 
     number: int
     path: Path
     used_bytes: int
-    """On disk."""
+    """Bytes used on disk."""
     problem: str
-    """What is wrong with the file; some or all of its blocks may be readable all the same."""
+    """Damage of the file, empty if none; its blocks may be readable all the same."""
 
 
 class SegmentReader:
-    """The segments of a namespace, read only. `read_run` may be called by several threads."""
+    """The segments of a namespace, read only. Several threads may call `read_run`."""
 
     def __init__(self, description: Description) -> None:
-        """Look at every segment file and open those that can be."""
+        """Inspect every segment file and open those that can be opened."""
         self.layout = description.layout
         self.found: dict[int, FoundSegment] = {}
         self._description = description
@@ -398,7 +402,7 @@ class SegmentReader:
         self.refresh()
 
     def refresh(self) -> None:
-        """Open what was made since, and forget the records that were read."""
+        """Open segments created since, and forget the records that were read."""
         self._records.clear()
         parts = self._description.parts
         for part, folder in sorted(self._description.folders.items()):
@@ -428,7 +432,7 @@ class SegmentReader:
         read_all(file, buffers, offset)
 
     def record(self, slot: int) -> bytes:
-        """The raw record of a slot; empty if its segment cannot be read.
+        """Return the raw record of a slot; empty if its segment cannot be read.
 
         Records are read once per segment and kept until `refresh`.
         """
@@ -439,7 +443,7 @@ class SegmentReader:
         return self._records[number][start : start + SLOT_RECORD_BYTES]
 
     def _look(self, number: int, path: Path) -> FoundSegment:
-        """Open a segment. Slots lie where they lie, whatever has become of the header."""
+        """Open a segment. The offsets of slots do not depend on its header."""
         try:
             file = open_read_only(path)
         except OSError as error:

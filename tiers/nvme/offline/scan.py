@@ -1,8 +1,8 @@
-"""Reading many slots and saying which of them hold what they should: near the speed of the disk.
+"""Verifying the payloads of many slots, near the speed of the disk.
 
 Several threads, each with one page-aligned buffer, read runs of adjacent slots with direct I/O and
-hash them; unlike the engine's threads they give up the interpreter lock while they hash. The
-caller's thread submits, throttles and takes results: what is under way at a time is bounded.
+hash them. Unlike the engine's threads they release the interpreter lock while they hash. The
+caller's thread submits work, throttles and takes results. The number of runs in flight is bounded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from .reader import SegmentReader
 
 SCAN_THREADS = 4
 READ_BYTES = 8 << 20
-"""Per read and thread: at least one block."""
+"""Bytes per read and thread; at least one block."""
 MAX_BUFFERS_PER_READ = 1024
 PIECES_PER_THREAD = 2
+"""Largest number of runs in flight per thread."""
 
 
 class Verdict(Enum):
-    """What became of one slot."""
+    """Result of verifying one slot."""
 
     OK = "ok"
     CORRUPT = "corrupt"
@@ -39,25 +40,25 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A slot and what it should hold."""
+    """A slot and the block that it should hold."""
 
     slot: int
     key: bytes
     checksum: int
     length: int
-    """Payload bytes; anything but the block size is corrupt."""
+    """Payload bytes; anything but the block size counts as corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """A slot, and whether it holds that."""
+    """A slot and the result of verifying it."""
 
     wanted: Wanted
     verdict: Verdict
 
 
 class Throttle:
-    """Bounds a rate by waiting before work is handed out."""
+    """Limits a byte rate by waiting before work is handed out."""
 
     def __init__(
         self,
@@ -65,14 +66,14 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        """None: no limit. `wait` takes seconds."""
+        """`bytes_per_s` None means no limit. `wait` takes seconds."""
         self._rate = bytes_per_s
         self._clock = clock
         self._wait = wait or threading.Event().wait
         self._free_at_s = clock()
 
     def take(self, count: int) -> None:
-        """Wait until `count` more bytes may move."""
+        """Wait until `count` more bytes may be moved."""
         if self._rate is None:
             return
         now = self._clock()
@@ -82,7 +83,7 @@ class Throttle:
 
 
 def payload_checksum(key: bytes, payload: memoryview) -> int:
-    """`block_checksum` in one call, which gives up the interpreter lock while it runs."""
+    """Return `block_checksum`, computed in one call that releases the interpreter lock."""
     return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(key))
 
 
@@ -90,13 +91,13 @@ def scan(
     segments: SegmentReader,
     wanted: Sequence[Wanted],
     throttle: Throttle | None = None,
-    visit: Callable[[Wanted, memoryview], None] | None = None,
+    on_valid: Callable[[Wanted, memoryview], None] | None = None,
     threads: int = SCAN_THREADS,
 ) -> Iterator[list[Scanned]]:
-    """Read and check slots, a batch per item, in the order of their places.
+    """Read and verify slots in ascending order; each item is one batch.
 
-    `wanted` in any order. `visit` is given every payload that is right, on one of the threads, and
-    must be done with it when it returns.
+    `wanted` may be in any order. `on_valid` receives every valid payload on one of the threads. It
+    must not keep the payload after it returns.
     """
     pieces = _pieces(segments, sorted(wanted, key=lambda each: each.slot))
     local = threading.local()
@@ -105,7 +106,7 @@ def scan(
     def work(piece: Sequence[Wanted]) -> list[Scanned]:
         if not hasattr(local, "buffer"):
             local.buffer = mmap.mmap(-1, max(READ_BYTES, segments.layout.block_bytes))
-        return _scan_piece(segments, piece, memoryview(local.buffer), visit)
+        return _scan_piece(segments, piece, memoryview(local.buffer), on_valid)
 
     under_way: deque[Future[list[Scanned]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
@@ -123,7 +124,7 @@ def scan(
 
 
 def _pieces(segments: SegmentReader, wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
-    """Runs of adjacent slots in one segment that fit a buffer."""
+    """Yield runs of adjacent slots in one segment that fit a buffer."""
     layout = segments.layout
     most = max(1, min(MAX_BUFFERS_PER_READ, READ_BYTES // layout.block_bytes))
     begin = 0
@@ -138,7 +139,7 @@ def _scan_piece(
     segments: SegmentReader,
     piece: Sequence[Wanted],
     buffer: memoryview,
-    visit: Callable[[Wanted, memoryview], None] | None,
+    on_valid: Callable[[Wanted, memoryview], None] | None,
 ) -> list[Scanned]:
     size = segments.layout.block_bytes
     views = [buffer[i * size : (i + 1) * size] for i in range(len(piece))]
@@ -147,17 +148,17 @@ def _scan_piece(
     except FileNotFoundError:
         return [Scanned(each, Verdict.NO_SEGMENT) for each in piece]
     except OSError as error:
-        if len(piece) > 1 and error.errno != errno.EBADF:  # find out which one it is
+        if len(piece) > 1 and error.errno != errno.EBADF:  # find out which slot it is
             return [
                 scanned
                 for each in piece
-                for scanned in _scan_piece(segments, [each], buffer, visit)
+                for scanned in _scan_piece(segments, [each], buffer, on_valid)
             ]
         return [Scanned(each, Verdict.UNREADABLE) for each in piece]
     found: list[Scanned] = []
     for each, view in zip(piece, views, strict=True):
         is_right = each.length == size and each.checksum == payload_checksum(each.key, view)
-        if is_right and visit is not None:
-            visit(each, view)
+        if is_right and on_valid is not None:
+            on_valid(each, view)
         found.append(Scanned(each, Verdict.OK if is_right else Verdict.CORRUPT))
     return found

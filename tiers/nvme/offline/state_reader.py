@@ -1,7 +1,7 @@
-"""The mapped arrays of a namespace, copied for looking at: recency, use, the wanted epoch.
+"""Copies of a namespace's mapped arrays: recency, use, and the wanted epoch.
 
-This is the one place that knows where policies leave their arrays. Every array is optional and may
-be stale: what is read here is for people, and for choosing what to export or drop first.
+Only this module knows where policies store their arrays. Every array is optional and may be stale.
+The results are for display, and for choosing which blocks to export or drop first.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .reader import open_read_only
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is known about the use of every slot; each array has one element per slot."""
+    """Use of every slot; each array has one element per slot."""
 
     written_at: npt.NDArray[np.int64]
-    """Seconds of the wall clock; 0: not known."""
+    """Time of writing in seconds of the wall clock; 0 if unknown."""
     last_use: npt.NDArray[np.int64]
-    """Seconds of the wall clock; 0: not known."""
+    """Time of the last use in seconds of the wall clock; 0 if unknown."""
     times: npt.NDArray[np.int64]
-    """Uses since the block was written."""
+    """Number of uses since the block was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What a replacement policy left on disk."""
+    """State that an eviction policy left on disk."""
 
     name: str
     arrays: int
     bytes: int
     held: int
-    """Slots in its lists."""
+    """Number of slots in the policy's lists."""
     session: int
-    """The session that used it last."""
+    """Session that used the state last."""
 
 
 class StateReader:
@@ -54,12 +54,13 @@ class StateReader:
         self._folder = home / "state"
 
     def epoch(self) -> int | None:
-        """The epoch that is wanted; None if no array says."""
+        """Return the wanted epoch; None if no array holds one."""
         found = [int(array[:MAX_PROCESSES].sum()) for array in self._arrays("epoch") if len(array)]
         return max(found) if found else None
 
     def was_reset(self) -> bool:
-        """True if engines were reset since the first of them started: see FORMAT.md, "Epochs"."""
+        """Return True if engines were reset since the first of them started; see FORMAT.md,
+        "Epochs"."""
         arrays = [array for array in self._arrays("epoch") if len(array) > MAX_PROCESSES]
         return any(array[:MAX_PROCESSES].sum() != array[MAX_PROCESSES] for array in arrays)
 

@@ -1,1 +1,1 @@
-"""Segment files, their format, and the bytes in them."""
+"""Segment files, their format, and their contents."""

@@ -1,7 +1,7 @@
-"""Arrays in mapped files: what the policy knows about each slot, kept over restarts.
+"""Arrays in mapped files: per-slot data of the policy that survives restarts.
 
-Changed by the manager's thread by plain memory writes; no system call, nothing to flush for
-`kill -9`. After a loss of power the contents may be old; nothing depends on them being right.
+The manager's thread changes them by plain memory writes, without system calls. `kill -9` loses
+nothing. After a loss of power the contents may be old; nothing depends on their being right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<8s8sQQQ24x")
 _MAGIC = b"KVCARR1\0"
 _NAME = re.compile(r"[a-z0-9_]{1,48}")
 _KINDS = ("<i8", "<i4", "<u8", "<u4", "<u2", "|u1")
-"""Element types of arrays that are read without knowing what they are for."""
+"""Element types accepted when an array is read without knowing its purpose."""
 assert _HEADER.size == HEADER_BYTES
 
 _log = get_logger(__name__)
@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _OpenArray:
-    """A mapped file."""
+    """An open array file and its mapping."""
 
     file: File
     view: memoryview
@@ -52,10 +52,10 @@ class _OpenArray:
 class MappedArrays:
     """An `ArraySource` over the files of one directory.
 
-    `session` numbers the times the tier was opened. An array that was not in use in the session
-    before says nothing about what happened in it. Without a session, arrays are not sealed.
+    `session` numbers the openings of the tier. An array that was not in use in the previous session
+    is stale. Without a session, arrays are not sealed.
 
-    A file is made inside `claim(bytes)`; where that raises `NoSpaceError`, the array lives in
+    A file is created inside `claim(bytes)`. If that raises `NoSpaceError`, the array lives in
     memory and is lost at the end.
     """
 
@@ -72,12 +72,13 @@ class MappedArrays:
         self._session = session
         self._open: list[_OpenArray] = []
         self.was_replaced = False
-        """True once an array was not there, damaged, stale, or not as it was asked for."""
+        """True once an array was missing, damaged, stale, or of another type or length than
+        requested."""
 
     def __call__(self, name: str, length: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """The array as it was left; zeros where it is new. Raises one of our errors.
+        """Return the array as it was left; zeros where it is new. Raises a `KVCascadeError`.
 
-        If the length changed, what both have in common is kept and `was_replaced` is set.
+        If the length changed, the common part is kept and `was_replaced` is set.
         """
         assert _NAME.fullmatch(name), "array names are short and plain"
         kind = np.dtype(dtype)
@@ -99,20 +100,20 @@ class MappedArrays:
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
 
     def unsealed(self) -> MappedArrays:
-        """Another source of arrays in the same directory, which a close does not look at."""
+        """Return a source of unsealed arrays in the same directory, which `sync` does not touch."""
         return MappedArrays(self._fs, self._folder, None, self._claim)
 
     def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
-        """True if the array is there as it would be asked for; nothing is changed."""
+        """Return True if the array exists with this length and type; changes nothing."""
         path = self._folder / f"{name}.arr"
         with os_errors(f"reading {path}"):
             found = self._load(path, np.dtype(dtype), length)
         return found is not None and len(found) == length
 
     def sync(self) -> None:
-        """Seal all arrays with their checksums and make them durable. Raises one of our errors.
+        """Seal all arrays with their checksums and make them durable. Raises a `KVCascadeError`.
 
-        They must not change afterwards.
+        The arrays must not change afterwards.
         """
         with os_errors(f"writing {self._folder}"):
             for one in self._open:
@@ -121,13 +122,13 @@ class MappedArrays:
                 one.file.sync()
 
     def close(self) -> None:
-        """Close the files; the arrays stay mapped while anybody holds them."""
+        """Close the files; an array stays mapped as long as it is referenced."""
         for one in self._open:
             one.file.close()
         self._open.clear()
 
     def _load(self, path: Path, kind: np.dtype[Any], length: int) -> npt.NDArray[Any] | None:
-        """What is stored, whatever its length; None if it is not there or not an array."""
+        """Return the stored array, whatever its length; None if missing or damaged."""
         if not self._fs.exists(path):
             return None
         file = self._fs.open(path)
@@ -173,7 +174,7 @@ class MappedArrays:
 
 
 def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
-    """Element type, length and session of an array file; None if it is none of ours."""
+    """Return element type, length and session of an array file; None if it is no such file."""
     if len(data) != HEADER_BYTES:
         return None
     magic, kind_name, length, session, _ = _HEADER.unpack(data)

@@ -1,15 +1,16 @@
-"""Which block comes after which: a bounded log beside a tier, for people who ask by prompt.
+"""Which block follows which in a prompt: a bounded log beside a tier, for commands that ask by
+prompt.
 
-A block hash does not say which blocks came before it. An engine knows when a request ends, and
-notes it here: runs of blocks that follow one another, the oldest overwritten. Nothing an engine
-does depends on it. A run that is lost, old or torn costs an answer.
+A block hash does not tell which blocks came before it. An engine knows when a request ends, and
+logs runs of blocks that follow one another; the oldest are overwritten. No decision of an engine
+depends on the log. If a run is lost, old or torn, a command only lacks an answer.
 
-The log is an array of `uint64`. Cell 0 counts the cells that were ever written. A run is a head
-of `_HEAD` cells (mark and number of blocks, head of the block before them, number of the first
-block in its prompt and tokens per block, time and check) and a cell for the head of each block's
-hash. FORMAT.md has it by the bit.
+The log is an array of `uint64`. Cell 0 counts the cells ever written. A run is a head of `_HEAD`
+cells and one cell for the head of each block's hash. The head holds: mark and number of blocks;
+head of the block before them; number of the first block in its prompt and tokens per block; time
+and check. FORMAT.md gives every bit.
 
-Threads: one writer per log (every process has its own); readers see copies.
+Threads: one writer per log (every process has its own); readers use copies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CELLS_PER_SLOT = 2
 CELLS_MIN = 4096
 HEAD_BYTES = 8
 MAX_RUN_BLOCKS = 512
-"""Longer ones are noted in pieces."""
+"""Largest run; longer ones are logged in pieces."""
 MAX_CHAIN_BLOCKS = 1 << 24
 _FIRST = 1
 _HEAD = 4
@@ -39,39 +40,39 @@ _Cells = npt.NDArray[np.uint64]
 
 
 def cells_for(slots: int) -> int:
-    """Length of the array for a tier of so many slots."""
+    """Return the length of the array for a tier of so many slots."""
     return max(CELLS_MIN, CELLS_PER_SLOT * slots)
 
 
 def head_of(key: bytes) -> int:
-    """The head of a block hash as a number that is not 0, which stands for "none"."""
+    """Return the first bytes of a block hash as a number; never 0, which stands for "none"."""
     return int.from_bytes(key[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0"), "big") or 1
 
 
 class ChainLog:
-    """The log while it is written."""
+    """The log of one writer."""
 
     def __init__(self, cells: _Cells) -> None:
-        """`cells`: as they were left; zeros if nothing was noted."""
+        """`cells` are the contents as they were left; zeros if nothing was logged."""
         self._cells = cells
 
     @property
     def written(self) -> int:
-        """Cells that were ever written: how far anything noted now is from being overwritten."""
+        """Number of cells ever written: a run is overwritten once `size` more cells are written."""
         return int(self._cells[0])
 
     @property
     def size(self) -> int:
-        """Cells until the first one is overwritten."""
+        """Number of cells that can be written before the first is overwritten."""
         return len(self._cells) - _FIRST
 
     def note(
         self, keys: Sequence[bytes], parent: bytes, first: int, tokens: int, now_s: int
     ) -> None:
-        """At most `MAX_RUN_BLOCKS` blocks of `tokens` each that follow one another.
+        """Log at most `MAX_RUN_BLOCKS` blocks of `tokens` each that follow one another.
 
-        `first` is the number of the first of them in its prompt; `parent` comes before it, b"" if
-        nothing does.
+        `first` is the number of the first block in its prompt. `parent` is the block before it; b""
+        if there is none.
         """
         heads = np.array([head_of(key) for key in keys], dtype=np.uint64)
         before = head_of(parent) if parent else 0
@@ -88,20 +89,20 @@ class ChainLog:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Rows of blocks, in any order."""
+    """Blocks of any number of runs as table columns, in any order."""
 
     keys: _Cells
     parents: _Cells
     ends: _Cells
-    """Tokens up to the end of each block."""
+    """Tokens of the prompt up to the end of each block."""
     times: _Cells
 
 
 class Chains:
-    """What logs say, for looking at."""
+    """The merged contents of logs, for queries."""
 
     def __init__(self, logs: Iterable[npt.NDArray[Any]]) -> None:
-        """`logs`: any number of them; where two runs name one block the later counts."""
+        """If two runs contain the same block, the later one counts."""
         found = [run for log in logs for run in _runs(log.astype(np.uint64))]
         none = np.zeros(0, dtype=np.uint64)
         rows = _Runs(*(
@@ -120,17 +121,18 @@ class Chains:
         return len(self._keys)
 
     def end_of(self, head: int) -> int | None:
-        """Tokens of the prompt up to the end of a block; None if it is not known."""
+        """Return the tokens of the prompt up to the end of a block; None if unknown."""
         at = self._find(head)
         return None if at < 0 else int(self._ends[at])
 
     def parent_of(self, head: int) -> int | None:
-        """Head of the block before a block, 0 if it is the first; None if it is not known."""
+        """Return the head of the block before a block, 0 for the first block; None if unknown."""
         at = self._find(head)
         return None if at < 0 else int(self._parent[at])
 
     def up_to(self, head: int) -> tuple[list[int], bool]:
-        """A block and those before it, the last one first; True if the first of all is there."""
+        """Return a block and those before it, last first, and True if the prompt's first is
+        included."""
         found: dict[int, None] = {}
         while head and head not in found and len(found) < MAX_CHAIN_BLOCKS:
             parent = self.parent_of(head)
@@ -141,7 +143,7 @@ class Chains:
         return list(found), head == 0
 
     def from_on(self, head: int) -> set[int]:
-        """A block and every block that comes after it in any prompt."""
+        """Return a block and every block that comes after it in any prompt."""
         found = {head}
         frontier = np.array([head], dtype=np.uint64)
         while len(frontier) and len(found) < MAX_CHAIN_BLOCKS:
@@ -160,7 +162,7 @@ class Chains:
 
 
 def _runs(cells: _Cells) -> Iterable[_Runs]:
-    """Every whole run of a log, wherever it begins."""
+    """Yield every complete run of a log, wherever it begins."""
     marked = np.flatnonzero(cells[_FIRST:] >> np.uint64(32) == _MARK) + _FIRST
     for at in marked.tolist():
         length = int(cells[at]) & _LOW
@@ -179,5 +181,5 @@ def _runs(cells: _Cells) -> Iterable[_Runs]:
 
 
 def _check(run: _Cells) -> int:
-    """32 bits over a run whose check is zero."""
+    """Return 32 bits over a run whose check is zero."""
     return xxhash.xxh3_64_intdigest(run.tobytes()) & _LOW

@@ -1,4 +1,4 @@
-"""Free slots as runs of adjacent ones, so that blocks that travel together lie together.
+"""Free slots as runs of adjacent slots, so that blocks transferred together lie together.
 
 Used by one thread at a time (the manager's).
 """
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Extent = tuple[int, int]
-"""(first slot, number of slots)."""
+"""Run of slots: (first slot, number of slots)."""
 
 _STALE_HEAP_FACTOR = 4
 _STALE_HEAP_SLACK = 64
@@ -25,13 +25,13 @@ class ExtentPool:
         self._length_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
-        """(-length, start), entries that no longer exist included."""
+        """Entries (-length, start), including runs that no longer exist."""
         self._free = 0
         for start, length in extents:
             self.free(start, length)
 
     def __len__(self) -> int:
-        """Number of free slots."""
+        """Return the number of free slots."""
         return self._free
 
     @property
@@ -41,7 +41,7 @@ class ExtentPool:
         return -self._heap[0][0] if self._heap else 0
 
     def take(self, n: int) -> list[Extent]:
-        """Take `n` slots, from the longest runs first; there must be that many."""
+        """Take `n` slots, from the longest runs first; at least that many must be free."""
         assert 0 <= n <= self._free, "more slots asked for than are free"
         taken: list[Extent] = []
         while n > 0:
@@ -56,7 +56,7 @@ class ExtentPool:
         return taken
 
     def free(self, start: int, length: int = 1) -> None:
-        """Give a run back; it joins its neighbours. None of it may be free already."""
+        """Free a run, which joins its neighbours. None of it may be free already."""
         end = start + length
         before = self._start_of_end.get(start)
         if before is not None:
@@ -67,7 +67,7 @@ class ExtentPool:
         self._add(start, length)
 
     def carve(self, first: int, end: int) -> None:
-        """Whatever is free of the slots `first .. end - 1` is free no more."""
+        """Remove the slots `first .. end - 1` from the free ones."""
         for start, length in self.extents():
             stop = start + length
             if start < end and first < stop:
@@ -78,11 +78,11 @@ class ExtentPool:
                     self._add(end, stop - end)
 
     def extents(self) -> list[Extent]:
-        """All runs, ascending."""
+        """Return all runs, ascending."""
         return sorted(self._length_at.items())
 
     def to_array(self) -> npt.NDArray[np.int32]:
-        """All runs, ascending: shape `(n, 2)`."""
+        """Return all runs, ascending: shape `(n, 2)`."""
         return np.array(self.extents(), dtype=np.int32).reshape(-1, 2)
 
     def _add(self, start: int, length: int) -> None:
@@ -107,7 +107,7 @@ class ExtentPool:
 
 
 def complement(used: npt.NDArray[np.int64], first: int, end: int) -> list[Extent]:
-    """The runs of `first .. end - 1` that `used` (ascending, distinct, within) leaves free."""
+    """Return the runs of `first .. end - 1` outside `used` (ascending, distinct, within)."""
     bounds = np.concatenate(([first - 1], used, [end])).astype(np.int64)
     starts = bounds[:-1] + 1
     lengths = bounds[1:] - starts

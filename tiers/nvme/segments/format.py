@@ -1,7 +1,7 @@
 """Every structure that the NVMe tier writes, with its checks. All numbers are little endian.
 
-Readers take bytes that anyone may have written: lengths are checked before anything is allocated,
-and what does not parse is None or a `FormatError`, never a crash.
+Readers accept bytes from any source. Lengths are checked before anything is allocated. Data that
+does not parse is None or a `FormatError`, never a crash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_SLOTS = 2**31 - 1
 MAX_BLOCK_BYTES = 2**32 - PAGE_BYTES
 MAX_INDEX_BYTES = 2**42
-"""Of address space."""
+"""Largest address space of an index, in bytes."""
 
 _SEGMENT_SUFFIX = ".safetensors"
 _SEGMENT_DIGITS = 6
@@ -33,9 +33,9 @@ SLOT_RECORD_BYTES = 128
 _RECORD = struct.Struct("<4sIQQIIB64s31x")
 _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
-"""The record's own CRC covers everything from here on."""
+"""Start of the record's body, which its CRC covers."""
 RECORD_GENERATION = slice(8, 16)
-"""Where the generation lies in a record."""
+"""Position of the generation in a record."""
 assert _RECORD.size == SLOT_RECORD_BYTES
 
 INDEX_ENTRY_BYTES = 32
@@ -44,13 +44,13 @@ _ENTRY_BODY_BYTES = 24
 assert _ENTRY_BODY.size == _ENTRY_BODY_BYTES
 
 HASH_PIECE_BYTES = 64 << 10
-"""xxhash lets go of the interpreter lock above this size; getting it back from a busy thread takes
-milliseconds, hashing a piece takes microseconds."""
+"""Bytes hashed in one call. Above this size xxhash releases the interpreter lock. Getting it back
+from a busy thread takes milliseconds; hashing a piece takes microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """What the index says about one block."""
+    """Index entry of one block."""
 
     slot: int
     """Slot number over all segments."""
@@ -59,17 +59,17 @@ class IndexEntry:
     checksum: int
     """`block_checksum` of the payload."""
     generation: int
-    """Larger for every later write; unique in a namespace."""
+    """Number that grows with every write; unique in a namespace."""
 
     def pack(self, key: bytes) -> bytes:
-        """The value in the index, with a check over the key and itself."""
+        """Return the value as stored in the index, with a check over the key and itself."""
         value = _ENTRY_BODY.pack(self.slot, self.length, self.checksum, self.generation)
         return value + _entry_check(key, value)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """What a slot says about itself: enough to rebuild the index."""
+    """Record of a slot about its own block: enough to rebuild the index."""
 
     key: bytes
     generation: int
@@ -78,7 +78,7 @@ class SlotRecord:
     epoch: int
 
     def pack(self) -> bytes:
-        """The record as it lies in the segment."""
+        """Return the record as stored in the segment."""
         packed = bytearray(
             _RECORD.pack(
                 _RECORD_MAGIC,
@@ -96,7 +96,7 @@ class SlotRecord:
 
 
 def slot_in_entry(key: bytes, value: bytes) -> int:
-    """The slot in an index value, or -1 if the value is damaged or belongs to another key."""
+    """Return the slot in an index value; -1 if it is damaged or belongs to another key."""
     body = value[:_ENTRY_BODY_BYTES]
     if value[_ENTRY_BODY_BYTES:] != _entry_check(key, body) or len(value) != INDEX_ENTRY_BYTES:
         return -1
@@ -104,7 +104,7 @@ def slot_in_entry(key: bytes, value: bytes) -> int:
 
 
 def parse_entry(key: bytes, value: bytes) -> IndexEntry | None:
-    """An index value, or None if it is damaged or belongs to another key."""
+    """Return the parsed index value; None if it is damaged or belongs to another key."""
     if slot_in_entry(key, value) < 0:
         return None
     return IndexEntry(*_ENTRY_BODY.unpack_from(value))
@@ -115,7 +115,7 @@ def _entry_check(key: bytes, body: bytes) -> bytes:
 
 
 def parse_record(data: bytes) -> SlotRecord | None:
-    """A slot record, or None if the slot was never written or the record is damaged."""
+    """Return the slot record; None if the slot was never written or the record is damaged."""
     if len(data) != SLOT_RECORD_BYTES:
         return None
     magic, crc, generation, checksum, length, epoch, key_length, key = _RECORD.unpack(data)
@@ -127,7 +127,7 @@ def parse_record(data: bytes) -> SlotRecord | None:
 
 
 def block_checksum(key: bytes, payload: memoryview) -> int:
-    """64 bits over a payload, seeded by its key: another block's valid bytes never match."""
+    """Return 64 bits over a payload, seeded by its key: another block's valid bytes never match."""
     hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
     update = hasher.update
     for start in range(0, len(payload), HASH_PIECE_BYTES):
@@ -140,14 +140,14 @@ class SegmentLayout:
     """The shape of every segment of a namespace."""
 
     block_bytes: int
-    """Bytes of a slot; a multiple of the page."""
+    """Bytes of a slot; a multiple of the page size."""
     slots: int
-    """Slots of a segment."""
+    """Number of slots of a segment."""
     fingerprint: str
-    """Of the namespace, in hex."""
+    """Fingerprint of the namespace, in hexadecimal."""
 
     def header(self, number: int) -> bytes:
-        """The head of segment `number`: a safetensors header, padded to whole pages."""
+        """Return the head of segment `number`: a safetensors header, padded to whole pages."""
         payload = self.slots * self.block_bytes
         records = self.slots * SLOT_RECORD_BYTES
         document = {
@@ -166,12 +166,12 @@ class SegmentLayout:
 
     @property
     def header_bytes(self) -> int:
-        """Where slot 0 begins."""
+        """Offset of slot 0."""
         return len(self.header(0))
 
     @property
     def records_offset(self) -> int:
-        """Where the slot records begin."""
+        """Offset of the slot records."""
         return self.header_bytes + self.slots * self.block_bytes
 
     @property
@@ -181,21 +181,21 @@ class SegmentLayout:
 
 
 def segment_name(number: int) -> str:
-    """The name of a segment's file."""
+    """Return the file name of a segment."""
     return f"{number:0{_SEGMENT_DIGITS}d}{_SEGMENT_SUFFIX}"
 
 
 def segment_number(name: str) -> int | None:
-    """The number in the name of a segment's file; None if it is another file's name."""
+    """Return the number in the file name of a segment; None for other names."""
     digits = name.removesuffix(_SEGMENT_SUFFIX)
     is_number = digits.isascii() and digits.isdigit() and len(digits) == _SEGMENT_DIGITS
     return int(digits) if is_number and digits != name else None
 
 
 def parse_description(data: bytes, where: str) -> dict[str, Any]:
-    """The document in `namespace.json`.
+    """Return the parsed document of `namespace.json`.
 
-    Raises `FormatError` for an unknown version, `CorruptionError` (naming `where`) otherwise.
+    Raises `FormatError` for an unknown version, otherwise `CorruptionError` (naming `where`).
     """
     remedy = f"remove the directory {where} to start empty"
     try:
@@ -225,5 +225,5 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
 
 
 def tensor(shape: tuple[int, int], begin: int, end: int) -> dict[str, object]:
-    """What a safetensors header says of a table of bytes."""
+    """Return the safetensors description of a table of bytes."""
     return {"dtype": "U8", "shape": list(shape), "data_offsets": [begin, end]}

@@ -1,13 +1,13 @@
-"""Segment files: blocks in slots, each slot with a record that says what it holds.
+"""Segment files: blocks in slots, each slot with a record of its block.
 
-`BlockStore` moves bytes through here on I/O threads; the manager's thread reads slot records
+`BlockStore` moves bytes through here on I/O threads. The manager's thread reads slot records
 through a shared mapping. A run of slots never crosses a segment. Methods raise `OSError`.
 
-The segments that are open are this process's own. Blocks in all others can be read: their files are
-opened when the first one is.
+The open segments belong to this process. Blocks in all others can be read; such a file is opened
+for the first read.
 
-Durability: nothing before `sync`. A segment is never trusted: what is wrong with a file is made
-whole at open, and the checksum in the index tells which blocks survived.
+Durability: nothing is durable before `sync`. A segment is never trusted. A damaged file is repaired
+at opening, and the checksums in the index show which blocks survived.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ....errors import os_errors
 from ....logs import get_logger
 from ..disk.filesystem import File, FileSystem, View
 from ..disk.mapped_copy import PAGE_BYTES
+from ..disk.transfers import read_all, write_all
 from .format import (
     RECORD_GENERATION,
     SLOT_RECORD_BYTES,
@@ -40,18 +41,20 @@ from .format import (
 MAX_BUFFERS_PER_CALL = 1024
 """`IOV_MAX` of Linux."""
 MAX_BYTES_PER_CALL = 64 << 20
-MAX_SHORT_TRANSFERS = 1000
-"""Per call; a device that keeps moving less than it was asked to is broken."""
+"""Payload bytes per system call."""
 RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
+MAX_CACHED_PAGES = 256
+"""Largest number of cached pages."""
 
 Claim = Callable[[int, int], AbstractContextManager[None]]
-"""`claim(part, bytes)`: disk space is taken inside it. Raises `NoSpaceError` if there is none."""
+"""`claim(part, bytes)`: disk space is taken inside this context. Raises `NoSpaceError` if there is
+none."""
 
 _log = get_logger(__name__)
 
 
 class MissingSegmentError(OSError):
-    """A segment of another process's is not there any more, and so are its blocks."""
+    """Raised if a segment of another process no longer exists, nor its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,10 @@ class Segment:
     payload: File
     records: File
     view: View
-    """Of the records."""
+    """Reads the slot records through a mapping."""
 
     def close(self) -> None:
-        """Close the files. The view lives as long as somebody reads through it."""
+        """Close the files. The view lives as long as it is referenced."""
         self.payload.close()
         self.records.close()
 
@@ -74,7 +77,7 @@ class Segment:
 class SegmentSet:
     """All segments of a namespace; segment `i` lies in `folders[i % len(folders)]`.
 
-    Transfers may come from any thread; opening, creating and closing from one at a time.
+    Any thread may transfer. Only one thread at a time may open, create or close.
     """
 
     def __init__(
@@ -86,9 +89,9 @@ class SegmentSet:
     ) -> None:
         self.layout = layout
         self.repaired = 0
-        """Segments whose size or header had to be put right."""
+        """Number of segments whose size or header was repaired."""
         self.unusable: set[int] = set()
-        """Segments that are there but could not be opened."""
+        """Segments that exist but could not be opened."""
         self._fs = fs
         self._claim = claim
         self._folders = tuple(folders)
@@ -98,7 +101,7 @@ class SegmentSet:
         self._foreign: dict[int, File] = {}
         self._foreign_lock = threading.Lock()
         self._unreadable: set[tuple[int, int]] = set()
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def numbers(self) -> list[int]:
@@ -107,31 +110,32 @@ class SegmentSet:
 
     @property
     def count(self) -> int:
-        """How many segments are open."""
+        """Number of open segments."""
         return len(self._open)
 
     def is_own(self, slot: int) -> bool:
-        """True if the slot lies in a segment of this process."""
+        """Return True if the slot lies in a segment of this process."""
         return slot // self.layout.slots in self._open
 
     def path_of(self, number: int) -> Path:
-        """Where a segment lies."""
+        """Return the path of a segment."""
         folder = self._folders[number % len(self._folders)]
         return folder / segment_name(number)
 
     def found(self) -> list[int]:
-        """Numbers of the segment files that are there, ascending."""
+        """Return the numbers of the existing segment files, ascending."""
         return sorted(chain.from_iterable(map(self.found_in, range(len(self._folders)))))
 
     def found_in(self, part: int) -> list[int]:
-        """Those in one of the folders, in any order."""
+        """Return the numbers of the segment files in one of the folders, in any order."""
         numbers = map(segment_number, self._fs.list_dir(self._folders[part]))
         return [n for n in numbers if n is not None and n % len(self._folders) == part]
 
     def create(self, number: int) -> None:
-        """Make a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`.
+        """Create a segment with all its disk blocks. Raises `NoSpaceError` or `TierIOError`.
 
-        Its name is durable, its header is with the first block that is: `open` writes a lost one.
+        Its name is durable at once. Its header becomes durable with the first block; `open`
+        restores a lost one.
         """
         path = self.path_of(number)
         with os_errors(f"creating {path}"):
@@ -148,9 +152,9 @@ class SegmentSet:
             self._open[number] = self._open_files(number, path)
 
     def open(self, number: int) -> None:
-        """Open a segment that is there, and make it whole.
+        """Open an existing segment, and repair it if needed.
 
-        Raises one of our errors; the segment is then `unusable`.
+        Raises a `KVCascadeError`; the segment is then `unusable`.
         """
         path = self.path_of(number)
         self.unusable.add(number)
@@ -164,15 +168,15 @@ class SegmentSet:
         self.unusable.discard(number)
 
     def let_go(self, number: int) -> None:
-        """Close a segment: another process has it from now on. No transfer may be under way."""
+        """Close a segment, which another process may take. No transfer may be in flight."""
         segment = self._open.pop(number, None)
         if segment is not None:
             segment.close()
 
-    def doubt(self, slot: int) -> None:
-        """Open a foreign segment anew when it is next read: its file may have been replaced."""
+    def reopen_at_next_read(self, slot: int) -> None:
+        """Reopen a foreign segment at its next read: its file may have been replaced."""
         with self._foreign_lock:
-            self._foreign.pop(slot // self.layout.slots, None)  # closed when nobody reads from it
+            self._foreign.pop(slot // self.layout.slots, None)  # closed once no read uses it
 
     def remove(self, number: int) -> None:
         """Delete a segment file, open or not."""
@@ -181,7 +185,7 @@ class SegmentSet:
             self._fs.unlink(self.path_of(number))
 
     def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
-        """Write whole slots, adjacent ones from `first_slot` on."""
+        """Write whole adjacent slots from `first_slot` on."""
         number, offset = self._locate(first_slot, len(buffers))
         payload = self._segment(number).payload
         for part, position in self._calls(buffers, offset):
@@ -196,7 +200,7 @@ class SegmentSet:
             write_all(file, [memoryview(data)], offset)
 
     def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
-        """Read whole slots, adjacent ones from `first_slot` on, into the buffers."""
+        """Read whole adjacent slots from `first_slot` on into the buffers."""
         number, offset = self._locate(first_slot, len(buffers))
         segment = self._open.get(number)
         payload = self._foreign_file(number) if segment is None else segment.payload
@@ -208,20 +212,21 @@ class SegmentSet:
         self._segment(number).payload.sync()
 
     def record(self, slot: int) -> SlotRecord | None:
-        """What a slot says it holds, read through the mapping; None if unwritten or damaged, or if
-        its page cannot be read."""
+        """Return the record of a slot, read through the mapping; None if unwritten, damaged or
+        unreadable."""
         number, index = divmod(slot, self.layout.slots)
         data = self._look(number, index, 1)
         return None if data is None else parse_record(data)
 
     def record_page(self, slot: int) -> bytes | None:
-        """The records of this and the following slots that lie in one page, as `record` reads."""
+        """Return the records from this slot to the end of its page; None if the page cannot be
+        read."""
         number, index = divmod(slot, self.layout.slots)
         in_page = RECORDS_PER_PAGE - index % RECORDS_PER_PAGE
         return self._look(number, index, min(in_page, self.layout.slots - index))
 
     def records(self, number: int) -> Iterator[tuple[int, SlotRecord]]:
-        """(slot, record) of all slots of an open segment that say what they hold."""
+        """Yield (slot, record) of all slots of an open segment with a valid record."""
         first = number * self.layout.slots
         for index, page in self._record_pages(number):
             for place in range(0, len(page), SLOT_RECORD_BYTES):
@@ -230,9 +235,10 @@ class SegmentSet:
                     yield first + index + place // SLOT_RECORD_BYTES, record
 
     def generations(self, number: int) -> npt.NDArray[np.uint64] | None:
-        """What the slot records of an open segment say, damaged or not; None if it is not open.
+        """Return the generations in the slot records of a segment, unchecked; None if it is not
+        open.
 
-        0 where a page cannot be read.
+        The generation is 0 where a page cannot be read.
         """
         if number not in self._open:
             return None
@@ -244,12 +250,12 @@ class SegmentSet:
         return found
 
     def page_of(self, slot: int) -> tuple[int, int]:
-        """Which page the record of a slot lies in: those of one page fail together."""
+        """Return the page in which the record of a slot lies; records of one page fail together."""
         number, index = divmod(slot, self.layout.slots)
         return number, index // RECORDS_PER_PAGE
 
     def look_again(self) -> None:
-        """Pages of records that could not be read are tried again; until then they are not."""
+        """Allow pages of records that could not be read to be read again."""
         self._unreadable.clear()
 
     def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
@@ -273,16 +279,17 @@ class SegmentSet:
         self._foreign.clear()
 
     def _record_pages(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """(index in the segment, records from there on) by the page, those that can be read."""
+        """Yield (index in the segment, records from there on) of every page that can be read."""
         for index in range(0, self.layout.slots, RECORDS_PER_PAGE):
             page = self.record_page(number * self.layout.slots + index)
             if page is not None:
                 yield index, page
 
     def _look(self, number: int, index: int, count: int) -> bytes | None:
-        """Records of one page; None if it cannot be read, or could not be read before.
+        """Return records of one page; None if it cannot be read, or could not be read before.
 
-        A device that fails takes its time for that, and it is the manager's thread that waits.
+        A failed page is not retried, because a failing device is slow and the manager's thread
+        waits.
         """
         segment = self._open.get(number)
         page = number, index // RECORDS_PER_PAGE
@@ -291,8 +298,8 @@ class SegmentSet:
         try:
             return segment.view(index * SLOT_RECORD_BYTES, count * SLOT_RECORD_BYTES)
         except OSError as error:
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 _log.warning("%s: records of slots cannot be read (%s)", segment.path, error)
             self._unreadable.add(page)
             return None
@@ -314,7 +321,7 @@ class SegmentSet:
         return segment
 
     def _locate(self, first_slot: int, count: int) -> tuple[int, int]:
-        """The segment of a run, and where in its file the run begins."""
+        """Return the segment of a run, and the offset at which the run begins in its file."""
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
         return number, self._header_bytes + index * self.layout.block_bytes
@@ -352,38 +359,36 @@ class SegmentSet:
         file.sync()
 
 
-def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write the buffers from `offset` on. Raises `OSError`, also if the device does not end it."""
-    wanted = sum(len(buffer) for buffer in buffers)
-    done = 0
-    for _ in range(MAX_SHORT_TRANSFERS):
-        done += file.pwritev(buffers if not done else _after(buffers, done), offset + done)
-        if done >= wanted:
-            return
-    raise OSError(errno.EIO, "the device keeps writing less than asked")
+class RecordPages:
+    """Cache of slot records for the manager's thread, by the page.
 
+    Victims mostly lie side by side. The first record of a page is read alone, all others with the
+    second request. A page is cached until `forget`, and may be outdated by then. One thread only,
+    except for `forget`.
+    """
 
-def read_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill the buffers from `offset` on. Raises `OSError` if the file or the device ends before."""
-    wanted = sum(len(buffer) for buffer in buffers)
-    done = 0
-    for _ in range(MAX_SHORT_TRANSFERS):
-        moved = file.preadv(buffers if not done else _after(buffers, done), offset + done)
-        done += moved
-        if done >= wanted:
-            return
-        if moved == 0:
-            raise OSError(errno.EIO, "the file ends before the block does")
-    raise OSError(errno.EIO, "the device keeps reading less than asked")
+    def __init__(self, segments: SegmentSet) -> None:
+        self._segments = segments
+        self._slots_per_segment = segments.layout.slots
+        self._pages: dict[int, bytes] = {}
+        """Pages by their first slot; empty if one record was read, or if the page cannot be
+        read."""
 
+    def at(self, slot: int) -> SlotRecord | None:
+        """Return the record of a slot; None if unwritten, damaged or unreadable."""
+        place = slot % self._slots_per_segment % RECORDS_PER_PAGE
+        first, pages = slot - place, self._pages
+        page = pages.get(first)
+        if page is None:
+            if len(pages) >= MAX_CACHED_PAGES:
+                pages.clear()
+            pages[first] = b""
+            return self._segments.record(slot)
+        if not page:
+            page = pages[first] = self._segments.record_page(first) or b""
+        start = place * SLOT_RECORD_BYTES
+        return parse_record(page[start : start + SLOT_RECORD_BYTES])
 
-def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of a vector after its first `done` bytes."""
-    left: list[memoryview] = []
-    for buffer in buffers:
-        if done >= len(buffer):
-            done -= len(buffer)
-            continue
-        left.append(buffer[done:])
-        done = 0
-    return left
+    def forget(self) -> None:
+        """Drop the cache, so that later calls read again."""
+        self._pages = {}  # replaced, not cleared: a read in progress fills the old one

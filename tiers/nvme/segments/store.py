@@ -1,14 +1,14 @@
 """Moves the bytes of blocks between memory and segments, for I/O threads.
 
-Guarantees: a block is in the index only after its payload was written (and, with `power`
-durability, synced); entries that leave are gone from the index before their slots are written
-again; a block that was read matches its length and its checksum, or the outcome says so. Nothing
-that the device does is raised: it is an outcome per block.
+Guarantees: a block enters the index only after its payload was written and, with `power`
+durability, synced. Removed entries are gone from the index before their slots are rewritten. A
+block that was read matches its length and checksum, or its outcome says otherwise. Device errors
+are never raised; they are outcomes of blocks.
 
-A block of another process may be overwritten while it is read: then its checksum does not match and
-its generation has changed, and it is GONE. A block that another process stored first is HELD.
+A block of another process may be overwritten while it is read. Its checksum does not match then and
+its generation has changed, so it is GONE. A block that another process stored first is HELD.
 
-Threads: `write`, `read` and `remove` may be called by several threads at once.
+Threads: several may call `write`, `read` and `remove` at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from time import perf_counter_ns
 from ....errors import ErrorKind, KVCascadeError, from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
-from ..disk.concurrency import Turns
+from ..disk.transfers import TransferLimit
 from ..index.index_port import CommitOutcome, IndexPort, Removal
 from .format import MAX_KEY_BYTES, IndexEntry, SlotRecord, block_checksum, parse_entry
 from .segment_files import MissingSegmentError, SegmentSet
 
 CACHED_BYTES = 512 << 10
-"""What a core's cache keeps between verifying a block and copying it; less than most have."""
+"""Bytes that stay in a core's cache between verifying a block and copying it; smaller than most."""
 
 _log = get_logger(__name__)
 
@@ -43,17 +43,17 @@ _OF_COMMIT = {
 
 
 class Durability(Enum):
-    """What survives once a block is reported as stored."""
+    """Failures that a stored block survives."""
 
     PROCESS = "process"
-    """The death of the process."""
+    """Survives the death of the process."""
     POWER = "power"
-    """A loss of power."""
+    """Survives a loss of power."""
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What a store did since it was opened."""
+    """Work of a store since it was opened."""
 
     blocks_written: int = 0
     bytes_written: int = 0
@@ -68,7 +68,7 @@ class StoreCounters:
     io_errors: int = 0
     no_space: int = 0
     refused: int = 0
-    """Blocks for which the index had no page to spare."""
+    """Blocks for which the index had no free page."""
     refused_keys: int = 0
     removed: int = 0
     records_repaired: int = 0
@@ -76,7 +76,7 @@ class StoreCounters:
 
 @dataclass(slots=True)
 class _Write:
-    """One block of a write, in the order of the slots."""
+    """One block of a write; a write orders them by slot."""
 
     position: int
     key: BlockHash
@@ -102,23 +102,26 @@ class BlockStore:
         self._durability = durability
         self._next_generation = first_generation
         self._lock = threading.Lock()
-        self._owed: list[Removal] = []
-        self._strays: list[int] = []
-        self._owed_epoch = 0
+        self._deferred: list[Removal] = []
+        """Removals that no job has committed yet; the next job does."""
+        self._orphans: list[int] = []
+        """Slots in use that no index entry names, until `take_orphans`."""
+        self._deferred_epoch = 0
         self._reported_bytes = 0
         self._absorbed_bytes = 0
-        """Of the bytes read: those that another process read for this store."""
+        """Bytes read by another process for this store, as part of `bytes_read`."""
         self._left_bytes = 0
-        """Of those: what that process has not written into the index's totals."""
+        """Part of these bytes that the other process has not added to the index's totals."""
         self._writing: AbstractContextManager[None] = nullcontext()
         self._reading: AbstractContextManager[None] = nullcontext()
 
     def limit_transfers(self, n: int) -> None:
-        """Have at most `n` threads write, and `n` read, payload at a time; before any of them does.
+        """Let at most `n` threads write payload, and `n` read it, at a time.
 
-        For more threads than that: see `turns`.
+        Call this before the first transfer. It is useful with more than `n` threads (see
+        `concurrency`).
         """
-        self._writing, self._reading = Turns(n), Turns(n)
+        self._writing, self._reading = TransferLimit(n), TransferLimit(n)
 
     def write(
         self,
@@ -128,9 +131,10 @@ class BlockStore:
         epoch: int,
         removals: Sequence[Removal] = (),
     ) -> list[BlockOutcome]:
-        """Write blocks into slots that are theirs; one outcome per block, in the given order.
+        """Write blocks into slots reserved for them; return one outcome per block, in the given
+        order.
 
-        `removals` are committed first. What is owed from a failed job before is tried again.
+        `removals` are committed first, together with those that failed jobs left.
         """
         outcomes = [BlockOutcome.CANCELLED] * len(keys)
         started = perf_counter_ns()
@@ -163,9 +167,10 @@ class BlockStore:
         return self._count_write(outcomes, started)
 
     def take_read_bytes(self) -> int:
-        """Bytes read and in no totals yet; whoever asks writes them into the index's.
+        """Return the bytes read that are in no totals yet; the caller adds them to the index's.
 
-        Those that another process read are among them: it must have ended, or reports them, too.
+        Bytes that an attached process read are included. It must have ended, or it reports them
+        too.
         """
         with self._lock:
             left, self._left_bytes = self._left_bytes, 0
@@ -179,11 +184,12 @@ class BlockStore:
         values: Sequence[bytes | None] | None = None,
         on_right: Callable[[list[int]], None] | None = None,
     ) -> list[BlockOutcome]:
-        """Read blocks into buffers of `block_bytes`; one outcome per block, in the given order.
+        """Read blocks into buffers of `block_bytes`; return one outcome per block, in the given
+        order.
 
-        `values` are the raw index entries if the caller has looked them up (it holds a pin).
-        `on_right` is told the positions of blocks that turned out right, a few at a time, while
-        the processor's cache still has them.
+        `values` are the raw index entries if the caller has looked them up and holds a pin.
+        `on_right` receives the positions of verified blocks, a few at a time, while the processor's
+        cache still holds them.
         """
         started = perf_counter_ns()
         outcomes = [BlockOutcome.GONE] * len(keys)
@@ -214,65 +220,66 @@ class BlockStore:
         return self._count_read(outcomes, started)
 
     def remove(self, removals: Sequence[Removal], epoch: int) -> bool:
-        """Commit removals, and the epoch if it is new; False if they must be tried again."""
+        """Commit removals, and the epoch if it is new. Return False if they must be retried."""
         failure = self._commit_removals(removals, epoch)
         return failure is None or failure is BlockOutcome.GONE
 
     def repair_records(self, slots: Set[int]) -> int:
-        """Write the records of these slots anew from the index; returns how many.
+        """Rewrite the records of these slots from the index; return how many were rewritten.
 
-        Without its record a slot cannot be chosen for eviction. `take_strays` gives those that the
-        index knows nothing of.
+        A slot without a record cannot be chosen for eviction. `take_orphans` returns the slots that
+        no index entry names.
         """
         repaired: set[int] = set()
         failed: set[int] = set()
         try:
             self._repair_records(slots, repaired, failed)
-            self.note_strays(slots - repaired - failed)
+            self.note_orphans(slots - repaired - failed)
         except (OSError, KVCascadeError) as error:
             _log.warning("slot records could not be repaired: %s", error)
         self._count(records_repaired=len(repaired))
         return len(repaired)
 
-    def note_strays(self, slots: Iterable[int]) -> None:
-        """No entry names these slots, which were in use."""
+    def note_orphans(self, slots: Iterable[int]) -> None:
+        """Queue slots in use that no entry names, for `take_orphans`."""
         with self._lock:
-            self._strays.extend(slots)
+            self._orphans.extend(slots)
 
-    def take_strays(self) -> list[int]:
-        """Slots that no entry names, each given once; blocks may come to them meanwhile."""
-        if not self._strays:
+    def take_orphans(self) -> list[int]:
+        """Return slots that no entry names, each once; they may receive blocks meanwhile."""
+        if not self._orphans:
             return []
         with self._lock:
-            taken, self._strays = self._strays, []
+            taken, self._orphans = self._orphans, []
         return taken
 
-    def owe(self, removals: Iterable[Removal], epoch: int) -> None:
-        """Removals of a job that never ran: the next one commits them."""
+    def defer_removals(self, removals: Iterable[Removal], epoch: int) -> None:
+        """Queue removals of a job that never ran; the next job commits them."""
         with self._lock:
-            self._owed.extend(removals)
-            self._owed_epoch = max(self._owed_epoch, epoch)
+            self._deferred.extend(removals)
+            self._deferred_epoch = max(self._deferred_epoch, epoch)
 
     # -- for a process that moves blocks in place of this one (see `attach`) --------------------
 
     @property
     def durability(self) -> Durability:
-        """What survives."""
+        """Failures that a stored block survives."""
         return self._durability
 
     @property
     def has_lost_index(self) -> bool:
-        """True if this process cannot change the index until it opens it anew."""
+        """True if this process cannot change the index until it reopens it."""
         return self._index.has_panicked
 
-    def take_owed(self) -> list[Removal]:
-        """What `owe` and failed commits left, for somebody else to commit; each is given once."""
+    def take_deferred(self) -> list[Removal]:
+        """Return the removals queued by `defer_removals` and failed commits, each once, for another
+        process."""
         with self._lock:
-            taken, self._owed = self._owed, []
+            taken, self._deferred = self._deferred, []
         return taken
 
     def reserve_generations(self, n: int) -> int:
-        """The first of `n` generations in a row that nobody else gets."""
+        """Return the first of `n` consecutive generations that nobody else gets."""
         with self._lock:
             first = self._next_generation
             self._next_generation += n
@@ -280,14 +287,14 @@ class BlockStore:
 
     @property
     def reported_bytes(self) -> int:
-        """Bytes that this process read, and that are in the index's totals."""
+        """Bytes that this process read and added to the index's totals."""
         return self._reported_bytes
 
     def absorb(self, counts: Mapping[str, int], reported_bytes: int) -> None:
-        """Add to the counters what another process did for this store.
+        """Add the work of an attached process to the counters.
 
-        It writes what it reads into the index's totals itself, so far `reported_bytes`; what it
-        had no commit for when it ended is left to `take_read_bytes`.
+        That process adds the bytes it reads to the index's totals itself, so far `reported_bytes`.
+        The rest is left to `take_read_bytes`.
         """
         read_bytes = counts.get("bytes_read", 0)
         with self._lock:
@@ -313,16 +320,16 @@ class BlockStore:
             self._count(held=len(held))
 
     def _take_own_read_bytes(self) -> int:
-        """What this process has read since it was last asked."""
+        """Return the bytes that this process read since the last call."""
         with self._lock:
             now = self.counters.bytes_read - self._absorbed_bytes
             grown, self._reported_bytes = now - self._reported_bytes, now
         return grown
 
     def _commit_removals(self, removals: Sequence[Removal], epoch: int) -> BlockOutcome | None:
-        """Why the write cannot go on, or None."""
+        """Commit removals; return the outcome that stops the write, or None."""
         with self._lock:
-            due, self._owed = [*self._owed, *removals], []
+            due, self._deferred = [*self._deferred, *removals], []
         if not due and epoch == self._index.epoch:
             return None
         outcome = self._index.commit(epoch, due)
@@ -330,7 +337,7 @@ class BlockStore:
             self._count(removed=len(due))
             return None
         if outcome is not CommitOutcome.STALE_EPOCH:  # after a reset there is nothing to remove
-            self.owe(due, epoch)
+            self.defer_removals(due, epoch)
         return _OF_COMMIT[outcome]
 
     def _entry_for(self, write: _Write, generation: int) -> IndexEntry:
@@ -421,12 +428,13 @@ class BlockStore:
         return BlockOutcome.CORRUPT
 
     def _drop_foreign(self, key: BlockHash, entry: IndexEntry | None) -> None:
-        """A damaged block of another process's leaves the index: it can be stored anew.
+        """Remove a damaged block of another process from the index, so that it can be stored again.
 
-        Its slot is the owner's to free, who finds it without an entry when it shall be evicted.
+        Its slot stays in use. The owner finds it without an entry when it chooses the slot for
+        eviction.
         """
         if entry is not None and not self._segments.is_own(entry.slot):
-            self._segments.doubt(entry.slot)
+            self._segments.reopen_at_next_read(entry.slot)
             self._index.take_away(self._index.epoch, [(key, entry.pack(key))])
 
     def _failed(self, error: OSError, doing: str) -> BlockOutcome:
@@ -465,7 +473,7 @@ class BlockStore:
             self._add(more)
 
     def _add(self, more: Mapping[str, int]) -> None:
-        """Under the lock."""
+        """Add to the counters; the caller holds the lock."""
         for name, value in more.items():
             setattr(self.counters, name, getattr(self.counters, name) + value)
 

@@ -1,1 +1,1 @@
-"""Decisions about space: growth, capacity, owners and repairs."""
+"""Decisions about space: capacity, ownership, growth and repairs."""

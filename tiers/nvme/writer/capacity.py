@@ -1,10 +1,10 @@
-"""How many slots fit a capacity, and whether something new may be made.
+"""How many slots fit a capacity, and whether a path has room for more.
 
 The capacity is one figure per path over all namespaces in it: segments, index and state together.
-`SpaceBudget` holds a lock file per path while it decides and while what it allowed is being made,
-so that several processes cannot overrun it together. Only the index grows without asking: what its
-map may come to is set aside from the start, in the capacity and above the reserve of free disk
-alike. Without a reserve the disk itself is the limit.
+`SpaceBudget` holds a lock file per path while it decides and while the granted file is made, so
+processes cannot overrun it together. Only the index grows without asking. The full size of its map
+is reserved from the start, both in the capacity and above the reserve of free disk space. Without a
+reserve the disk itself is the limit.
 """
 
 from __future__ import annotations
@@ -37,24 +37,28 @@ from ..segments.format import (
 SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS_PER_PATH = 8
 MAX_SEGMENTS_PER_PATH = 128
-"""A segment costs three descriptors; larger tiers have larger segments."""
+"""Most segments per path; larger tiers have larger segments, as a segment costs three
+descriptors."""
 INDEX_FIXED_BYTES = 512 << 10
 INDEX_BYTES_PER_SLOT = 256
-"""An entry takes 80 to 160 bytes, depending on how full the pages are."""
+"""Index bytes reserved per slot; an entry takes 80 to 160 bytes, depending on how full the pages
+are."""
 INDEX_CHURN_BYTES_PER_SLOT = 3072
 INDEX_CHURN_BYTES_MAX = 24 << 20
-"""Pages that a commit replaced are used again once no process reads what was before it. A commit
-into a small index replaces nearly all of it, 140 bytes a slot: so this is room for 22, of all
-processes, while one of them is in a step. Of a large one a part of 8 MiB of blocks replaces about
-0.6 MiB at most. What comes faster waits (`BlockIndex.commit`)."""
+"""Room in the index for pages that commits replaced, which are reused once no process reads the
+older state. A commit into a small index replaces nearly all of it, 140 bytes a slot. The room
+covers 22 such commits, of all processes, while one of them is in a step. A commit of 8 MiB of
+blocks into a large index replaces about 0.6 MiB at most. Faster commits wait
+(`BlockIndex.commit`)."""
 STATE_FIXED_BYTES = 128 << 10
 STATE_BYTES_PER_SLOT = 200
-"""The arrays of two processes; those of a further one are left in memory if there is no room."""
+"""Room for the arrays of two processes; those of further ones stay in memory if there is no
+room."""
 SMALL_FILES_BYTES = 64 << 10
-"""Per namespace and path: what comes and goes without asking."""
+"""Room per namespace and path for small files that are created without asking."""
 BUDGET_LOCK = ".kvcascade.lock"
 BUDGET_WAIT_S = 30.0
-"""For other processes that make a segment in the same path."""
+"""Longest wait for other processes that create a segment in the same path."""
 
 _log = get_logger(__name__)
 
@@ -65,9 +69,9 @@ class Plan:
 
     slots_per_segment: int
     segments: int
-    """Over all paths."""
+    """Number of segments over all paths."""
     metadata_bytes: int
-    """Kept for index and state in each path."""
+    """Bytes reserved for index and state in each path."""
 
     @property
     def slots(self) -> int:
@@ -76,11 +80,12 @@ class Plan:
 
     @property
     def index_bytes(self) -> int:
-        """What the index of a full tier may come to."""
+        """Largest size of the index of a full tier, in bytes."""
         return index_bytes(self.slots)
 
     def within(self, map_bytes: int) -> Plan:
-        """As much of it as an index of that size can name, one segment at least."""
+        """Return the largest part of the plan that an index of that size can name; at least one
+        segment."""
         most = max(1, slots_in_index(map_bytes) // self.slots_per_segment)
         if self.segments <= most:
             return self
@@ -88,14 +93,14 @@ class Plan:
 
 
 def index_bytes(slots: int) -> int:
-    """What the index of so many slots may come to on disk."""
+    """Return the largest size on disk of the index of so many slots."""
     churn = min(INDEX_CHURN_BYTES_MAX, INDEX_CHURN_BYTES_PER_SLOT * slots)
     whole = INDEX_FIXED_BYTES + INDEX_BYTES_PER_SLOT * slots + churn
     return -(-whole // PAGE_BYTES) * PAGE_BYTES
 
 
 def slots_in_index(map_bytes: int) -> int:
-    """The most slots whose index never comes to more: `index_bytes` turned round."""
+    """Return the most slots whose index fits into `map_bytes`: the inverse of `index_bytes`."""
     spare = map_bytes - INDEX_FIXED_BYTES
     small = spare // (INDEX_BYTES_PER_SLOT + INDEX_CHURN_BYTES_PER_SLOT)
     large = (spare - INDEX_CHURN_BYTES_MAX) // INDEX_BYTES_PER_SLOT
@@ -103,13 +108,13 @@ def slots_in_index(map_bytes: int) -> int:
 
 
 def metadata_bytes(slots: int) -> int:
-    """What index and state of so many slots may come to."""
+    """Return the largest size of index and state of so many slots."""
     state = STATE_FIXED_BYTES + STATE_BYTES_PER_SLOT * slots
     return index_bytes(slots) + state + SMALL_FILES_BYTES
 
 
 def capacity_for(segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1) -> int:
-    """The least capacity that holds so many segments."""
+    """Return the least capacity that holds so many segments."""
     layout = SegmentLayout(block_bytes, slots_per_segment, "0" * 64)
     per_path = -(-segments // paths)
     return paths * (
@@ -122,7 +127,7 @@ def plan_capacity(
 ) -> Plan:
     """Lay out `capacity_bytes` over `paths` so that it is never exceeded.
 
-    `slots_per_segment` is given for a namespace that exists. Raises `ConfigError`.
+    `slots_per_segment` is given for an existing namespace. Raises `ConfigError`.
     """
     if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > MAX_BLOCK_BYTES:
         raise ConfigError(
@@ -149,7 +154,7 @@ def plan_capacity(
 
 
 def _units(share: int, unit_bytes: int, slots: int) -> int:
-    """How many units of so many bytes and slots fit into a path, their metadata included."""
+    """Return how many units of so many bytes and slots fit into a path with their metadata."""
     spare = share - metadata_bytes(0) - PAGE_BYTES
     per_slot = INDEX_BYTES_PER_SLOT + STATE_BYTES_PER_SLOT
     small = spare // (unit_bytes + slots * (per_slot + INDEX_CHURN_BYTES_PER_SLOT))
@@ -158,7 +163,7 @@ def _units(share: int, unit_bytes: int, slots: int) -> int:
 
 
 class SpaceBudget:
-    """Decides whether a path may take more, and makes room by namespaces that nobody has open."""
+    """Decides whether a path may take more, and makes room by removing unused namespaces."""
 
     def __init__(
         self,
@@ -168,9 +173,9 @@ class SpaceBudget:
         min_free_bytes: int,
         may_remove: bool = True,
     ) -> None:
-        """`folders`: the namespace's own directory in each path.
+        """`folders` holds the namespace's own directory in each path.
 
-        `may_remove`: whether other namespaces leave for this one.
+        `may_remove` tells whether other namespaces may be removed for this one.
         """
         self._fs = fs
         self._folders = tuple(folders)
@@ -180,11 +185,11 @@ class SpaceBudget:
 
     @contextmanager
     def claim(self, part: int, growth: int) -> Iterator[None]:
-        """Make something of `growth` bytes in a path inside this.
+        """Create a file of `growth` bytes in a path inside this context.
 
-        Removes the namespaces that were used longest ago, unless a process has them open, if that
-        is needed and enough. Raises `NoSpaceError` with the reason otherwise. Any thread but the
-        manager's: it may wait for `BUDGET_WAIT_S`.
+        If space is needed, the least recently used namespaces are removed that no process has open.
+        Nothing is removed if that would not suffice. Raises `NoSpaceError` with the reason then.
+        Any thread but the manager's, as it may wait for `BUDGET_WAIT_S`.
         """
         root = self._folders[part].parent
         try:
@@ -224,7 +229,7 @@ class SpaceBudget:
     def _remove_oldest(
         self, root: Path, idle: Sequence[FoundNamespace], missing: int, over: int
     ) -> None:
-        """Remove of these as many as give back `missing` bytes; none if all are not enough."""
+        """Remove enough of these to free `missing` bytes; none if all are not enough."""
         chosen: list[FoundNamespace] = []
         for one in idle:
             if sum(other.used_bytes for other in chosen) >= missing:
@@ -245,16 +250,16 @@ class SpaceBudget:
             _log.warning("removed %s, the namespace used longest ago, for room", one.path)
 
     def _set_aside(self, path: Path) -> int:
-        """What an open namespace's directory may still grow by without asking.
+        """Return the bytes by which an open namespace's directory may still grow without asking.
 
-        An index grows to the size of its map if somebody who reads it is held up for long enough,
-        however few blocks it names.
+        An index may grow to the size of its map, however few blocks it names. That happens if a
+        reader is delayed for long enough.
         """
         try:
             layout = described_layout(self._fs, path)
             index = path / "index" / DATA_NAME
             now = self._fs.used_bytes(index) if self._fs.exists(index) else 0
-        except (OSError, KVCascadeError):  # it is not described yet, or not any more
+        except (OSError, KVCascadeError):  # not described yet, or not any more
             layout, now = None, 0
         if layout is None:
             return SMALL_FILES_BYTES + index_bytes(0)

@@ -1,12 +1,13 @@
-"""Getting segments ahead of need, on an I/O thread: orphans first, then new ones.
+"""Getting segments ahead of need, on an I/O thread: orphaned segments first, then new ones.
 
-The manager's thread calls `poll`, `want` and `balance`; the work runs in the executor. A
-segment that cannot be made lowers what is available for a while: it is counted and logged once,
-never raised.
+The manager's thread calls `poll`, `want` and `balance`; the work runs in the executor. If a segment
+cannot be made, less space is available for a while. The failure is counted and logged once, never
+raised.
 
-Fairness: a process that finds neither an orphan nor room, and has less than its share of the
-segments, says so (`Owners.say_hungry`). Whoever has more than its share then lets segments go, one
-at a time and each with the blocks that it holds, and takes no more before the others have theirs.
+Fairness: a process may find neither an orphaned segment nor room while it owns less than its share.
+It then announces that (`Owners.announce_below_share`). A process with more than its share releases
+segments, one at a time and each with its blocks. It takes no more until the others have their
+share.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ if TYPE_CHECKING:
     from ..index.block_index import BlockIndex
 
 RETRY_AFTER_S = 30.0
-"""After a segment could not be made."""
+"""Pause after a segment could not be made."""
 RECHECK_S = 1.0
-"""Between two looks for an orphan."""
+"""Pause between two searches for an orphaned segment."""
 PATIENCE_S = 5.0
-"""A try that takes longer is one of a device that hangs: room is made by evicting meanwhile."""
+"""Age of an attempt after which the device counts as hanging; room is made by eviction
+meanwhile."""
 BALANCE_EVERY_S = 1.0
-"""Between two looks at whether another process needs segments."""
+"""Interval between two checks whether another process needs segments."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A segment that is this process's now, and what it holds."""
+    """An adopted segment with the blocks in it."""
 
     number: int
     blocks: list[tuple[BlockHash, int]]
-    """(hash, slot) of the blocks in it."""
+    """(hash, slot) of the blocks in the segment."""
     epoch: int
-    """The epoch that they belong to."""
+    """Epoch that the blocks belong to."""
 
 
 class SegmentGrowth:
@@ -67,14 +69,14 @@ class SegmentGrowth:
         executor: Executor,
         clock: Callable[[], float],
     ) -> None:
-        """`total` segments over `paths` paths; `clock` gives monotonic seconds."""
+        """`total` segments over `paths` paths; `clock` returns monotonic seconds."""
         self.failures = 0
         self.adopted: deque[Arrival] = deque()
-        """Segments that hold blocks, for the backend to take in."""
+        """Adopted segments that hold blocks, for the backend to take over."""
         self.surplus = 0
-        """Segments that this process should let go of."""
+        """Number of segments that this process should release."""
         self.moved = MovedBlocks(segments, executor)
-        """What came and went with segments."""
+        """Names of the blocks that arrived or left with segments."""
         self._segments = segments
         self._owners = owners
         self._index = index
@@ -85,27 +87,28 @@ class SegmentGrowth:
         self.clock = self._clock = clock
         self._arrived: deque[int] = deque()
         self._target = 0
-        """So many segments are wanted."""
+        """Number of segments that are wanted."""
         self._is_running = False
         self._began_s = 0.0
         self._is_balancing = False
         self._fell_short = False
-        """The last try got fewer segments than it was to get: there is no more room for now."""
+        """True if the last attempt got fewer segments than requested: there is no room for now."""
         self._retry_at_s = 0.0
         self._make_at_s = [0.0] * paths
-        """Per path: one that is full, or fails, does not keep the others from growing."""
+        """Earliest time of the next attempt by path. A path that is full or fails does not keep the
+        others from growing."""
         self._balance_at_s = 0.0
 
     def poll(self) -> list[int]:
-        """Numbers of the empty segments that came since the last call."""
+        """Return the numbers of the empty segments that were made since the last call."""
         arrived: list[int] = []
         while self._arrived:
             arrived.append(self._arrived.popleft())
         return arrived
 
     def want(self, total: int) -> None:
-        """Get segments until there are so many; start with that unless it is under way, done or
-        just failed."""
+        """Get segments until there are `total`. Does nothing if an attempt is running or has just
+        failed."""
         self._target = total
         if self._is_running or self._clock() < self._retry_at_s or not self._left:
             return
@@ -116,31 +119,31 @@ class SegmentGrowth:
             self._is_running = False
 
     def balance(self) -> None:
-        """Look now and then whether another process needs segments."""
+        """Check now and then whether another process needs segments."""
         if self._is_balancing or self._clock() < self._balance_at_s:
             return
         self._balance_at_s = self._clock() + BALANCE_EVERY_S
         self._is_balancing = True
         try:
-            self._executor.submit(self._look_around)
+            self._executor.submit(self._check_balance)
         except RuntimeError:
             self._is_balancing = False
 
     def missing(self) -> list[int]:
-        """Numbers of the segments that are not this process's, ascending."""
+        """Return the numbers of the segments that this process does not own, ascending."""
         segments = self._segments
         own = segments.unusable.union(segments.numbers)
         return [number for number in range(self._total) if number not in own]
 
     @property
     def may_come(self) -> int:
-        """How many segments this process may still get soon; what others hold is not known before
-        the first try. A microsecond: any step may ask."""
+        """Number of segments that this process may still get soon. Segments of other processes are
+        included until the first attempt. Costs a microsecond, so any step may ask."""
         is_hanging = self._is_running and self._clock() >= self._began_s + PATIENCE_S
         return 0 if self._fell_short or is_hanging else self._left
 
     def make(self, limit: int) -> int:
-        """Get up to `limit` segments on this thread; returns how many."""
+        """Get up to `limit` segments on this thread; return how many."""
         made = 0
         while made < limit and self._get_one():
             made += 1
@@ -148,13 +151,13 @@ class SegmentGrowth:
         return made
 
     def let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
-        """Leave a segment to other processes, after these entries have left the index."""
-        with suppress(RuntimeError):  # shutting down: it is everybody's as soon as that is done
+        """Release a segment to other processes, after these entries have left the index."""
+        with suppress(RuntimeError):  # shutting down: the segment is free after that
             self._executor.submit(self._let_go, number, removals, epoch)
 
     @property
     def _left(self) -> int:
-        """How many segments are not this process's; the length of `missing`, without the list."""
+        """Number of segments that this process does not own: the length of `missing`."""
         return max(0, self._total - len(self._segments.unusable) - self._segments.count)
 
     # -- on an I/O thread ----------------------------------------------------------------------
@@ -166,7 +169,7 @@ class SegmentGrowth:
                 is_short = self.make(wanted) < wanted
             if is_short:
                 self._retry_at_s = self._clock() + RECHECK_S
-            self._owners.say_hungry(is_short and self._is_below_share())
+            self._owners.announce_below_share(is_short and self._is_below_share())
         except (OSError, KVCascadeError) as error:
             _log.warning("no segment could be got: %s", error)
             self._fell_short = True
@@ -174,11 +177,11 @@ class SegmentGrowth:
         finally:
             self._is_running = False
 
-    def _look_around(self) -> None:
+    def _check_balance(self) -> None:
         try:
             self._index.forget_dead_readers()
             surplus = 0
-            if self._owners.is_other_hungry():
+            if self._owners.is_other_below_share():
                 existing, processes = len(self._there()), self._owners.processes()
                 surplus = len(self._owners.segments) - -(-existing // processes)
             self.surplus = max(0, surplus)
@@ -188,13 +191,14 @@ class SegmentGrowth:
             self._is_balancing = False
 
     def _let_go(self, number: int, removals: Sequence[Removal], epoch: int) -> None:
-        """Whatever becomes of the removals: those slots still hold what their entries say."""
+        """Release the segment whatever the commit's outcome: its slots still match their
+        entries."""
         self._index.commit(epoch, removals)
         if self.moved.is_wanted:
             with suppress(KVCascadeError):  # only events are lost
-                _, blocks = learn(self._segments, self._index, number)
+                _, blocks = confirmed_blocks(self._segments, self._index, number)
                 self.moved.add([block_hash for block_hash, _ in blocks], removed=True)
-        try:  # the lock goes first: a segment that is not open is one that may be adopted again
+        try:  # the lock goes first, as a segment that is not open may be adopted again
             self._owners.disown(number)
         except OSError as error:
             _log.warning("segment %d was not handed over: %s", number, error)
@@ -210,12 +214,12 @@ class SegmentGrowth:
         return len(self._owners.segments) >= -(-existing // self._owners.processes())
 
     def _get_one(self) -> bool:
-        """Adopt an orphan or make a segment; False if there is neither one nor room."""
+        """Adopt an orphaned segment or make one. Return False if there is neither one nor room."""
         missing = self.missing()
         if not missing:
             return False
         there = self._there()
-        if self._owners.is_other_hungry() and self._is_at_share():
+        if self._owners.is_other_below_share() and self._is_at_share():
             return False
         if any(self._adopt(number) for number in missing if number in there):
             return True
@@ -226,7 +230,7 @@ class SegmentGrowth:
         )
 
     def _there(self) -> set[int]:
-        """Numbers of the segment files in the paths that answer; the others rest."""
+        """Return the numbers of the segment files in responding paths; the other paths rest."""
         numbers: set[int] = set()
         for part in range(self._paths):
             try:
@@ -236,7 +240,7 @@ class SegmentGrowth:
         return numbers
 
     def _rest(self, part: int, error: Exception) -> None:
-        """Make nothing in a path for a while."""
+        """Create nothing in a path for a while."""
         if self.failures == 0:
             _log.warning("the NVMe tier does not grow for now: %s", error)
         self.failures += 1
@@ -247,7 +251,7 @@ class SegmentGrowth:
             return False
         try:
             self._segments.open(number)
-            epoch, blocks = learn(self._segments, self._index, number)
+            epoch, blocks = confirmed_blocks(self._segments, self._index, number)
         except (OSError, KVCascadeError) as error:
             _log.warning("a segment is left out: %s", error)
             self._segments.let_go(number)
@@ -258,8 +262,8 @@ class SegmentGrowth:
         return True
 
     def _make(self, number: int) -> bool:
-        """Make a segment; False if somebody else does. Leaves its path alone for a while if there
-        is no room."""
+        """Make a segment. Return False if another process does, or if there is no room; its path
+        then rests."""
         if not self._owners.try_own(number):
             return False
         layout, part = self._segments.layout, number % self._paths
@@ -276,14 +280,13 @@ class SegmentGrowth:
         return True
 
 
-def learn(
+def confirmed_blocks(
     segments: SegmentSet, index: BlockIndex, number: int
 ) -> tuple[int, list[tuple[BlockHash, int]]]:
-    """The committed epoch, and what an open segment holds: slot records that the index confirms.
+    """Return the committed epoch, and the slot records of an open segment that the index confirms.
 
-    A slot whose record is damaged, or cannot be read, counts as free. If an entry names it
-    nevertheless, the entry's block will not match its checksum once the slot is written again: a
-    miss.
+    A slot with a damaged or unreadable record counts as free. If an entry names it nevertheless,
+    that block becomes a miss once the slot is rewritten, because its checksum does not match.
     """
     records = segments.records(number)
     return index.still_in((BlockHash(record.key), slot) for slot, record in records)

@@ -1,12 +1,12 @@
-"""What came to the tier, or left it, without the manager's doing: names, for events.
+"""Names of blocks that arrived or left without the manager's action, for events.
 
-Another process may reset the namespace, and segments change hands. An index that was emptied says
-no more what lay where, but the records of the slots do until they are written again: they are read
-on an I/O thread, a batch whenever the one before was taken. A record that was overwritten meanwhile
-names a block that is here: whoever takes names must look.
+Another process may reset the namespace, and segments change owners. An emptied index no longer
+tells which block lay where. The slot records do, until they are rewritten. They are read on an I/O
+thread, one batch whenever the previous one was taken. A record that was overwritten meanwhile names
+a block that is stored now, so the consumer of names must check.
 
-Bounded: names that nobody takes for long are dropped, the oldest first, and none are kept before
-somebody asked for the first time.
+Bounded: names that are not taken are dropped, oldest first. None are kept before the first call of
+`take`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from ..segments.segment_files import SegmentSet
 
 BATCH_BLOCKS = 512
 MAX_BATCHES = 1024
-"""Of names that wait to be taken."""
+"""Largest number of batches of names that wait to be taken."""
 MAX_LOSSES = 4
-"""Of sets of slots that wait to be named; each is at most the whole tier."""
+"""Largest number of slot sets that wait to be named; each is at most the whole tier."""
 
 Slots = npt.NDArray[np.int64]
 
 
 class MovedBlocks:
-    """`note_lost` and `take` belong to the manager's thread, `add` to any."""
+    """Blocks to report as arrived or removed.
+
+    `note_lost` and `take` belong to the manager's thread; any thread may call `add`.
+    """
 
     def __init__(self, segments: SegmentSet, executor: Executor) -> None:
         """`executor` reads the records."""
         self.is_wanted = False
-        """True once somebody asked."""
+        """True once `take` has been called."""
         self._segments = segments
         self._executor = executor
         self._named: deque[Moved] = deque(maxlen=MAX_BATCHES)
@@ -44,19 +47,19 @@ class MovedBlocks:
         self._is_naming = False
 
     def note_lost(self, slots: Slots) -> None:
-        """What lies in these slots of open segments is not in the tier any more."""
+        """Queue slots of open segments whose blocks are no longer in the tier."""
         if self.is_wanted and len(slots):
             self._lost.append(slots)
 
     def add(self, block_hashes: Sequence[BlockHash], *, removed: bool) -> None:
-        """These blocks came, or left."""
+        """Queue blocks that arrived, or left if `removed`."""
         if self.is_wanted:
             for start in range(0, len(block_hashes), BATCH_BLOCKS):
                 batch = list(block_hashes[start : start + BATCH_BLOCKS])
                 self._named.append(Moved(batch, removed))
 
     def take(self) -> Moved | None:
-        """The next batch; None if there is none, or if it has yet to be read."""
+        """Return the next batch; None if there is none, or if it has yet to be read."""
         self.is_wanted = True
         if self._lost and not self._is_naming:
             slots = self._lost.popleft()

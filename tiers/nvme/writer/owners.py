@@ -1,17 +1,17 @@
-"""Who owns what of a namespace: one file of byte locks, `owners`.
+"""Ownership in a namespace: one file of byte locks, `owners`.
 
-Every process that has the namespace open holds the byte of one *state number* `k` (its policy's
-arrays lie in `state/<k>/`) and the bytes of the segments that it may write. Whoever dies lets go of
-all of them at once, and nobody else is concerned. A segment that nobody holds is an *orphan*: its
-blocks can be read by all, and any process may take it. The byte of a segment says which state
-number had it last, so that a process that starts again finds its own.
+Every process that has the namespace open locks one byte for its *state number* `k`; its policy's
+arrays lie in `state/<k>/`. It also locks a byte for each segment that it may write. If a process
+dies, the kernel releases all of its locks at once, and no other process is affected. A segment that
+nobody holds is an *orphan*: all can read its blocks, and any process may take it. The byte of a
+segment names the state number that had it last, so that a restarted process finds its own segments.
 
-Commands that come beside engines hold a byte more, which says that they are *guests*: they compute
-nothing, so they say nothing about the weights of engines.
+Commands that run beside engines lock one more byte, which marks them as *guests*. They compute no
+blocks, so they prove nothing about the weights of engines.
 
-The gate is held while a process opens the namespace: openings happen one after the other.
+The gate is locked while a process opens the namespace, so openings happen one after the other.
 
-Threads: the methods belong to one thread at a time (first the opening one, then an I/O thread).
+Threads: one thread at a time uses the methods (first the opening one, then an I/O thread).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ....errors import InUseError
 from ..disk.byte_locks import ByteLocks
 
 MAX_PROCESSES = 64
-"""That have one namespace open at a time."""
+"""Largest number of processes that have one namespace open at a time."""
 GATE_WAIT_S = 60.0
-"""For other processes that open the namespace; one with millions of blocks takes seconds."""
+"""Longest wait for other processes to open the namespace; millions of blocks take seconds."""
 GATE_PAUSE_S = 0.01
 
 _GATE = 0
 _FIRST_STATE = 64
-_FIRST_HUNGRY = 128
+_FIRST_BELOW_SHARE = 128
 _FIRST_GUEST = 192
 _FIRST_SEGMENT = 256
 
 
 def last_owner(locks: ByteLocks, segment: int) -> int:
-    """The state number that had a segment last; -1 if that is not known."""
+    """Return the state number that owned a segment last; -1 if unknown."""
     return locks.read(_FIRST_SEGMENT + segment, 1)[0] - 1
 
 
 def noted_segments(notes: bytes, state: int) -> set[int]:
-    """The segments that a state number had last, from the bytes of the file."""
+    """Return the segments that a state number owned last, from the bytes of the file."""
     return {number for number, note in enumerate(notes[_FIRST_SEGMENT:]) if note == state + 1}
 
 
 def open_states(locks: ByteLocks) -> list[int]:
-    """State numbers of the processes that have the namespace open, the asking one left out."""
+    """Return the state numbers of the other processes that have the namespace open."""
     return [k for k in range(MAX_PROCESSES) if locks.others_hold(_FIRST_STATE + k)]
 
 
@@ -58,11 +58,11 @@ class Owners:
     ) -> None:
         """`where` names the namespace in messages."""
         self.state = -1
-        """The state number, once it was taken."""
+        """State number; -1 before `enter`."""
         self.is_alone = False
-        """True if no other process had the namespace open when this one came in."""
+        """True if no other process had the namespace open when this one entered."""
         self.has_engines = False
-        """True if one of those others was an engine."""
+        """True if one of those other processes was an engine."""
         self.segments: set[int] = set()
         """Numbers of the segments that this process owns."""
         self._locks = locks
@@ -72,7 +72,7 @@ class Owners:
     def enter(self, *, is_guest: bool = False, leaves_state: bool = True) -> None:
         """Pass the gate and take the lowest free state number. Raises `InUseError`.
 
-        Who leaves no state takes the highest: an engine finds its own free.
+        A process that leaves no state takes the highest one, so that engines find theirs free.
         """
         for _ in range(round(GATE_WAIT_S / GATE_PAUSE_S)):
             if self._locks.try_lock(_GATE):
@@ -97,22 +97,22 @@ class Owners:
             self._locks.try_lock(_FIRST_GUEST + self.state)
 
     def leave_gate(self) -> None:
-        """Let others open the namespace."""
+        """Let other processes open the namespace."""
         self._locks.unlock(_GATE)
 
     def processes(self) -> int:
-        """How many have the namespace open, this one included."""
+        """Return how many processes have the namespace open, including this one."""
         return 1 + len(open_states(self._locks))
 
     # -- segments ------------------------------------------------------------------------------
 
     def last_owned(self, total: int) -> list[int]:
-        """Segments below `total` that this state number had last, ascending."""
+        """Return the segments below `total` that this state number owned last, ascending."""
         notes = self._locks.read(_FIRST_SEGMENT, total)
         return [number for number, note in enumerate(notes) if note == self.state + 1]
 
     def try_own(self, number: int) -> bool:
-        """Take a segment; False if another process owns it."""
+        """Take a segment. Return False if another process owns it."""
         if not self._locks.try_lock(_FIRST_SEGMENT + number):
             return False
         self._locks.write(_FIRST_SEGMENT + number, bytes([self.state + 1]))
@@ -120,30 +120,30 @@ class Owners:
         return True
 
     def disown(self, number: int) -> None:
-        """Let a segment go: it is an orphan, and no longer this state number's."""
+        """Release a segment: it becomes an orphan, without a last owner."""
         self.segments.discard(number)
         self._locks.write(_FIRST_SEGMENT + number, b"\0")
         self._locks.unlock(_FIRST_SEGMENT + number)
 
     def is_taken(self, number: int) -> bool:
-        """True if another process owns the segment."""
+        """Return True if another process owns the segment."""
         return self._locks.others_hold(_FIRST_SEGMENT + number)
 
     # -- fairness ------------------------------------------------------------------------------
 
-    def say_hungry(self, is_hungry: bool) -> None:
-        """Let the others know whether this process has less than its share of the segments."""
-        byte = _FIRST_HUNGRY + self.state
-        if is_hungry:
+    def announce_below_share(self, is_below_share: bool) -> None:
+        """Tell the other processes whether this one has less than its share of the segments."""
+        byte = _FIRST_BELOW_SHARE + self.state
+        if is_below_share:
             self._locks.try_lock(byte)
         else:
             self._locks.unlock(byte)
 
-    def is_other_hungry(self) -> bool:
-        """True if another process has less than its share."""
-        return self._locks.others_hold(_FIRST_HUNGRY, MAX_PROCESSES)
+    def is_other_below_share(self) -> bool:
+        """Return True if another process has less than its share."""
+        return self._locks.others_hold(_FIRST_BELOW_SHARE, MAX_PROCESSES)
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release everything; idempotent."""
         self.segments.clear()
         self._locks.close()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from ..tiers.base import BlockOutcome, SlotSpec
-from ..tiers.memory import MemoryBackend
-from .base import OffloadingHandler, TransferResult, TransferSpec
+from kvcascade.handlers.base import OffloadingHandler, TransferResult, TransferSpec
+from kvcascade.tiers.base import BlockOutcome, SlotSpec
+
+from .memory_backend import MemoryBackend
 
 Fate = Callable[[int, int], BlockOutcome]
 """`fate(source_slot, target_slot)`: what shall become of a block."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcascade.handlers.device.brief_turns import BRIEF_S, BriefTurns
+from kvcascade.handlers.device.switch_interval import SHORT_S, SwitchInterval
 
 USUAL_S = 0.005
 
@@ -21,29 +21,29 @@ def usual() -> Iterator[None]:
 
 
 def test_the_last_to_end_has_it_as_it_was() -> None:
-    turns = BriefTurns()
-    turns.begin()
-    turns.begin()
-    assert sys.getswitchinterval() == pytest.approx(BRIEF_S)
-    turns.end()
-    assert sys.getswitchinterval() == pytest.approx(BRIEF_S)
-    turns.end()
+    interval = SwitchInterval()
+    interval.shorten()
+    interval.shorten()
+    assert sys.getswitchinterval() == pytest.approx(SHORT_S)
+    interval.restore()
+    assert sys.getswitchinterval() == pytest.approx(SHORT_S)
+    interval.restore()
     assert sys.getswitchinterval() == pytest.approx(USUAL_S)
 
 
 @pytest.mark.parametrize("theirs_s", [0.0002, 0.02])
 def test_what_somebody_else_sets_meanwhile_stays(theirs_s: float) -> None:
-    turns = BriefTurns()
-    turns.begin()
+    interval = SwitchInterval()
+    interval.shorten()
     sys.setswitchinterval(theirs_s)
-    turns.end()
+    interval.restore()
     assert sys.getswitchinterval() == pytest.approx(theirs_s)
 
 
 def test_shorter_ones_stay() -> None:
-    sys.setswitchinterval(BRIEF_S / 4)
-    turns = BriefTurns()
-    turns.begin()
-    assert sys.getswitchinterval() == pytest.approx(BRIEF_S / 4)
-    turns.end()
-    assert sys.getswitchinterval() == pytest.approx(BRIEF_S / 4)
+    sys.setswitchinterval(SHORT_S / 4)
+    interval = SwitchInterval()
+    interval.shorten()
+    assert sys.getswitchinterval() == pytest.approx(SHORT_S / 4)
+    interval.restore()
+    assert sys.getswitchinterval() == pytest.approx(SHORT_S / 4)

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import NoSpaceError
-from .base import NOT_READY, Backend, BlockHash, BlockStatus, CachePolicy, Moved, SlotSpec
+from kvcascade.errors import NoSpaceError
+from kvcascade.tiers.base import (
+    NOT_READY,
+    Backend,
+    BlockHash,
+    BlockStatus,
+    CachePolicy,
+    Moved,
+    SlotSpec,
+)
 
 
 class MemoryBackend(Backend):

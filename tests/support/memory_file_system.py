@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from ....errors import InUseError
-from .byte_locks import ByteLocks
-from .filesystem import File, FileLock, FileSystem, View, lock_message
+from kvcascade.errors import InUseError
+from kvcascade.tiers.nvme.disk.byte_locks import ByteLocks
+from kvcascade.tiers.nvme.disk.filesystem import File, FileLock, FileSystem, View, lock_message
 
 SECTOR_BYTES = 512
 STALL_LIMIT_S = 30.0

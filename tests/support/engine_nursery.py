@@ -1,0 +1,190 @@
+"""A process that has imported vLLM already, and forks engines on request.
+
+An engine is three processes, and each of them imports vLLM: that is most of the time of an engine
+test. Here vLLM is imported once per test run. The engine's processes are forked: the runner from
+the nursery, the engine core from the runner, the worker from the engine core. So the family of
+processes looks as usual. Servers (`server_rig.py`) and the engines of `make test-vllm` start
+each process anew, as users do.
+
+Only the CPU platform may do that: libgomp and CUDA do not survive a fork once they were used, and
+nothing of the nursery has used them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from kvcascade.tools.server import is_on_cpu
+
+START, FORKED = "KVCASCADE_TEST_ENGINES", "forked"
+REQUEST_BYTES_MAX = 1 << 18
+STREAMS = 3
+READ_AT_IMPORT = ("HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS_", "XDG_", "HOME")
+"""Beginnings of the names of variables that are read by an import, and not again."""
+PRELOADED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.model_executor.models.llama",
+)
+
+
+class Forked:
+    """A forked engine runner, with as much of `subprocess.Popen` as the rig needs."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self._process: psutil.Process | None = None
+        if psutil.pid_exists(pid):
+            self._process = psutil.Process(pid)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is gone; the nursery reaps it."""
+        if self._process is not None:
+            self._process.wait(timeout)
+
+
+class Nursery:
+    """The process that forks, as the tests see it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._imported_under = _read_at_import(environment)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.engine_nursery", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self._close)
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """True if imports under this environment would find the same variables."""
+        return _read_at_import(environment) == self._imported_under
+
+    def fork(self, environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Forked:
+        """A runner in a session of its own, with pipes for input and output."""
+        input_read, input_write = os.pipe()
+        output_read, output_write = os.pipe()
+        request = json.dumps({"environment": dict(environment), "folder": str(folder)}).encode()
+        assert len(request) <= REQUEST_BYTES_MAX
+        socket.send_fds(self._socket, [request], [input_read, output_write, log.fileno()])
+        os.close(input_read)
+        os.close(output_write)
+        answer = self._socket.recv(REQUEST_BYTES_MAX)
+        assert answer, "the process that forks engines is gone; its error is above"
+        stdin, stdout = os.fdopen(input_write, "wb"), os.fdopen(output_read, "rb")
+        return Forked(int(answer), stdin, stdout)
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+def can_fork() -> bool:
+    """True on the CPU platform, unless the tests were told to spawn (`make test-vllm`)."""
+    return os.environ.get(START, FORKED) == FORKED and is_on_cpu()
+
+
+@cache
+def nursery() -> Nursery:
+    """The one of this test process; started with the first engine."""
+    from support.engine_rig import environment
+
+    return Nursery(environment())
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_IMPORT)}
+
+
+# ---- in the nursery --------------------------------------------------------------------------
+
+
+def _fork_instead_of_spawning() -> None:
+    """vLLM spawns on the CPU platform, and handles forked processes on others."""
+    original = multiprocessing.get_context
+
+    def get_context(method: str | None = None) -> BaseContext:
+        return original("fork" if method == "spawn" else method)
+
+    multiprocessing.__dict__["get_context"] = get_context
+
+
+def _preload() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    _fork_instead_of_spawning()
+    gc.collect()
+    gc.freeze()
+
+
+def _reap(*_: object) -> None:
+    """Wait for the runners that have ended; their times then count as the tests'."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return
+
+
+def _become_runner(request: dict[str, Any], streams: list[int]) -> None:
+    """In the forked process: from here on it is what `python -m support.engine_runner` would be."""
+    from support import engine_runner
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    engine_runner.main()
+
+
+def main(number: int) -> None:
+    """Fork a runner for each request, until the tests are gone."""
+    signal.signal(signal.SIGCHLD, _reap)
+    _preload()
+    with socket.socket(fileno=number) as tests:
+        while True:
+            request, streams, _, _ = socket.recv_fds(tests, REQUEST_BYTES_MAX, STREAMS)
+            if not request:
+                return
+            pid = os.fork()
+            if pid == 0:
+                tests.close()
+                break
+            for stream in streams:
+                os.close(stream)
+            tests.send(str(pid).encode())
+    _become_runner(json.loads(request), streams)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Shares of two test processes (`make test`), and the tests that `make test-quick` leaves out.
+
+One process runs the tests of real engines, one after the other: an engine uses both cores, and two
+of them at once slow each other down. The other process runs everything else, one file at a time,
+and helps itself from the same list; files that take long come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+ENGINES = "engines"
+LENGTHY = (
+    "bench/test_bare.py",
+    "bench/test_command.py",
+    "bench/test_gpu.py",
+    "bench/test_sanitizer_output.py",
+    "crash/test_engine_crash.py",
+    "crash/test_nvme_crash.py",
+    "docs/test_snippets.py",
+    "faults/test_full_disk.py",
+    "faults/test_real_tier.py",
+    "handlers/test_device_cuda_large.py",
+    "handlers/test_mover_process.py",
+    "handlers/test_movers_link.py",
+    "handlers/test_nvme_contract.py",
+    "handlers/test_staging.py",
+    "manager/test_turns.py",
+    "model/test_manager_model.py",
+    "model/test_storms.py",
+    "nvme/test_clean_mark.py",
+    "nvme/test_process_numbers.py",
+    "nvme/test_sharing.py",
+    "nvme/test_tier.py",
+    "policy/test_prefix.py",
+    "policy/test_reference.py",
+    "policy/test_restart.py",
+    "replay/test_simulation.py",
+    "test_packaging.py",
+    "tools/test_carry.py",
+    "tools/test_gc.py",
+    "tools/test_inspect.py",
+    "tools/test_live.py",
+    "tools/test_main.py",
+    "tools/test_odd_files.py",
+    "tools/test_odd_text.py",
+    "tools/test_server.py",
+    "tools/test_verify.py",
+    "vllm/test_connector.py",
+    "vllm/test_kv_layouts.py",
+    "vllm/test_spec.py",
+    "vllm/test_spec_errors.py",
+    "vllm/test_spec_random.py",
+)
+"""Files below tests/ that take more than about two seconds, most of them for processes they start,
+for torch, or for long random runs."""
+
+
+def mark_lengthy(items: Sequence[pytest.Item]) -> None:
+    """Set the marker `lengthy` on the tests of these files."""
+    for item in items:
+        if item.nodeid.split("::")[0].removeprefix("tests/") in LENGTHY:
+            item.add_marker(pytest.mark.lengthy)
+
+
+def sort_for_two(items: list[pytest.Item]) -> None:
+    """Engines first, in one group; then the lengthy files; each in the order of collection."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group(ENGINES))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("engine"):
+        return 0
+    return 1 if item.get_closest_marker("lengthy") else 2
+
+
+def scope_of(nodeid: str) -> str:
+    """Group of a test that has one, otherwise its file; a scope is run by one process."""
+    group = nodeid.rfind("@")
+    return nodeid[group + 1 :] if group > nodeid.rfind("]") else nodeid.split("::")[0]
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """The scheduler of pytest-xdist for groups, with a group for each file that has no other."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    made: Any = import_module("xdist.scheduler").LoadGroupScheduling(config, log)
+    made._split_scope = scope_of
+    return made
