@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, cast
 
 from ...errors import ErrorKind, from_os_error
-from .common import ExitCode, complain
+from .command_line import ExitCode, complain
 
 T = TypeVar("T")
 
