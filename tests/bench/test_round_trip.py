@@ -167,7 +167,7 @@ def test_a_tier_that_cannot_be_driven_is_closed(
     index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trip = RoundTrip(tmp_path / "tier", "cpu", SMALL, BLOCKS, index)
-    monkeypatch.setattr(round_trip, "Engine", _refuse)
+    monkeypatch.setattr(round_trip, "DrivenEngine", _refuse)
     with pytest.raises(BenchError, match="refused"):
         trip()
     monkeypatch.undo()

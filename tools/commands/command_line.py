@@ -1,6 +1,6 @@
-"""What all commands share: the option `--json`, exit statuses, errors as one sentence.
+"""Options, exit statuses and error messages that commands share.
 
-Imported by every start of the command line, so it imports nothing heavy.
+Every start of the command line imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import typer
 from ...errors import ConfigError, ErrorKind, KVCascadeError, os_errors
 
 SCHEMA_VERSION = 1
-"""Of every JSON document that a command prints; grows when a field changes its meaning or goes."""
+"""Version of every JSON document; it grows when a field is removed or changes its meaning."""
 STDOUT, STDERR = 1, 2
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status says."""
+    """Exit statuses of commands."""
 
     OK = 0
     PROBLEMS = 1
@@ -34,19 +34,19 @@ class ExitCode(IntEnum):
     USAGE = 2
     """A wrong call."""
     CANNOT_OPEN = 3
-    """There is nothing there, or it cannot be read."""
+    """The path does not exist or cannot be read."""
     IN_USE = 4
-    """A running engine owns it, and this command needs it for itself."""
+    """A running engine uses data that the command needs exclusively."""
     NO_SPACE = 5
     """Not enough disk or memory."""
     MISSING = 6
     """An optional package is not installed."""
     DIFFERENT = 7
-    """What was given belongs to another namespace."""
+    """The input belongs to another namespace."""
     INTERRUPTED = 130
-    """Ctrl-C, or a polite kill."""
+    """SIGINT or SIGTERM ended the command."""
     CLOSED_PIPE = 141
-    """Who read standard output has gone (`| head`): as if SIGPIPE had ended the command."""
+    """The reader of standard output has closed it (`| head`), as after SIGPIPE."""
 
 
 _OF_KIND = {
@@ -95,21 +95,21 @@ class CommandError(Exception):
 
 
 def code_of(error: KVCascadeError) -> ExitCode:
-    """The status that an error of ours ends a command with."""
+    """Return the exit status for an error of ours."""
     return _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN)
 
 
 def sentence(error: KVCascadeError) -> str:
-    """What an error of ours says, without the number that an OS error puts before it."""
+    """Return the message of an error of ours, without the number of an OS error."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or str(error)
 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[None]:
-    """Every error inside ends the command: one sentence, or a JSON document, and the status.
+    """End the command on an error: print one sentence or a JSON document, and exit.
 
-    So does a polite kill, as Ctrl-C does: what is half done is cleaned up. Main thread.
+    SIGTERM ends it as SIGINT does, so contexts inside clean up. Main thread only.
     """
     try:
         with terminable():
@@ -124,7 +124,7 @@ def answering(as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def answering_apart(as_json: bool) -> Iterator[None]:
-    """For JSON, all that is printed inside goes to standard error, child processes included."""
+    """With `as_json`, send output of this process and its children to standard error."""
     if not as_json:
         yield
         return
@@ -140,7 +140,7 @@ def answering_apart(as_json: bool) -> Iterator[None]:
 
 
 def emit(schema: str, document: dict[str, Any]) -> None:
-    """Print a JSON document on standard output, in ASCII; a number that is none becomes null."""
+    """Print a JSON document on standard output, in ASCII; NaN and infinity become null."""
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
     text = json.dumps({**head, **document}, default=str)
     finite = json.loads(text, parse_constant=lambda name: None)  # "NaN", "Infinity": no JSON
@@ -148,13 +148,13 @@ def emit(schema: str, document: dict[str, Any]) -> None:
 
 
 def finish(code: ExitCode) -> None:
-    """End the command with a status; returns if it is 0."""
+    """End the command with a status; return if it is 0."""
     if code is not ExitCode.OK:
         raise typer.Exit(int(code))
 
 
 def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcascade") -> ExitCode:
-    """Say why a command cannot go on: a sentence, or a JSON document. Returns `code`."""
+    """Report why a command fails, as a sentence or a JSON document; return `code`."""
     if as_json:
         emit("error", {"error": code.name.lower(), "message": message})
     else:
@@ -163,7 +163,7 @@ def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcasc
 
 
 def check_is_file(option: str, path: Path) -> None:
-    """Raise `CommandError` if there is nothing to be read at a path, or a folder."""
+    """Raise `CommandError` if a path does not exist or is a folder."""
     with os_errors(f"looking for {path}"):
         is_folder, is_there = path.is_dir(), path.exists()
     if is_folder:
@@ -174,7 +174,7 @@ def check_is_file(option: str, path: Path) -> None:
 
 
 def check_place(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` if a file cannot be made there: asked before work that takes long."""
+    """Raise `ConfigError` if a file cannot be made at a path; called before long work."""
     if path is None:
         return
     try:
@@ -197,7 +197,7 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
-    """True, and says so, if modules are missing that the command needs and the package does not."""
+    """Report optional modules that the command needs and that are missing; True if any is."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         use = f"use `make {command}` or pip install 'kvcascade[vllm,plot]'"
@@ -211,7 +211,7 @@ def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A polite kill ends the command as Ctrl-C does, so that it cleans up. Main thread."""
+    """Turn SIGTERM into KeyboardInterrupt, so that contexts clean up. Main thread only."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Numbers for people: sizes, times, shares, bars."""
+"""Formatting for people: sizes, times, shares, bars and tables."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _UNITS = (("d", float(DAY_S)), ("h", 3600.0), ("min", 60.0))
 
 
 class _PlainConsole(Console):
-    """One to which a text is only a text: labels and paths are anybody's."""
+    """A console that prints labels and paths without reading markup in them."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(plain(text), **options)
 
 
 def plain(text: str) -> str:
-    """With "?" for what has no picture: what a terminal obeys, and lone surrogates."""
+    """Return text with "?" for control characters and lone surrogates."""
     return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 def console() -> Console:
-    """Where tables go; there is no markup."""
+    """Return the console for tables; it reads no markup."""
     found = _PlainConsole(highlight=False, markup=False, emoji=False)
     if not found.is_terminal:
         found.width = PLAIN_WIDTH
@@ -42,12 +42,12 @@ def console() -> Console:
 
 
 def size(count: int | float | None) -> str:
-    """Bytes, rounded."""
+    """Return a number of bytes, rounded, with its unit."""
     return UNKNOWN if count is None else human(int(count))
 
 
 def duration(seconds: float | None) -> str:
-    """A time span, in its largest unit."""
+    """Return a time span in its largest unit."""
     if seconds is None:
         return UNKNOWN
     for name, unit in _UNITS:
@@ -57,19 +57,19 @@ def duration(seconds: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return UNKNOWN if part is None else f"{part:.1%}"
 
 
 def bar(part: float, width: int = 24) -> str:
-    """A bar of block characters, `part` of the width long."""
+    """Return a bar of block characters; `part` is its share of the width."""
     eighths = round(max(0.0, min(1.0, part)) * width * 8)
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (_EIGHTHS[rest] if rest else "")
 
 
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    """Names and values."""
+    """Return a table of names and values."""
     table = Table(box=SIMPLE_HEAD, show_header=False, title=title, title_justify="left")
     table.add_column("", style="dim", no_wrap=True)
     table.add_column("", overflow="fold")
@@ -79,7 +79,7 @@ def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def columns(title: str, *names: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns in `right` hold numbers."""
+    """Return an empty table; the columns in `right` hold numbers."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for name in names:
         is_number = name in right

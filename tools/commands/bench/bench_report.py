@@ -1,4 +1,4 @@
-"""How the benchmark speaks: progress while it runs, tables with ratios and goals at the end."""
+"""Output of a benchmark: progress while it runs, then tables with ratios and goals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Reporter:
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """While this lasts, progress belongs to the measurement `name`."""
+        """Report progress under the name of a measurement."""
         self._next_s = 0.0
         if not self.console.is_terminal:
             self.print(f"{name} ...")
@@ -50,7 +50,7 @@ class Reporter:
                 self._status = None
 
     def progress(self, text: str) -> None:
-        """What is being done now."""
+        """Report the current step."""
         if self._status is not None:
             self._status.update(text)
         elif self._clock() >= self._next_s:
@@ -58,18 +58,18 @@ class Reporter:
             self.print(f"    {text}")
 
     def print(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self.console.print(text, highlight=False, markup=False)
 
     def table(self, table: Table) -> None:
-        """One measurement."""
+        """Print the table of one measurement."""
         self.console.print(render(table))
         self.console.print(Text(table.note, style="dim"))
         self.console.print()
 
 
 def render(table: Table) -> RichTable:
-    """A row per quantity and case; columns of contenders that have no figure are left out."""
+    """Return a table with a row per quantity and case, and a column per contender with figures."""
     there = [c for c in CONTENDERS if any(row.samples.get(c) for row in table.rows)]
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left")
     made.add_column("", no_wrap=True)
@@ -91,7 +91,7 @@ def render(table: Table) -> RichTable:
 
 
 def number(value: float) -> str:
-    """Three digits that matter."""
+    """Return a number with three significant digits."""
     if value == 0:
         return "0"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3

@@ -1,7 +1,4 @@
-"""What a benchmark measured: samples, their statistics, the goals they are held against, JSON.
-
-Plain data and pure functions: nothing here takes a time.
-"""
+"""Results of a benchmark: samples, statistics, goals, JSON. Plain data and pure functions."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ FORMAT = 1
 
 OURS, VLLM, PAGES, LIMIT, NONE = "ours", "vllm", "pages", "limit", "none"
 CONTENDERS = (OURS, VLLM, PAGES, LIMIT, NONE)
-"""Who is measured: kvcascade, what vLLM ships, a batched copy of single pages in its place, what
-the machine can do at best, and an engine without offloading."""
+"""Contenders: kvcascade, vLLM's own offloading, a batched copy of single pages in its place, the
+limit of the machine, and an engine without offloading."""
 
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -36,13 +33,13 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What our figure should be: a bound on it, or on its ratio to another contender's."""
+    """A bound on our figure, or on its ratio to the figure of another contender."""
 
     bound: float
     against: str | None = None
-    """Whose: the bound is on the ratio to theirs; None: on the figure itself."""
+    """Contender whose figure the ratio divides by; None if the bound is on the figure itself."""
     is_least: bool = False
-    """True: at least the bound; False: at most."""
+    """True if the bound is a minimum, False if it is a maximum."""
 
     @property
     def text(self) -> str:
@@ -58,7 +55,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What a row of a table says."""
+    """A measured quantity: name and unit of a row."""
 
     name: str
     unit: str
@@ -93,7 +90,7 @@ class Row:
         return statistics.median(ratios) if ratios else None
 
     def verdicts(self) -> list[tuple[Goal, float, bool]]:
-        """Every goal that can be judged: what it is about, and whether it is met."""
+        """Return every goal that has a figure, with the figure and whether it meets the goal."""
         found: list[tuple[Goal, float, bool]] = []
         for goal in self.quantity.goals:
             figure = self.median() if goal.against is None else self.ratio(goal.against)
@@ -113,7 +110,7 @@ class Table:
 
 
 def document(tables: Sequence[Table], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as JSON has it: facts of the run, then every row with all its samples."""
+    """Return the JSON document: facts of the run, then every row with all its samples."""
     return {
         "format": FORMAT,
         **facts,

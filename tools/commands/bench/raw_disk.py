@@ -1,4 +1,4 @@
-"""What the disk can do: the same bytes by direct vectored calls, nothing else.
+"""Rates of the disk alone: the same bytes by direct vectored calls.
 
 Files are preallocated, as segments are. A call moves an extent of `CALL_BYTES`, one buffer per
 block in memory of huge pages, from each number of threads in `THREADS`.
@@ -19,8 +19,8 @@ from .bench_results import BenchError
 CALL_BYTES = 16 << 20
 BUFFERS_PER_CALL = 1024
 THREADS = (1, 2, 4)
-"""The best of these is the limit, by the median over the repetitions: the best single draw of
-several would be above what the disk does, by as much as it is noisy."""
+"""Numbers of threads that are tried. The limit is the best median over all repetitions: the best
+single sample would be too high by the noise."""
 
 
 class RawDisk:
@@ -56,7 +56,7 @@ class RawDisk:
         return write, read
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._view.release()
 
     def _make(self, path: Path) -> int:
@@ -66,7 +66,7 @@ class RawDisk:
         try:
             return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
-            message = f"{path.parent} takes no direct I/O ({error}); give another --path"
+            message = f"{path.parent} takes no direct I/O ({error}); give a folder on another disk"
             raise BenchError(message) from None
 
     def _run(self, executor: ThreadPoolExecutor, move: partial[None]) -> float:
@@ -87,7 +87,7 @@ class RawDisk:
 
 
 def drop_page_cache(paths: Sequence[Path]) -> None:
-    """Have the system forget the contents of files (all files below a folder)."""
+    """Drop files, or all files below a folder, from the page cache."""
     for path in paths:
         below = path.rglob("*") if path.is_dir() else [path]
         for file in below:
