@@ -97,7 +97,7 @@ def layer(module: str) -> str:
 
 def speaks_vllm(module: str) -> bool:
     """Whether a module may import vLLM."""
-    if module.startswith("kvcascade.tools."):  # comparisons with vLLM itself
+    if module.startswith("kvcascade.tools.dev."):  # comparisons with vLLM itself
         return module.rpartition(".")[2].startswith("vllm_")
     return module.startswith("kvcascade.vllm.")
 
@@ -140,6 +140,21 @@ def test_only_the_adapters_know_vllm() -> None:
         str(found)
         for found in IMPORTS
         if found.target.split(".")[0] == "vllm" and not speaks_vllm(found.source)
+    ]
+    assert not wrong
+
+
+def is_development(module: str) -> bool:
+    """Whether a module stays in the repository: `tools/dev`."""
+    return f"{module}.".startswith("kvcascade.tools.dev.")
+
+
+def test_the_product_imports_nothing_of_development() -> None:
+    assert any(is_development(module) for module in MODULES)
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if is_development(found.target) and not is_development(found.source)
     ]
     assert not wrong
 

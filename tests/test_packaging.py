@@ -30,6 +30,8 @@ assert resources.files("kvcascade").joinpath("py.typed").is_file()
 assert resources.files("kvcascade.tools").joinpath("requirements", "run.txt").is_file()
 for name in ("tiers", "manager", "handlers", "tools", "tests"):
     assert importlib.util.find_spec(name) is None, name
+assert importlib.util.find_spec("kvcascade.tools.dev") is None
+assert kvcascade.tools.__main__.main(["demo"]) == kvcascade.tools.__main__.main(["bench"]) == 2
 sys.exit(kvcascade.tools.__main__.main(["version"]))
 """
 
@@ -39,6 +41,14 @@ def setup_cfg() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
+
+
+def product_files() -> dict[str, Path]:
+    """Every module of the wheel: those of `tools/dev` stay in the repository."""
+    everything = module_files()
+    product = {n: p for n, p in everything.items() if not n.startswith("kvcascade/tools/dev/")}
+    assert 0 < len(product) < len(everything)
+    return product
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -62,10 +72,11 @@ def test_links(folder: str) -> None:
 
 
 def test_every_folder_with_modules_is_a_listed_package() -> None:
-    folders = {Path(name).parent.as_posix() for name in module_files()}
+    folders = {Path(name).parent.as_posix() for name in product_files()}
     listed = setup_cfg()["options"]["packages"].split()
     assert sorted(folder.replace("/", ".") for folder in folders) == sorted(listed)
-    missing = {folder for folder in folders if f"{folder}/__init__.py" not in module_files()}
+    everywhere = {Path(name).parent.as_posix() for name in module_files()}
+    missing = {folder for folder in everywhere if f"{folder}/__init__.py" not in module_files()}
     assert not missing
 
 
@@ -130,7 +141,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if ".dist-info/" not in name}
     data = {f"kvcascade/tools/requirements/{p.name}" for p in ROOT.glob("tools/requirements/*.txt")}
-    assert inside == {*module_files(), *data, "kvcascade/py.typed"}
+    assert inside == {*product_files(), *data, "kvcascade/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

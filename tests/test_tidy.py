@@ -30,7 +30,7 @@ HOST_NAMES = re.compile(
     r"pypi[.]org|pythonhosted[.]org|npmjs[.]org|download[.]pytorch|deb[.]debian"
 )
 UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E|X[X]X)\b")
-ADAPTERS = re.compile(r"^kvcascade/vllm/\w+[.]py$|^tools/(?:\w+/)*vllm_\w+[.]py$")
+ADAPTERS = re.compile(r"^kvcascade/vllm/\w+[.]py$|^tools/dev/(?:\w+/)*vllm_\w+[.]py$")
 MOCKS = re.compile(r"\bMagic[M]ock\b|\bunittest[.]mock\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,21 +1,27 @@
 """The command line: `kvcascade COMMAND`, or `python -m kvcascade.tools COMMAND`.
 
-Options are declared in `commands/`, which imports nothing heavy; what a command does is imported
-when it runs.
+The options of a command lie in its module under `commands/`, which imports nothing heavy; its work
+is imported when it runs. A checkout also has the commands of `dev/`, which the wheel leaves out.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from .commands import bench, carry, check, demo, gc, inspect, replay, shm, top, verify, version
-from .commands.common import ExitCode, complain
+from .commands import bench, carry, check, gc, inspect, shm, top, verify, version
+from .commands.command_line import ExitCode, complain
 from .commands.output import watched
+from .replay import replay_options
 
+COMPLETE = "_KVCASCADE_COMPLETE"
+"""Variable with which a shell asks for completions."""
 EPILOG = (
     "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
     "4 in use by an engine, 5 no space, 6 optional package missing, 7 another namespace's, "
@@ -27,9 +33,18 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _of_checkout() -> dict[str, Callable[..., None]]:
+    """Return the commands of `dev/` by name; an installed wheel has none."""
+    if find_spec(".dev", __package__) is None:
+        return {}
+    return dict(import_module(".dev.dev_commands", __package__).COMMANDS)
+
+
 app.command("inspect")(inspect.inspect)
 app.command("top")(top.top)
 app.command("verify")(verify.verify)
@@ -38,9 +53,9 @@ app.command("export")(carry.export)
 app.command("import")(carry.import_)
 app.command("check")(check.check)
 app.add_typer(shm.app, name="shm")
-app.command("replay")(replay.replay)
-app.command("bench")(bench.bench)
-app.command("demo")(demo.demo)
+app.command("replay")(replay_options.replay)
+for _name, _command in ({"bench": bench.bench} | _of_checkout()).items():
+    app.command(_name)(_command)
 app.command("version")(version.print_version)
 
 
@@ -63,7 +78,7 @@ def plain(context: typer.Context, show_version: VersionOption = False) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (see `commands.common.ExitCode`)."""
+    """Run one command; returns the exit status (see `commands.command_line.ExitCode`)."""
     if sys.stdout is None:  # started without one
         return _run(argv)
     with watched() as output:
@@ -77,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if COMPLETE in os.environ:  # typer would import rich to strip markup, which no help text has
+        vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
     try:

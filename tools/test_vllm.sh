@@ -13,7 +13,7 @@ version=${1:?"usage: tools/test_vllm.sh VERSION [PYTEST ARGUMENTS]"}
 shift
 kept=$PWD/.vllm
 pins=tools/requirements
-tests=$("${PYTHON:-python3}" -m kvcascade.tools.versions tests "$version")
+tests=$("${PYTHON:-python3}" -m kvcascade.tools.dev.versions tests "$version")
 
 say() { echo "[test-vllm] $1" >&2; }
 pip() { "$1" -m pip --disable-pip-version-check "$2" --quiet "${@:3}"; }

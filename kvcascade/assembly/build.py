@@ -47,8 +47,15 @@ from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
 from .chain_notes import ChainNotes
-from .movers import link_by_process, link_by_threads, open_mover
-from .nvme_parts import chain_notes, io_threads_of, nvme_level, open_nvme
+from .nvme_parts import (
+    chain_notes,
+    io_threads_of,
+    link_by_process,
+    link_by_threads,
+    nvme_level,
+    open_mover,
+    open_nvme,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -1,21 +1,34 @@
-"""Open one NVMe tier from its options: folders, threads, policy, admission and budget."""
+"""Open one NVMe tier from its options, and link it to the arena.
+
+The parts are its folders, threads, policy, admission and budget. Blocks are moved by a mover
+process or by threads of this process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
 
 from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
-from ..config.schema import NvmeTierOptions
+from ..config.schema import DirectIO, NvmeTierOptions
 from ..errors import KVCascadeError, os_errors
+from ..handlers.node.mover import Mover
+from ..handlers.node.mover_child import Connection, launch
+from ..handlers.node.mover_process import MoverBackground, MoverLoadHandler, MoverStoreHandler
+from ..handlers.node.mover_wire import Setup
+from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
 from ..manager.admission import WriteBudget
+from ..manager.flow import Link
 from ..manager.level import Tier
+from ..tiers.cpu import Arena
+from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.endurance import DayTotals
 from ..tiers.nvme import tier as nvme
+from ..tiers.nvme.attach import attachment_of
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.opening import open_nvme_tier
@@ -121,3 +134,44 @@ def _write_budget(options: NvmeTierOptions, totals: Callable[[], DayTotals]) -> 
     if options.write_budget is None:
         return None
     return WriteBudget(options.write_budget.of(nvme_disk_bytes(options, ThisMachine())), totals)
+
+
+def link_by_threads(arena: Arena, tier: nvme.NvmeTier, stores: Executor, loads: Executor) -> Link:
+    """Return handlers that run on executors of this process."""
+    return Link(
+        down=NvmeStoreHandler(tier.store, arena.slot_view, stores),
+        up=NvmeLoadHandler(tier.store, arena.slot_view, loads),
+    )
+
+
+def link_by_process(tier: nvme.NvmeTier, mover: Mover) -> Link:
+    """Return handlers that leave all work to a mover, index commits included."""
+    tier.backend.use_background(MoverBackground(tier.store, mover))
+    return Link(down=MoverStoreHandler(tier.store, mover), up=MoverLoadHandler(tier.store, mover))
+
+
+def open_mover(
+    arena: Arena, tier: nvme.NvmeTier, options: NvmeTierOptions, has_prefault: bool
+) -> Mover:
+    """Start the mover of an open tier; close it before the tier. Raises `TierIOError`."""
+
+    def start() -> Connection:
+        tier.index.forget_dead_readers()
+        setup = Setup(
+            attachment_of(tier, options.direct_io is not DirectIO.OFF),
+            HEADER_BYTES,
+            arena.geometry.slot_bytes,
+            arena.geometry.slots,
+            options.io_threads,
+            has_prefault,
+            arena.is_huge,
+        )
+        return launch(setup, arena.duplicate())
+
+    mover = Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"))
+    try:
+        mover.start()
+    except BaseException:
+        mover.close()
+        raise
+    return mover

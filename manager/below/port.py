@@ -258,8 +258,14 @@ class NoTierBelow(Below):
     tiers: Sequence[TierFacts] = ()
     links: Sequence[LinkCounters] = ()
     departures: Sequence[Departures] = ()
-    takes_puts = False
-    is_blocked = True
+
+    @property
+    def takes_puts(self) -> bool:
+        return False
+
+    @property
+    def is_blocked(self) -> bool:
+        return True
 
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         return 0

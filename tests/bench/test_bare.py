@@ -106,12 +106,13 @@ def test_all_cases_of_the_gpu_benchmark_run_on_a_twin(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
         "from support.gpu_twin import MemoryDevice\n"
-        "from kvcascade.tools.bench import gpu, gpu_moves, measurement, scale\n"
-        "gpu.SHAPES, gpu.COUNTS = (gpu.Shape('small', 3, 64),), (1, 16)\n"
+        "from kvcascade.tools.dev.bench import measurement, scale\n"
+        "from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves\n"
+        "gpu.SHAPES, gpu.COUNTS = (gpu.GpuShape('small', 3, 64),), (1, 16)\n"
         "gpu_moves.BYTES_PER_TIMING = gpu_moves.PACED_JOBS_MAX = 1\n"
         "device = MemoryDevice(gpu.Room(1 << 50, 1 << 50, 1 << 50))\n"
         "asked = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))\n"
-        "setup = measurement.Setup(Path(sys.argv[1]), scale.SMOKE, lambda line: None)\n"
+        "setup = measurement.MeasurementSetup(Path(sys.argv[1]), scale.SMOKE, lambda line: None)\n"
         "print(len(measurement.run(asked, setup).rows))"
     )
     done = bare(code, str(tmp_path))
@@ -128,10 +129,16 @@ def test_gpu_tests_that_would_begin_too_late_say_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_benchmark_modules_are_imported() -> None:
-    modules = ("gpu", "gpu_device", "gpu_moves", "page_copies", "round_trip", "report", "machine")
+    gpu = ("gpu", "gpu_device", "gpu_moves", "page_copies")
+    modules = (
+        *(f"dev.bench.gpu.{name}" for name in gpu),
+        "dev.bench.round_trip",
+        "commands.bench.bench_report",
+        "commands.bench.machine_facts",
+    )
     code = (
         "from importlib import import_module\n"
-        "for name in sys.argv[1:]: import_module('kvcascade.tools.bench.' + name)\n"
+        "for name in sys.argv[1:]: import_module('kvcascade.tools.' + name)\n"
         "import kvcascade.handlers.device.device_cuda"
     )
     done = bare(code, *modules)
@@ -143,7 +150,7 @@ def test_the_command_drives_all_tiers(tmp_path: Path) -> None:
     code = (
         "from dataclasses import replace\n"
         "from kvcascade.tools import __main__ as tools\n"
-        "from kvcascade.tools.bench import scale\n"
+        "from kvcascade.tools.dev.bench import scale\n"
         "scale.QUICK = replace(scale.SMOKE, repeats=1)\n"
         "raise SystemExit(tools.main(sys.argv[1:]))"
     )

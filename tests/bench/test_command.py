@@ -16,15 +16,15 @@ import torch
 from support.clock import ManualClock
 
 from kvcascade.config import schema
-from kvcascade.tools import bench
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.bench import BenchOptions
-from kvcascade.tools.bench.machine import headline, machine_facts, version_facts
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import OURS, VLLM, Table
-from kvcascade.tools.bench.scale import FULL, QUICK, SMOKE
-from kvcascade.tools.commands import bench as command
-from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Table
+from kvcascade.tools.commands.bench.machine_facts import headline, machine_facts, version_facts
+from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.dev import bench
+from kvcascade.tools.dev import dev_commands as command
+from kvcascade.tools.dev.bench import BenchOptions
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup
+from kvcascade.tools.dev.bench.scale import FULL, QUICK, SMOKE
 
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 EVERYTHING = {
@@ -82,7 +82,7 @@ def test_the_round_trip_has_time_of_its_own(
     """The first part, for which there is a GPU, ends before the limit; the engine has none."""
     clock, asked = ManualClock(), dict[str, list[bool]]()
 
-    def measure(name: str, setup: Setup) -> Table:
+    def measure(name: str, setup: MeasurementSetup) -> Table:
         began_s = clock.now_s
         for passed_s in (239.0, 241.0, 299.0, 301.0):
             clock.now_s = began_s + passed_s
@@ -118,7 +118,7 @@ def test_the_options_that_help_shows_are_right_ones(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["extra"], ["--nvme", "x"]],
+    [["--only", "sleep"], ["--repeats", "0"], ["--repeats", "x"], ["one", "two"], ["--nvme", "x"]],
 )
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *wrong]) == ExitCode.USAGE
@@ -186,7 +186,7 @@ def test_every_measurement_at_the_smallest_size(
 def test_a_picture_without_a_place_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(name: str, setup: Setup) -> Table:
+    def measure(name: str, setup: MeasurementSetup) -> Table:
         raise AssertionError(f"{name} was measured")
 
     monkeypatch.setattr(bench, "measure", measure)

@@ -10,29 +10,29 @@ import pytest
 
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
-from kvcascade.tools.bench import gpu_engine
-from kvcascade.tools.bench.engine import MEASUREMENT
-from kvcascade.tools.bench.engine_runs import (
-    Answers,
+from kvcascade.tools.commands.bench.bench_results import NONE, OURS, VLLM
+from kvcascade.tools.dev.bench.engine import gpu_engine
+from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT
+from kvcascade.tools.dev.bench.engine.engine_runs import (
     Ask,
+    EngineAnswers,
+    EngineRuns,
     FreshRounds,
     Prompt,
-    Runs,
     Servers,
     fresh_prompts,
     one_pass,
     written_bytes,
 )
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import NONE, OURS, VLLM
-from kvcascade.tools.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup
+from kvcascade.tools.dev.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 
 
-def runs(tmp_path: Path, on_cpu: bool = True) -> Runs:
+def runs(tmp_path: Path, on_cpu: bool = True) -> EngineRuns:
     servers = Servers(tmp_path, on_cpu, lambda line: None)
-    return Runs(servers, tmp_path / "model", SCALE)
+    return EngineRuns(servers, tmp_path / "model", SCALE)
 
 
 def test_a_pass_uses_every_prefix_twice_with_the_others_between() -> None:
@@ -55,10 +55,10 @@ def test_rounds_ask_every_engine_the_same_and_never_anything_twice() -> None:
     asked: dict[str, list[Prompt]] = {"a": [], "b": []}
 
     def rounds(name: str) -> FreshRounds:
-        def ask(prompts: Sequence[Prompt]) -> Answers:
+        def ask(prompts: Sequence[Prompt]) -> EngineAnswers:
             asked[name] += prompts
             seconds = [9.0 if len(prompts) == 1 else 0.1 for _ in prompts]
-            return Answers(seconds, sum(seconds), 0)
+            return EngineAnswers(seconds, sum(seconds), 0)
 
         return FreshRounds(lambda: nullcontext(ask), SCALE, lambda seconds: None)
 
@@ -75,7 +75,7 @@ def test_an_engine_is_asked_a_few_rounds_and_stopped_before_the_next_one_starts(
     @contextmanager
     def engine() -> Iterator[Ask]:
         events.append("start")
-        yield lambda prompts: Answers([1.0], 1.0, 0)
+        yield lambda prompts: EngineAnswers([1.0], 1.0, 0)
         events.append("stop")
 
     with closing(FreshRounds(engine, SCALE, lambda seconds: None)) as rounds:
@@ -88,9 +88,9 @@ def test_an_engine_is_asked_a_few_rounds_and_stopped_before_the_next_one_starts(
 
 def test_tokens_are_held_against_those_of_the_engine_asked_first(tmp_path: Path) -> None:
     asked = runs(tmp_path)
-    first = Answers([1.0], 1.0, 0, [(1, 2, 3), (4, 5, 6)])
-    again = Answers([1.0], 1.0, 9, [(1, 2, 3), (4, 5, 7)])
-    short = Answers([1.0], 1.0, 9, [(1, 2), (4, 5, 6)])
+    first = EngineAnswers([1.0], 1.0, 0, [(1, 2, 3), (4, 5, 6)])
+    again = EngineAnswers([1.0], 1.0, 9, [(1, 2, 3), (4, 5, 7)])
+    short = EngineAnswers([1.0], 1.0, 9, [(1, 2), (4, 5, 6)])
     assert asked._unlike([first, first]) == 0
     assert asked._unlike([again, short]) == 2
 
@@ -99,7 +99,7 @@ def test_the_engine_on_a_gpu_is_left_out_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    setup = Setup(tmp_path, SMOKE, lambda line: None, note=notes.append)
+    setup = MeasurementSetup(tmp_path, SMOKE, lambda line: None, note=notes.append)
     monkeypatch.setattr(gpu_engine, "find_spec", lambda name: None if name == "vllm" else name)
     assert not list(gpu_engine.cases(setup))
     (note,) = notes
@@ -124,7 +124,7 @@ def test_engines_differ_in_their_offloading_only(tmp_path: Path, on_cpu: bool) -
 
 def test_figures_have_rows() -> None:
     names = {quantity.name for quantity in MEASUREMENT.quantities}
-    figures = Answers([0.3, 0.1, 0.2], 1.0, 7).figures("second pass")
+    figures = EngineAnswers([0.3, 0.1, 0.2], 1.0, 7).figures("second pass")
     assert figures.keys() <= names
     assert figures["second pass: TTFT p50"] == 200 and figures["second pass: TTFT p95"] == 300
 

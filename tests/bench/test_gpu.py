@@ -21,10 +21,11 @@ from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu, gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import CudaDevice, Room
-from kvcascade.tools.bench.gpu_moves import (
+from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS, VLLM, BenchError, Row
+from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice, Room
+from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     BESIDE,
     HEAR_LONGEST,
     MEANWHILE,
@@ -34,18 +35,17 @@ from kvcascade.tools.bench.gpu_moves import (
     RATE,
     SUBMIT,
     SUBMIT_LONGEST,
-    Mover,
+    DeviceMover,
     Transfer,
     beside,
     check,
     costs,
     paced,
 )
-from kvcascade.tools.bench.measurement import Figures, Setup, run
-from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, BenchError, Row
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.measurement import Figures, MeasurementSetup, run
+from kvcascade.tools.dev.bench.scale import SMOKE
 
-SMALL = Shape("small", 3, 64)
+SMALL = GpuShape("small", 3, 64)
 TRANSFER = Transfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = Room(1 << 50, 1 << 50, 1 << 50)
@@ -95,7 +95,7 @@ def test_what_transfers_cost(way: Direction) -> None:
     clock = ManualClock()
     link = Link(clock, job_s=0.01, submit_s=(1.0, 0.001, 0.003, 0.002), hear_s=0.004)
     size = gpu_moves.BYTES_PER_TIMING // 3
-    found = costs(Mover(link), way, TRANSFER, size, clock)
+    found = costs(DeviceMover(link), way, TRANSFER, size, clock)
     assert [each for each, _ in link.submitted] == [way] * 4
     assert found == pytest.approx(
         {
@@ -112,8 +112,8 @@ def test_a_transfer_that_fails_or_never_ends_is_no_figure() -> None:
     link = Link(clock)
     link.is_failing = True
     with pytest.raises(BenchError, match="failed"):
-        costs(Mover(link), Direction.STORE, TRANSFER, 1, clock)
-    endless = Mover(Link(clock, job_s=1e9, hear_s=1.0))
+        costs(DeviceMover(link), Direction.STORE, TRANSFER, 1, clock)
+    endless = DeviceMover(Link(clock, job_s=1e9, hear_s=1.0))
     with pytest.raises(BenchError, match="did not end"):
         costs(endless, Direction.STORE, TRANSFER, 1, clock)
 
@@ -126,7 +126,7 @@ def beside_link(way: Direction, link: Link, clock: ManualClock, during_s: float)
         return Kernels(clock, took_s, clock() + took_s)
 
     size = gpu_moves.AHEAD_BYTES // 8
-    return beside(Mover(link), way, DECODE, TRANSFER, size, start_chain, clock.advance)
+    return beside(DeviceMover(link), way, DECODE, TRANSFER, size, start_chain, clock.advance)
 
 
 @both_ways
@@ -180,7 +180,7 @@ def test_transfers_that_are_seldom_asked_after(way: Direction, step_s: float) ->
         return Kernels(clock, CHAIN_S, clock() + CHAIN_S)
 
     size = gpu_moves.PACED_BYTES // 4
-    found = paced(Mover(link), way, TRANSFER, size, step_s, start_chain, clock, clock.advance)
+    found = paced(DeviceMover(link), way, TRANSFER, size, step_s, start_chain, clock, clock.advance)
     key = (way, step_s)
     steps = math.ceil((0.001 + 4 * 0.11 - 0.005) / (step_s + 0.002))
     took_s = 0.005 + steps * (step_s + 0.002)
@@ -205,7 +205,7 @@ def test_bytes_are_compared(copier: type[CpuDeviceCopier]) -> None:
     slots = np.zeros((8, geometry.slot_bytes), dtype=np.uint8)
     tensors = [torch.randint(2, 128, (8, 64), dtype=torch.int8) for _ in range(SMALL.layers)]
     pages = [tensor.numpy() for tensor in tensors]
-    mover = Mover(copier(pages, SMALL.layout(8, geometry), slots, InlineExecutor()))
+    mover = DeviceMover(copier(pages, SMALL.layout(8, geometry), slots, InlineExecutor()))
     if copier is CpuDeviceCopier:
         check(mover, tensors, TRANSFER)
         assert slots.any(), "they were there"
@@ -217,13 +217,13 @@ def test_bytes_are_compared(copier: type[CpuDeviceCopier]) -> None:
 
 def measure(device: MemoryDevice, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     """All rows of small shapes."""
-    monkeypatch.setattr(gpu, "SHAPES", (SMALL, Shape("joined", 1, 4096)))
+    monkeypatch.setattr(gpu, "SHAPES", (SMALL, GpuShape("joined", 1, 4096)))
     monkeypatch.setattr(gpu, "COUNTS", (1, 16, 256))
     monkeypatch.setattr(gpu_moves, "BYTES_PER_TIMING", 1)
     monkeypatch.setattr(gpu_moves, "PACED_JOBS_MAX", 2)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # no time is taken here that it could disturb
     measurement = replace(gpu.MEASUREMENT, cases=partial(gpu.cases, device=device))
-    return list(run(measurement, Setup(folder, SMOKE, lambda line: None)).rows)
+    return list(run(measurement, MeasurementSetup(folder, SMOKE, lambda line: None)).rows)
 
 
 def test_every_row_has_its_contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,9 @@ def test_what_does_not_fit_has_rows_without_figures(
     assert len(rows) == 2 * (1 + 2 * 4 + 2 * 6) + 8 * (3 + 2) + 2
     device.said = ("vLLM is not here",)
     notes: list[str] = []
-    for _ in gpu.cases(Setup(tmp_path, SMOKE, lambda line: None, note=notes.append), device):
+    for _ in gpu.cases(
+        MeasurementSetup(tmp_path, SMOKE, lambda line: None, note=notes.append), device
+    ):
         pass
     assert notes[0] == "vLLM is not here"
     assert "256 blocks are not measured" in notes[1] and "--shm-size" in notes[1]
@@ -266,7 +268,7 @@ def test_what_does_not_fit_has_rows_without_figures(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, SMOKE, lambda line: None)
+    setup = MeasurementSetup(tmp_path, SMOKE, lambda line: None)
     with pytest.raises(BenchError, match="make bench-gpu"):
         next(gpu.cases(setup))
 

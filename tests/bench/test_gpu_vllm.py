@@ -18,10 +18,17 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_moves import HEAR_LONGEST, RATE, Mover, Transfer, check, costs
-from kvcascade.tools.bench.vllm_device import VllmCopier
+from kvcascade.tools.dev.bench.gpu import gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.gpu.gpu_moves import (
+    HEAR_LONGEST,
+    RATE,
+    DeviceMover,
+    Transfer,
+    check,
+    costs,
+)
+from kvcascade.tools.dev.bench.gpu.vllm_device import VllmCopier
 
 BLOCKS = 24
 TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)
@@ -97,9 +104,9 @@ def a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
 
 
-@pytest.mark.parametrize("shape", [Shape("layers", 5, 192), Shape("joined", 1, 8192)])
+@pytest.mark.parametrize("shape", [GpuShape("layers", 5, 192), GpuShape("joined", 1, 8192)])
 def test_the_same_blocks_lie_in_the_same_slots(
-    shape: Shape, monkeypatch: pytest.MonkeyPatch
+    shape: GpuShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (BLOCKS, shape.page_bytes)
     tensors: list[torch.Tensor] = [
@@ -110,7 +117,7 @@ def test_the_same_blocks_lie_in_the_same_slots(
     assert not theirs.is_pinned
     named = Path("/dev/shm").glob(f"*bench-gpu-{os.getpid()}-*")
     assert not list(named), "a kill would leave nothing"
-    mover = Mover(theirs)
+    mover = DeviceMover(theirs)
     check(mover, tensors, TRANSFER)
     region = theirs._worker._mmap_region
     assert region is not None
@@ -120,7 +127,7 @@ def test_the_same_blocks_lie_in_the_same_slots(
     slots = np.zeros((BLOCKS, geometry.slot_bytes), dtype=np.uint8)
     pages = [tensor.numpy() for tensor in tensors]
     ours = CpuDeviceCopier(pages, shape.layout(BLOCKS, geometry), slots, InlineExecutor())
-    check(Mover(ours), tensors, TRANSFER)
+    check(DeviceMover(ours), tensors, TRANSFER)
     np.testing.assert_array_equal(rows, slots)
     assert slots[TRANSFER.slots].any()
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tools.bench.manager import flatness
-from kvcascade.tools.bench.measurement import Case, Figures, Measurement, Setup, run
-from kvcascade.tools.bench.report import render
-from kvcascade.tools.bench.results import OURS, VLLM, Quantity, Row, Table
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.commands.bench.bench_report import render
+from kvcascade.tools.commands.bench.bench_results import OURS, VLLM, Quantity, Row, Table
+from kvcascade.tools.dev.bench.measurement import Case, Figures, Measurement, MeasurementSetup, run
+from kvcascade.tools.dev.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.scheduler.manager_cost import flatness
 
 QUANTITIES = (Quantity("a", "s"), Quantity("b", "s"))
 
 
-def setup(folder: Path, said: list[str], repeats: int) -> Setup:
+def setup(folder: Path, said: list[str], repeats: int) -> MeasurementSetup:
     """What a measurement is given."""
-    return Setup(folder, replace(SMOKE, repeats=repeats), said.append)
+    return MeasurementSetup(folder, replace(SMOKE, repeats=repeats), said.append)
 
 
 def test_contenders_take_turns(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_contenders_take_turns(tmp_path: Path) -> None:
         order.append(name)
         return {"a": float(len(order))}
 
-    def cases(setup: Setup) -> Generator[Case, None, None]:
+    def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
         try:
             yield Case("one", {name: partial(contender, name) for name in (OURS, VLLM)})
         finally:
@@ -49,7 +49,7 @@ def test_contenders_take_turns(tmp_path: Path) -> None:
 def test_what_could_not_be_measured_is_a_row_without_a_figure(tmp_path: Path) -> None:
     figures: Iterator[Figures] = iter([{"a": None}, {"a": 2.0}, {"b": None}, {"b": None}])
 
-    def cases(setup: Setup) -> Generator[Case, None, None]:
+    def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
         yield Case("one", {OURS: lambda: next(figures)})
         yield Case("two", {OURS: lambda: next(figures)})
 
@@ -69,7 +69,7 @@ def test_a_case_is_let_go_of_when_a_contender_fails(tmp_path: Path) -> None:
     def fail() -> Figures:
         raise RuntimeError("no disk")
 
-    def cases(setup: Setup) -> Generator[Case, None, None]:
+    def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
         try:
             yield Case("one", {OURS: fail})
         finally:
@@ -90,7 +90,7 @@ def test_flatness_compares_the_smallest_and_the_largest() -> None:
 
 
 def _manager_rows(*figures: float) -> list[Row]:
-    from kvcascade.tools.bench.manager import MEASUREMENT, label_of
+    from kvcascade.tools.dev.bench.scheduler.manager_cost import MEASUREMENT, label_of
 
     return [
         Row(label_of(128 * (number + 1)), quantity, {OURS: [figure]})
@@ -108,7 +108,7 @@ def test_nothing_begins_when_the_time_is_up(tmp_path: Path) -> None:
         measured.append(name)
         return {"a": 1.0}
 
-    def cases(setup: Setup) -> Generator[Case, None, None]:
+    def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
         yield Case("one", {name: partial(contender, name) for name in (OURS, VLLM)})
         yield Case("two", {OURS: partial(contender, "two")})
         raise AssertionError("nothing is made ready any more")

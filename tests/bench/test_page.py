@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvcascade.tools.bench import BenchOptions, command_of
-from kvcascade.tools.bench.page import main, page
-from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, Goal, Quantity, Row, Table, document
+from kvcascade.tools.commands.bench.bench_results import (
+    LIMIT,
+    OURS,
+    VLLM,
+    Goal,
+    Quantity,
+    Row,
+    Table,
+    document,
+)
+from kvcascade.tools.dev.bench import BenchOptions, command_of
+from kvcascade.tools.dev.bench.bench_page import main, page
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")

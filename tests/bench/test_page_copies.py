@@ -13,14 +13,14 @@ from support.executors import InlineExecutor
 from kvcascade.handlers.device.batched_copy import NoBatchedCopyError
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_moves import Mover, Transfer, check
-from kvcascade.tools.bench.page_copies import PageCopier
-from kvcascade.tools.bench.results import PAGES, VLLM
+from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM
+from kvcascade.tools.dev.bench.gpu import gpu_device
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.gpu.gpu_moves import DeviceMover, Transfer, check
+from kvcascade.tools.dev.bench.gpu.page_copies import PageCopier
 
 BLOCKS = 24
-SHAPE = Shape("layers", 5, 192)
+SHAPE = GpuShape("layers", 5, 192)
 TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)
 
 
@@ -36,13 +36,13 @@ def test_pages_lie_in_slots_as_ours_do(twin: TwinCuda) -> None:
     addresses: list[int] = []
     theirs = PageCopier(tensors, BLOCKS, batch, pinned(addresses))
     assert addresses, "its memory is pinned"
-    check(Mover(theirs), tensors, TRANSFER)
+    check(DeviceMover(theirs), tensors, TRANSFER)
     assert [stream.given for stream in twin.streams] == [4, 4], "one batch a transfer"
     geometry = ArenaGeometry(BLOCKS, SHAPE.block_bytes, 1)
     slots = np.zeros((BLOCKS, geometry.slot_bytes), dtype=np.uint8)
     pages = [tensor.numpy() for tensor in tensors]
     ours = CpuDeviceCopier(pages, SHAPE.layout(BLOCKS, geometry), slots, InlineExecutor())
-    check(Mover(ours), tensors, TRANSFER)
+    check(DeviceMover(ours), tensors, TRANSFER)
     np.testing.assert_array_equal(theirs._arena.slots, slots)
     theirs.shutdown()
     assert not addresses

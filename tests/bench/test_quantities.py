@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 
 import pytest
 
-from kvcascade.tools.bench import MEASUREMENTS
-from kvcascade.tools.bench.engine import MEASUREMENT as ENGINE
-from kvcascade.tools.bench.engine_runs import fresh_prompts, one_pass
-from kvcascade.tools.bench.measurement import Measurement
-from kvcascade.tools.bench.results import Quantity
-from kvcascade.tools.bench.scale import EngineScale
-from kvcascade.tools.bench.transfers import quantities
-from kvcascade.tools.quantiles import quantile
+from kvcascade.tools.commands.bench.bench_results import Quantity, quantile
+from kvcascade.tools.dev.bench import MEASUREMENTS, measurement_of
+from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT as ENGINE
+from kvcascade.tools.dev.bench.engine.engine_runs import fresh_prompts, one_pass
+from kvcascade.tools.dev.bench.measurement import Measurement
+from kvcascade.tools.dev.bench.scale import EngineScale
+from kvcascade.tools.dev.bench.transfers import quantities
 
 FOUND = {
     "hit rate",
@@ -29,7 +27,7 @@ FOUND = {
 
 def rows(name: str) -> tuple[Quantity, ...]:
     """Of a measurement."""
-    measurement: Measurement = import_module(f"kvcascade.tools.bench.{name}").MEASUREMENT
+    measurement: Measurement = measurement_of(name)
     return measurement.quantities or quantities(512 << 10, paths=2)
 
 

@@ -7,8 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from kvcascade.tools.bench.report import Reporter, number, render
-from kvcascade.tools.bench.results import LIMIT, OURS, VLLM, Goal, Quantity, Row, Table
+from kvcascade.tools.commands.bench.bench_report import Reporter, number, render
+from kvcascade.tools.commands.bench.bench_results import (
+    LIMIT,
+    OURS,
+    VLLM,
+    Goal,
+    Quantity,
+    Row,
+    Table,
+)
 
 
 def printed(table: Table) -> str:

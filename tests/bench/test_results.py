@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvcascade.tools.bench.results import (
+from kvcascade.tools.commands.bench.bench_results import (
     LIMIT,
     OURS,
     VLLM,
@@ -15,8 +15,8 @@ from kvcascade.tools.bench.results import (
     Row,
     Table,
     document,
+    quantile,
 )
-from kvcascade.tools.quantiles import quantile
 
 
 def row(goals: tuple[Goal, ...] = (), **samples: list[float]) -> Row:

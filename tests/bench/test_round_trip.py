@@ -15,23 +15,30 @@ import torch
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.index.index_port import Removal
 from kvcascade.tiers.nvme.segments.format import IndexEntry
-from kvcascade.tools.bench import round_trip
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.measurement import Setup, run
-from kvcascade.tools.bench.results import OURS, BenchError
-from kvcascade.tools.bench.round_trip import BROUGHT_UP, LOADED, OPENED, STORED, WRITTEN, RoundTrip
-from kvcascade.tools.bench.round_trip.disk_tier import (
+from kvcascade.tools.commands.bench.bench_results import OURS, BenchError
+from kvcascade.tools.dev.bench import round_trip
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup, run
+from kvcascade.tools.dev.bench.round_trip import (
+    BROUGHT_UP,
+    LOADED,
+    OPENED,
+    STORED,
+    WRITTEN,
+    RoundTrip,
+)
+from kvcascade.tools.dev.bench.round_trip.disk_tier import (
     LMDB,
     RECORDS,
     DiskTier,
+    DiskTierOptions,
     RecordIndex,
-    Wanted,
     open_disk_tier,
 )
-from kvcascade.tools.bench.round_trip.drive import Engine, Part
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.dev.bench.round_trip.drive import DrivenEngine, RequestPart
+from kvcascade.tools.dev.bench.scale import SMOKE
 
-SMALL = Shape("small", 3, 4096)
+SMALL = GpuShape("small", 3, 4096)
 BLOCKS = 24
 with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")
 indices = pytest.mark.parametrize("index", [pytest.param(LMDB, marks=with_lmdb), RECORDS])
@@ -48,7 +55,7 @@ def test_it_says_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(round_trip, "SHAPE", SMALL)
     monkeypatch.setattr(round_trip, "index_here", lambda: RECORDS)
     notes: list[str] = []
-    setup = Setup(tmp_path, SMOKE, lambda line: None, note=notes.append)
+    setup = MeasurementSetup(tmp_path, SMOKE, lambda line: None, note=notes.append)
     cases = list(round_trip.cases(setup, "cpu"))
     assert len(cases) == 1 and RECORDS in cases[0].label and "cpu" in cases[0].label
     assert ["CUDA" in notes[0], "lmdb" in notes[1]] == [True, True]
@@ -62,11 +69,11 @@ def test_it_takes_no_more_than_there_is(
     free_mib: int, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(round_trip, "SHAPE", Shape("one MiB", 1, 1 << 20))
+    monkeypatch.setattr(round_trip, "SHAPE", GpuShape("one MiB", 1, 1 << 20))
     usage = SimpleNamespace(free=free_mib << 20)
     monkeypatch.setattr(round_trip, "psutil", SimpleNamespace(disk_usage=lambda path: usage))
     scale = replace(SMOKE, transfer_bytes=64 << 20)
-    setup = Setup(tmp_path / "folder", scale, lambda line: None, note=notes.append)
+    setup = MeasurementSetup(tmp_path / "folder", scale, lambda line: None, note=notes.append)
     cases = list(round_trip.cases(setup, "cpu"))
     assert [case.label.split()[0] for case in cases] == ([str(blocks)] if blocks else [])
     assert any("--shm-size" in note for note in notes) is (blocks < 64)
@@ -77,7 +84,7 @@ class Halted(RoundTrip):
 
     opened = 0
 
-    def _open(self, tensors: Sequence[torch.Tensor]) -> Engine:
+    def _open(self, tensors: Sequence[torch.Tensor]) -> DrivenEngine:
         self.opened += 1
         if self.opened == 2:
             for path in self._folder.rglob("*.safetensors"):
@@ -97,7 +104,7 @@ def test_other_bytes_are_noticed() -> None:
     before = [torch.arange(8, dtype=torch.int8).reshape(4, 2)]
     after = [before[0].flip(0)]
     keys = [BlockHash(b"%d" % i) for i in range(4)]
-    there, back = [Part(keys, [0, 1, 2, 3])], [Part(keys, [3, 2, 1, 0])]
+    there, back = [RequestPart(keys, [0, 1, 2, 3])], [RequestPart(keys, [3, 2, 1, 0])]
     round_trip._compare(after, before, there, back)
     after[0][1, 1] += 1
     with pytest.raises(BenchError, match="other bytes"):
@@ -105,7 +112,7 @@ def test_other_bytes_are_noticed() -> None:
 
 
 def opened(folder: Path) -> DiskTier:
-    return open_disk_tier(Wanted(folder, 8, 4096), RECORDS)
+    return open_disk_tier(DiskTierOptions(folder, 8, 4096), RECORDS)
 
 
 def write(disk: DiskTier, names: Sequence[str], slots: Sequence[int]) -> None:
@@ -160,15 +167,15 @@ def test_a_tier_that_cannot_be_driven_is_closed(
     index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trip = RoundTrip(tmp_path / "tier", "cpu", SMALL, BLOCKS, index)
-    monkeypatch.setattr(round_trip, "Engine", _refuse)
+    monkeypatch.setattr(round_trip, "DrivenEngine", _refuse)
     with pytest.raises(BenchError, match="refused"):
         trip()
     monkeypatch.undo()
-    wanted = Wanted(tmp_path / "tier", BLOCKS, trip._geometry.slot_bytes)
+    wanted = DiskTierOptions(tmp_path / "tier", BLOCKS, trip._geometry.slot_bytes)
     open_disk_tier(wanted, index).close()
 
 
-def _refuse(*arguments: object) -> Engine:
+def _refuse(*arguments: object) -> DrivenEngine:
     raise BenchError("refused")
 
 

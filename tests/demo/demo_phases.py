@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcascade.tools.demo.results import Phase, Reply, Sources, Times
-from kvcascade.tools.demo.workload import Turn
+from kvcascade.tools.dev.demo.demo_results import Phase, Reply, Sources, Times
+from kvcascade.tools.dev.demo.workload import Turn
 
 
 def reply(number: int, cached: int = 64, ttft_s: float = 0.25) -> Reply:

@@ -10,7 +10,7 @@ import lmdb
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.opening import open_nvme_tier
 from kvcascade.tiers.nvme.tier import NvmeTierConfig
-from kvcascade.tools.demo.disk import written_bytes
+from kvcascade.tools.dev.demo.disk import written_bytes
 
 
 def test_no_namespace(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.engine_rig import engine_options, has_device_each
 
-from kvcascade.tools.server import GPU_OPTIONS
+from kvcascade.tools.dev.server import GPU_OPTIONS
 
 SIDE_BY_SIDE = 3
 """Engines that the benchmark asks in turns; tests have two at a time."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from demo.demo_phases import phase, reference
 from rich.console import Console
 
-from kvcascade.tools.demo.chart import draw
-from kvcascade.tools.demo.report import ROWS, Reporter, table
+from kvcascade.tools.dev.demo.chart import draw
+from kvcascade.tools.dev.demo.demo_report import ROWS, DemoReporter, table
 
 
 def test_the_table_fits_a_narrow_terminal_and_says_everything() -> None:
@@ -28,7 +28,7 @@ def test_the_table_fits_a_narrow_terminal_and_says_everything() -> None:
 
 def test_progress_without_a_terminal_is_a_few_lines() -> None:
     printed = io.StringIO()
-    reporter = Reporter(Console(file=printed, width=80))
+    reporter = DemoReporter(Console(file=printed, width=80))
     with reporter.requests(10) as count:
         for _ in range(5):
             count(2)
@@ -38,7 +38,7 @@ def test_progress_without_a_terminal_is_a_few_lines() -> None:
 
 def test_progress_on_a_terminal_is_a_bar() -> None:
     printed = io.StringIO()
-    reporter = Reporter(Console(file=printed, width=80, force_terminal=True))
+    reporter = DemoReporter(Console(file=printed, width=80, force_terminal=True))
     with reporter.requests(4) as count:
         count(4)
     assert "4/4" in printed.getvalue()

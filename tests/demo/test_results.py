@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from demo.demo_phases import phase, reference, reply
 
-from kvcascade.tools.demo.results import (
+from kvcascade.tools.dev.demo.demo_results import (
     DEVICE_HITS,
     HITS_BY_SOURCE,
     LOADED_BLOCKS,

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvcascade.tools.demo.report import Reporter
-from kvcascade.tools.demo.results import (
+from kvcascade.tools.dev.demo.demo_report import DemoReporter
+from kvcascade.tools.dev.demo.demo_results import (
     DEVICE_HITS,
     LOADED_BLOCKS,
     READ_BYTES,
     DemoError,
     problems,
 )
-from kvcascade.tools.demo.runner import BLOCK_TOKENS, Demo, Settings
-from kvcascade.tools.demo.workload import Shape
-from kvcascade.tools.server import Completion
+from kvcascade.tools.dev.demo.runner import BLOCK_TOKENS, Demo, Settings
+from kvcascade.tools.dev.demo.workload import ChatShape
+from kvcascade.tools.dev.server import Completion
 
-SHAPE = Shape(conversations=4, prefix_tokens=64, answer_tokens=2)
+SHAPE = ChatShape(conversations=4, prefix_tokens=64, answer_tokens=2)
 
 
 class PretendServer:
@@ -94,7 +94,7 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
         yield PretendServer(options, calls, broken)
 
     settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
-    reporter = Reporter(Console(file=printed, width=100))
+    reporter = DemoReporter(Console(file=printed, width=100))
     demo = Demo(settings, launch, reporter, pause=lambda seconds: calls.append("pause"))
     demo.run()
     return demo, calls, printed.getvalue()

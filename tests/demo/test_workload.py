@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvcascade.tools.demo.workload import FIRST_TOKEN, Shape, Turn, Workload, waves
+from kvcascade.tools.dev.demo.workload import FIRST_TOKEN, ChatShape, Turn, Workload, waves
 
-SHAPE = Shape(conversations=6, prefix_tokens=40, message_tokens_min=5, message_tokens_max=9)
+SHAPE = ChatShape(conversations=6, prefix_tokens=40, message_tokens_min=5, message_tokens_max=9)
 
 
-def answers(shape: Shape) -> dict[Turn, list[int]]:
+def answers(shape: ChatShape) -> dict[Turn, list[int]]:
     """A different answer for every turn."""
     return {
         Turn(c, n): [900 + 10 * c + n] * shape.answer_tokens
@@ -19,7 +19,7 @@ def answers(shape: Shape) -> dict[Turn, list[int]]:
 
 
 def test_same_shape_same_requests() -> None:
-    one, other = Workload(SHAPE), Workload(Shape(**vars_of(SHAPE)))
+    one, other = Workload(SHAPE), Workload(ChatShape(**vars_of(SHAPE)))
     for number in range(1, SHAPE.turns + 1):
         assert one.order(number) == other.order(number)
         for turn in one.order(number):
@@ -27,7 +27,7 @@ def test_same_shape_same_requests() -> None:
 
 
 def test_another_seed_makes_other_requests() -> None:
-    other = Workload(Shape(**{**vars_of(SHAPE), "seed": 1}))
+    other = Workload(ChatShape(**{**vars_of(SHAPE), "seed": 1}))
     assert other.prompt(Turn(0, 1), {}) != Workload(SHAPE).prompt(Turn(0, 1), {})
 
 
@@ -70,6 +70,6 @@ def test_waves_keep_all_requests_in_order(width: int) -> None:
     assert all(len(wave) == width for wave in sent[:-1]) and len(sent[-1]) <= width
 
 
-def vars_of(shape: Shape) -> dict[str, int]:
+def vars_of(shape: ChatShape) -> dict[str, int]:
     """The fields of a shape."""
-    return {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
+    return {name: getattr(shape, name) for name in ChatShape.__dataclass_fields__}

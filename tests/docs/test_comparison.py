@@ -17,7 +17,7 @@ from kvcascade.config.schema import (
     WriteMode,
 )
 from kvcascade.tiers.policies import ORDERS
-from kvcascade.tools.versions import RELEASES
+from kvcascade.tools.dev.versions import RELEASES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
 WORDS = {"tests", "measured", "read", "docs", "reported"}

@@ -15,7 +15,7 @@ import typer.main
 
 from kvcascade.config.schema import VLLM_KEYS, CascadeConfig, CpuTierOptions, NvmeTierOptions
 from kvcascade.tools.__main__ import app
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("kvcascade", "tiers", "handlers", "manager", "tools")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvcascade.tools.bench import gpu, gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import CudaDevice
-from kvcascade.tools.bench.gpu_moves import BESIDE, MEANWHILE, RATE
-from kvcascade.tools.bench.measurement import Setup, run
-from kvcascade.tools.bench.results import LIMIT, OURS
-from kvcascade.tools.bench.round_trip import RoundTrip
-from kvcascade.tools.bench.round_trip.disk_tier import LMDB, RECORDS
-from kvcascade.tools.bench.scale import SMOKE
+from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS
+from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice
+from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, MEANWHILE, RATE
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup, run
+from kvcascade.tools.dev.bench.round_trip import RoundTrip
+from kvcascade.tools.dev.bench.round_trip.disk_tier import LMDB, RECORDS
+from kvcascade.tools.dev.bench.scale import SMOKE
 
 pytestmark = pytest.mark.gpu
 with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")
@@ -32,7 +32,7 @@ def test_every_contender_has_figures(
     monkeypatch.setattr(gpu, "COUNTS", (1, 16))
     monkeypatch.setattr(gpu_moves, "PACED_BYTES", 1 << 30)
     notes: list[str] = []
-    setup = Setup(tmp_path, SMOKE, lambda line: None, note=notes.append)
+    setup = MeasurementSetup(tmp_path, SMOKE, lambda line: None, note=notes.append)
     rows = run(gpu.MEASUREMENT, setup).rows
     both = {OURS, *CudaDevice().others()}
     assert len(both) == 2 or notes, "what does not run is said"
@@ -53,7 +53,7 @@ def test_all_tiers_without_an_engine(
     index: str, tmp_path: Path, want_shared: Callable[[int], None]
 ) -> None:
     want_shared(256 << 20)
-    shape = Shape("small", 8, 64 << 10)
+    shape = GpuShape("small", 8, 64 << 10)
     found = RoundTrip(tmp_path / "tier", "cuda", shape, 64, index)()
     print({name: round(figure or 0, 3) for name, figure in found.items()})
     assert all(figure and figure > 0 for figure in found.values())

@@ -14,7 +14,7 @@ import pytest
 from support.mover_rig import LIMIT_S
 from support.nvme_rig import BLOCK, Rig, config_for, content, key
 
-from kvcascade.assembly.movers import link_by_process, link_by_threads, open_mover
+from kvcascade.assembly.nvme_parts import link_by_process, link_by_threads, open_mover
 from kvcascade.config.schema import NvmeTierOptions
 from kvcascade.config.sizes import Share
 from kvcascade.manager.flow import Link

@@ -21,8 +21,8 @@ import pytest
 from support.engine_rig import Answers, Engine, EngineFailed, engine_options, has_device_each
 from support.small_models import ADAPTER_RANK, make_adapter, make_int8_llama
 
-from kvcascade.tools.model import make_llama
-from kvcascade.tools.server import is_on_cpu
+from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.server import is_on_cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

@@ -13,9 +13,7 @@ from support.bench_file import write_bench
 
 from kvcascade.errors import FormatError
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
-from kvcascade.tools.replay.command import progress_bar
-from kvcascade.tools.replay.options import parse_tier
+from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.replay.rates import (
     ASSUMED_CPU,
     ASSUMED_READ,
@@ -25,6 +23,8 @@ from kvcascade.tools.replay.rates import (
     rates_of_bench,
     with_rates,
 )
+from kvcascade.tools.replay.replay_command import progress_bar
+from kvcascade.tools.replay.tier_options import parse_tier
 from kvcascade.tools.replay.virtual import Rate, RateSource
 
 

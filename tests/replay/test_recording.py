@@ -13,8 +13,8 @@ from support.clock import ManualClock
 from kvcascade.errors import KVCascadeError
 from kvcascade.observe import recording
 from kvcascade.observe.recording import Recorder, RecordFacts, RecordFiles, open_recorder
-from kvcascade.tools.replay.options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.tier_options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.traces import read_trace
 
 FACTS = RecordFacts(tokens_per_block=16, block_bytes=4096)

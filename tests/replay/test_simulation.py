@@ -13,9 +13,9 @@ from support.traces import TRACES, reference
 
 from kvcascade.config.schema import WriteMode
 from kvcascade.errors import ConfigError
-from kvcascade.tools.replay.options import ReplayOptions, TierOptions
-from kvcascade.tools.replay.report import Quantiles, ReplayReport
+from kvcascade.tools.replay.replay_report import Quantiles, ReplayReport
 from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.tier_options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.traces import Trace, TraceRequest, read_trace
 from kvcascade.tools.replay.virtual import Rate
 

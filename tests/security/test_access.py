@@ -15,7 +15,7 @@ from support.users import unprivileged
 
 from kvcascade.errors import InUseError, KVCascadeError, TierIOError
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
-from kvcascade.tools.cache.opened import locations
+from kvcascade.tools.commands.cache_access import locations
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ("kvcascade", "tiers", "handlers", "manager", "tools")

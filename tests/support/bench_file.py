@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcascade.tools.bench.measurement import Setup
-from kvcascade.tools.bench.results import OURS, Row, Table, document
-from kvcascade.tools.bench.scale import FULL
-from kvcascade.tools.bench.transfers import MEASUREMENT, cases
+from kvcascade.tools.commands.bench.bench_results import OURS, Row, Table, document
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup
+from kvcascade.tools.dev.bench.scale import FULL
+from kvcascade.tools.dev.bench.transfers import MEASUREMENT, cases
 
 
 def write_bench(path: Path, rate: Callable[[str], float] = lambda case: 1.0) -> None:
@@ -17,7 +17,7 @@ def write_bench(path: Path, rate: Callable[[str], float] = lambda case: 1.0) -> 
 
     `rate`: GB/s of every row of a case.
     """
-    setup = Setup(path.parent, FULL, lambda line: None)
+    setup = MeasurementSetup(path.parent, FULL, lambda line: None)
     rows = [
         Row(case.label, quantity, {OURS: [rate(case.label)]})
         for case in cases(setup)

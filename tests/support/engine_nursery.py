@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import psutil
 
-from kvcascade.tools.server import is_on_cpu
+from kvcascade.tools.dev.server import is_on_cpu
 
 START, FORKED = "KVCASCADE_TEST_ENGINES", "forked"
 REQUEST_BYTES_MAX = 1 << 18

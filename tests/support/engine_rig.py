@@ -14,7 +14,7 @@ from typing import IO, Any
 import psutil
 from support.engine_nursery import Forked, can_fork, nursery
 
-from kvcascade.tools.server import GPU_OPTIONS, is_on_cpu
+from kvcascade.tools.dev.server import GPU_OPTIONS, is_on_cpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GONE_TIMEOUT_S = 60.0

@@ -20,10 +20,10 @@ from kvcascade.handlers.device.geometry import WorkerLayout
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
 from kvcascade.tiers.cpu import ArenaGeometry
-from kvcascade.tools.bench import gpu_device, gpu_moves
-from kvcascade.tools.bench.gpu import Shape
-from kvcascade.tools.bench.gpu_device import Contender, Device, Make, Room
-from kvcascade.tools.bench.results import VLLM
+from kvcascade.tools.commands.bench.bench_results import VLLM
+from kvcascade.tools.dev.bench.gpu import gpu_device, gpu_moves
+from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
+from kvcascade.tools.dev.bench.gpu.gpu_device import Contender, Device, Make, Room
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -137,7 +137,7 @@ class MemoryDevice(Device):
         return {VLLM: self._vllm}
 
     def _vllm(self, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
-        shape = Shape("", len(tensors), tensors[0].shape[1])
+        shape = GpuShape("", len(tensors), tensors[0].shape[1])
         geometry = ArenaGeometry(slots, shape.block_bytes, 1)
         memory = np.zeros((slots, geometry.slot_bytes), dtype=np.uint8)
         return Contender(

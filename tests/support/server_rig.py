@@ -10,7 +10,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from support.engine_rig import ENVIRONMENT, ROOT
 
-from kvcascade.tools.server import GPU_OPTIONS, ServerProcess, free_port, is_on_cpu
+from kvcascade.tools.dev.server import GPU_OPTIONS, ServerProcess, free_port, is_on_cpu
 
 LOG_TAIL_CHARACTERS = 8000
 

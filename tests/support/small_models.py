@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from kvcascade.tools.model import WEIGHT_GAIN, make_llama
+from kvcascade.tools.dev.model import WEIGHT_GAIN, make_llama
 
 Weights = dict[str, npt.NDArray[np.float32]]
 ADAPTER_RANK = 8

@@ -33,13 +33,13 @@ from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.offline.reader import read_description
 from kvcascade.tiers.nvme.segments.format import block_checksum, parse_record
 from kvcascade.tiers.nvme.segments.store import Durability
-from kvcascade.tools.cache import export as export_module
-from kvcascade.tools.cache.carried import CarriedReader
-from kvcascade.tools.cache.export import Choice, export
-from kvcascade.tools.cache.import_ import import_file
-from kvcascade.tools.cache.opened import locations, opened
-from kvcascade.tools.cache.visit import Visitor, WantedNamespace
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.cache_access import locations, opened
+from kvcascade.tools.commands.carry import export_file as export_module
+from kvcascade.tools.commands.carry.carried import CarriedReader
+from kvcascade.tools.commands.carry.export_file import Choice, export
+from kvcascade.tools.commands.carry.import_file import import_file
+from kvcascade.tools.commands.carry.visitor import Visitor, WantedNamespace
+from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCKS = 20
 HEADER = 4096

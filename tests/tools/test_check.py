@@ -20,7 +20,7 @@ from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.__main__ import app
-from kvcascade.tools.cache.check import (
+from kvcascade.tools.commands.check.config_check import (
     OPEN_S,
     SCAN_S_PER_ENTRY,
     BlockShape,
@@ -28,9 +28,9 @@ from kvcascade.tools.cache.check import (
     check,
     memory_rate,
 )
-from kvcascade.tools.cache.models import kv_shape
-from kvcascade.tools.cache.transfer import EXTRA, FIELDS, read_config
-from kvcascade.tools.commands.common import ExitCode, check_place
+from kvcascade.tools.commands.check.transfer_config import EXTRA, FIELDS, read_config
+from kvcascade.tools.commands.command_line import ExitCode, check_place
+from kvcascade.tools.commands.kv_bytes import kv_shape
 
 MIB = 1 << 20
 LLAMA = "llama-3.1-8b"

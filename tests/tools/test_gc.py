@@ -20,9 +20,9 @@ from support.cache_rig import (
 from support.nvme_rig import config_for, key
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tools.cache.gc import KEPT_INDEX, Wish, collect
-from kvcascade.tools.cache.opened import locations
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.cache_access import locations
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.gc.collect import KEPT_INDEX, Wish, collect
 
 BLOCKS = 24
 NOW_S = 1_000_000.0

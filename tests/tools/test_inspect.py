@@ -14,9 +14,9 @@ from support.nvme_rig import BLOCK, config_for, content, key
 
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tools.cache.inspect import report
-from kvcascade.tools.cache.opened import locations
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.cache_access import locations
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.inspect.namespace_report import report
 
 FIELDS = {"model": "some/model", "group0": "16 tokens: l0,l1", "blocks_per_chunk": "2"}
 ABOUT = {

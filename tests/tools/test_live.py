@@ -29,9 +29,9 @@ from kvcascade.tiers.nvme.index.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.offline import maintenance
 from kvcascade.tiers.nvme.offline.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
 from kvcascade.tiers.nvme.offline.reader import read_description
-from kvcascade.tools.cache import verify as core
-from kvcascade.tools.cache.opened import locations, opened
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.cache_access import locations, opened
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.verify import verify_blocks as core
 
 SLOTS = 32
 ROUNDS = 12
@@ -233,7 +233,7 @@ from pathlib import Path
 from support.nvme_rig import config_for, key
 from kvcascade.tiers.nvme.offline.maintenance import Drop, take_entries
 from kvcascade.tiers.nvme.offline.reader import read_description
-from kvcascade.tools.cache.opened import locations, opened
+from kvcascade.tools.commands.cache_access import locations, opened
 
 class Interrupted(list):
     def __getitem__(self, part):

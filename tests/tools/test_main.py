@@ -13,7 +13,7 @@ from support.cache_rig import ROOT, call, fill
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import ExitCode, answering_apart, emit
+from kvcascade.tools.commands.command_line import ExitCode, answering_apart, emit
 
 OURS = (
     *("inspect", "top", "verify", "gc", "export", "import", "check"),
@@ -73,15 +73,39 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     assert answer.document["error"] == "cannot_open"
 
 
-def test_a_start_loads_nothing_heavy() -> None:
-    heavy = ("torch", "vllm", "numpy", "lmdb", "matplotlib", "prometheus_client")
+HEAVY = ("torch", "vllm", "numpy", "lmdb", "rich", "matplotlib", "prometheus_client")
+LIGHT: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    (("--help",), {}),
+    (("bench", "--help"), {}),
+    (("replay", "--help"), {}),
+    ((), {"_KVCASCADE_COMPLETE": "source_bash"}),
+    ((), {"_KVCASCADE_COMPLETE": "complete_bash", "COMP_WORDS": "kvcascade i", "COMP_CWORD": "1"}),
+    ((), {"_KVCASCADE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "kvcascade i"}),
+    (
+        (),
+        {
+            "_KVCASCADE_COMPLETE": "complete_fish",
+            "_TYPER_COMPLETE_ARGS": "kvcascade i",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize(("words", "environment"), LIGHT)
+def test_help_and_completion_load_nothing_heavy(
+    words: tuple[str, ...], environment: dict[str, str]
+) -> None:
     code = (
-        "import sys; from kvcascade.tools.__main__ import main; main(['--help']);"
-        f"print(sorted(set({heavy!r}) & sys.modules.keys()))"
+        f"import atexit, sys; sys.argv = ['kvcascade', *{words!r}]\n"
+        f"loaded = lambda: print(sorted({set(HEAVY)!r} & sys.modules.keys()), file=sys.stderr)\n"
+        "atexit.register(loaded)\n"
+        "from kvcascade.tools.__main__ import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    more = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=more)
+    assert done.stdout and done.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 128}
 

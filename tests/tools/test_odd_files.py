@@ -18,9 +18,9 @@ from support.cache_rig import ROOT, Answer, call, fill
 from support.children import environment
 
 from kvcascade.tiers.nvme.writer.capacity import plan_capacity
-from kvcascade.tools.cache.carried import CarriedReader
-from kvcascade.tools.cache.import_ import _wanted
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.carry.carried import CarriedReader
+from kvcascade.tools.commands.carry.import_file import _wanted
+from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCK = 4096
 RECORD = 128

@@ -16,7 +16,7 @@ from support.nvme_rig import key
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import ExitCode, emit
+from kvcascade.tools.commands.command_line import ExitCode, emit
 
 LABEL = "[/prod] $a_{$ :smile: [b]"
 

@@ -11,8 +11,7 @@ from matplotlib.image import imread
 from support.cache_rig import call, fill
 
 from kvcascade.errors import NoSpaceError
-from kvcascade.tools.bench.plot import COLOURS, NAMES, _unit, plot
-from kvcascade.tools.bench.results import (
+from kvcascade.tools.commands.bench.bench_results import (
     CONTENDERS,
     NONE,
     OURS,
@@ -21,8 +20,9 @@ from kvcascade.tools.bench.results import (
     Table,
     document,
 )
-from kvcascade.tools.cache import plot as namespace_plot
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.inspect import inspect_plot as namespace_plot
+from kvcascade.tools.dev.bench.bench_plot import COLOURS, NAMES, _unit, plot
 
 
 def colours(path: Path) -> int:

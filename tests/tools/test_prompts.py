@@ -23,7 +23,7 @@ from kvcascade.tiers.nvme.segments.chains import (
     head_of,
 )
 from kvcascade.tiers.nvme.segments.format import parse_record
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
 
 TOKENS = 32
 FIELDS = {"model": "some/model", "group0": "16 tokens: l0", "blocks_per_chunk": "2"}

@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 from demo.demo_phases import phase
 
-from kvcascade.tools.bench.results import Quantity, Row, Table
-from kvcascade.tools.bench.results import document as bench_document
-from kvcascade.tools.cache.block import BlockReport, LayerStatistics
-from kvcascade.tools.cache.check import CheckReport, TierReport
-from kvcascade.tools.cache.export import ExportReport
-from kvcascade.tools.cache.gc import GcReport
-from kvcascade.tools.cache.import_ import ImportReport
-from kvcascade.tools.cache.inspect import GroupReport, NamespaceReport
-from kvcascade.tools.cache.rebuild import RebuildReport
-from kvcascade.tools.cache.top import Frame, TierFrame
-from kvcascade.tools.cache.verify import BlockProblem, Problem, VerifyReport
-from kvcascade.tools.commands.common import SCHEMA_VERSION, ExitCode
-from kvcascade.tools.demo.results import document as demo_document
-from kvcascade.tools.replay.report import BreakEven, Quantiles, ReplayReport
-from kvcascade.tools.replay.report import TierReport as ReplayedTier
+from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
+from kvcascade.tools.commands.bench.bench_results import document as bench_document
+from kvcascade.tools.commands.carry.export_file import ExportReport
+from kvcascade.tools.commands.carry.import_file import ImportReport
+from kvcascade.tools.commands.check.config_check import CheckReport, TierReport
+from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
+from kvcascade.tools.commands.gc.collect import GcReport
+from kvcascade.tools.commands.inspect.block_report import BlockReport, LayerStatistics
+from kvcascade.tools.commands.inspect.namespace_report import GroupReport, NamespaceReport
+from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
+from kvcascade.tools.commands.verify.rebuild import RebuildReport
+from kvcascade.tools.commands.verify.verify_blocks import BlockProblem, Problem, VerifyReport
+from kvcascade.tools.dev.demo.demo_results import document as demo_document
+from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## (\w+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S))

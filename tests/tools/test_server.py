@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from kvcascade.tools.demo import disk
-from kvcascade.tools.server import ServerError, ServerProcess, arguments
+from kvcascade.tools.dev.demo import disk
+from kvcascade.tools.dev.server import ServerError, ServerProcess, arguments
 
 PRETENDED = """
 import argparse, http.server, json, signal, subprocess, sys, threading

@@ -11,7 +11,7 @@ import pytest
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from kvcascade.tools.__main__ import main
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
 
 GEOMETRY = ArenaGeometry(slots=8, rank_bytes=4096, world_size=1, kept=True)
 

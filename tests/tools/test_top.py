@@ -12,9 +12,16 @@ from support.cache_rig import call, fill, fill_two, segment
 from support.metrics_server import metrics_server
 from support.nvme_rig import BLOCK
 
-from kvcascade.tools.cache.top import Frame, Reading, TierFrame, frame, parse_metrics, read_url
-from kvcascade.tools.cache.top_view import render
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.top.top_frame import (
+    Frame,
+    Reading,
+    TierFrame,
+    frame,
+    parse_metrics,
+    read_url,
+)
+from kvcascade.tools.commands.top.top_view import render
 
 LABELS = 'engine="0",model_name="m"'
 

@@ -33,8 +33,8 @@ from kvcascade.tiers.nvme.index.clean_close import pack_saved_slots, parse_saved
 from kvcascade.tiers.nvme.offline.reader import Description, IndexReader
 from kvcascade.tiers.nvme.offline.scan import Throttle
 from kvcascade.tiers.nvme.segments.format import IndexEntry
-from kvcascade.tools.cache import verify as core
-from kvcascade.tools.commands.common import ExitCode
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.verify import verify_blocks as core
 
 BLOCKS = 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from kvcascade.tools.versions import (
+from kvcascade.tools.dev.versions import (
     BEGIN,
     END,
     FEATURES,
@@ -32,7 +32,7 @@ ROWS: list[Release | Feature] = [*RELEASES, *FEATURES]
 def test_the_readme_has_the_status_line_and_the_tables() -> None:
     text = (ROOT / "README.md").read_text()
     found = re.findall(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, re.DOTALL)
-    assert tuple(found) == blocks(), "paste what `python -m kvcascade.tools.versions` prints"
+    assert tuple(found) == blocks(), "paste what `python -m kvcascade.tools.dev.versions` prints"
 
 
 def test_the_status_line_is_near_the_top_of_the_readme() -> None:

@@ -18,7 +18,7 @@ from support.scheduler_rig import BLOCK_TOKENS, Kind, SchedulerRig, survives_abo
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvcascade.errors import ConfigError
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 from kvcascade.vllm.generation import offers_states_once, offers_the_last_token
 from kvcascade.vllm.v0_26 import CascadeManager
 

@@ -19,7 +19,7 @@ from support.engine_rig import Answers, Engine, engine_options
 from support.kv_bytes import damage
 from support.waiting import wait_until
 
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

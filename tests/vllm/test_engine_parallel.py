@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options, has_device_each
 
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.engine_rig import Engine, engine_options
 
-from kvcascade.tools.model import make_llama
+from kvcascade.tools.dev.model import make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -12,8 +12,8 @@ import pytest
 from support.server_rig import Server, cascade_options, server
 
 from kvcascade.observe.metrics import PREFIX
-from kvcascade.tools.model import make_llama
-from kvcascade.tools.server import Completion, ServerProcess, write_tokenizer
+from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.server import Completion, ServerProcess, write_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

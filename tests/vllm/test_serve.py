@@ -15,9 +15,9 @@ from support.server_rig import Server
 
 from kvcascade.observe.metrics import METRICS, PREFIX, Kind
 from kvcascade.tiers.nvme.segments.format import parse_record
-from kvcascade.tools.commands.common import ExitCode
-from kvcascade.tools.model import make_llama
-from kvcascade.tools.server import write_tokenizer
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.server import write_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -13,9 +13,9 @@ import pytest
 from support.engine_rig import Engine, engine_options
 from support.slow_disk import READ_RATE
 
-from kvcascade.tools.model import make_llama
-from kvcascade.tools.replay.options import ReplayOptions, TierOptions
+from kvcascade.tools.dev.model import make_llama
 from kvcascade.tools.replay.simulation import replay
+from kvcascade.tools.replay.tier_options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.traces import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

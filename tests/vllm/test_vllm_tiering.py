@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.engine_rig import Answers, Engine, engine_options
 
-from kvcascade.tools.bench.engine_runs import CPU_TIERING
-from kvcascade.tools.model import make_llama
-from kvcascade.tools.server import is_on_cpu
+from kvcascade.tools.dev.bench.engine.engine_runs import CPU_TIERING
+from kvcascade.tools.dev.model import make_llama
+from kvcascade.tools.dev.server import is_on_cpu
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

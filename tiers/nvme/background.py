@@ -6,17 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import KVCascadeError
 from ...logs import get_logger
-from .index.block_index import BlockIndex
 from .index.index_port import Removal
 from .index_directory import IndexDirectory
 from .segments.segment_files import SegmentSet
 from .segments.store import BlockStore
 from .writer.failing_devices import OnEnd
+
+if TYPE_CHECKING:  # the block store runs without LMDB
+    from .index.block_index import BlockIndex
 
 _log = get_logger(__name__)
 

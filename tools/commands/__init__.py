@@ -1,1 +1,1 @@
-"""The commands as a person meets them: options, help, exit status. What they do lies elsewhere."""
+"""One file or folder per command: options, work and view. Shared parts lie beside them."""

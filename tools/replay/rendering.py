@@ -14,13 +14,13 @@ from rich.table import Table
 
 from ...config import sizes
 from ...errors import os_errors
-from ..cache import show
-from .report import Quantiles, ReplayReport, TierReport
+from ..commands import show
+from .replay_report import Quantiles, ReplayedTier, ReplayReport
 from .virtual import Rate
 
 UNKNOWN = "-"
 
-TIER_ROWS: dict[str, Callable[[TierReport], str]] = {
+TIER_ROWS: dict[str, Callable[[ReplayedTier], str]] = {
     "hit blocks": lambda tier: f"{tier.hit_blocks:,}",
     "prefix-hit tokens": lambda tier: f"{tier.hit_tokens:,}",
     "demoted into": lambda tier: f"{tier.demoted_blocks:,}",

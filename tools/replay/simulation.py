@@ -29,8 +29,8 @@ from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
 from ...tiers.policies import create
-from .options import ReplayOptions, TierOptions
-from .report import BreakEven, Quantiles, ReplayReport, TierReport
+from .replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
+from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
 from .virtual import DailyWrites, SlotBackend, TimedHandler, VirtualClock
 
@@ -301,7 +301,7 @@ class Simulation:
             ),
         )
 
-    def _tier_report(self, level: int) -> TierReport:
+    def _tier_report(self, level: int) -> ReplayedTier:
         tier, counters = self._options.tiers[level], self.manager.counters
         state = self.manager.tier_states()[level]
         link = counters.links[level - 1] if level else None
@@ -312,7 +312,7 @@ class Simulation:
             written += sum(each.promoted_blocks for each in counters.links)
         days = self._trace.duration_s / self._options.speed_up / DAY_S
         stored = counters.stored_blocks
-        return TierReport(
+        return ReplayedTier(
             name=tier.name,
             policy=tier.policy,
             read=tier.read,

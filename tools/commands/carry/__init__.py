@@ -1,0 +1,218 @@
+"""`kvcascade export` and `kvcascade import`: options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..command_line import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    answering,
+    check_is_file,
+    emit,
+    finish,
+)
+from ..verify import LimitOption, size_of
+
+if TYPE_CHECKING:
+    from .export_file import Choice
+
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
+InArgument = Annotated[
+    Path, typer.Argument(metavar="IN.safetensors", help="A file of `kvcascade export`.")
+]
+PrefixOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prefix",
+        metavar="HASH",
+        help="A prompt by its last block: that one and all before it (repeatable).",
+    ),
+]
+HashOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hash", metavar="HEX", help="Blocks whose hash begins with these digits (repeatable)."
+    ),
+]
+HashesOption = Annotated[
+    Path | None,
+    typer.Option("--hashes", metavar="FILE", help="Blocks listed in a file, one hash per line."),
+]
+HotOption = Annotated[
+    str | None,
+    typer.Option("--hot", metavar="SIZE", help="The most recently used blocks, so much at most."),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
+MakeRoomOption = Annotated[
+    bool,
+    typer.Option(
+        "--make-room",
+        help="Let the coldest blocks go where there is no room; ask a running engine for segments.",
+    ),
+]
+CreateOption = Annotated[
+    bool, typer.Option("--create", help="Make the namespace if no engine has made it yet.")
+]
+
+
+def export(
+    path: PathArgument,
+    out: OutArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    prefix: PrefixOption = None,
+    hash_: HashOption = None,
+    hashes: HashesOption = None,
+    hot: HotOption = None,
+    force: ForceOption = False,
+    bwlimit: LimitOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write blocks of a cache to one portable safetensors file.
+
+    Works on a live cache and on a closed one. Every block is verified on its way.
+
+    Examples:
+
+        kvcascade export /mnt/nvme/kv warm.safetensors --hot 10GiB
+
+        kvcascade export /mnt/nvme/kv -n llama all.safetensors --bwlimit 500MB
+
+        kvcascade export /mnt/nvme/kv -n llama system-prompt.safetensors --prefix 5f3c9a17
+    """
+    with answering(as_json):
+        if hashes is not None:
+            check_is_file("--hashes", hashes)
+        starts = [*(hash_ or ()), *(_lines(hashes) if hashes else ())]
+        choice = _choice(prefix or (), starts, hot)
+        code = _export(path, also, namespace, out, choice, force, bwlimit, as_json)
+    finish(code)
+
+
+def import_(
+    path: PathArgument,
+    file: InArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    create: CreateOption = False,
+    make_room: MakeRoomOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the blocks of an export file into the cache they belong to, live or closed.
+
+    Refused if any field of the fingerprint differs. Blocks that are there already stay as they
+    are, and none leaves unless --make-room is given. A running engine finds the new ones at once.
+
+    Examples:
+
+        kvcascade import /mnt/nvme/kv warm.safetensors
+
+        kvcascade import /mnt/nvme/kv warm.safetensors --make-room
+
+        kvcascade import /mnt/nvme/kv warm.safetensors --create
+    """
+    with answering(as_json):
+        check_is_file("IN", file)
+        code = _import(path, also, namespace, file, create, make_room, as_json)
+    finish(code)
+
+
+def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
+    from ..cache_access import parse_hash
+    from .export_file import Choice
+
+    return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
+
+
+def _export(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    out: Path,
+    choice: Choice,
+    force: bool,
+    bwlimit: str | None,
+    as_json: bool,
+) -> ExitCode:
+    from ....config.sizes import human
+    from ....tiers.nvme.offline.scan import Throttle
+    from ..cache_access import choose, locations, opened
+    from ..verify.verify_view import progress_of
+    from . import export_file as core
+
+    throttle = Throttle(size_of("--bwlimit", bwlimit))
+    with opened(choose(locations(path, also), namespace)) as cache:
+        block_bytes = cache.description.block_bytes
+        with progress_of("export", None, block_bytes, as_json) as advance:
+            report = core.export(
+                cache, choice, out, may_replace=force, throttle=throttle, progress=advance
+            )
+    if as_json:
+        emit("export", report.as_json())
+    else:
+        skipped = f", {report.skipped} skipped (damaged, or gone meanwhile)"
+        missing = f", {report.missing} of the prompt are not there any more"
+        print(
+            f"{report.blocks} blocks of {report.namespace} in {out} ({human(report.file_bytes)})"
+            f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
+        )
+    return ExitCode.PROBLEMS if report.skipped or report.missing else ExitCode.OK
+
+
+def _import(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    file: Path,
+    create: bool,
+    make_room: bool,
+    as_json: bool,
+) -> ExitCode:
+    from ..verify.verify_view import progress_of
+    from . import import_file as core
+    from .carried import CarriedReader
+
+    with CarriedReader(file) as carried:
+        head = carried.head
+        with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
+            try:
+                report = core.import_file(
+                    [path, *(also or ())],
+                    namespace,
+                    carried,
+                    may_create=create,
+                    may_evict=make_room,
+                    progress=advance,
+                )
+            except core.DifferentNamespaceError as error:
+                raise CommandError(str(error), ExitCode.DIFFERENT) from None
+    if as_json:
+        emit("import", report.as_json())
+    else:
+        print(
+            f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "
+            f"{report.already_there} were there, {report.damaged} damaged, {report.failed} failed"
+        )
+        if report.reason is not None:
+            left_out = f"kvcascade: {report.failed} blocks are left out"
+            print(f"{left_out}: {report.reason}", file=sys.stderr)
+    if report.failed:
+        return ExitCode.NO_SPACE
+    return ExitCode.PROBLEMS if report.damaged else ExitCode.OK
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text("ascii").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--hashes: {path} cannot be read ({error})", ExitCode.USAGE) from None

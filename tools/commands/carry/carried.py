@@ -1,0 +1,197 @@
+"""The file of `kvcascade export`: a portable part of a cache, and a standard safetensors file.
+
+Tensor `blocks`, U8 `[n, block_bytes]`, holds the payloads, tensor `slots`, U8 `[n, 128]`, a record
+for each, laid out like a segment's. The file is read with bounds: it may be anybody's.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....errors import ConfigError, CorruptionError, FormatError, os_errors
+from ....tiers.nvme.disk.transfers import read_all
+from ....tiers.nvme.namespace import NamespaceKey
+from ....tiers.nvme.offline.reader import Description, open_read_only
+from ....tiers.nvme.segments.format import (
+    MAX_BLOCK_BYTES,
+    MAX_DESCRIPTION_BYTES,
+    MAX_SLOTS,
+    PAGE_BYTES,
+    SLOT_RECORD_BYTES,
+    SlotRecord,
+    parse_record,
+    tensor,
+)
+
+FORMAT = "kvcascade-export"
+FORMAT_VERSION = "1"
+MAX_HEADER_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedHead:
+    """What the file says about itself."""
+
+    label: str
+    fields: Mapping[str, Any]
+    about: Mapping[str, Any]
+    fingerprint: str
+    block_bytes: int
+    slots_per_segment: int
+    """Of the namespace that it came from: a hint for a new one."""
+    blocks: int
+    created: str
+    """ISO 8601, UTC."""
+
+    def header(self, room_bytes: int | None = None) -> bytes:
+        """The safetensors header, padded to whole pages or, if it is shorter, to `room_bytes`."""
+        payload = self.blocks * self.block_bytes
+        end = payload + self.blocks * SLOT_RECORD_BYTES
+        document = {
+            "__metadata__": {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "fingerprint": self.fingerprint,
+                "label": self.label,
+                "fields": json.dumps(dict(self.fields), sort_keys=True),
+                "about": json.dumps(dict(self.about), sort_keys=True),
+                "slots_per_segment": str(self.slots_per_segment),
+                "created": self.created,
+            },
+            "blocks": tensor((self.blocks, self.block_bytes), 0, payload),
+            "slots": tensor((self.blocks, SLOT_RECORD_BYTES), payload, end),
+        }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        room = room_bytes or -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
+        return struct.pack("<Q", room - 8) + text.ljust(room - 8)
+
+
+def carried_head(description: Description, blocks: int, created: str) -> CarriedHead:
+    """The head of a file with blocks of a namespace."""
+    return CarriedHead(
+        label=description.label,
+        fields=description.fields,
+        about=description.about,
+        fingerprint=description.fingerprint,
+        block_bytes=description.block_bytes,
+        slots_per_segment=description.slots_per_segment,
+        blocks=blocks,
+        created=created,
+    )
+
+
+def real_file(path: Path) -> Path:
+    """The file that a path leads to, links followed, be it there or not.
+
+    Raises `ConfigError` for a pipe, a device or a folder, and the mapped form of an `OSError`.
+    """
+    with os_errors(f"looking for {path}"):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except FileNotFoundError:
+            is_file = True
+        if not is_file:
+            raise ConfigError(f"{path} is a pipe, a device or a folder; give the name of a file")
+        return path.resolve()
+
+
+class CarriedReader:
+    """An export file, open for reading; one thread. Raises one of our errors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with os_errors(f"opening {path}"):
+            self._file = open_read_only(real_file(path))
+            try:
+                data = bytearray(min(self._file.size(), MAX_HEADER_BYTES))
+                got = self._file.preadv([memoryview(data)], 0)
+                self.head, self._start = _parse(bytes(data[:got]), self._file.size(), path)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def close(self) -> None:
+        """Let go; idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> CarriedReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def records(self, first: int, count: int) -> list[SlotRecord | None]:
+        """Records of some rows; None where one is damaged."""
+        offset = self._start + self.head.blocks * self.head.block_bytes + first * SLOT_RECORD_BYTES
+        data = bytearray(count * SLOT_RECORD_BYTES)
+        with os_errors(f"reading {self.path}"):
+            read_all(self._file, [memoryview(data)], offset)
+        step = SLOT_RECORD_BYTES
+        return [parse_record(bytes(data[i * step : (i + 1) * step])) for i in range(count)]
+
+    def read(self, first: int, buffers: Sequence[memoryview]) -> None:
+        """Payloads of adjacent rows into buffers of `block_bytes`."""
+        with os_errors(f"reading {self.path}"):
+            read_all(self._file, buffers, self._start + first * self.head.block_bytes)
+
+
+def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
+    """The head, and where the payload begins."""
+    wrong = CorruptionError(f"{path} is no file of `kvcascade export`; give one that is")
+    if len(data) < 8:
+        raise wrong
+    (length,) = struct.unpack_from("<Q", data)
+    if length + 8 > len(data):
+        raise wrong
+    try:
+        document = json.loads(data[8 : 8 + length])
+        metadata = document["__metadata__"]
+        kind, version = metadata["format"], metadata["format_version"]
+        blocks, block_bytes = map(int, document["blocks"]["shape"])
+        head = CarriedHead(
+            label=str(metadata["label"]),
+            fields=_object(metadata["fields"]),
+            about=_object(metadata["about"]),
+            fingerprint=str(metadata["fingerprint"]),
+            block_bytes=block_bytes,
+            slots_per_segment=int(metadata["slots_per_segment"]),
+            blocks=blocks,
+            created=str(metadata["created"]),
+        )
+        written = head.header(length + 8)
+        fingerprint = NamespaceKey(head.label, head.fields).fingerprint
+        described = json.dumps([head.label, head.fields, head.about], indent=2)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        raise wrong from None
+    if kind != FORMAT:
+        raise wrong
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"{path} has format version {version}, this kvcascade reads {FORMAT_VERSION}; use the "
+            "version that wrote it"
+        )
+    sane = (
+        0 <= blocks <= MAX_SLOTS
+        and 0 < block_bytes <= MAX_BLOCK_BYTES
+        and 0 < head.slots_per_segment <= MAX_SLOTS
+        and len(described) <= MAX_DESCRIPTION_BYTES - PAGE_BYTES  # `--create` writes it down
+    )
+    end = length + 8 + blocks * (block_bytes + SLOT_RECORD_BYTES)
+    if not sane or written != data[: 8 + length] or end != file_bytes:
+        raise CorruptionError(f"{path} is damaged or cut short; export it again")
+    if fingerprint != head.fingerprint:
+        raise CorruptionError(f"{path} has fields that do not match its fingerprint")
+    return head, length + 8
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value

@@ -1,0 +1,195 @@
+"""`kvcascade import`: blocks of an export file into a namespace, every one verified.
+
+The command joins the namespace as one more process (`visit`), so a running engine goes on, and
+finds the blocks as soon as they are in the index.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ....errors import ConfigError, os_errors
+from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ....tiers.nvme.namespace import NamespaceKey
+from ....tiers.nvme.offline.reader import Description, Location, locate, read_description
+from ....tiers.nvme.offline.scan import payload_checksum
+from ....tiers.nvme.segments.format import SegmentLayout, SlotRecord
+from ....tiers.nvme.writer.capacity import plan_capacity
+from ..cache_access import choose, differing
+from ..verify.verify_blocks import Progress
+from .carried import CarriedHead, CarriedReader
+from .visitor import Visitor, WantedNamespace
+
+BATCH_BYTES = 16 << 20
+MAX_BATCH_BLOCKS = 1024
+DEVICE_REFUSED = "the device refused some; the log lines above say why"
+
+
+class DifferentNamespaceError(ConfigError):
+    """The file's blocks belong to another namespace."""
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What became of every block of the file."""
+
+    namespace: str
+    blocks: int
+    imported: int = 0
+    already_there: int = 0
+    damaged: int = 0
+    """Payload and record do not match."""
+    failed: int = 0
+    """The device refused them, or there is no room."""
+    reason: str | None = None
+    """Why some failed, and what to do."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def import_file(
+    roots: Sequence[Path],
+    namespace: str | None,
+    carried: CarriedReader,
+    *,
+    may_create: bool = False,
+    may_evict: bool = False,
+    pause: Callable[[float], object] = time.sleep,
+    progress: Progress | None = None,
+) -> ImportReport:
+    """Bring the blocks of an export file into the namespace that they belong to.
+
+    `may_evict`: the coldest blocks leave where there is no room. What finds none is in the report.
+    `pause` is called, in seconds, while an engine may hand a segment over.
+    Raises `DifferentNamespaceError`, `InUseError` after a reset, or another of our errors.
+    """
+    head = carried.head
+    location = _target(roots, namespace, head, may_create)
+    if location is not None:
+        roots = _roots_of(location)
+    visitor = Visitor(roots, *_wanted(location, head, roots), may_evict=may_evict, pause=pause)
+    report = ImportReport(visitor.name, head.blocks)
+    try:
+        _import(visitor, carried, report, progress)
+    finally:
+        visitor.close()
+    return report
+
+
+def _target(
+    roots: Sequence[Path], namespace: str | None, head: CarriedHead, may_create: bool
+) -> Location | None:
+    """The namespace that the blocks belong to; None: it is to be made."""
+    found = locate(roots)
+    if namespace is not None or (len(found) == 1 and found[0].folders[0] == roots[0]):
+        location = choose(found, namespace)
+        _refuse_unless_equal(location, head)
+        return location
+    name = NamespaceKey(head.label, head.fields).directory_name
+    same = [each for each in found if read_description(each).fingerprint == head.fingerprint]
+    if same:
+        return same[0]
+    if may_create:
+        return None
+    if len(found) == 1:
+        _refuse_unless_equal(found[0], head)
+    raise DifferentNamespaceError(
+        f"these blocks belong to the namespace {name}, which is not there; start the engine once, "
+        "or give --create"
+    )
+
+
+def _refuse_unless_equal(location: Location, head: CarriedHead) -> None:
+    description = read_description(location)
+    names = sorted(differing(description.fields, head.fields))
+    if names or description.block_bytes != head.block_bytes:
+        shown = ", ".join(names) or "block_bytes"
+        raise DifferentNamespaceError(
+            f"these blocks do not belong to {location.name}: {shown} differ; import them where "
+            "every field of the fingerprint is equal"
+        )
+
+
+def _roots_of(location: Location) -> list[Path]:
+    """The tier's paths, in order. Raises `ConfigError` if one was not given."""
+    description = read_description(location)
+    if description.missing_parts:
+        raise ConfigError(
+            f"{location.name} lies in {description.parts} paths; give all with --also"
+        )
+    return [description.folders[part].parent for part in range(description.parts)]
+
+
+def _wanted(
+    location: Location | None, head: CarriedHead, roots: Sequence[Path]
+) -> tuple[Description | None, WantedNamespace]:
+    """What there is of the namespace, and what shall go into it.
+
+    Every slot takes memory, and the file may claim any number (it may have holes): there are no
+    more of them, in a segment and in all, than an engine would have that was given all of the disk.
+    """
+    with os_errors(f"asking for the size of {roots[0]}"):
+        disk_bytes = RealFileSystem().total_bytes(roots[0])
+    blocks = min(head.blocks, len(roots) * disk_bytes // head.block_bytes)
+    label, description = head.label, None
+    if location is None:
+        most = plan_capacity(disk_bytes, head.block_bytes, 1).slots_per_segment
+        slots = min(head.slots_per_segment, most)
+        layout = SegmentLayout(head.block_bytes, slots, head.fingerprint)
+    else:
+        description = read_description(location)
+        layout, label = description.layout, description.label
+    return description, WantedNamespace(
+        NamespaceKey(label, head.fields, head.about), layout, blocks
+    )
+
+
+def _import(
+    visitor: Visitor, carried: CarriedReader, report: ImportReport, progress: Progress | None
+) -> None:
+    head = carried.head
+    step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // head.block_bytes))
+    room = memoryview(mmap.mmap(-1, step * head.block_bytes))
+    for first in range(0, head.blocks, step):
+        count = min(step, head.blocks - first)
+        size = head.block_bytes
+        views = [room[i * size : (i + 1) * size] for i in range(count)]
+        carried.read(first, views)
+        good: dict[BlockHash, memoryview] = {}
+        for record, view in zip(carried.records(first, count), views, strict=True):
+            if record is None or not _is_right(record, view):
+                report.damaged += 1
+                continue
+            key = BlockHash(record.key)
+            if visitor.holds(key) or key in good:
+                report.already_there += 1
+            else:
+                good[key] = view
+        _note(visitor, visitor.store(good), report)
+        if progress is not None:
+            progress(count)
+
+
+def _is_right(record: SlotRecord, payload: memoryview) -> bool:
+    if record.length != len(payload):
+        return False
+    return record.checksum == payload_checksum(record.key, payload)
+
+
+def _note(visitor: Visitor, outcomes: Sequence[BlockOutcome | None], report: ImportReport) -> None:
+    for outcome in outcomes:
+        if outcome is BlockOutcome.OK:
+            report.imported += 1
+        elif outcome is BlockOutcome.HELD:
+            report.already_there += 1
+        else:
+            report.failed += 1
+            report.reason = visitor.why_no_room() if outcome is None else DEVICE_REFUSED

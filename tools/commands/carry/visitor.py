@@ -1,0 +1,288 @@
+"""A command as one more process of a namespace: it joins, stores blocks, and leaves.
+
+Everything that holds for an engine's writes holds here: reserve, order of payload and index, who
+owns which segment. Engines that run need not know: they find the blocks in the index. Once the
+visitor has left, its segments are orphans, which an engine adopts with all that is in them. What
+the engines plan with is the bound: a visitor makes no segment that they would not look at.
+
+Nothing waits for longer than `HAND_OVER_WAIT_S`, the gate (`owners`), or the lock of the capacity.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....errors import InUseError, os_errors
+from ....manager.level import Level, Pairs, Tier
+from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.nvme.disk.byte_locks import RealByteLocks
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ....tiers.nvme.namespace import OWNERS, NamespaceKey, namespaces_under
+from ....tiers.nvme.offline.reader import Description, SegmentReader
+from ....tiers.nvme.offline.state_reader import StateReader
+from ....tiers.nvme.opening import open_nvme_tier
+from ....tiers.nvme.segments.format import PAGE_BYTES, SegmentLayout
+from ....tiers.nvme.segments.store import Durability
+from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig
+from ....tiers.nvme.writer.capacity import capacity_for
+from ....tiers.nvme.writer.owners import open_states
+from ....tiers.policies import OrderedPolicy, create, heap_arrays
+
+MIN_FREE_SHARE = 20
+"""One in so many bytes of the disk stays free, as with an engine's default `min_free`."""
+HAND_OVER_WAIT_S = 10.0
+"""For an engine to hand a segment over; it looks once a second whether somebody wants one."""
+HAND_OVER_PAUSE_S = 0.1
+DEFAULT_POLICY = "lru"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedNamespace:
+    """What the namespace is, and how much shall go into it."""
+
+    key: NamespaceKey
+    layout: SegmentLayout
+    blocks: int
+
+
+class Visitor:
+    """An open tier and the policy that its last engine had; one thread."""
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        description: Description | None,
+        wanted: WantedNamespace,
+        *,
+        may_evict: bool = False,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`description` is None for a namespace that is to be made.
+
+        `may_evict`: the coldest blocks leave for new ones, and running engines are asked for
+        segments. Raises one of our errors.
+        """
+        plan = _plan(roots, description, wanted)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-visit")
+        try:
+            self._tier: NvmeTier = open_nvme_tier(plan.config, executor)
+        finally:
+            executor.shutdown()  # from now on nothing happens but what is asked for here
+        self.name = self._tier.namespace.folders[0].name
+        self.is_live = not self._tier.report.is_alone
+        """True if another process has it open."""
+        if self.is_live and StateReader(self._tier.namespace.folders[0]).was_reset():
+            self._tier.close()
+            raise InUseError(
+                f"the engines of {self.name} were reset: their weights may be others than those "
+                "that its fingerprint names, and that the blocks are of; stop them first"
+            )
+        self._may_evict = may_evict
+        self._pause = pause
+        self._wanted: set[BlockHash] = set()
+        """Blocks that were asked for or stored: none of them leaves for another."""
+        try:
+            self._level = self._make_level(plan.has_state, description)
+        except BaseException:
+            self._tier.close(clean=False)
+            raise
+
+    def close(self) -> None:
+        """Leave."""
+        self._tier.close()
+
+    def holds(self, key: BlockHash) -> bool:
+        """True if the index names the block, whoever stored it."""
+        self._wanted.add(key)
+        return self._tier.index.entry(key) is not None
+
+    def store(self, blocks: Mapping[BlockHash, memoryview]) -> list[BlockOutcome | None]:
+        """Store blocks that are not there; one outcome each, None for want of room.
+
+        Raises `InUseError` if the cache was reset since the visitor came.
+        """
+        room = self._room(len(blocks))
+        keys = list(blocks)[:room]
+        outcomes: list[BlockOutcome | None] = [None] * len(blocks)
+        if keys:
+            statuses = self._level.take(keys)
+            spec = self._tier.backend.get_load_store_spec(keys, statuses)
+            slots, payloads = spec.slots.tolist(), [blocks[key] for key in keys]
+            done = self._tier.store.write(keys, slots, payloads, spec.epoch, spec.removals)
+            for key, status, outcome in zip(keys, statuses, done, strict=True):
+                if outcome is BlockOutcome.OK:
+                    status.ref_cnt = 0
+                    self._wanted.add(key)
+                else:
+                    self._level.drop(key, status)
+            outcomes[:room] = done
+        self.keep_up()
+        return outcomes
+
+    def keep_up(self) -> None:
+        """Take in what other processes did. Raises `InUseError` after a reset."""
+        if self._level.maintain():
+            self._level.empty(Counter())
+            raise InUseError(
+                f"{self.name} was reset meanwhile: its weights may have changed, and nothing that "
+                "was stored before is left; begin again only if the blocks are of the new weights"
+            )
+
+    def why_no_room(self) -> str:
+        """One sentence about blocks that found no room, with what to do."""
+        if self._may_evict:
+            if self.is_live:
+                return (
+                    "the running engine handed no more segments over; stop it and begin again, "
+                    "or give it a larger capacity"
+                )
+            return "the tier is smaller than that; start its engine with a larger capacity"
+        remedy = "let the coldest blocks go with --make-room"
+        if self._tier.growth.failures:
+            what = "the disk, or the capacity of its path, has no room for another segment"
+            return f"{what}; clear out with `kvcascade gc`, or {remedy}"
+        if self.is_live:
+            what = "all segments within its capacity belong to the running engine"
+            return f"{what}; {remedy}, or give the engine a larger capacity"
+        return f"the tier is full; clear out with `kvcascade gc`, or {remedy}"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _make_level(self, has_state: bool, description: Description | None) -> Level:
+        """The tier with its policy. Arrays in files only where an engine's are: they say its
+        capacity."""
+        tier = self._tier
+        name = None
+        if description is not None and not self.is_live:
+            name = StateReader(description.home).policy_of(tier.namespace.owners.state)
+        policy = create(
+            name or DEFAULT_POLICY,
+            tier.backend.capacity,
+            tier.directory,
+            tier.arrays if has_state else heap_arrays,
+            with_usage=True,
+        )
+        assert isinstance(policy, OrderedPolicy)
+        if tier.recovered or not has_state:
+            policy.reconcile(tier.live_slots())
+        return Level(Tier("nvme", tier.backend, policy), is_last=True, on_evicted=_nobody_is_told)
+
+    def _room(self, n: int) -> int:
+        """Free slots for up to `n` blocks: orphans, new segments, and then what may leave."""
+        backend, growth, level = self._tier.backend, self._tier.growth, self._level
+        while backend.get_num_free_blocks() < n and growth.make(1):
+            self.keep_up()
+        free = min(n, backend.get_num_free_blocks())
+        if free == n or not self._may_evict:
+            return free
+        room = level.make_room(n, self._wanted, may_drop_dirty=True)
+        while room < n and self.is_live and self._ask_for_a_segment():
+            room = level.make_room(n, self._wanted, may_drop_dirty=True)
+        return room
+
+    def _ask_for_a_segment(self) -> bool:
+        """Have a running engine hand a segment over; False if none does in time."""
+        owners = self._tier.namespace.owners
+        owners.announce_below_share(True)
+        try:
+            self.keep_up()  # nothing of the index is held meanwhile: engines need its pages
+            for _ in range(round(HAND_OVER_WAIT_S / HAND_OVER_PAUSE_S)):
+                if self._tier.growth.make(1):
+                    self.keep_up()
+                    return True
+                self._pause(HAND_OVER_PAUSE_S)
+        finally:
+            owners.announce_below_share(False)
+        return False
+
+
+def _nobody_is_told(evicted: Pairs) -> None:
+    """A visitor has no books of what leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the tier is opened."""
+
+    config: NvmeTierConfig
+    has_state: bool
+    """True if an engine's arrays say how much it plans with, and so does this."""
+
+
+def _plan(roots: Sequence[Path], description: Description | None, wanted: WantedNamespace) -> _Plan:
+    """As the engines of the namespace plan, or with room for all if none has planned yet."""
+    fs, layout, live, planned, others = RealFileSystem(), wanted.layout, [], None, 0
+    if description is not None:
+        live = live_states(description)
+        planned = _planned_slots(description, live)
+    if not live:  # beside an engine, its capacity is all there is for everybody
+        others = max(
+            sum(found.used_bytes for found in namespaces_under(fs, root)) for root in roots
+        )
+    per_path = max(1, -(-_segments(description, wanted, planned, bool(live)) // len(roots)))
+    own = capacity_for(per_path * len(roots), layout.slots, layout.block_bytes, len(roots))
+    config = NvmeTierConfig(
+        paths=tuple(roots),
+        capacity_bytes=own + PAGE_BYTES * len(roots),
+        block_bytes=layout.block_bytes,
+        key=wanted.key,
+        durability=Durability.POWER,  # as engines that run may promise
+        min_free_bytes=fs.total_bytes(roots[0]) // MIN_FREE_SHARE,
+        slots_per_segment=layout.slots,
+        others_bytes=others * len(roots),
+        may_remove_namespaces=False,
+        is_guest=True,
+        ready_bytes=0,
+    )
+    return _Plan(config, planned is not None)
+
+
+def _segments(
+    description: Description | None, wanted: WantedNamespace, planned: int | None, is_live: bool
+) -> int:
+    """How many segments there may be."""
+    needed = -(-wanted.blocks // wanted.layout.slots) + 1
+    if description is None:
+        return needed
+    existing = _existing(description)
+    if planned is not None:
+        return max(existing, planned // wanted.layout.slots)
+    return existing if is_live else existing + needed
+
+
+def live_states(description: Description) -> list[int]:
+    """State numbers of the processes that have a namespace open. Raises `TierIOError`."""
+    path = description.home / OWNERS
+    with os_errors(f"opening {path}"):
+        try:
+            locks = RealByteLocks(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return []
+        try:
+            return open_states(locks)
+        finally:
+            locks.close()
+
+
+def _existing(description: Description) -> int:
+    """Segments up to the last one that is there."""
+    reader = SegmentReader(description)
+    try:
+        return max(reader.found, default=-1) + 1
+    finally:
+        reader.close()
+
+
+def _planned_slots(description: Description, live: Sequence[int]) -> int | None:
+    """The least that a running engine plans with; what the last one planned with if none runs."""
+    state = StateReader(description.home)
+    if not live:
+        return state.capacity_of(0)
+    found = [slots for k in live if (slots := state.capacity_of(k)) is not None]
+    return min(found, default=None)

@@ -1,0 +1,114 @@
+"""`kvcascade check`: options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..command_line import (
+    CommandError,
+    ExitCode,
+    JsonOption,
+    answering,
+    answering_apart,
+    check_is_file,
+    emit,
+    finish,
+)
+
+if TYPE_CHECKING:
+    from .config_check import BlockShape, CheckReport
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG.json", help="vLLM's --kv-transfer-config, as a file; -: standard input."
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="Folder with a config.json, hub name, or known name."
+    ),
+]
+BytesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-bytes-per-token", metavar="N", min=1, help="In place of --model, over all ranks."
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--kv-dtype", metavar="TYPE", help="vLLM's --kv-cache-dtype, such as fp8."),
+]
+SizeOption = Annotated[
+    int, typer.Option("--block-size", metavar="N", min=1, help="vLLM's --block-size in tokens.")
+]
+WorldOption = Annotated[
+    int, typer.Option("--world-size", metavar="N", min=1, help="Workers (tensor parallel size).")
+]
+
+
+def check(
+    config: ConfigArgument,
+    model: ModelOption = None,
+    kv_bytes_per_token: BytesOption = None,
+    kv_dtype: DtypeOption = None,
+    block_size: SizeOption = 16,
+    world_size: WorldOption = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate a configuration against this machine, and say what each tier will hold.
+
+    Nothing is created. Takes some memory for a moment to see how long a start will take.
+
+    Examples:
+
+        kvcascade check transfer.json
+
+        kvcascade check transfer.json --model llama-3.1-8b
+
+        jq .kv_transfer_config all.json | kvcascade check -
+
+        kvcascade check transfer.json --kv-bytes-per-token 131072 --block-size 32
+    """
+    with answering(as_json):
+        if model is not None and kv_bytes_per_token is not None:
+            raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
+        with answering_apart(True):  # vLLM prints when it is asked
+            report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
+        if as_json:
+            emit("check", report.as_json())
+        else:
+            from .config_check import print_checked
+
+            print_checked(report)
+    finish(ExitCode.PROBLEMS if report.problem else ExitCode.OK)
+
+
+def _check(
+    config: Path,
+    model: str | None,
+    per_token: int | None,
+    kv_dtype: str | None,
+    block_size: int,
+    world_size: int,
+) -> CheckReport:
+    from ..kv_bytes import kv_shape
+    from .config_check import BlockShape, check, tokens_in_config
+    from .transfer_config import STANDARD_INPUT, read_config
+
+    shape: BlockShape | None = None
+    if config != STANDARD_INPUT:
+        check_is_file("CONFIG", config)
+    given = read_config(config)
+    tokens = tokens_in_config(given, block_size)
+    note: str | None = None
+    if model is not None:
+        found = kv_shape(model, kv_dtype, world_size)
+        note, per_token = f"{model} ({found.note})", found.bytes_per_token
+    if per_token is not None:
+        shape = BlockShape(tokens, per_token, world_size)
+    return check(given, shape, note)

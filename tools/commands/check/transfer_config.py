@@ -1,0 +1,341 @@
+"""The file of `kvcascade check`: vLLM's whole `--kv-transfer-config`, or our part of it.
+
+What is wrong is noted, all of it: keys that vLLM refuses, and names under which it would take
+something else than what is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from ....assembly.named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
+from ....config.machine import Machine
+from ....config.options import At, did_you_mean, flag, noting, optional, read_options, text, whole
+from ....config.schema import VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
+from ....config.sizes import human
+from ....errors import ConfigError
+from ....tiers.policies.named_object import named_object
+from ....vllm import precheck
+
+MAX_CONFIG_BYTES = 1 << 20
+STANDARD_INPUT = Path("-")
+WRAPPERS = ("kv_transfer_config", "kv-transfer-config")
+"""Keys below which the object may stand, as in a file of all options of `vllm serve`."""
+EXTRA = "kv_connector_extra_config"
+SPEC_KEY = "spec_name"
+MODULE_KEY = "spec_module_path"
+OUR_MODULE = "kvcascade.spec"
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+FAILURE_POLICIES = ("recompute", "fail")
+SPECS = (SPEC_NAME, TIERING_SPEC_NAME)
+TIER_MODULE = "kvcascade.vllm_tier"
+POLICY_MODULE = "kvcascade.vllm_policies"
+VLLM_POLICIES = ("lru", "arc")
+TIER_KEYS_OF_VLLM = ("type", "module_path", "backpressure")
+"""Keys of an item of `secondary_tiers` that vLLM keeps to itself."""
+TIERING_KEYS = (
+    *VLLM_KEYS,
+    "cpu_bytes_to_use",
+    "eviction_policy",
+    "cache_policy_module_path",
+    "secondary_tiers",
+    "store_threshold",
+    "max_tracker_size",
+    "backpressure",
+    "enable_telemetry",
+)
+"""Keys that vLLM reads where it keeps its own manager."""
+OPTIONS = frozenset({*TIERING_KEYS, *CascadeConfig.__slots__} - {"key"})
+"""All that may stand in `kv_connector_extra_config`."""
+
+
+def _one_of(words: Sequence[str], at: At, value: Any) -> str:
+    if value not in words:
+        known = " or ".join(f'"{word}"' for word in words)
+        raise at.wrong(value, f"is not known{did_you_mean(value, words)}; use {known}")
+    return str(value)
+
+
+def _connector(at: At, value: Any) -> str:
+    if value != CONNECTOR:
+        raise at.wrong(value, f'is another one; use "{CONNECTOR}"')
+    return str(value)
+
+
+def _mapping(at: At, value: Any) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise at.wrong(value, 'is no object; give {"spec_name": ..., "tiers": [...]}')
+    return value
+
+
+def _anything(at: At, value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """vLLM's `KVTransferConfig` by its fields, those of all supported versions."""
+
+    key: str
+    kv_connector: Annotated[str, _connector, f'give "{CONNECTOR}"']
+    kv_role: Annotated[str, partial(_one_of, ROLES), 'give "kv_both"']
+    kv_connector_extra_config: Annotated[
+        Mapping[str, object], _mapping, 'give {"spec_name": ..., "tiers": [...]}'
+    ]
+    engine_id: Annotated[str | None, optional(text)] = None
+    kv_buffer_device: Annotated[str | None, optional(text)] = None
+    kv_buffer_size: Annotated[Any, _anything] = None
+    kv_rank: Annotated[Any, _anything] = None
+    kv_parallel_size: Annotated[Any, _anything] = None
+    kv_ip: Annotated[str | None, optional(text)] = None
+    kv_port: Annotated[int, whole(0, 65535)] = 0
+    kv_connector_module_path: Annotated[str | None, optional(text)] = None
+    enable_permute_local_kv: Annotated[bool, flag] = False
+    kv_load_failure_policy: Annotated[str, partial(_one_of, FAILURE_POLICIES)] = "fail"
+
+
+FIELDS = frozenset(TransferConfig.__slots__) - {"key"}
+
+
+@dataclass(slots=True)
+class Given:
+    """A configuration as far as it can be read."""
+
+    source: str
+    """The file's name, or "standard input"."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """`kv_connector_extra_config`; empty where it is missing."""
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def is_tiering(self) -> bool:
+        """True if our NVMe tier is wanted inside vLLM's own tiering, as far as can be told."""
+        name = self.extra.get(SPEC_KEY)
+        if name in SPECS:
+            return name == TIERING_SPEC_NAME
+        return name is not None and "tiers" not in self.extra and "secondary_tiers" in self.extra
+
+
+def read_config(path: Path) -> Given:
+    """Read a file that holds `kv_connector_extra_config`, vLLM's whole `--kv-transfer-config`, or
+    an object with the latter as `kv_transfer_config`; "-": standard input."""
+    given = Given("standard input" if path == STANDARD_INPUT else str(path))
+    with noting(given.problems):
+        document = _read_json(path, given)
+        for name in WRAPPERS:
+            if name in document:
+                document = _mapping(At(name), document[name])
+        _take(document, given)
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class Tiering:
+    """vLLM's own tiering with our parts in it."""
+
+    cpu_bytes: int
+    policy: str
+    """Eviction policy of vLLM's CPU tier."""
+    nvme: list[NvmeTierOptions]
+
+
+def read_tiering(
+    extra: Mapping[str, object], machine: Machine, problems: list[str], doubts: list[str]
+) -> Tiering:
+    """The options of `TieringOffloadingSpec`, as far as they are ours or vLLM cannot go without.
+
+    What is wrong is noted; then the result is not complete.
+    """
+    doubts += [
+        f"{key} is no option of {TIERING_SPEC_NAME}{did_you_mean(key, TIERING_KEYS)}; it is ignored"
+        for key in extra
+        if key not in TIERING_KEYS
+    ]
+    check_vllm_keys(extra, problems)
+    cpu_bytes, nvme = 0, list[NvmeTierOptions]()
+    with noting(problems):
+        cpu_bytes = _cpu_bytes(extra, machine)
+    with noting(problems):
+        _check_policy(extra)
+    tiers = extra.get("secondary_tiers", [])
+    with noting(problems):
+        if not isinstance(tiers, list):
+            raise At("secondary_tiers").wrong(tiers, f'is no list; give [{{"type": "{TIER_NAME}"')
+        for index, tier in enumerate(tiers):
+            with noting(problems):
+                nvme += _secondary(At(f"secondary_tiers[{index}]"), tier, machine, problems)
+    return Tiering(cpu_bytes, str(extra.get("eviction_policy", "lru")), nvme)
+
+
+def _cpu_bytes(extra: Mapping[str, Any], machine: Machine) -> int:
+    at, value = At("cpu_bytes_to_use"), extra.get("cpu_bytes_to_use")
+    if value is None:
+        raise at.missing("give the bytes of vLLM's CPU tier, such as 68719476736")
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise at.wrong(value, "is no number of bytes; give one, such as 68719476736")
+    available = machine.memory().available
+    if count > available:
+        problem = f"is more memory than there is ({human(available)} available); lower it"
+        raise at.wrong(value, problem)
+    return count
+
+
+def _check_policy(extra: Mapping[str, Any]) -> None:
+    """vLLM's own policy, or a class in a module."""
+    name, module = extra.get("eviction_policy", "lru"), extra.get("cache_policy_module_path")
+    at = At("eviction_policy")
+    if module is None:
+        if name not in VLLM_POLICIES:
+            remedy = "give cache_policy_module_path, too, such as"
+            raise at.wrong(name, f'is no policy of vLLM; {remedy} "{POLICY_MODULE}"')
+    elif module != POLICY_MODULE or find_spec("vllm") is not None:  # ours needs vLLM
+        named_object(at.key, str(name), f"{module}:{name}")
+
+
+def _secondary(
+    at: At, tier: object, machine: Machine, problems: list[str]
+) -> tuple[NvmeTierOptions, ...]:
+    """Our tier, if this is it."""
+    if not isinstance(tier, Mapping):
+        raise at.wrong(tier, f'is no tier; write it as {{"type": "{TIER_NAME}", ...}}')
+    kind, module = tier.get("type"), tier.get("module_path")
+    if kind is None:
+        raise at.below("type").missing(f'give "{TIER_NAME}", or a type of vLLM\'s')
+    if kind != TIER_NAME:
+        if module == TIER_MODULE:
+            raise at.below("type").wrong(kind, f'is not in {TIER_MODULE}; use "{TIER_NAME}"')
+        if find_spec("vllm") is not None:
+            precheck.check_tier_class(at.key, tier)
+        return ()
+    with noting(problems):
+        if module is None:
+            raise at.below("module_path").missing(f'give "{TIER_MODULE}"')
+        if module != TIER_MODULE:
+            raise at.below("module_path").wrong(module, f'has no {kind}; use "{TIER_MODULE}"')
+    options = {key: tier[key] for key in tier if key not in TIER_KEYS_OF_VLLM}
+    return checked_tier(options, machine, at.key, problems).nvme
+
+
+def _take(document: Mapping[str, object], given: Given) -> None:
+    """Look at a whole object, or at our options alone."""
+    is_whole = bool(FIELDS & document.keys())
+    given.extra = document
+    if is_whole:
+        extra = document.get(EXTRA, {})
+        given.extra = extra if isinstance(extra, Mapping) else {}
+    if document.keys() == {EXTRA}:
+        remedy = f'an engine needs "{CONNECTOR}", and kv_role "kv_both"'
+        given.doubts.append(str(At("kv_connector").missing(remedy)))
+        is_whole = False
+        _mapping(At(EXTRA), document[EXTRA])
+    has_vllm = is_whole and _check_transfer(document, given.problems)
+    if given.extra:
+        _check_spec_name(given, is_whole)
+        _check_module(given, is_whole)
+        with noting(given.problems):
+            if has_vllm:
+                precheck.check_spec(given.extra)
+
+
+def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool:
+    """The object around our options: by our words where we have any, else by vLLM's.
+
+    Returns whether there is a vLLM.
+    """
+    theirs = precheck.transfer_errors(document)
+    ours = dict(document)
+    for key, value in document.items():
+        if key in OPTIONS:
+            problems.append(str(At(key).wrong(value, f"is an option of {EXTRA}; move it there")))
+            del ours[key]
+        elif key not in FIELDS and theirs is not None and key not in theirs:
+            del ours[key]  # a key that is new to us is known to vLLM
+    with noting(problems):
+        read_options(TransferConfig, At("", noted=problems), ours, also=())
+    said = {problem.split(" ")[0].rstrip(":") for problem in problems}
+    for key, message in (theirs or {}).items():
+        if key not in said and (key or not problems):
+            problems.append(f"{key or 'kv_transfer_config'}: the installed vLLM says: {message}.")
+    return theirs is not None
+
+
+def _check_spec_name(given: Given, is_whole: bool) -> None:
+    """Of what vLLM would take without a name, nothing is ours."""
+    name = given.extra.get(SPEC_KEY)
+    if name is None:
+        missing = str(At(SPEC_KEY).missing(f'an engine needs "{SPEC_NAME}"'))
+        (given.problems if is_whole else given.doubts).append(missing)
+    elif name not in SPECS:
+        expected = " or ".join(map(repr, SPECS))
+        given.problems.append(f"unknown spec_name {name!r}; expected {expected}.")
+
+
+def _check_module(given: Given, is_whole: bool) -> None:
+    """Where vLLM knows the spec by its name, it looks at no module."""
+    name, path = given.extra.get(SPEC_KEY), given.extra.get(MODULE_KEY)
+    if name not in SPECS or not isinstance(path, str | None):
+        return
+    is_needed = name == SPEC_NAME and not precheck.loads_plugin()
+    if path is None:
+        if is_needed and is_whole:
+            remedy = f'vLLM loads no plugin of kvcascade here; give "{OUR_MODULE}"'
+            given.problems.append(str(At(MODULE_KEY).missing(remedy)))
+        return
+    try:
+        if path == OUR_MODULE or find_spec(path) is None:  # the former needs a vLLM to be imported
+            found = path == OUR_MODULE
+        else:
+            named_object(MODULE_KEY, path, f"{path}:{name}" if is_needed else path)
+            found = True
+    except (ConfigError, ImportError, ValueError):
+        found = False
+    if not found and is_needed:
+        remedy = f'cannot be imported, or has no {name}; use "{OUR_MODULE}"'
+        given.problems.append(str(At(MODULE_KEY).wrong(path, remedy)))
+    elif not found:
+        remedy = f"cannot be imported; it is ignored here, since vLLM knows {name} by its name"
+        given.doubts.append(str(At(MODULE_KEY).wrong(path, remedy)))
+
+
+def _read_json(path: Path, given: Given) -> Mapping[str, object]:
+    source = given.source
+    try:
+        if path == STANDARD_INPUT:
+            data = sys.stdin.buffer.read(MAX_CONFIG_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read ({error.strerror})") from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{source} is too large for a configuration")
+    try:
+        document = json.loads(data.decode(), object_pairs_hook=partial(_once_each, given.problems))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is no JSON ({error})") from None
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{source} holds no JSON object")
+    return document
+
+
+def _once_each(problems: list[str], pairs: list[tuple[str, object]]) -> Mapping[str, object]:
+    """A JSON object; of a key that is given twice the last one alone would count."""
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        with noting(problems):
+            if key in found:
+                raise At(key).wrong(value, "is given beside another value; give every key once")
+        found[key] = value
+    return found

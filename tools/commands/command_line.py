@@ -1,0 +1,219 @@
+"""Options, exit statuses and error messages that commands share.
+
+Every start of the command line imports this module, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from enum import IntEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ...errors import ConfigError, ErrorKind, KVCascadeError, os_errors
+
+SCHEMA_VERSION = 1
+"""Version of every JSON document; it grows when a field is removed or changes its meaning."""
+STDOUT, STDERR = 1, 2
+
+
+class ExitCode(IntEnum):
+    """Exit statuses of commands."""
+
+    OK = 0
+    PROBLEMS = 1
+    """The command did its work and found something wrong."""
+    USAGE = 2
+    """A wrong call."""
+    CANNOT_OPEN = 3
+    """The path does not exist or cannot be read."""
+    IN_USE = 4
+    """A running engine uses data that the command needs exclusively."""
+    NO_SPACE = 5
+    """Not enough disk or memory."""
+    MISSING = 6
+    """An optional package is not installed."""
+    DIFFERENT = 7
+    """The input belongs to another namespace."""
+    INTERRUPTED = 130
+    """SIGINT or SIGTERM ended the command."""
+    CLOSED_PIPE = 141
+    """The reader of standard output has closed it (`| head`), as after SIGPIPE."""
+
+
+_OF_KIND = {
+    ErrorKind.IN_USE: ExitCode.IN_USE,
+    ErrorKind.NO_SPACE: ExitCode.NO_SPACE,
+    ErrorKind.CONFIG: ExitCode.USAGE,
+}
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="The tier's path, or one namespace directory in it.")
+]
+AlsoOption = Annotated[
+    list[Path] | None,
+    typer.Option("--also", metavar="PATH", help="Another path of the same tier (repeatable)."),
+]
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Any unique part of name, label or fingerprint."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
+]
+ArenaDirOption = Annotated[
+    Path, typer.Option("--arena-dir", metavar="DIR", help="Where engines keep their CPU tiers.")
+]
+ARENA_DIR = Path("/dev/shm")
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Where results, logs and files go.")
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade[plot])."),
+]
+
+
+class CommandError(Exception):
+    """A command cannot go on; the message says what to do."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def code_of(error: KVCascadeError) -> ExitCode:
+    """Return the exit status for an error of ours."""
+    return _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN)
+
+
+def sentence(error: KVCascadeError) -> str:
+    """Return the message of an error of ours, without the number of an OS error."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error)
+
+
+@contextmanager
+def answering(as_json: bool) -> Iterator[None]:
+    """End the command on an error: print one sentence or a JSON document, and exit.
+
+    SIGTERM ends it as SIGINT does, so contexts inside clean up. Main thread only.
+    """
+    try:
+        with terminable():
+            yield
+    except CommandError as error:
+        _fail(str(error), error.code, as_json)
+    except KVCascadeError as error:
+        _fail(sentence(error), code_of(error), as_json)
+    except KeyboardInterrupt:
+        _fail("interrupted", ExitCode.INTERRUPTED, as_json)
+
+
+@contextmanager
+def answering_apart(as_json: bool) -> Iterator[None]:
+    """With `as_json`, send output of this process and its children to standard error."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+
+
+def emit(schema: str, document: dict[str, Any]) -> None:
+    """Print a JSON document on standard output, in ASCII; NaN and infinity become null."""
+    head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
+    text = json.dumps({**head, **document}, default=str)
+    finite = json.loads(text, parse_constant=lambda name: None)  # "NaN", "Infinity": no JSON
+    print(json.dumps(finite, indent=1))
+
+
+def finish(code: ExitCode) -> None:
+    """End the command with a status; return if it is 0."""
+    if code is not ExitCode.OK:
+        raise typer.Exit(int(code))
+
+
+def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcascade") -> ExitCode:
+    """Report why a command fails, as a sentence or a JSON document; return `code`."""
+    if as_json:
+        emit("error", {"error": code.name.lower(), "message": message})
+    else:
+        print(f"{command}: {message}", file=sys.stderr)
+    return code
+
+
+def check_is_file(option: str, path: Path) -> None:
+    """Raise `CommandError` if a path does not exist or is a folder."""
+    with os_errors(f"looking for {path}"):
+        is_folder, is_there = path.is_dir(), path.exists()
+    if is_folder:
+        problem = f"{path} is a folder; give the name of a file in it"
+        raise CommandError(f"{option}: {problem}", ExitCode.USAGE)
+    if not is_there:
+        raise CommandError(f"{option}: there is no file {path}", ExitCode.USAGE)
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if a file cannot be made at a path; called before long work."""
+    if path is None:
+        return
+    try:
+        _check_place(option, path)
+    except OSError as error:
+        problem = f"{path} cannot be looked at ({error.strerror})"
+        raise ConfigError(f"{option}: {problem}; give another") from None
+
+
+def _check_place(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{option}: {path} cannot be written by this user; give another")
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option}: {folder} is no folder that can be written; give another")
+
+
+def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
+    """Report optional modules that the command needs and that are missing; True if any is."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        use = f"use `make {command}` or pip install 'kvcascade[vllm,plot]'"
+        complain(f"{', '.join(missing)} not found; {use}", ExitCode.MISSING, as_json, command)
+    return bool(missing)
+
+
+def _fail(message: str, code: ExitCode, as_json: bool) -> NoReturn:
+    raise typer.Exit(int(complain(message, code, as_json))) from None
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that contexts clean up. Main thread only."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

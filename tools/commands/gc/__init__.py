@@ -1,0 +1,158 @@
+"""`kvcascade gc`: options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..command_line import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    answering,
+    emit,
+    finish,
+)
+from ..verify import size_of
+
+if TYPE_CHECKING:
+    from ....tiers.nvme.offline.reader import Location
+    from .collect import Wish
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+OlderOption = Annotated[
+    str | None,
+    typer.Option("--older-than", metavar="AGE", help="Blocks not used for so long: 12h, 7d, 2w."),
+]
+PrefixOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix",
+        metavar="HASH",
+        help="A block, and every block that comes after it in any prompt.",
+    ),
+]
+HashOption = Annotated[
+    str | None,
+    typer.Option("--hash", metavar="HEX", help="Blocks whose hash begins with these digits."),
+]
+MaxOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-size",
+        metavar="SIZE",
+        help="Coldest segment files first, until all takes so much at most: 500GiB.",
+    ),
+]
+WholeOption = Annotated[
+    bool,
+    typer.Option(
+        "--remove-namespace",
+        help="The namespace altogether; -n with its whole name, or 12 digits of its fingerprint.",
+    ),
+]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+
+
+def gc(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    older_than: OlderOption = None,
+    prefix: PrefixOption = None,
+    hash_: HashOption = None,
+    max_size: MaxOption = None,
+    remove_namespace: WholeOption = False,
+    dry_run: DryOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Clear out blocks, files, or whole namespaces.
+
+    With several of --older-than, --prefix and --hash a block leaves if all hold. A segment file
+    that they leave empty is deleted. Blocks leave beside running engines, too; what needs
+    their files (--max-size, --remove-namespace) is skipped and named.
+
+    Examples:
+
+        kvcascade gc /mnt/nvme/kv --older-than 30d --dry-run
+
+        kvcascade gc /mnt/nvme/kv -n llama --prefix 5f3c9a17
+
+        kvcascade gc /mnt/nvme/kv --max-size 1TiB
+
+        kvcascade gc /mnt/nvme/kv -n old-model-1a2b3c4d5e6f --remove-namespace
+    """
+    with answering(as_json):
+        by_block = older_than or prefix or hash_
+        if not (by_block or max_size or remove_namespace):
+            remedy = "give --older-than, --prefix, --hash, --max-size or --remove-namespace"
+            raise CommandError(f"nothing was asked for; {remedy}", ExitCode.USAGE)
+        if remove_namespace and (namespace is None or by_block or max_size):
+            remedy = "it goes with -n NAME, and with nothing else"
+            raise CommandError(f"--remove-namespace: {remedy}", ExitCode.USAGE)
+        wish = _wish(older_than, prefix, hash_, max_size, remove_namespace)
+        code = _run(path, also, namespace, wish, dry_run, as_json)
+    finish(code)
+
+
+def _wish(
+    older_than: str | None, prefix: str | None, hash_: str | None, max_size: str | None, whole: bool
+) -> Wish:
+    from ..cache_access import parse_hash
+    from .collect import Wish
+
+    if prefix is not None:
+        parse_hash(prefix)  # a wrong call before anything is looked at
+    return Wish(
+        older_than_s=None if older_than is None else _seconds(older_than),
+        hash_start=b"" if hash_ is None else parse_hash(hash_),
+        prompt="" if prefix is None else prefix,
+        max_bytes=size_of("--max-size", max_size),
+        whole=whole,
+    )
+
+
+def _run(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    wish: Wish,
+    dry_run: bool,
+    as_json: bool,
+) -> ExitCode:
+    from ..cache_access import choose_for_good, chosen_of, locations
+    from . import collect as core
+
+    found = locations(path, also)
+    if wish.whole and namespace is not None:
+        chosen: Sequence[Location] = [choose_for_good(found, namespace)]
+    else:
+        chosen = chosen_of(found, namespace)
+    reports = core.collect(chosen, wish, dry_run)
+    if as_json:
+        listed = [report.as_json() for report in reports]
+        emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
+    else:
+        core.print_collected(reports, dry_run)
+    if wish.whole and any(report.skipped for report in reports):
+        return ExitCode.IN_USE
+    return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK
+
+
+def _seconds(text: str) -> float:
+    match = _AGE.fullmatch(text)
+    if not match:
+        raise CommandError(
+            f'--older-than: "{text}" is no age; write it as 90s, 30min, 12h, 7d or 2w',
+            ExitCode.USAGE,
+        )
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,356 @@
+"""`kvcascade gc`: clearing out by age, hash, size, or whole namespaces.
+
+Blocks leave the index; a segment file that they leave empty is deleted, since that is what gives
+back disk. For a size, whole segments leave, coldest first, and those before them that were empty.
+While engines have a namespace open, blocks leave as well, but files are theirs: the room is used
+again for what they store.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.text import Text
+
+from ....errors import ConfigError, InUseError, KVCascadeError, os_errors
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ....tiers.nvme.namespace import described_layout, remove_namespace
+from ....tiers.nvme.offline.maintenance import (
+    DAMAGED_SUFFIX,
+    Drop,
+    drop_entries,
+    exclusive,
+    remove_segments,
+    take_entries,
+)
+from ....tiers.nvme.offline.presence import owners
+from ....tiers.nvme.offline.reader import Location, Snapshot, read_description
+from ....tiers.nvme.segments.chains import head_of
+from .. import show
+from ..cache_access import OpenedCache, count_segments, opened, parse_hash
+from ..command_line import sentence
+from ..inspect.block_report import only_match
+
+IN_USE = "in use by process {}: stop it first"
+SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
+KEPT_INDEX = f"index{DAMAGED_SUFFIX}"
+"""The damaged index that a rebuild left; it leaves with whatever else does."""
+NOT_NOTED = "no engine has noted what comes after {}: it leaves alone; choose the rest by --hash"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What shall go; everything that is set must hold for a block to leave."""
+
+    older_than_s: float | None = None
+    """Not used for so long; a block whose last use is not known stays."""
+    hash_start: bytes = b""
+    """The hash begins with this."""
+    prompt: str = ""
+    """A block (the start of its hash, in hex) and every block that comes after it in any prompt."""
+    max_bytes: int | None = None
+    """What the namespaces may take on disk together."""
+    whole: bool = False
+    """Remove the namespaces altogether."""
+
+    @property
+    def is_by_block(self) -> bool:
+        """True if blocks are chosen one by one."""
+        return self.older_than_s is not None or bool(self.hash_start) or bool(self.prompt)
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What was, or would be, removed from one namespace; sizes in bytes."""
+
+    name: str
+    blocks_before: int | None = None
+    """None: the index cannot be read."""
+    blocks_removed: int | None = 0
+    """None: all that there are, of an index that cannot be read."""
+    segments_removed: int = 0
+    bytes_freed: int = 0
+    """On disk."""
+    hottest_idle_s: float | None = None
+    """Since the last use of any block that leaves; None: no use is known, or none leaves."""
+    was_removed: bool = False
+    """The whole namespace."""
+    skipped: str = ""
+    """What was not done, and why: an engine has it open, or it cannot be read."""
+    is_incomplete: bool = False
+    """Blocks that were asked for may be left: `skipped` says why."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What leaves one namespace."""
+
+    location: Location
+    report: GcReport
+    drops: list[Drop] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    last_use: int = 0
+    """The latest of any block that leaves, in seconds of the wall clock; 0: not known."""
+    is_live: bool = False
+    """An engine has it open: no file may go."""
+    has_prompt: bool = False
+    """The block of `Wish.prompt` is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentUse:
+    """A segment as a candidate: what stays in it and how warm that is."""
+
+    plan: _Plan
+    snapshot: Snapshot
+    number: int
+    used_bytes: int
+    positions: npt.NDArray[np.int64]
+    """In the snapshot, of the blocks that would stay."""
+    is_emptied: bool
+    """Blocks leave it by themselves, and none stays."""
+    warmth: float
+    """Mean time of the last use of these blocks; 0 where there are none."""
+    last_use: int
+    """The latest of these blocks; 0: not known."""
+
+    def take(self) -> None:
+        """The segment leaves, with everything in it."""
+        plan, snapshot = self.plan, self.snapshot
+        plan.drops += [Drop(snapshot.keys[i], snapshot.raw(i)) for i in self.positions.tolist()]
+        plan.segments.append(self.number)
+        plan.last_use = max(plan.last_use, self.last_use)
+        plan.report.segments_removed += 1
+        plan.report.bytes_freed += self.used_bytes
+
+
+def collect(
+    locations: Sequence[Location], wish: Wish, is_dry_run: bool, now_s: float | None = None
+) -> list[GcReport]:
+    """Clear out; with `is_dry_run` only say what would go. One report per namespace.
+
+    Files and whole namespaces that an engine has open are skipped and said so. Raises
+    `ConfigError`, and nothing is removed, if the prompt is no block of any, or a namespace is to
+    leave of which not all paths were given.
+    """
+    now_s = time.time() if now_s is None else now_s
+    plans: list[_Plan] = []
+    candidates: list[_SegmentUse] = []
+    for location in locations:
+        plan = _Plan(location, GcReport(location.name))
+        plans.append(plan)
+        held = owners(location.folders)
+        plan.is_live = bool(held)
+        if held and (wish.whole or wish.max_bytes is not None):
+            reason = IN_USE if wish.whole else SIZE_IN_USE
+            plan.report.skipped = reason.format(held[0] or "unknown")
+        candidates += _look(plan, wish, now_s)
+        if wish.whole and not held:
+            _check_parts(location)
+            plan.report.bytes_freed = _held_bytes(location)
+            plan.report.segments_removed = count_segments(location)
+            plan.report.blocks_removed = plan.report.blocks_before
+            plan.report.was_removed = True
+    if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
+        raise ConfigError(f"--prefix: there is no block {wish.prompt}")
+    if wish.max_bytes is not None:
+        total = sum(_held_bytes(each) for each in locations)
+        _choose_segments(candidates, total - wish.max_bytes)
+    for plan in plans:
+        if not wish.whole:
+            plan.report.blocks_removed = len(plan.drops)
+        if plan.last_use:
+            plan.report.hottest_idle_s = max(0.0, now_s - plan.last_use)
+        if not plan.is_live and (plan.drops or plan.segments):
+            kept = filter(Path.is_dir, (folder / KEPT_INDEX for folder in plan.location.folders))
+            plan.report.bytes_freed += sum(map(RealFileSystem().used_bytes, kept))
+        if not is_dry_run:
+            _carry_out(plan)
+    return [plan.report for plan in plans]
+
+
+def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
+    """Choose blocks, and offer segments."""
+    try:
+        with opened(plan.location) as cache:
+            snapshot = cache.index.snapshot()
+            plan.report.blocks_before = len(snapshot)
+            last_use = _last_use(cache, snapshot)
+            if wish.whole:
+                plan.last_use = 0 if plan.is_live else int(last_use.max(initial=0))
+                return []
+            leaving = _leaving(plan, cache, snapshot, wish, last_use, now_s)
+            plan.drops = [Drop(snapshot.keys[i], snapshot.raw(i)) for i in np.flatnonzero(leaving)]
+            plan.last_use = int(last_use[leaving].max(initial=0))
+            if plan.is_live:
+                return []
+            uses = _segment_uses(plan, cache, snapshot, leaving, last_use)
+    except ConfigError:  # a wrong call, not a namespace that cannot be read
+        raise
+    except KVCascadeError as error:
+        if not wish.whole:  # what cannot be read can be removed all the same
+            plan.report.skipped = sentence(error)
+            plan.report.is_incomplete = wish.is_by_block
+        return []
+    for use in uses:
+        if use.is_emptied:
+            use.take()
+    return uses
+
+
+def _last_use(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
+    """Of every entry, in seconds of the wall clock; 0: not known."""
+    last = cache.state.usage(cache.slots).last_use
+    known = (snapshot.slots >= 0) & (snapshot.slots < len(last))
+    found = np.zeros(len(snapshot), dtype=np.int64)
+    found[known] = last[snapshot.slots[known]]
+    return found
+
+
+def _check_parts(location: Location) -> None:
+    """All of it or nothing: one part without the others is of no use to anybody."""
+    layouts = [described_layout(RealFileSystem(), folder) for folder in location.folders]
+    described = [layout for layout in layouts if layout is not None]
+    parts = max((layout.parts for layout in described), default=1)
+    if len({layout.part for layout in described}) < parts and len(layouts) < parts:
+        raise ConfigError(
+            f"--remove-namespace: {location.name} lies in {parts} paths; give the others with "
+            f"--also, or remove {location.folders[0]} yourself if they are gone"
+        )
+
+
+def _leaving(
+    plan: _Plan,
+    cache: OpenedCache,
+    snapshot: Snapshot,
+    wish: Wish,
+    last_use: npt.NDArray[np.int64],
+    now_s: float,
+) -> npt.NDArray[np.bool_]:
+    """Which entries leave by themselves."""
+    leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
+    if wish.hash_start:
+        start = wish.hash_start
+        leaving &= np.array([key.startswith(start) for key in snapshot.keys], dtype=np.bool_)
+    if wish.prompt:
+        heads = _heads_from(plan, cache, wish.prompt)
+        leaving &= np.array([head_of(key) in heads for key in snapshot.keys], dtype=np.bool_)
+    if wish.older_than_s is not None:
+        leaving &= (last_use > 0) & (last_use < now_s - wish.older_than_s)
+    return leaving
+
+
+def _heads_from(plan: _Plan, cache: OpenedCache, prompt: str) -> set[int]:
+    """A block and what comes after it; none if it is not in this namespace."""
+    if not cache.index.keys_from(parse_hash(prompt), 1):
+        return set()
+    plan.has_prompt = True
+    first = head_of(only_match(cache, prompt, "--prefix"))
+    chains = cache.state.chains()
+    heads = chains.from_on(first)
+    if len(heads) == 1 and chains.end_of(first) is None:
+        plan.report.skipped, plan.report.is_incomplete = NOT_NOTED.format(prompt), True
+    return heads
+
+
+def _segment_uses(
+    plan: _Plan,
+    cache: OpenedCache,
+    snapshot: Snapshot,
+    leaving: npt.NDArray[np.bool_],
+    last_use: npt.NDArray[np.int64],
+) -> list[_SegmentUse]:
+    """Every segment and what stays in it."""
+    opened_at = cache.description.home.stat().st_mtime  # stands for a use that is not known
+    numbers = snapshot.slots // cache.description.slots_per_segment
+    left = set(numbers[leaving].tolist())
+    numbers[leaving] = -1
+    found: list[_SegmentUse] = []
+    for number, segment in sorted(cache.segments.found.items()):
+        positions = np.flatnonzero(numbers == number)
+        times = last_use[positions]
+        found.append(
+            _SegmentUse(
+                plan,
+                snapshot,
+                number,
+                segment.used_bytes,
+                positions,
+                is_emptied=not len(positions) and number in left,
+                warmth=float(np.where(times, times, opened_at).mean()) if len(times) else 0.0,
+                last_use=int(times.max(initial=0)),
+            )
+        )
+    return found
+
+
+def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
+    """Take the coldest segments until so much is freed."""
+    plans = {id(use.plan): use.plan for use in uses}.values()
+    excess_bytes -= sum(plan.report.bytes_freed for plan in plans)
+    for use in sorted(uses, key=lambda use: use.warmth):
+        if excess_bytes <= 0:
+            return
+        if use.number not in use.plan.segments:
+            use.take()
+            excess_bytes -= use.used_bytes
+
+
+def _carry_out(plan: _Plan) -> None:
+    """Do it; files and whole namespaces only if no engine came meanwhile."""
+    report, dropped = plan.report, 0
+    try:
+        if report.was_removed:
+            fs, folders = RealFileSystem(), [each.resolve() for each in plan.location.folders]
+            if not all([remove_namespace(fs, folder) for folder in folders]):
+                raise InUseError("an engine has it now")
+        elif plan.is_live:
+            if plan.drops:
+                description = read_description(plan.location)
+                report.blocks_removed = take_entries(description, plan.drops)
+        elif plan.drops or plan.segments:
+            description = read_description(plan.location)
+            with exclusive(description):
+                report.blocks_removed = dropped = drop_entries(description, plan.drops)
+                remove_segments(description, plan.segments)
+                _remove_kept_index(description.home)
+    except KVCascadeError as error:  # the other namespaces have their turn all the same
+        report.skipped, report.is_incomplete = sentence(error), not report.was_removed
+        report.blocks_removed, report.hottest_idle_s = dropped, None
+        report.segments_removed = report.bytes_freed = 0
+        report.was_removed = False
+
+
+def _remove_kept_index(home: Path) -> None:
+    """The damaged index that a rebuild left."""
+    with os_errors(f"removing {home / KEPT_INDEX}"):
+        shutil.rmtree(home / KEPT_INDEX, ignore_errors=True)
+
+
+def _held_bytes(location: Location) -> int:
+    return sum(map(RealFileSystem().used_bytes, location.folders))
+
+
+def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:
+    """Print what was removed, or would be."""
+    title = "Would be removed" if is_dry_run else "Removed"
+    names = ["blocks", "of", "segments", "freed", "last use, ago"]
+    table = show.columns(title, "namespace", *names, "", right=names)
+    for report in reports:
+        note = "the whole namespace" if report.was_removed else report.skipped
+        cells = (report.blocks_removed, report.blocks_before, report.segments_removed)
+        shown = [show.UNKNOWN if cell is None else f"{cell:,}" for cell in cells]
+        hottest = show.duration(report.hottest_idle_s)
+        table.add_row(report.name, *shown, show.size(report.bytes_freed), hottest, Text(note))
+    show.console().print(table)

@@ -1,0 +1,160 @@
+"""`kvcascade inspect`: options."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..command_line import (
+    ARENA_DIR,
+    AlsoOption,
+    ArenaDirOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    PlotOption,
+    UrlOption,
+    answering,
+    check_place,
+    emit,
+    finish,
+)
+
+if TYPE_CHECKING:
+    from .namespace_report import NamespaceReport
+
+WhyOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--why", metavar="A B", help="Name the fingerprint fields in which two namespaces differ."
+    ),
+]
+BlockOption = Annotated[
+    str | None,
+    typer.Option("--block", metavar="HASH", help="One block: hexadecimal, or a unique start."),
+]
+
+
+def inspect(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    why: WhyOption = None,
+    block: BlockOption = None,
+    plot: PlotOption = None,
+    url: UrlOption = None,
+    arena_dir: ArenaDirOption = ARENA_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is in a cache, how it is used and what it costs the drive.
+
+    Works on a live cache and on a closed one, and changes neither.
+
+    Examples:
+
+        kvcascade inspect /mnt/nvme/kv
+
+        kvcascade inspect /mnt/nvme/kv --json | jq '.namespaces[].blocks'
+
+        kvcascade inspect /mnt/nvme/kv --why llama-3-1a2b mistral-9f
+
+        kvcascade inspect /mnt/nvme/kv --block 5f3c
+
+        kvcascade inspect /mnt/nvme/kv --url localhost:8000 --plot cache.png
+    """
+    with answering(as_json):
+        if why is not None:
+            code = _why(path, also, why, as_json)
+        elif block is not None:
+            code = _block(path, also, namespace, block, as_json)
+        else:
+            code = _all(path, also, namespace, plot, url, arena_dir, as_json)
+    finish(code)
+
+
+def _all(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    plot: Path | None,
+    url: str | None,
+    arena_dir: Path,
+    as_json: bool,
+) -> ExitCode:
+    from .. import show
+    from ..cache_access import choose, chosen_of, locations
+    from .inspect_view import print_reports
+    from .namespace_report import report
+
+    found = locations(path, also)
+    chosen = chosen_of(found, namespace)
+    check_place("--plot", plot)
+    if plot is not None:
+        from .inspect_plot import plot_namespace
+
+        plot_namespace(choose(chosen, None), plot)
+    reports = [report(each, arena_dir=arena_dir) for each in chosen]
+    if url is not None:
+        reports = _with_dirty_share(reports, url)
+    if as_json:
+        emit("inspect", {"namespaces": [each.as_json() for each in reports]})
+    else:
+        print_reports(show.console(), reports)
+        if plot is not None:
+            print(f"Saved {plot}")
+    is_bad = any(each.problem or each.segments_damaged for each in reports)
+    return ExitCode.PROBLEMS if is_bad else ExitCode.OK
+
+
+def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
+    """What an engine says of its CPU tier, in the report of the namespace that it has open."""
+    from ..top.top_frame import read_url
+
+    live = [each for each in reports if each.state == "live"]
+    if len(live) != 1:
+        remedy = "give the -n NAME that this engine has open"
+        raise CommandError(f"--url: {len(live)} namespaces are live; {remedy}", ExitCode.USAGE)
+    share = read_url(url).figures.get(("tier_dirty_ratio", "cpu"))
+    return [replace(each, dirty_share=share) if each is live[0] else each for each in reports]
+
+
+def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
+    from ....tiers.nvme.offline.reader import read_description
+    from .. import show
+    from ..cache_access import choose, differing, locations
+    from .inspect_view import print_differences
+
+    sides = []
+    for name in why:
+        is_path = os.path.isdir(name)
+        found = locations(Path(name)) if is_path else locations(path, also)
+        sides.append(choose(found, None if is_path else name))
+    fields = differing(*(read_description(side).fields for side in sides))
+    if as_json:
+        listed = [{"field": name, "a": a, "b": b} for name, (a, b) in fields.items()]
+        emit("why", {"a": sides[0].name, "b": sides[1].name, "differing": listed})
+    else:
+        print_differences(show.console(), (sides[0].name, sides[1].name), fields)
+    return ExitCode.PROBLEMS if fields else ExitCode.OK
+
+
+def _block(
+    path: Path, also: list[Path] | None, namespace: str | None, block: str, as_json: bool
+) -> ExitCode:
+    from .. import show
+    from ..cache_access import choose, locations, opened
+    from .block_report import look, print_block
+
+    with opened(choose(locations(path, also), namespace)) as cache:
+        found = look(cache, block)
+    if as_json:
+        emit("block", found.as_json())
+    else:
+        print_block(show.console(), found)
+    return ExitCode.OK if found.verdict == "ok" else ExitCode.PROBLEMS

@@ -1,0 +1,67 @@
+"""`kvcascade shm`: arenas that stay in shared memory (`"persist": true`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..command_line import (
+    ARENA_DIR,
+    ArenaDirOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    answering,
+    emit,
+    finish,
+)
+
+app = typer.Typer(help="Arenas in shared memory that outlive their engines.", no_args_is_help=True)
+
+
+@app.command("ls")
+def list_(arena_dir: ArenaDirOption = ARENA_DIR, as_json: JsonOption = False) -> None:
+    """List kept arenas: size, blocks, and whether an engine is using them.
+
+    Examples:
+
+        kvcascade shm ls
+    """
+    with answering(as_json):
+        from .kept_arenas import found, print_arenas
+
+        arenas = found(arena_dir)
+        if as_json:
+            emit("shm", {"arenas": [arena.as_json() for arena in arenas]})
+        else:
+            print_arenas(arenas)
+
+
+@app.command("drop")
+def drop(
+    name: Annotated[str | None, typer.Argument(help="Name of one; all if none is given.")] = None,
+    arena_dir: ArenaDirOption = ARENA_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Give the memory of kept arenas back. What an engine is using stays.
+
+    Examples:
+
+        kvcascade shm drop
+
+        kvcascade shm drop kvcascade-kept-0123456789abcdef0123456789abcdef
+    """
+    with answering(as_json):
+        from .kept_arenas import drop_arenas, found, print_dropped
+
+        arenas = [arena for arena in found(arena_dir) if name in (None, arena.path.name)]
+        if name is not None and not arenas:
+            raise CommandError(f"{name} is not in {arena_dir}; see shm ls", ExitCode.CANNOT_OPEN)
+        dropped = drop_arenas(arenas)
+        if as_json:
+            emit("shm-drop", {"dropped": [arena.path.name for arena in dropped]})
+        else:
+            print_dropped(dropped, arenas)
+    if name is not None and not dropped:
+        finish(ExitCode.IN_USE)

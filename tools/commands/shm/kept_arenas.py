@@ -1,0 +1,114 @@
+"""Arenas in shared memory that outlive their engines: found, shown, dropped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from ....config.sizes import human
+from ....tiers.base import BlockHash
+from ....tiers.cpu.arena_file import drop_kept, kept_arenas, kept_header
+from ....tiers.cpu.header import HEADER_BYTES, ArenaGeometry
+from ....tiers.cpu.slot_table import SlotTable
+from .. import show
+
+
+@dataclass(frozen=True, slots=True)
+class KeptArena:
+    """One arena."""
+
+    path: Path
+    size_bytes: int
+    slots: int
+    blocks: int
+    """Slots whose bytes are complete."""
+    block_bytes: int
+    is_live: bool
+    """True while a process holds it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "name": self.path.name,
+            "size_bytes": self.size_bytes,
+            "slots": self.slots,
+            "blocks": self.blocks,
+            "block_bytes": self.block_bytes,
+            "is_live": self.is_live,
+        }
+
+
+def found(arena_dir: Path) -> list[KeptArena]:
+    """Every kept arena of this user in a directory."""
+    arenas: list[KeptArena] = []
+    for path in kept_arenas(str(arena_dir)):
+        header = kept_header(path)
+        if header is not None:
+            fixed, is_live = header
+            geometry = fixed.geometry
+            size = os.stat(path).st_size
+            blocks = _blocks(path, geometry) if size >= geometry.file_bytes else 0
+            arena = KeptArena(
+                Path(path), size, geometry.slots, blocks, geometry.slot_bytes, is_live
+            )
+            arenas.append(arena)
+    return arenas
+
+
+def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:
+    """Remove those that nobody holds; returns them."""
+    return [arena for arena in arenas if drop_kept(str(arena.path))]
+
+
+def print_arenas(arenas: Sequence[KeptArena]) -> None:
+    """A table for people."""
+    if not arenas:
+        print("no arena is kept in shared memory")
+        return
+    table = Table("name", "size", "blocks", "slots", "in use")
+    for arena in arenas:
+        in_use = "yes" if arena.is_live else "no"
+        counts = (str(arena.blocks), str(arena.slots))
+        table.add_row(arena.path.name, human(arena.size_bytes), *counts, in_use)
+    show.console().print(table)
+
+
+def print_dropped(dropped: Sequence[KeptArena], asked: Sequence[KeptArena]) -> None:
+    """What went, and what did not."""
+    freed = human(sum(arena.size_bytes for arena in dropped))
+    left = len(asked) - len(dropped)
+    print(f"dropped {len(dropped)} ({freed})" + (f"; {left} in use" if left else ""))
+
+
+def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int] | None:
+    """Blocks of a namespace in kept arenas, live or not, and their slots; None if there are none.
+
+    `fingerprint` in hex. May be read while an engine changes it: a row counts only if it is whole.
+    """
+    blocks: set[BlockHash] = set()
+    slots = 0
+    for path in kept_arenas(str(arena_dir)):
+        header = kept_header(path)
+        geometry = None if header is None else header[0].geometry
+        if geometry is None or os.stat(path).st_size < geometry.file_bytes:
+            continue
+        table = _table(path, geometry)
+        if table.fingerprint.hex() == fingerprint:
+            blocks.update(table.complete()[0])
+            slots += geometry.slots
+    return (blocks, slots) if slots else None
+
+
+def _blocks(path: str, geometry: ArenaGeometry) -> int:
+    return len(_table(path, geometry).complete()[0])
+
+
+def _table(path: str, geometry: ArenaGeometry) -> SlotTable:
+    start = HEADER_BYTES + geometry.data_bytes
+    return SlotTable(np.fromfile(path, np.uint8, geometry.table_bytes, offset=start))

@@ -1,0 +1,90 @@
+"""`kvcascade top`: options."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..command_line import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    UrlOption,
+    answering,
+    emit,
+    finish,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .top_frame import Reading
+
+PathOption = Annotated[
+    Path | None, typer.Argument(metavar="PATH", help="The tier's path: shows what the disk shows.")
+]
+IntervalOption = Annotated[
+    float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two pictures.")
+]
+OnceOption = Annotated[bool, typer.Option("--once", help="One picture, for scripts.")]
+
+
+def top(
+    path: PathOption = None,
+    also: AlsoOption = None,
+    url: UrlOption = None,
+    interval: IntervalOption = 2.0,
+    once: OnceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a running engine, or a path: hits, rates, queues, latencies, budget.
+
+    With --once there is one picture, without rates; --json implies it.
+
+    Examples:
+
+        kvcascade top --url localhost:8000
+
+        kvcascade top /mnt/nvme/kv --interval 5
+
+        kvcascade top --url localhost:8000 --json
+    """
+    with answering(as_json):
+        if (path is None) == (url is None):
+            raise CommandError("give a PATH or --url, one of the two", ExitCode.USAGE)
+        source, read = _source(path, also, url)
+        code = _show(source, read, interval, once, as_json)
+    finish(code)
+
+
+def _source(
+    path: Path | None, also: list[Path] | None, url: str | None
+) -> tuple[str, Callable[[], Reading]]:
+    from ..cache_access import locations
+    from .top_frame import read_path, read_url
+
+    if url is not None:
+        return url, partial(read_url, url)
+    assert path is not None
+    return str(path), lambda: read_path(locations(path, also))
+
+
+def _show(
+    source: str, read: Callable[[], Reading], interval: float, once: bool, as_json: bool
+) -> ExitCode:
+    from .. import show
+    from .top_frame import frame
+    from .top_view import render, run
+
+    if not (as_json or once):
+        run(source, read, interval)
+    picture = frame(source, read())
+    if as_json:
+        emit("top", picture.as_json())
+    else:
+        show.console().print(render(picture))
+    return ExitCode.PROBLEMS if any(tier.problem for tier in picture.tiers) else ExitCode.OK

@@ -1,0 +1,243 @@
+"""`kvcascade top`: figures of a running engine, or of a path, and how fast they change.
+
+A reading is a set of numbers at a moment; two of them make rates. Readings come from an engine's
+`/metrics` (everything it counts) or from the disk (what a namespace's index and files show).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from ....errors import KVCascadeError, TierIOError
+from ....observe.metrics import PREFIX
+from ....tiers.nvme.offline.reader import Location
+from ..cache_access import opened
+from ..command_line import sentence
+
+FETCH_TIMEOUT_S = 5.0
+MAX_METRICS_BYTES = 64 << 20
+MAX_REASON_CHARS = 200
+ALL = ""
+"""The tier of a figure that belongs to none."""
+
+Figures = Mapping[tuple[str, str], float]
+"""(name without prefix, tier) to value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Figures at one moment."""
+
+    at_s: float
+    figures: Figures
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Tier to why nothing is known of it, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierFrame:
+    """One tier at one moment; None: not known. Rates are per second since the reading before."""
+
+    tier: str
+    blocks: float | None = None
+    used_ratio: float | None = None
+    dirty_ratio: float | None = None
+    hits: float | None = None
+    """Blocks that requests loaded, since the engine started."""
+    hits_per_s: float | None = None
+    tokens_per_s: float | None = None
+    """Prompt tokens that were not computed again."""
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    up_bytes: float | None = None
+    down_bytes: float | None = None
+    up_latency_s: float | None = None
+    """Mean of the batches since the reading before."""
+    down_latency_s: float | None = None
+    pending_blocks: float | None = None
+    budget_left_bytes: float | None = None
+    is_blocked: bool | None = None
+    problem: str | None = None
+    """Why nothing is known, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What one picture shows."""
+
+    source: str
+    tiers: list[TierFrame] = field(default_factory=list)
+    misses: float | None = None
+    misses_per_s: float | None = None
+    waiting_requests: float | None = None
+    """Requests that wait for their turn to have blocks read."""
+    corrupt_blocks: float | None = None
+    dropped_dirty_blocks: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def parse_metrics(text: str) -> Figures:
+    """Figures of an engine's `/metrics`, summed over all labels but `tier`; finite ones only."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.name.startswith(PREFIX):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith(("_bucket", "_created")) or not math.isfinite(sample.value):
+                continue
+            name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+            key = (name, sample.labels.get("tier", ALL))
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
+    """Fetch an engine's metrics. Raises `TierIOError`."""
+    address = url if "://" in url else f"http://{url}"
+    if address.count("/") < 3:
+        address += "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=FETCH_TIMEOUT_S) as answer:
+            text = answer.read(MAX_METRICS_BYTES).decode("utf-8", "replace")
+        figures = parse_metrics(text)
+    except (OSError, ValueError, HTTPException) as error:
+        reason = str(error.reason if isinstance(error, urllib.error.URLError) else error)
+        shown = textwrap.shorten(reason, MAX_REASON_CHARS)
+        raise TierIOError(
+            errno.EIO, f"{address} gives no metrics ({shown}); is the engine up?"
+        ) from None
+    if not figures:
+        raise TierIOError(
+            errno.ENOENT,
+            f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?",
+        )
+    return Reading(clock(), figures)
+
+
+def read_path(
+    locations: Sequence[Location],
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    is_trusted: bool = False,
+) -> Reading:
+    """What the disk shows; one "tier" per namespace. Raises one of our errors.
+
+    Of several, one that cannot be read has a problem and no figures. `is_trusted`: the index has
+    been read before.
+    """
+    figures: dict[tuple[str, str], float] = {}
+    problems: dict[str, str] = {}
+    for location in locations:
+        try:
+            figures |= _figures_of(location, is_trusted)
+        except KVCascadeError as error:
+            if len(locations) == 1:
+                raise
+            problems[location.name] = sentence(error)
+    return Reading(clock(), figures, problems)
+
+
+def _figures_of(location: Location, is_trusted: bool) -> Figures:
+    with opened(location, is_trusted=is_trusted) as cache:
+        meta, name = cache.index.meta(), location.name
+        found = len(cache.segments.found) * cache.description.slots_per_segment
+        slots = cache.state.capacity() or found  # of the files, where no engine said more
+        return {
+            ("tier_blocks", name): meta.entries,
+            ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
+            ("demoted_bytes", name): meta.written_bytes,
+            ("promoted_bytes", name): meta.read_bytes,
+        }
+
+
+def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
+    """What there is to show."""
+    known = {tier for _, tier in now.figures if tier != ALL}
+    names = sorted(known | now.problems.keys(), key=_tier_order)
+    change = _Change(now, before)
+    return Frame(
+        source=source,
+        tiers=[_tier_frame(name, change, now.problems.get(name)) for name in names],
+        misses=change.value("lookup_misses"),
+        misses_per_s=change.rate("lookup_misses"),
+        waiting_requests=change.value("waiting_requests"),
+        corrupt_blocks=change.sum("promote_corrupt_blocks"),
+        dropped_dirty_blocks=change.value("dropped_dirty_blocks"),
+    )
+
+
+class _Change:
+    """Values, and what became of them since the reading before."""
+
+    def __init__(self, now: Reading, before: Reading | None) -> None:
+        self._now = now
+        self._before = before
+
+    def value(self, name: str, tier: str = ALL) -> float | None:
+        return self._now.figures.get((name, tier))
+
+    def sum(self, name: str) -> float | None:
+        found = [value for (n, _), value in self._now.figures.items() if n == name]
+        return sum(found) if found else None
+
+    def grown(self, name: str, tier: str = ALL) -> float | None:
+        """None also after a restart of the engine, when a counter begins anew."""
+        now = self.value(name, tier)
+        if self._before is None or now is None:
+            return None
+        grown = now - self._before.figures.get((name, tier), 0.0)
+        return grown if grown >= 0 else None
+
+    def rate(self, name: str, tier: str = ALL) -> float | None:
+        grown = self.grown(name, tier)
+        if grown is None or self._before is None:
+            return None
+        seconds = self._now.at_s - self._before.at_s
+        return grown / seconds if seconds > 0 else None
+
+    def mean(self, name: str, tier: str) -> float | None:
+        total, count = self.grown(f"{name}_sum", tier), self.grown(f"{name}_count", tier)
+        if self._before is None:
+            total, count = self.value(f"{name}_sum", tier), self.value(f"{name}_count", tier)
+        return total / count if total is not None and count else None
+
+
+def _tier_frame(tier: str, change: _Change, problem: str | None) -> TierFrame:
+    blocked = change.value("tier_blocked", tier)
+    return TierFrame(
+        tier=tier,
+        blocks=change.value("tier_blocks", tier),
+        used_ratio=change.value("tier_used_ratio", tier),
+        dirty_ratio=change.value("tier_dirty_ratio", tier),
+        hits=change.value("loaded_blocks", tier),
+        hits_per_s=change.rate("loaded_blocks", tier),
+        tokens_per_s=change.rate("served_tokens", tier),
+        up_bytes_per_s=change.rate("promoted_bytes", tier),
+        down_bytes_per_s=change.rate("demoted_bytes", tier),
+        up_bytes=change.value("promoted_bytes", tier),
+        down_bytes=change.value("demoted_bytes", tier),
+        up_latency_s=change.mean("promotion_seconds", tier),
+        down_latency_s=change.mean("demotion_seconds", tier),
+        pending_blocks=change.value("pending_blocks", tier),
+        budget_left_bytes=change.value("write_budget_left_bytes", tier),
+        is_blocked=None if blocked is None else blocked > 0,
+        problem=problem,
+    )
+
+
+def _tier_order(name: str) -> tuple[bool, str]:
+    return name != "cpu", name

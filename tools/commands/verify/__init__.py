@@ -1,0 +1,176 @@
+"""`kvcascade verify`: options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ....errors import KVCascadeError
+from ..command_line import (
+    AlsoOption,
+    CommandError,
+    ExitCode,
+    JsonOption,
+    NamespaceOption,
+    PathArgument,
+    answering,
+    emit,
+    finish,
+    sentence,
+)
+
+if TYPE_CHECKING:
+    from ....tiers.nvme.offline.reader import Location
+    from ....tiers.nvme.offline.scan import Throttle
+    from .verify_blocks import VerifyReport
+
+RepairOption = Annotated[
+    bool,
+    typer.Option("--repair", help="Drop exactly what is damaged."),
+]
+RebuildOption = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild-index",
+        help="Make the index anew from what the segments prove (the namespace must be closed).",
+    ),
+]
+LimitOption = Annotated[
+    str | None,
+    typer.Option("--bwlimit", metavar="SIZE", help="Read at most so much a second: 200MiB, 1GB."),
+]
+
+
+def verify(
+    path: PathArgument,
+    also: AlsoOption = None,
+    namespace: NamespaceOption = None,
+    repair: RepairOption = False,
+    rebuild_index: RebuildOption = False,
+    bwlimit: LimitOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every block against its checksum, and the index against the files.
+
+    Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
+    run; files and slot records are then theirs to repair.
+
+    Examples:
+
+        kvcascade verify /mnt/nvme/kv --bwlimit 500MB
+
+        kvcascade verify /mnt/nvme/kv --repair
+
+        kvcascade verify /mnt/nvme/kv/llama-1a2b3c4d5e6f --rebuild-index
+    """
+    with answering(as_json):
+        if repair and rebuild_index:
+            raise CommandError("give --repair or --rebuild-index, not both", ExitCode.USAGE)
+        code = _run(path, also, namespace, repair, rebuild_index, bwlimit, as_json)
+    finish(code)
+
+
+def _run(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    repair: bool,
+    rebuild_index: bool,
+    bwlimit: str | None,
+    as_json: bool,
+) -> ExitCode:
+    from ....tiers.nvme.offline.scan import Throttle
+    from ..cache_access import choose, chosen_of, locations
+
+    rate = size_of("--bwlimit", bwlimit)
+    throttle = Throttle(rate)
+    found = locations(path, also)
+    if rebuild_index:
+        return _rebuild(choose(found, namespace), throttle, as_json)
+    chosen = chosen_of(found, namespace)
+    reports = [
+        _verify_one(each, repair, throttle, as_json, is_alone=len(chosen) == 1) for each in chosen
+    ]
+    if as_json:
+        emit("verify", {"namespaces": [each.as_json() for each in reports]})
+    return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
+
+
+def _verify_one(
+    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
+) -> VerifyReport:
+    """One that cannot be read is reported as such, unless it `is_alone`: what was found in the
+    others, and changed there, is not lost."""
+    from ....tiers.nvme.offline.presence import owners
+    from .verify_blocks import VerifyReport
+    from .verify_view import print_verified
+
+    try:
+        report = _looked_at(location, repair, throttle, as_json, is_alone)
+    except KVCascadeError as error:
+        if is_alone:
+            raise
+        is_live = bool(owners(location.folders))
+        report = VerifyReport(location.name, is_live, problem=sentence(error))
+    if not as_json:
+        print_verified(report)
+    return report
+
+
+def _looked_at(
+    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
+) -> VerifyReport:
+    from time import perf_counter
+
+    from ..cache_access import opened
+    from . import verify_blocks as core
+    from .verify_view import progress_of
+
+    with opened(location) as cache:
+        began = perf_counter()
+        total = cache.index.meta().entries
+        with progress_of(location.name, total, cache.description.block_bytes, as_json) as advance:
+            report, drops, records = core.verify(cache, throttle, advance)
+        report.seconds = perf_counter() - began
+        description = cache.description
+    if repair:
+        try:
+            core.repair(description, report, drops, records)
+        except KVCascadeError as error:
+            if is_alone:
+                raise
+            report.problem = sentence(error)
+    return report
+
+
+def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
+    from time import perf_counter
+
+    from ....tiers.nvme.offline.reader import read_description
+    from .rebuild import rebuild
+    from .verify_view import print_rebuilt, progress_of
+
+    description = read_description(location)
+    began = perf_counter()
+    with progress_of(location.name, None, description.block_bytes, as_json) as advance:
+        report = rebuild(description, throttle, advance)
+    report.seconds = perf_counter() - began
+    if as_json:
+        emit("rebuild", report.as_json())
+    else:
+        print_rebuilt(report)
+    return ExitCode.PROBLEMS if report.corrupt or report.segments_damaged else ExitCode.OK
+
+
+def size_of(option: str, text: str | None) -> int | None:
+    """A size in bytes as an option has it. Raises `CommandError`."""
+    from ....config.sizes import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text).count
+    except ValueError as error:
+        raise CommandError(f'{option}: "{text}" {error}', ExitCode.USAGE) from None

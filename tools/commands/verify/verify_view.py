@@ -1,0 +1,100 @@
+"""`kvcascade verify` on a terminal: progress with a rate, then what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+from .. import show
+from .rebuild import RebuildReport
+from .verify_blocks import Progress as Advance
+from .verify_blocks import VerifyReport
+
+MAX_SHOWN = 20
+"""Blocks that are listed; `--json` lists all."""
+
+
+@contextmanager
+def progress_of(
+    name: str, blocks: int | None, block_bytes: int, is_quiet: bool
+) -> Iterator[Advance]:
+    """A progress bar on standard error, told numbers of blocks; none for JSON or a pipe."""
+    console = Console(stderr=True)
+    if is_quiet or not console.is_terminal:
+        yield lambda count: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None if blocks is None else blocks * block_bytes)
+        yield lambda count: bar.advance(task, count * block_bytes)
+
+
+def print_verified(report: VerifyReport) -> None:
+    """What was found in one namespace."""
+    console = show.console()
+    rate = report.bytes_read / report.seconds if report.seconds else 0.0
+    console.print(Text(report.name, style="bold"))
+    if report.problem is not None:
+        console.print(Text(f"  {report.problem}", style="red"))
+    if not report.space:  # nothing was looked at
+        return
+    rows = [
+        ("blocks", f"{report.blocks:,}, of which {report.ok:,} are right"),
+        ("read", f"{show.size(report.bytes_read)} in {show.duration(report.seconds)}"),
+        ("rate", f"{show.size(rate)}/s"),
+        ("free space", report.space),
+    ]
+    if report.changed:
+        rows.append(("changed meanwhile", f"{report.changed:,} blocks"))
+    if report.parts_missing:
+        missing = ", ".join(map(str, report.parts_missing))
+        rows.append(("not looked at", f"parts {missing}: give their paths with --also"))
+    if report.dropped or report.records_written:
+        rows.append(("dropped", f"{report.dropped:,} blocks"))
+        rows.append(("records written anew", f"{report.records_written:,}"))
+    console.print(show.facts("", rows))
+    for path, problem in report.segments_damaged.items():
+        console.print(Text(f"  {path}: {problem}", style="red"))
+    if report.problems:
+        table = show.columns("Problems", "block", "slot", "problem", right=["slot"])
+        for each in report.problems[:MAX_SHOWN]:
+            table.add_row(each.hash, str(each.slot), str(each.problem))
+        console.print(table)
+        more = len(report.problems) - MAX_SHOWN
+        if more > 0:
+            console.print(f"  and {more:,} more (--json lists all)")
+    verdict = "nothing is wrong" if report.is_clean else "problems found"
+    style = "green" if report.is_clean else "red"
+    console.print(Text(f"  {verdict}", style=style))
+
+
+def print_rebuilt(report: RebuildReport) -> None:
+    """What the new index holds."""
+    rows = [
+        ("recovered", f"{report.recovered:,} blocks of {report.slots:,} slots"),
+        ("without a record", f"{report.no_record:,}"),
+        ("from before a reset", f"{report.other_epoch:,}"),
+        ("older copies", f"{report.superseded:,}"),
+        ("not matching", f"{report.corrupt:,}"),
+        ("damaged segments", f"{report.segments_damaged:,}"),
+        ("old index", report.old_index or "there was none"),
+        ("time", show.duration(report.seconds)),
+    ]
+    show.console().print(show.facts(report.name, rows))

@@ -1,0 +1,283 @@
+"""`kvcascade bench`: what kvcascade costs, beside what vLLM ships and what the machine can do.
+
+Every figure is measured in this run, on this machine, contenders taking turns. Tables go to the
+screen, everything (all samples, machine, versions) to `bench.json`. A goal that is missed is
+shown, and is no failure: the exit status says only whether the measurements could be made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...commands.command_line import (
+    ExitCode,
+    answering_apart,
+    check_place,
+    code_of,
+    complain,
+    emit,
+    lacks,
+    sentence,
+    terminable,
+)
+
+if TYPE_CHECKING:
+    from ...commands.bench.bench_results import Table
+    from .measurement import Measurement, MeasurementSetup
+    from .scale import Scale
+
+NEEDED = ("vllm", "rich")
+"""Modules that the benchmark needs and the package does not."""
+BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
+"""Measurements that run without vLLM, LMDB and msgspec, and what those need."""
+BARE_MINUTES = 5.0
+"""Limit for these measurements. With the GPU tests they take about 8 minutes at most."""
+BARE_SHARES = {"gpu": 0.8, "gpu_engine": inf}
+"""Share of the limit after which a measurement begins nothing; 1 for others. The engine starts only
+where vLLM is installed, and has no limit."""
+_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+
+MEASUREMENTS = {
+    "manager": "what one block costs the scheduler's thread in the CPU tier",
+    "reopening": "how long a start takes, and what it keeps in memory",
+    "lookups": "what a question about a block on NVMe costs the scheduler's thread",
+    "transfers": "CPU to NVMe, and back to the device after a restart",
+    "busy": "the same while the scheduler's thread never rests",
+    "engine": "time to the first token in the real engine, and bytes written to the disk",
+    "restart": "what a server computes again after a restart, and how it serves a storm",
+    "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
+    "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
+    "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
+}
+"""Name of every measurement, and what it is about, in the order in which they run:
+`lookups` uses blocks of the tiers in which `reopening` looks for the order of the last use."""
+_MODULES = {
+    "manager": "scheduler.manager_cost",
+    "reopening": "scheduler.reopening",
+    "lookups": "scheduler.lookups",
+    "transfers": "transfers",
+    "busy": "busy",
+    "engine": "engine.engine",
+    "restart": "engine.restart",
+    "gpu": "gpu.gpu",
+    "round_trip": "round_trip",
+    "gpu_engine": "engine.gpu_engine",
+}
+"""Module of every measurement."""
+ASKED_FOR = BARE
+"""Measured only if asked for by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the command was asked for."""
+
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    """Names of measurements; empty: those that belong to the scale."""
+    repeats: int | None = None
+    nvme: Mapping[str, Any] = field(default_factory=dict)
+    """Options of our NVMe tier."""
+    path: Path | None = None
+    """A folder on the disk to measure; None: that of `out`."""
+    out: Path = Path("out")
+    plot: Path | None = None
+    as_json: bool = False
+    minutes: float | None = None
+    """No case begins later than this; None: `BARE_MINUTES` for `BARE`, and no limit for others."""
+
+
+def run(options: BenchOptions) -> int:
+    """Run the benchmark; returns the exit status."""
+    is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
+    needed: tuple[str, ...] = BARE_NEEDED if is_bare else NEEDED
+    needed = (*needed, "matplotlib") if options.plot else needed
+    if lacks(needed, "bench", options.as_json):
+        return ExitCode.MISSING
+    from ....errors import KVCascadeError
+    from ...commands.bench.bench_results import BenchError
+
+    try:
+        with _only_errors_of_vllm(), terminable():
+            with answering_apart(options.as_json):
+                found = _run(options)
+    except BenchError as error:
+        return complain(str(error), ExitCode.PROBLEMS, options.as_json, "\nbench")
+    except KVCascadeError as error:
+        return complain(sentence(error), code_of(error), options.as_json, "\nbench")
+    except KeyboardInterrupt:
+        return complain("interrupted", ExitCode.INTERRUPTED, options.as_json, "\nbench")
+    if options.as_json:
+        emit("bench", found)
+    return ExitCode.OK
+
+
+@contextmanager
+def _only_errors_of_vllm() -> Iterator[None]:
+    """In this process and its engines. Our own level follows from vLLM's when first imported."""
+    loggers = [logging.getLogger(name) for name in ("vllm", "kvcascade")]
+    levels, level = [logger.level for logger in loggers], os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "ERROR")
+    loggers[0].setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, own in zip(loggers, levels, strict=True):
+            logger.setLevel(own)
+        if level is None:
+            del os.environ[_LOG_LEVEL]
+
+
+def _run(options: BenchOptions) -> dict[str, Any]:
+    """Measure, show and save; returns what was saved."""
+    from ...commands.bench.bench_report import Reporter
+    from ...commands.bench.bench_results import document
+    from ...commands.bench.machine_facts import headline, machine_facts, version_facts
+    from .measurement import MeasurementSetup
+
+    out, folder = _folders(options)
+    scale = scale_of(options)
+    names = names_of(options.only, scale)
+    reporter, began = Reporter(), time.monotonic()
+    minutes = minutes_of(options)
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command_of(options),
+        "machine": machine_facts(folder),
+        "versions": version_facts(),
+        "is_quick": options.quick,
+        "repeats": scale.repeats,
+        "nvme": dict(options.nvme),
+        "notes": [],
+    }
+
+    def note(line: str) -> None:
+        facts["notes"].append(line)
+        reporter.print(f"note: {line}")
+
+    def has_time(name: str) -> bool:
+        share = 1.0 if options.minutes is not None else BARE_SHARES.get(name, 1.0)
+        return time.monotonic() - began < minutes * 60 * share
+
+    reporter.print(f"kvcascade bench: {headline(facts)}")
+    tables: list[Table] = []
+    try:
+        for name in names:
+            if not has_time(name):
+                note(f"{name} is not measured, the time is up; --minutes gives more")
+            else:
+                with reporter.measuring(name):
+                    nvme = dict(options.nvme)
+                    in_time = partial(has_time, name)
+                    setup = MeasurementSetup(
+                        folder / name, scale, reporter.progress, nvme, note, in_time
+                    )
+                    tables.append(measure(name, setup))
+                reporter.table(tables[-1])
+            facts["seconds"] = round(time.monotonic() - began, 1)
+            write(out / "bench.json", tables, facts)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    reporter.print(f"{facts['seconds']:.0f} s in all; saved {out / 'bench.json'}")
+    found = document(tables, facts)
+    if options.plot:
+        from .bench_plot import plot
+
+        plot(found, options.plot)
+        reporter.print(f"saved {options.plot}")
+    return found
+
+
+def command_of(options: BenchOptions) -> str:
+    """Return the call that measures the same again; folders of one machine are left out."""
+    words = ["kvcascade", "bench"]
+    words += ["--quick"] if options.quick else []
+    words += [word for name in options.only for word in ("--only", name)]
+    words += ["--repeats", str(options.repeats)] if options.repeats else []
+    words += ["--minutes", f"{options.minutes:g}"] if options.minutes is not None else []
+    for name, value in options.nvme.items():
+        words += ["--nvme", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
+
+
+def _folders(options: BenchOptions) -> tuple[Path, Path]:
+    """Where results go, and an empty one to measure in. Raises the mapped form of an `OSError`,
+    and `ConfigError` if the picture has no place, which is often in the former."""
+    from ....errors import os_errors
+
+    out: Path = options.out.absolute()
+    folder = (options.path or out).absolute() / "kvcascade-bench"
+    with os_errors(f"making {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    check_place("--plot", options.plot)
+    with os_errors(f"making {folder}"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return out, folder
+
+
+def scale_of(options: BenchOptions) -> Scale:
+    """How much is asked for."""
+    from dataclasses import replace
+
+    from .scale import FULL, QUICK
+
+    scale = QUICK if options.quick else FULL
+    n = options.repeats
+    return replace(scale, repeats=n, engine_repeats=min(n, scale.engine_repeats)) if n else scale
+
+
+def minutes_of(options: BenchOptions) -> float:
+    """How long measurements may be started."""
+    if options.minutes is not None:
+        return options.minutes
+    return BARE_MINUTES if options.only and {*options.only} <= {*BARE} else inf
+
+
+def names_of(only: Sequence[str], scale: Scale) -> list[str]:
+    """The measurements that are made: those asked for, or what belongs to the scale. With `gpu`
+    comes all that a machine with a GPU is asked first."""
+    if only:
+        asked = {*only, *BARE} if "gpu" in only else {*only}
+        return [name for name in MEASUREMENTS if name in asked]
+    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "restart")
+    return [name for name in MEASUREMENTS if name not in left_out]
+
+
+def measurement_of(name: str) -> Measurement:
+    """Return one of the `MEASUREMENTS`."""
+    measurement: Measurement = import_module(f".{_MODULES[name]}", __package__).MEASUREMENT
+    return measurement
+
+
+def measure(name: str, setup: MeasurementSetup) -> Table:
+    """Run one measurement in its folder, which is gone afterwards."""
+    from .measurement import run as run_measurement
+
+    measurement = measurement_of(name)
+    setup.folder.mkdir(parents=True)
+    try:
+        return run_measurement(measurement, setup)
+    finally:
+        shutil.rmtree(setup.folder, ignore_errors=True)
+
+
+def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
+    """Save what was measured so far."""
+    from ...commands.bench.bench_results import document
+
+    path.write_text(json.dumps(document(tables, facts), indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,1 @@
+"""Measurements with real engines."""

@@ -1,0 +1,183 @@
+"""After a restart: what is computed again, and how long a storm of requests takes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
+from ...server import is_on_cpu, write_tokenizer
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from ..scale import BLOCK_TOKENS, RestartScale
+
+if TYPE_CHECKING:
+    from ...server import Completion, ServerProcess
+    from .engine_runs import Servers
+
+ANSWER_TOKENS = 8
+TAIL_TOKENS = 12
+"""What follows the document in each request; it fills no block, and is always computed."""
+COMPUTED, TOTAL = "tokens computed", "time for all requests"
+CROWD = 16
+"""From so many clients on there is a goal for the time that all requests take."""
+STOPPED = (Quantity(COMPUTED, "tokens", (Goal(2500.0),)),)
+
+Prompt = list[int]
+Stop = Callable[["ServerProcess"], object]
+
+
+def quantities(clients: int) -> tuple[Quantity, ...]:
+    """The rows of a storm."""
+    return (
+        Quantity(COMPUTED, "tokens", (Goal(1.0, VLLM),)),
+        Quantity(TOTAL, "s", (Goal(0.6, VLLM),) if clients >= CROWD else ()),
+        Quantity("TTFT p50", "ms"),
+        Quantity("TTFT p95", "ms"),
+    )
+
+
+class Restarts:
+    """One server stores documents and ends; the next one is asked about them."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        model: Path,
+        scale: RestartScale,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._servers = servers
+        self._model = model
+        self._scale = scale
+        self._sleep = sleep
+        source = random.Random("documents")
+        self._documents = [
+            _tokens(source, scale.document_blocks * BLOCK_TOKENS) for _ in range(scale.documents)
+        ]
+
+    def once_each(self, contender: str, cpu_bytes: int, stop: Stop) -> Figures:
+        """Every document once, one after another."""
+        prompts = [_with_tail(document, f"again {i}") for i, document in self._numbered()]
+        answers, _ = self._ask_again(contender, cpu_bytes, stop, prompts, 1)
+        return {COMPUTED: _computed(answers)}
+
+    def storm(self, contender: str, cpu_bytes: int, clients: int) -> Figures:
+        """Several requests for each document, so many at a time, after `kill -9`."""
+        scale = self._scale
+        prompts = [
+            _with_tail(self._documents[i % scale.documents], f"request {i}")
+            for i in range(scale.requests)
+        ]
+        random.Random("order").shuffle(prompts)
+        answers, total_s = self._ask_again(contender, cpu_bytes, _kill, prompts, clients)
+        ttft_s = [answer.ttft_s for answer in answers]
+        return {
+            COMPUTED: _computed(answers),
+            TOTAL: total_s,
+            "TTFT p50": quantile(ttft_s, 0.5) * 1e3,
+            "TTFT p95": quantile(ttft_s, 0.95) * 1e3,
+        }
+
+    def _ask_again(
+        self, contender: str, cpu_bytes: int, stop: Stop, prompts: Sequence[Prompt], clients: int
+    ) -> tuple[list[Completion], float]:
+        from .engine_runs import REST_S
+
+        scale = self._scale
+        with self._servers.disk(contender) as folder:
+            stored_bytes = scale.documents * scale.document_bytes
+            nvme = {"capacity": 4 * max(cpu_bytes, stored_bytes)}
+            options = self._servers.options(
+                self._model,
+                scale.prompt_tokens_max,
+                scale.device_documents * (scale.document_blocks + 2),
+                self._servers.offloading(contender, folder, cpu_bytes, nvme),
+            )
+            with self._servers.running(contender, options) as server:
+                first = [_with_tail(document, f"first {i}") for i, document in self._numbered()]
+                server.complete_all(first, ANSWER_TOKENS, 1)
+                self._sleep(REST_S)
+                stop(server)
+            with self._servers.running(contender, options) as server:
+                began_s = time.monotonic()
+                answers = server.complete_all(prompts, ANSWER_TOKENS, clients)
+                return answers, time.monotonic() - began_s
+
+    def _numbered(self) -> Sequence[tuple[int, Prompt]]:
+        return list(enumerate(self._documents))
+
+
+def _kill(server: ServerProcess) -> None:
+    server.kill()
+
+
+def _stop(server: ServerProcess) -> None:
+    server.stop()
+
+
+def _tokens(source: random.Random, count: int) -> Prompt:
+    from .engine_runs import FIRST_TOKEN, VOCABULARY
+
+    return [source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]
+
+
+def _with_tail(document: Prompt, name: str) -> Prompt:
+    return document + _tokens(random.Random(name), TAIL_TOKENS)
+
+
+def _computed(answers: Sequence[Completion]) -> float:
+    return float(sum(answer.prompt_tokens - answer.cached_tokens for answer in answers))
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Two ways to end, then storms of more and more clients."""
+    from ...model import make_llama
+    from .engine_runs import VOCABULARY, Servers
+
+    scale = setup.scale.restart
+    model = make_llama(
+        setup.folder / "model",
+        layers=scale.layers,
+        hidden=scale.hidden,
+        vocab=VOCABULARY,
+        max_positions=scale.prompt_tokens_max,
+    )
+    write_tokenizer(model, VOCABULARY)
+    restarts = Restarts(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
+    for label, stop in (("SIGTERM after 8 s of rest", _stop), ("SIGKILL after 8 s of rest", _kill)):
+        yield Case(
+            f"{label}: {scale.documents} documents, one client",
+            {
+                name: partial(restarts.once_each, name, scale.large_cpu_bytes, stop)
+                for name in (OURS, VLLM)
+            },
+            STOPPED,
+            repeats=1,
+        )
+    for clients in scale.clients:
+        yield Case(
+            f"{clients} clients, CPU tier of {scale.small_cpu_bytes // MIB} MiB",
+            {
+                name: partial(restarts.storm, name, scale.small_cpu_bytes, clients)
+                for name in (OURS, VLLM)
+            },
+            quantities(clients),
+            repeats=1,
+        )
+
+
+MEASUREMENT = Measurement(
+    "restart",
+    "After a restart: tokens computed again, and a storm of requests",
+    "vLLM's OpenAI server with its default flags and ours with its default configuration; vLLM's "
+    "TieringOffloadingSpec with its fs tier, which writes through. One server stores all "
+    "documents, rests, and ends; another one is asked about each, or about each several times by "
+    "many clients. Its device holds four of them. A request asks for a document and "
+    f"{TAIL_TOKENS} tokens that are always computed.",
+    (),
+    cases,
+)

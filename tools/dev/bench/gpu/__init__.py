@@ -1,0 +1,1 @@
+"""Measurements of transfers between a GPU and the CPU tier."""

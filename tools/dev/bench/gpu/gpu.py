@@ -1,0 +1,309 @@
+"""Device to arena and back on a GPU, beside vLLM's own worker and one large pinned copy.
+
+Ready for any machine with a CUDA device; without one it says so. What is done with the device is in
+`gpu_device`, how it is measured in `gpu_moves`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from .....config.sizes import human
+from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
+from .....handlers.device.hazards import Direction
+from .....tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from ....commands.bench.bench_results import LIMIT, OURS, Goal, Quantity
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from .gpu_device import Contender, CudaDevice, Device, Room
+from .gpu_moves import (
+    BESIDE,
+    COVERED_LEAST,
+    HEAR_LONGEST,
+    MEANWHILE,
+    PACED,
+    PACED_HEAR,
+    PACED_S,
+    PACED_SUBMIT,
+    RATE,
+    STEP_S,
+    SUBMIT,
+    SUBMIT_LONGEST,
+    DeviceMover,
+    Kernels,
+    Transfer,
+    beside,
+    check,
+    costs,
+    paced,
+    rate,
+)
+
+COUNTS = (1, 16, 256, 4096)
+"""Blocks of a transfer."""
+SPARE = 4
+"""One block in so many is not part of the largest transfer, so that none is one long run."""
+MEMORY_SHARE = 0.8
+"""What may be taken of the memory that is free anywhere."""
+BESIDE_BLOCKS = 64
+"""Of the transfers that run beside kernels, and of the one whose bytes are compared."""
+
+DECODE_LEAST = 0.97
+"""Goal: kernels of decode size beside transfers, over their rate alone."""
+PREFILL_SHARE = 0.7
+"""Goal: transfers beside kernels of prefill size, as a share of one large copy's rate."""
+CALL = (Goal(1.0),)
+"""Goal of the longest call, in ms."""
+
+REPEATS_MAX = 3
+"""How often a case is measured at most, so that all shapes have their turn."""
+
+GIB = 1 << 30
+PINNED = "CPU memory is pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShape:
+    """The KV cache of a model on one GPU."""
+
+    label: str
+    layers: int
+    page_bytes: int
+    share: float = 0.85
+    """Goal of the rates, as a share of one large copy's."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers."""
+        return self.layers * self.page_bytes
+
+    def layout(self, blocks: int, geometry: ArenaGeometry) -> WorkerLayout:
+        """One KV group, a tensor per layer, one worker."""
+        tensors = [TensorLayout(blocks, self.page_bytes, self.page_bytes)] * self.layers
+        refs = [PageRef(layer, self.page_bytes) for layer in range(self.layers)]
+        return WorkerLayout(tensors, [refs], 1, geometry, 0)
+
+
+SHAPES = (
+    GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10, share=0.90),
+    GpuShape("MLA, 61 layers × 18 KiB", 61, 18 << 10),
+    GpuShape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
+    GpuShape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
+)
+"""The last one is what vLLM 0.24 to 0.28 make with a layout across layers."""
+
+
+def room_for(count: int) -> int:
+    """Blocks of a cache out of which so many are taken."""
+    return count + max(1, count // SPARE)
+
+
+def need(shape: GpuShape, count: int) -> Room:
+    """What transfers of so many blocks take: a cache on the device and two in shared memory, ours
+    and vLLM's, and one copy on either side for the limit, for which torch takes the next power of
+    two of pinned memory."""
+    cache, copy = room_for(count) * shape.block_bytes, count * shape.block_bytes
+    return Room(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
+
+
+def lacking(shape: GpuShape, count: int, free: Room) -> str:
+    """What is too little for transfers of so many blocks; empty: nothing."""
+    wanted = need(shape, count)
+    larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
+    for place, needed, there, remedy in (
+        ("GPU memory", wanted.device, free.device, "end what uses the GPU"),
+        (
+            "/dev/shm",
+            wanted.shared,
+            free.shared,
+            f"give a container --shm-size of {larger}, or remount it with that size",
+        ),
+        ("memory", wanted.memory, free.memory, "end what uses memory"),
+    ):
+        if needed > MEMORY_SHARE * there:
+            return f"{human(needed)} of {place} are too much of {human(there)}; {remedy}"
+    return ""
+
+
+class GpuBench:
+    """One shape: device tensors, and each contender's CPU memory, for the largest transfer.
+
+    Raises `BenchError` if a contender brings back other bytes than it took.
+    """
+
+    def __init__(self, device: Device, shape: GpuShape, largest: int, undo: ExitStack) -> None:
+        self._device, self._shape = device, shape
+        self._room, self._beside = room_for(largest), min(largest, BESIDE_BLOCKS)
+        self._movers: dict[str, DeviceMover] = {}
+        self._is_pinned: dict[str, bool] = {}
+        undo.callback(self._let_go)
+        geometry = ArenaGeometry(self._room, shape.block_bytes, 1)
+        role = ArenaRole.scheduler(expect_workers=False)
+        arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
+        undo.callback(arena.close)
+        cache = device.pages(shape.layers * self._room, shape.page_bytes)
+        tensors = cache.view(shape.layers, self._room, -1).unbind()  # as vLLM 0.32 lays layers
+        layout = shape.layout(self._room, geometry)
+        some = self._transfer(self._beside)
+        makers: dict[str, Callable[[], Contender]] = {
+            OURS: partial(device.ours, tensors, layout, arena.slots),
+            **{name: partial(make, tensors, self._room) for name, make in device.others().items()},
+        }
+        for name, make in makers.items():
+            contender = make()
+            undo.callback(contender.copier.shutdown)
+            self._movers[name] = DeviceMover(contender.copier)
+            self._is_pinned[name] = contender.is_pinned
+            check(self._movers[name], tensors, some)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders, ours first."""
+        return tuple(self._movers)
+
+    def pinned(self, name: str) -> Figures:
+        """Whether all of a contender's CPU memory is."""
+        return {PINNED: 100.0 * self._is_pinned[name]}
+
+    def costs(self, name: str, count: int) -> Figures:
+        """Scattered transfers in both directions."""
+        mover, transfer = self._movers[name], self._transfer(count)
+        size = count * self._shape.block_bytes
+        return _both_ways(lambda way: costs(mover, way, transfer, size, time.perf_counter))
+
+    def limit(self, count: int) -> Figures:
+        """One copy of as many bytes between the device and pinned memory."""
+        size = count * self._shape.block_bytes
+        copies = self._device.plain_copies(size)
+        return {RATE[way]: rate(copies[way], size, time.perf_counter) for way in Direction}
+
+    def beside(self, name: str, kernels: Kernels) -> Figures:
+        """Kernels on the compute stream, with transfers and without."""
+        mover, transfer = self._movers[name], self._transfer(self._beside)
+        size = self._beside * self._shape.block_bytes
+        start = partial(self._device.start_chain, kernels)
+        return _both_ways(
+            lambda way: beside(mover, way, kernels, transfer, size, start, time.sleep)
+        )
+
+    def limit_beside(self, kernels: Kernels) -> Figures:
+        """What transfers beside kernels are held against: one copy of as many bytes, alone."""
+        alone = self.limit(self._beside)
+        return {MEANWHILE[way, kernels]: alone[RATE[way]] for way in Direction}
+
+    def paced(self, name: str, step_s: float) -> Figures:
+        """Many transfers in both directions, asked after as seldom as an engine does."""
+        mover, transfer = self._movers[name], self._transfer(self._beside)
+        size = self._beside * self._shape.block_bytes
+        start = partial(self._device.start_chain, Kernels.PREFILL)
+        clock, pause = time.perf_counter, time.sleep
+        return _both_ways(
+            lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
+        )
+
+    def _transfer(self, count: int) -> Transfer:
+        return Transfer.scattered(count, self._room, self._room)
+
+    def _let_go(self) -> None:
+        """The case that was measured last is still held, and this with it."""
+        self._movers.clear()
+        self._device.release()
+
+
+def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Case, None, None]:
+    """Every shape, from one block to as many as fit; what does not fit is named."""
+    device = device or CudaDevice()
+    for note in device.notes():
+        setup.note(note)
+    for shape in SHAPES:
+        free = device.room()
+        lacks = {count: lacking(shape, count, free) for count in COUNTS}
+        fitting = [count for count in COUNTS if not lacks[count]]
+        if fitting:
+            setup.say(f"{shape.label}: pinning memory")
+            with ExitStack() as undo:
+                bench = GpuBench(device, shape, fitting[-1], undo)
+                yield from _measured(bench, shape, fitting, setup.scale.repeats)
+        for count in COUNTS[len(fitting) :]:
+            setup.note(f"{shape.label}: {count:,} blocks are not measured: {lacks[count]}")
+            label = f"{shape.label}: {count:,} blocks, not measured: {lacks[count]}"
+            yield Case(label, {OURS: lambda: dict.fromkeys(RATE.values())}, repeats=1)
+
+
+def _measured(
+    bench: GpuBench, shape: GpuShape, counts: Sequence[int], most: int
+) -> Generator[Case, None, None]:
+    """All cases of a shape, each measured `most` times at most."""
+    names, rows, repeats = bench.names, quantities(shape.share), min(REPEATS_MAX, most)
+    yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
+    for count in counts:
+        contenders = {name: partial(bench.costs, name, count) for name in names}
+        yield Case(
+            f"{shape.label}: {count:,} blocks",
+            {**contenders, LIMIT: partial(bench.limit, count)},
+            rows,
+            repeats,
+        )
+    for kernels in Kernels:
+        contenders = {name: partial(bench.beside, name, kernels) for name in names}
+        yield Case(
+            f"{shape.label}: beside kernels of {kernels} size",
+            {**contenders, LIMIT: partial(bench.limit_beside, kernels)},
+            repeats=repeats,
+        )
+    for step_s in PACED_S:
+        yield Case(
+            f"{shape.label}: {step_s * 1e3:g} ms between calls",
+            {name: partial(bench.paced, name, step_s) for name in names},
+            repeats=repeats,
+        )
+
+
+def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
+    return {name: figure for way in Direction for name, figure in figures(way).items()}
+
+
+def quantities(share: float) -> tuple[Quantity, ...]:
+    """The rows. `share`: goal of the rates."""
+    found = [Quantity(PINNED, "%", (Goal(100, is_least=True),), is_more_better=True)]
+    for way in Direction:
+        goals = (Goal(share, LIMIT, is_least=True),)
+        found.append(Quantity(RATE[way], "GB/s", goals, is_more_better=True))
+        found.append(Quantity(SUBMIT[way], "ms"))
+        found += [Quantity(each[way], "ms", CALL) for each in (SUBMIT_LONGEST, HEAR_LONGEST)]
+    for beside_key, name in BESIDE.items():
+        is_decode = beside_key[1] is Kernels.DECODE
+        kept = (Goal(DECODE_LEAST, is_least=True),) if is_decode else ()
+        moved = () if is_decode else (Goal(PREFILL_SHARE, LIMIT, is_least=True),)
+        found += [
+            Quantity(name, "×", kept, is_more_better=True),
+            Quantity(MEANWHILE[beside_key], "GB/s", moved, is_more_better=True),
+        ]
+    for key, name in PACED.items():
+        found.append(Quantity(name, "GB/s", is_more_better=True))
+        found += [Quantity(each[key], "ms", CALL) for each in (PACED_SUBMIT, PACED_HEAR)]
+    return tuple(found)
+
+
+MEASUREMENT = Measurement(
+    "gpu",
+    "GPU: scattered blocks between the device and CPU memory",
+    "Blocks and slots drawn at random, one transfer after another, each asked after until it has "
+    "ended; vLLM: its CPUOffloadingWorker, same tensors, same blocks; per page: this worker's "
+    "batched copy of single pages, where vLLM is not installed; limit: one copy of as many "
+    "bytes between the device and pinned memory. Few blocks take as long as the calls about them. "
+    "submit, get_finished: how long a call keeps the worker's thread, which launches the model's "
+    "kernels, too. Beside kernels: the rate of a chain of matrix products on a stream of its own, "
+    "large ones as of a prefill, and ones of few rows as of decoding, "
+    f"over its rate alone, while transfers of {BESIDE_BLOCKS} blocks are asked after and submitted "
+    f"anew every {STEP_S * 1e3:g} ms, and what these move; – where they ran during less than "
+    f"{COVERED_LEAST} of the chain's time, so that its rate says nothing. Between calls: transfers "
+    f"of {BESIDE_BLOCKS} blocks that are submitted together and asked after as seldom as in an "
+    "engine's step, until the last one is heard of.",
+    quantities(0.85),
+    cases,
+)

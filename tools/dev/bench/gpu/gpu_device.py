@@ -1,0 +1,241 @@
+"""What the GPU benchmark asks of a machine with a CUDA device; tests have a twin without one."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .....config.machine import ThisMachine
+from .....handlers.device.batched_copy import Batch, NoBatchedCopyError, driver_batch
+from .....handlers.device.copier import DeviceCopier
+from .....handlers.device.geometry import WorkerLayout
+from .....handlers.device.hazards import Direction
+from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from ....commands.bench.bench_results import PAGES, VLLM, BenchError
+from .gpu_moves import Chain, Kernels
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE = "cuda"
+"""The current one."""
+MATRICES = {Kernels.PREFILL: (4096, 4096), Kernels.DECODE: (64, 8192)}
+"""Rows of the product, and rows of the square matrix of weights. A product of prefill size keeps a
+large GPU's arithmetic busy for 0.1 ms and more, one of decode size its memory for 0.04 ms."""
+CHAIN_S = 0.1
+"""How long a chain of kernels should take: many transfers."""
+CHAIN_KERNELS_MIN, CHAIN_KERNELS_MAX = 20, 800
+"""A stream takes about a thousand before it keeps the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes in each place."""
+
+    device: int
+    """Of the GPU's memory."""
+    shared: int
+    """In the folder of arenas."""
+    memory: int
+    """Of the machine's memory, what is in shared memory included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Somebody's copier over CPU memory of its own."""
+
+    copier: DeviceCopier
+    is_pinned: bool
+
+
+Make = Callable[[Sequence["torch.Tensor"], int], Contender]
+"""`make(tensors, slots)`, with CPU memory for so many blocks."""
+
+
+class Device(ABC):
+    """A device that holds a KV cache."""
+
+    @abstractmethod
+    def room(self) -> Room:
+        """What is free."""
+
+    @abstractmethod
+    def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:
+        """Part of a KV cache in one allocation, int8 of shape `(blocks, page_bytes)`, of random
+        bytes."""
+
+    @abstractmethod
+    def ours(
+        self, tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: npt.NDArray[np.uint8]
+    ) -> Contender:
+        """Our copier between the tensors and the slots of an arena."""
+
+    @abstractmethod
+    def others(self) -> Mapping[str, Make]:
+        """Contenders beside ours: name, and what makes one over the same tensors."""
+
+    def notes(self) -> Sequence[str]:
+        """Sentences about what is not measured here, and why."""
+        return ()
+
+    @abstractmethod
+    def plain_copies(self, size: int) -> Mapping[Direction, Callable[[], None]]:
+        """One copy of so many bytes between the device and pinned memory, waited for."""
+
+    @abstractmethod
+    def start_chain(self, kernels: Kernels) -> Chain:
+        """Give the compute stream many kernels, each of which needs the one before it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back memory that nobody uses any more."""
+
+
+class CudaChain:
+    """Matrix products on a stream."""
+
+    def __init__(
+        self, stream: Any, product: torch.Tensor, weights: torch.Tensor, kernels: int
+    ) -> None:
+        cuda = _cuda()
+        self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        with cuda.stream(stream):
+            self._start.record()
+            for _ in range(kernels):
+                product = product @ weights
+            self._end.record()
+
+    def has_ended(self) -> bool:
+        """See `Chain`."""
+        return bool(self._end.query())
+
+    def seconds(self) -> float:
+        """See `Chain`."""
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1e3
+
+
+class CudaDevice(Device):
+    """The current CUDA device. Raises `BenchError` if there is none.
+
+    Kernels run on a stream of their own: a transfer waits for what the caller's stream was given
+    before it, and would otherwise begin after the kernels instead of beside them.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise BenchError(
+                "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
+                "a torch that was built for CUDA, or `--only round_trip` here, without one"
+            )
+        self._compute = _cuda().Stream()  # the driver is ready from here on
+        self._others, self._notes = _others()
+        self._factors = {
+            kind: (weights[:rows], weights)
+            for kind, (rows, size) in MATRICES.items()
+            for weights in [torch.eye(size, device=DEVICE, dtype=torch.float16)]
+        }
+        _cuda().synchronize()
+        self._counts = dict.fromkeys(Kernels, CHAIN_KERNELS_MIN)
+        self._counts = {kind: self._count(kind) for kind in Kernels}
+
+    def room(self) -> Room:
+        free, _ = _cuda().mem_get_info()
+        machine = ThisMachine()
+        shared = machine.disk(Path(DEFAULT_ARENA_DIR)).free
+        return Room(int(free), shared, machine.memory().available)
+
+    def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.randint(-128, 128, (blocks, page_bytes), dtype=torch.int8, device=DEVICE)
+
+    def ours(
+        self, tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: npt.NDArray[np.uint8]
+    ) -> Contender:
+        from .....handlers.device.device_cuda import CudaDeviceCopier
+        from .....handlers.device.host_register import cuda_registration
+
+        registration = cuda_registration(tensors[0].device)
+        copier = CudaDeviceCopier(tensors, layout, slots, registration=registration)
+        return Contender(copier, registration.is_pinned)
+
+    def others(self) -> Mapping[str, Make]:
+        return self._others
+
+    def notes(self) -> Sequence[str]:
+        return self._notes
+
+    def plain_copies(self, size: int) -> Mapping[Direction, Callable[[], None]]:
+        import torch
+
+        device = torch.zeros(size, dtype=torch.int8, device=DEVICE)
+        host = torch.zeros(size, dtype=torch.int8, pin_memory=True)
+
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.copy_(source, non_blocking=True)
+            _cuda().synchronize()
+
+        return {
+            Direction.STORE: lambda: copy(host, device),
+            Direction.LOAD: lambda: copy(device, host),
+        }
+
+    def start_chain(self, kernels: Kernels) -> Chain:
+        return CudaChain(self._compute, *self._factors[kernels], self._counts[kernels])
+
+    def _count(self, kernels: Kernels) -> int:
+        """Number of kernels that take long enough."""
+        self.start_chain(kernels).seconds()  # what is done only once is done now
+        kernel_s = self.start_chain(kernels).seconds() / CHAIN_KERNELS_MIN
+        return max(CHAIN_KERNELS_MIN, min(CHAIN_KERNELS_MAX, math.ceil(CHAIN_S / kernel_s)))
+
+    def release(self) -> None:
+        _cuda().empty_cache()
+
+
+def _others() -> tuple[dict[str, Make], list[str]]:
+    """vLLM's worker, or what stands in for it; and what to say about that."""
+    if find_spec("vllm"):
+        return {VLLM: _vllm}, []
+    try:
+        batch = driver_batch()
+    except NoBatchedCopyError as error:
+        return {}, [f"vLLM is not installed, and nothing stands in for its worker: {error}"]
+    note = (
+        "vLLM is not installed: a batched copy of single pages, as its worker makes it, stands in; "
+        "pip install vllm to measure its worker"
+    )
+    return {PAGES: partial(_pages, batch)}, [note]
+
+
+def _vllm(tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    from .vllm_device import VllmCopier
+
+    copier = VllmCopier(tensors, slots)
+    return Contender(copier, copier.is_pinned)
+
+
+def _pages(batch: Batch, tensors: Sequence[torch.Tensor], slots: int) -> Contender:
+    from .....handlers.device.host_register import cuda_registration
+    from .page_copies import PageCopier
+
+    registration = cuda_registration(tensors[0].device)
+    return Contender(PageCopier(tensors, slots, batch, registration), registration.is_pinned)
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda

@@ -1,0 +1,286 @@
+"""Blocks between a device and CPU memory through any copier: how fast they move, how long its calls
+keep the caller, and what kernels notice of them.
+
+Nothing here knows CUDA. A contender is a `DeviceCopier`, driven by the calls of an engine's worker:
+submit, then ask what ended, step after step.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from .....handlers.base import TransferResult
+from .....handlers.device.copier import DeviceCopier, GpuBlocks
+from .....handlers.device.hazards import Direction
+from .....tiers.base import SlotArray
+from ....commands.bench.bench_results import BenchError
+from ..measurement import Figures
+
+if TYPE_CHECKING:
+    import torch
+
+GIGA = 1e9
+BYTES_PER_TIMING = 2 << 30
+"""Transfers are repeated until so much has moved."""
+REPEATS_MAX = 50
+TRANSFER_TIMEOUT_S = 60.0
+"""A transfer that takes longer does not end."""
+STEP_S = 0.005
+"""A short decoding step: an engine asks no more often what ended."""
+AHEAD_BYTES = 1 << 30
+"""Submitted and not heard of, beside kernels: more than moves in a step over any PCIe."""
+AHEAD_JOBS_MAX = 32
+ALONE_CHAINS = 3
+COVERED_LEAST = 0.75
+"""Share of a chain of kernels during which transfers ran, or it says nothing about them. Those that
+began before it, and the last ones, are no whole part of it."""
+
+RATE = {Direction.STORE: "device to arena", Direction.LOAD: "arena to device"}
+SUBMIT = {way: f"{name}: submit, median" for way, name in RATE.items()}
+SUBMIT_LONGEST = {way: f"{name}: submit, longest" for way, name in RATE.items()}
+HEAR_LONGEST = {way: f"{name}: get_finished, longest" for way, name in RATE.items()}
+
+
+class Kernels(StrEnum):
+    """Kernels beside which transfers run, by the step of an engine that they stand for."""
+
+    PREFILL = "prefill"
+    """Products of large matrices."""
+    DECODE = "decode"
+    """Products that read large weights for few rows."""
+
+
+_NOUN = {Direction.STORE: "stores", Direction.LOAD: "loads"}
+BESIDE = {(way, each): f"{each} beside {_NOUN[way]}" for way in Direction for each in Kernels}
+"""Rate of the kernels beside transfers, over their rate alone."""
+MEANWHILE = {(way, each): f"{_NOUN[way]} beside {each}" for way in Direction for each in Kernels}
+"""Rate of the transfers."""
+PACED_S = (0.02, 0.15)
+"""A decoding step, and a prefill step: times between an engine's calls."""
+PACED_BYTES = 4 << 30
+PACED_JOBS_MAX = 64
+PACED = {
+    (way, step_s): f"{name}, {step_s * 1e3:g} ms between calls, beside kernels"
+    for way, name in ((Direction.STORE, "stores"), (Direction.LOAD, "loads"))
+    for step_s in PACED_S
+}
+PACED_SUBMIT = {key: f"{name}: submit, longest" for key, name in PACED.items()}
+PACED_HEAR = {key: f"{name}: get_finished, longest" for key, name in PACED.items()}
+
+Clock = Callable[[], float]
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Device blocks and slots, in no order."""
+
+    blocks: GpuBlocks
+    slots: SlotArray
+
+    @classmethod
+    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> Transfer:
+        """`count` of each, all different."""
+        source = random.Random(seed)
+        ids = source.sample(range(blocks), count)
+        return cls(
+            GpuBlocks.of(ids, [count], [0]),
+            np.array(source.sample(range(slots), count), dtype=np.int32),
+        )
+
+
+class Chain(Protocol):
+    """Kernels that were given to the compute stream."""
+
+    def has_ended(self) -> bool:
+        """Whether the last one has."""
+        ...
+
+    def seconds(self) -> float:
+        """From the first one's start to the last one's end; waits for that."""
+        ...
+
+
+class DeviceMover:
+    """Transfers through a copier, counted."""
+
+    def __init__(self, copier: DeviceCopier) -> None:
+        self.under_way = 0
+        """Transfers that were submitted and not heard of."""
+        self._copier = copier
+        self._jobs = 0
+
+    def submit(self, way: Direction, transfer: Transfer) -> None:
+        """Start a transfer."""
+        self._jobs += 1
+        copier = self._copier
+        start = copier.submit_store if way is Direction.STORE else copier.submit_load
+        if not start(self._jobs, transfer.blocks, transfer.slots):
+            raise BenchError("a transfer between device and arena was refused")
+        self.under_way += 1
+
+    def hear(self) -> list[TransferResult]:
+        """What ended since it was asked last."""
+        results = self._copier.get_finished()
+        if not all(result.success for result in results):
+            raise BenchError("a transfer between device and arena failed; see the log")
+        self.under_way -= len(results)
+        return results
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        self._copier.wait(set(range(1, self._jobs + 1)))
+        self.hear()
+
+
+@dataclass(frozen=True, slots=True)
+class Transit:
+    """One transfer, in seconds."""
+
+    total_s: float
+    submit_s: float
+    """How long the call that submitted it kept the caller."""
+    hear_s: float
+    """The longest call that asked what ended."""
+
+
+def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: Clock) -> Transit:
+    """Submit one, and ask until it has ended."""
+    began = clock()
+    mover.submit(way, transfer)
+    now = submitted = clock()
+    hear_s = 0.0
+    while mover.under_way:
+        if now - began > TRANSFER_TIMEOUT_S:
+            raise BenchError(f"a transfer did not end within {TRANSFER_TIMEOUT_S:.0f} s")
+        asked = now
+        mover.hear()
+        now = clock()
+        hear_s = max(hear_s, now - asked)
+    return Transit(now - began, submitted - began, hear_s)
+
+
+def costs(
+    mover: DeviceMover, way: Direction, transfer: Transfer, size: int, clock: Clock
+) -> Figures:
+    """Transfers of `size` bytes, one after another; the first one is not counted."""
+    one_transfer(mover, way, transfer, clock)
+    transits = [one_transfer(mover, way, transfer, clock) for _ in range(repeats_for(size))]
+    submits_ms = [transit.submit_s * 1e3 for transit in transits]
+    return {
+        RATE[way]: len(transits) * size / sum(transit.total_s for transit in transits) / GIGA,
+        SUBMIT[way]: statistics.median(submits_ms),
+        SUBMIT_LONGEST[way]: max(submits_ms),
+        HEAR_LONGEST[way]: max(transit.hear_s for transit in transits) * 1e3,
+    }
+
+
+def rate(run: Callable[[], None], size: int, clock: Clock) -> float:
+    """GB/s of something that moves `size` bytes each time; the first time is not counted."""
+    run()
+    repeats = repeats_for(size)
+    began = clock()
+    for _ in range(repeats):
+        run()
+    return repeats * size / (clock() - began) / GIGA
+
+
+def repeats_for(size: int) -> int:
+    """How often a transfer of so many bytes is repeated for one figure."""
+    return max(1, min(REPEATS_MAX, BYTES_PER_TIMING // size))
+
+
+def beside(
+    mover: DeviceMover,
+    way: Direction,
+    kernels: Kernels,
+    transfer: Transfer,
+    size: int,
+    start_chain: Callable[[], Chain],
+    pause: Callable[[float], None],
+) -> Figures:
+    """Rate of a chain of kernels over its rate alone, with transfers from before its start until
+    after its end; None where those that ended meanwhile ran during too small a part of it."""
+    alone_s = statistics.median(start_chain().seconds() for _ in range(ALONE_CHAINS))
+    ahead = max(1, min(AHEAD_JOBS_MAX, AHEAD_BYTES // size))
+    for _ in range(ahead):
+        mover.submit(way, transfer)
+    mover.hear()  # of what ended before the first kernel
+    chain = start_chain()
+    ended: list[TransferResult] = []
+    while not chain.has_ended():
+        ended += mover.hear()
+        if mover.under_way < ahead:
+            mover.submit(way, transfer)
+        else:
+            pause(STEP_S)
+    during_s = chain.seconds()
+    mover.finish()
+    covered = sum(result.time_s for result in ended) / during_s
+    return {
+        BESIDE[way, kernels]: alone_s / during_s if covered >= COVERED_LEAST else None,
+        MEANWHILE[way, kernels]: len(ended) * size / during_s / GIGA,
+    }
+
+
+def paced(
+    mover: DeviceMover,
+    way: Direction,
+    transfer: Transfer,
+    size: int,
+    step_s: float,
+    start_chain: Callable[[], Chain],
+    clock: Clock,
+    pause: Callable[[float], None],
+) -> Figures:
+    """Transfers that are submitted together and asked after every `step_s`, beside kernels.
+
+    The time is rounded up to whole steps: what ended is heard of at the next call.
+    """
+    count = max(1, min(PACED_JOBS_MAX, PACED_BYTES // size))
+    chain = start_chain()
+    began, submit_s, hear_s = clock(), 0.0, 0.0
+    for _ in range(count):
+        asked = clock()
+        mover.submit(way, transfer)
+        submit_s = max(submit_s, clock() - asked)
+    while mover.under_way:
+        pause(step_s)
+        if chain.has_ended():
+            chain = start_chain()
+        asked = clock()
+        mover.hear()
+        hear_s = max(hear_s, clock() - asked)
+        if asked - began > TRANSFER_TIMEOUT_S:
+            raise BenchError(f"transfers did not end within {TRANSFER_TIMEOUT_S:.0f} s")
+    took_s = clock() - began
+    chain.seconds()
+    key = (way, step_s)
+    return {
+        PACED[key]: count * size / took_s / GIGA,
+        PACED_SUBMIT[key]: submit_s * 1e3,
+        PACED_HEAR[key]: hear_s * 1e3,
+    }
+
+
+def check(mover: DeviceMover, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
+    """Raise `BenchError` unless blocks that went to CPU memory come back byte by byte."""
+    import torch
+
+    ids = torch.from_numpy(transfer.blocks.block_ids.astype(np.int64)).to(tensors[0].device)
+    before = [tensor[ids] for tensor in tensors]
+    mover.submit(Direction.STORE, transfer)
+    mover.finish()
+    for tensor in tensors:
+        tensor[ids] = 0
+    mover.submit(Direction.LOAD, transfer)
+    mover.finish()
+    if not all(torch.equal(tensor[ids], was) for tensor, was in zip(tensors, before, strict=True)):
+        raise BenchError("blocks that came back from CPU memory had other bytes than before")

@@ -1,0 +1,1 @@
+"""Measurements of the scheduler's thread: manager, index, start."""

@@ -1,0 +1,110 @@
+"""What a question about a block on NVMe costs the scheduler's thread."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity
+from ....commands.bench.raw_disk import drop_page_cache
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from .filled import filled, key_of, open_filled
+
+COLD_HIT, COLD_MISS = "hit, page cache dropped", "miss, page cache dropped"
+HIT, MISS = "hit, index in page cache", "miss, index in page cache"
+AGAIN, AGAIN_AS_HIT = "asked again while pending", "  beside vLLM's plain hit"
+STEPS = "steps before it is on its way"
+CPU_FACTOR = 5
+"""Slots of the CPU tier per block asked for: all that is asked for gets room."""
+READ_BYTES = 4 << 20
+VLLM_FILES = 4096
+"""Blocks in vLLM's `fs` tier: one file each, and two folders."""
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """One per size of the index."""
+    for blocks in setup.scale.index_blocks:
+        folder = filled(setup, blocks)
+        yield Case(
+            f"{blocks:,} blocks",
+            {
+                OURS: partial(ours, folder, blocks, setup),
+                VLLM: partial(vllm, setup),
+            },
+        )
+
+
+def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
+    """Reopen, and ask about blocks that are there, that are not, and that are on their way."""
+    from ..vllm_calls import as_offload_key, copied, over
+    from .vllm_lookups import ask_ours
+
+    asked = min(setup.scale.questions, blocks // 2)
+    numbers = random.sample(range(blocks), 2 * asked)
+    keys = copied([as_offload_key(key_of(number)) for number in numbers])
+    drop_page_cache([folder])
+    with ThreadPoolExecutor(1) as executor:
+        opened = open_filled(folder, blocks, CPU_FACTOR * 2 * asked, executor)
+        try:
+            warm_up = partial(read_files, opened.tier.index.path)
+            found = ask_ours(over(opened.manager), keys, warm_up, opened.up.jobs)
+        finally:
+            executor.shutdown()
+            opened.tier.close()
+    return {
+        COLD_HIT: found.cold_hit_us,
+        COLD_MISS: found.cold_miss_us,
+        HIT: found.hit_us,
+        MISS: found.miss_us,
+        AGAIN: found.again_us,
+        AGAIN_AS_HIT: found.again_us,
+        STEPS: found.steps,
+    }
+
+
+def read_files(folder: Path) -> None:
+    """Bring the files of a folder into the page cache."""
+    buffer = bytearray(READ_BYTES)
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def vllm(setup: MeasurementSetup) -> Figures:
+    """The same questions to vLLM's tiering with its `fs` tier."""
+    from .vllm_lookups import ask_vllm, plain_hit
+
+    folder = setup.folder / "fs"
+    folder.mkdir()
+    try:
+        hit, miss, again, steps = ask_vllm(folder, min(VLLM_FILES, setup.scale.questions))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    plain = plain_hit(setup.scale.questions)
+    return {HIT: hit, MISS: miss, AGAIN: again, AGAIN_AS_HIT: plain, STEPS: steps}
+
+
+MEASUREMENT = Measurement(
+    "lookups",
+    "NVMe lookups: one block on the scheduler's thread, right after reopening",
+    "Ours: an index filled in the order of arrival with random hashes, reopened with a dropped "
+    "page cache (as after a reboot), then with its file read once; a hit includes queueing the "
+    "promotion. vLLM's: its fs tier over 4,096 files; all calls until the answer is there (it has "
+    "to be asked twice), a hit includes reserving the slot. The last row says how many more steps "
+    "of the engine pass before the block is being read.",
+    (
+        Quantity(COLD_HIT, "µs/block"),
+        Quantity(COLD_MISS, "µs/block"),
+        Quantity(HIT, "µs/block"),
+        Quantity(MISS, "µs/block"),
+        Quantity(AGAIN, "µs/block"),
+        Quantity(AGAIN_AS_HIT, "µs/block", (Goal(1.0, VLLM),)),
+        Quantity(STEPS, "steps", (Goal(0.0),)),
+    ),
+    cases,
+)

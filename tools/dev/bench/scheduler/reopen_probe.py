@@ -1,0 +1,85 @@
+"""A process that opens a filled tier, says how long that took and what it keeps, and ends.
+
+Run by `reopening` with `FOLDER BLOCKS clean|kill`; prints one line of JSON. `kill`: it ends by
+SIGKILL, with the tier open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+
+from .....manager.base import LookupState
+from .....manager.request import Request
+from .....tiers.base import BlockHash
+from .filled import Opened, coldest_keys, key_of, open_filled
+
+SAMPLE_BLOCKS = 50_000
+"""Blocks asked for before memory is looked at again."""
+COLDEST_BLOCKS = 1000
+CPU_BLOCKS = 1024
+_KINDS = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
+
+
+def resident_bytes() -> dict[str, int]:
+    """Resident memory of this process by kind: anonymous, mapped from files, shared."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in _KINDS:
+            found[_KINDS[name]] = int(value.split()[0]) << 10
+    return found
+
+
+def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Opened, object]:
+    """Open, ask, look; returns the open tier and what was found."""
+    asked = [key_of(number) for number in random.sample(range(blocks), min(SAMPLE_BLOCKS, blocks))]
+    expected = coldest_keys(blocks, COLDEST_BLOCKS)
+    before = resident_bytes()
+    began = perf_counter()
+    opened = open_filled(folder, blocks, CPU_BLOCKS, executor)
+    opened_s = perf_counter() - began
+    state = opened.manager.lookup_block(asked[0], Request())
+    first_s = perf_counter() - began - opened_s
+    executor.submit(int).result()  # whatever the opening left to the background has ended
+    held = opened.holds(asked)
+    coldest = [block_hash for block_hash, _ in opened.policy.coldest(len(expected))]
+    after = resident_bytes()
+    return opened, {
+        "open_s": opened_s,
+        "first_lookup_s": first_s,
+        "was_found": state is LookupState.PENDING,
+        "was_clean": opened.tier.report.was_clean,
+        "hit_rate": held / len(asked),
+        "recency_kept": same(coldest, expected),
+        "resident_bytes": sum(after.values()) - sum(before.values()),
+        "anonymous_bytes": after["anonymous"] - before["anonymous"],
+    }
+
+
+def same(found: Sequence[BlockHash], expected: Sequence[BlockHash]) -> float:
+    """Share of places that hold the same block."""
+    return sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One process."""
+    folder, blocks, end = arguments
+    with ThreadPoolExecutor(1) as executor:
+        opened, found = probe(Path(folder), int(blocks), executor)
+        print(json.dumps(found), flush=True)
+        if end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        executor.shutdown()
+        opened.tier.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Questions about blocks on disk, asked as vLLM's scheduler asks them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from .....manager.lookup import MAX_LOOKS_PER_STEP
+from ....commands.bench.bench_results import BenchError
+from ..vllm_calls import (
+    BLOCK_BYTES,
+    copied,
+    end_step,
+    frozen,
+    new_request,
+    random_keys,
+    requests_of,
+    vllm_lru,
+)
+from ..vllm_engines import offloading_config
+
+PROBE_WAIT_S = 0.05
+ROUNDS_MAX = 100
+SPARE_CHUNKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OurAnswers:
+    """What questions cost, in microseconds per block."""
+
+    cold_hit_us: float
+    cold_miss_us: float
+    hit_us: float
+    miss_us: float
+    again_us: float
+    steps: int
+    """Of the engine, that passed before the first promotion began."""
+
+
+Request = tuple[ReqContext, list[OffloadKey]]
+
+
+def ask_ours(
+    manager: OffloadingManager,
+    keys: Sequence[OffloadKey],
+    warm_up: Callable[[], None],
+    promotions: list[int],
+) -> OurAnswers:
+    """Ask about blocks that are there and that are not, before and after `warm_up`.
+
+    `promotions` are the jobs that have begun. A request that waits is answered "ask again" for its
+    first block; the scheduler goes no further, and the other blocks are misses for now.
+    """
+    pending, missing, half = {LookupResult.HIT_PENDING}, {LookupResult.MISS}, len(keys) // 2
+    with frozen():
+        cold_us = ask(manager, announced(manager, keys[:half]), pending)
+        end_step(manager)
+        steps = 0
+        while not promotions and steps < ROUNDS_MAX:
+            end_step(manager)
+            steps += 1
+        cold_miss_us = ask(manager, announced(manager, random_keys(half)), missing)
+        end_step(manager)
+        warm_up()
+        more = announced(manager, keys[half:])
+        warm_us = ask(manager, more, pending)
+        end_step(manager)
+        miss_us = ask(manager, announced(manager, random_keys(half)), missing)
+        again_us = ask(manager, more, {LookupResult.RETRY, LookupResult.MISS})
+    return OurAnswers(cold_us, cold_miss_us, warm_us, miss_us, again_us, steps)
+
+
+def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Request]:
+    """Requests over these keys."""
+    return [(new_request(manager, part), part) for part in requests_of(keys)]
+
+
+def ask(
+    manager: OffloadingManager, requests: Sequence[Request], expected: set[LookupResult]
+) -> float:
+    """Ask about every block once; microseconds per block."""
+    took_us, answers = ask_any(manager, requests)
+    if not answers <= expected:
+        raise BenchError(f"lookups answered {answers}, not {expected}")
+    return took_us
+
+
+def ask_any(
+    manager: OffloadingManager, requests: Sequence[Request]
+) -> tuple[float, set[LookupResult]]:
+    """As `ask`, whatever the answers are; also returns those.
+
+    A step ends, outside the time measured, before it would look for too many blocks.
+    """
+    lookup: Callable[[OffloadKey, ReqContext], LookupResult] = manager.lookup
+    asked, took, in_step = 0, 0.0, 0
+    seen: set[LookupResult] = set()
+    for context, keys in requests:
+        in_step += len(keys)
+        if in_step > MAX_LOOKS_PER_STEP:
+            end_step(manager)
+            in_step = len(keys)
+        began = perf_counter()
+        answers = [lookup(key, context) for key in keys]
+        took += perf_counter() - began
+        asked += len(keys)
+        seen.update(answers)
+    return took / asked * 1e6, seen
+
+
+def plain_hit(blocks: int) -> float:
+    """vLLM's lookup of a block that is in its CPU tier."""
+    manager, keys = vllm_lru(blocks), random_keys(blocks)
+    for context, part in announced(manager, keys):
+        manager.prepare_store(part, context)
+        manager.complete_store(set(part), context)
+    with frozen():
+        return ask(manager, announced(manager, copied(keys)), {LookupResult.HIT})
+
+
+def ask_vllm(folder: Path, blocks: int) -> tuple[float, float, float, float]:
+    """vLLM's tiering: hit, miss, asked again (µs per block), steps before a promotion begins."""
+    extra = {
+        "cpu_bytes_to_use": (blocks + SPARE_CHUNKS) * BLOCK_BYTES,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+    }
+    manager = TieringOffloadingSpec(offloading_config(BLOCK_BYTES, extra)).get_manager()
+    assert isinstance(manager, TieringOffloadingManager)
+    try:
+        keys = random_keys(blocks)
+        (tier,) = manager.secondary_tiers
+        assert isinstance(tier, FileSystemTierManager)
+        for key in keys:
+            path = Path(tier.file_mapper.get_file_name(key))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        with frozen():
+            absent = announced(manager, random_keys(blocks))
+            miss_us, _ = ask_until(manager, absent, LookupResult.MISS)
+            requests = announced(manager, copied(keys))
+            hit_us, steps = ask_until(manager, requests, LookupResult.HIT_PENDING)
+            again_us = ask(manager, requests, {LookupResult.HIT_PENDING})
+    finally:
+        manager.shutdown()  # before the next step: the files are empty, nothing shall read them
+    return hit_us, miss_us, again_us, float(steps)
+
+
+def ask_until(
+    manager: OffloadingManager, requests: Sequence[Request], answer: LookupResult
+) -> tuple[float, int]:
+    """Ask, step after step, until all have this answer: microseconds per block, and steps."""
+    total_us = 0.0
+    for steps in range(ROUNDS_MAX):
+        took_us, answers = ask_any(manager, requests)
+        total_us += took_us
+        if answers == {answer}:
+            return total_us, steps
+        end_step(manager)
+        time.sleep(PROBE_WAIT_S)
+    raise BenchError("vLLM's fs tier does not answer")

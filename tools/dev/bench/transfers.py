@@ -1,0 +1,206 @@
+"""CPU to NVMe, and after a restart NVMe to CPU to device: rates, bytes compared."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from ...commands.bench.bench_results import (
+    DOWN,
+    GIGA,
+    KIB,
+    LIMIT,
+    MIB,
+    OURS,
+    TRANSFERS,
+    UP,
+    VLLM,
+    Goal,
+    Quantity,
+    transfer_case,
+)
+from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
+from .measurement import Case, Figures, Measurement, MeasurementSetup
+
+if TYPE_CHECKING:
+    import torch
+
+    from .vllm_calls import Key
+    from .vllm_engines import Engine, OurEngine, VllmEngine
+
+NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
+ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
+ABOVE_VLLM_AT = 512 * KIB
+"""The block size that the second goal is about."""
+SHARE = "larger share"
+REQUEST_BYTES = 16 * MIB
+WINDOW = 6
+"""Requests that wait for their blocks at a time."""
+SPARE_BYTES = 64 * MIB
+DISK_FACTOR = 1.5
+"""Room on disk, for what a tier needs beside the blocks."""
+SEED = 7
+
+
+def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
+    """The rows of a case."""
+    goals = (NEAR_LIMIT, ABOVE_VLLM) if block_bytes == ABOVE_VLLM_AT else (NEAR_LIMIT,)
+    rates = tuple(Quantity(name, "GB/s", goals, is_more_better=True) for name in (DOWN, UP))
+    return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
+
+
+class TransferBench:
+    """What the contenders of one case share: sizes, folders, the memory of the device."""
+
+    def __init__(
+        self,
+        setup: MeasurementSetup,
+        block_bytes: int,
+        total_bytes: int,
+        paths: int = 1,
+        pinned: int = 0,
+    ) -> None:
+        """`pinned`: room in the CPU tier for so many more blocks."""
+        self.block_bytes = block_bytes
+        self.blocks = max(1, total_bytes // block_bytes)
+        self.folders = [setup.folder / f"disk{number}" for number in range(paths)]
+        self._options = setup.nvme
+        spare = max(2, SPARE_BYTES // block_bytes)
+        asked_for = min(self.blocks, WINDOW * REQUEST_BYTES // block_bytes)
+        # Half of the tier may be promoted into.
+        self._cpu_blocks = max(self.blocks, 2 * asked_for) + pinned + spare
+        stored = (self.blocks + 2 * pinned) * block_bytes  # the pinned ones are others each time
+        self._disk_bytes = int(stored * DISK_FACTOR) + 2 * SPARE_BYTES * paths
+        self._raw_rates: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in THREADS}
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Empty folders, gone at the end."""
+        for folder in self.folders:
+            folder.mkdir(parents=True)
+        try:
+            yield
+        finally:
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def device(self, extra_blocks: int = 0) -> torch.Tensor:
+        """Memory that stands for the device's KV cache, filled with the pattern."""
+        import torch
+
+        from .vllm_steps import fill_pattern
+
+        made = torch.zeros((self.blocks + extra_blocks, self.block_bytes), dtype=torch.int8)
+        fill_pattern(made, SEED)
+        return made
+
+    def ours(self, device: torch.Tensor) -> OurEngine:
+        """Our engine over this device."""
+        from .vllm_engines import OurEngine
+
+        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes, self._options)
+
+    def vllm(self, device: torch.Tensor) -> VllmEngine:
+        """vLLM's."""
+        from .vllm_engines import VllmEngine
+
+        return VllmEngine(device, self._cpu_blocks, self.folders[0])
+
+    def limit(self) -> Figures:
+        """The disk alone, with the number of threads that has done best so far."""
+        total = self.blocks * self.block_bytes
+        with self.fresh(), closing(RawDisk(self.folders, self.block_bytes, total)) as raw:
+            for threads in THREADS:
+                for rates, rate in zip(self._raw_rates[threads], raw.rates(threads), strict=True):
+                    rates.append(rate / GIGA)
+        downs, ups = zip(*self._raw_rates.values(), strict=True)
+        return {DOWN: max(downs, key=median)[-1], UP: max(ups, key=median)[-1]}
+
+    def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
+        """Down, restart with dropped page cache, up; GB/s of both. Raises if a byte differs."""
+        from .vllm_calls import random_keys
+        from .vllm_steps import check_pattern
+
+        keys = random_keys(self.blocks)
+        figures: dict[str, float] = {}
+        with self.fresh():
+            device = self.device()
+            figures[DOWN] = self._down(opened, device, keys, figures)
+            drop_page_cache(self.folders)
+            device.zero_()
+            figures[UP] = self._up(opened, device, keys)
+            check_pattern(device, SEED)
+        return figures
+
+    def _down(
+        self,
+        opened: Callable[[torch.Tensor], Engine],
+        device: torch.Tensor,
+        keys: list[Key],
+        more: dict[str, float],
+    ) -> float:
+        from .vllm_calls import frozen
+        from .vllm_steps import idle, write_down
+
+        with closing(opened(device)) as engine, frozen():
+            took_s = write_down(engine, keys, idle)
+            shares = engine.blocks_per_path()
+            if len(shares) > 1:
+                more[SHARE] = 100 * max(shares) / sum(shares)
+        return self.rate(took_s)
+
+    def _up(
+        self,
+        opened: Callable[[torch.Tensor], Engine],
+        device: torch.Tensor,
+        keys: list[Key],
+    ) -> float:
+        from .vllm_calls import frozen
+        from .vllm_steps import idle, read_up
+
+        with closing(opened(device)) as engine, frozen():
+            return self.rate(read_up(engine, keys, idle))
+
+    def rate(self, took_s: float) -> float:
+        """GB/s of all blocks in so many seconds."""
+        return self.blocks * self.block_bytes / took_s / GIGA
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """One per block size, and one with two paths."""
+    scale = setup.scale
+    for block_bytes in scale.block_sizes:
+        bench = TransferBench(setup, block_bytes, scale.transfer_bytes)
+        yield Case(
+            transfer_case(block_bytes),
+            {
+                OURS: partial(bench.round_trip, bench.ours),
+                VLLM: partial(bench.round_trip, bench.vllm),
+                LIMIT: bench.limit,
+            },
+            quantities(block_bytes, 1),
+        )
+    two = TransferBench(setup, scale.busy_block_size, scale.transfer_bytes, paths=2)
+    yield Case(
+        transfer_case(scale.busy_block_size, paths=2),
+        {OURS: partial(two.round_trip, two.ours), LIMIT: two.limit},
+        quantities(two.block_bytes, 2),
+    )
+
+
+MEASUREMENT = Measurement(
+    TRANSFERS,
+    "Transfers: CPU to NVMe, and after a restart NVMe to CPU to device",
+    "Both specs driven step by step (an idle engine: 1 ms between steps), checksums on, every byte "
+    "compared. Down: from complete_store until the disk has all (ours in write mode through). Up: "
+    "a new engine, page cache dropped (fdatasync, POSIX_FADV_DONTNEED on every file; payload is "
+    "read directly anyway), from the first lookup until the last copy to the device. Limit: the "
+    "same bytes into preallocated files by direct preadv/pwritev, 16 MiB a call out of huge pages, "
+    "1, 2 or 4 threads, whichever have the best median.",
+    (),
+    cases,
+)

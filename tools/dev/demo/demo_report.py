@@ -1,0 +1,109 @@
+"""How the demo speaks: progress while it runs, a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .demo_results import Phase, Times
+
+PLAIN_WIDTH = 100
+"""Columns where the output is not a terminal."""
+PLAIN_STEPS = 4
+"""Lines of progress per phase where the output is not a terminal."""
+
+
+class Count(Protocol):
+    """Takes note of requests that were answered."""
+
+    def __call__(self, answered: int) -> None: ...
+
+
+class DemoReporter:
+    """Prints progress: bars on a terminal, lines anywhere else."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        plain = Console()
+        self.console = console or (plain if plain.is_terminal else Console(width=PLAIN_WIDTH))
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, highlight=False, markup=False)
+
+    @contextmanager
+    def requests(self, total: int) -> Iterator[Count]:
+        """Progress over so many requests; the value counts those that were answered."""
+        if not self.console.is_terminal:
+            yield self._plain_count(total)
+            return
+        columns = (
+            TextColumn("    requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task("requests", total=total)
+            yield lambda answered: progress.advance(task, answered)
+
+    def _plain_count(self, total: int) -> Count:
+        done = 0
+
+        def count(answered: int) -> None:
+            nonlocal done
+            before, done = done, done + answered
+            if before * PLAIN_STEPS // total != done * PLAIN_STEPS // total:
+                self.say(f"    {done} of {total} requests answered")
+
+        return count
+
+
+SAME = "–"
+"""In a row that compares the phase with the reference, of the reference."""
+
+
+def table(phases: Sequence[Phase]) -> Table:
+    """The phases side by side, one column each."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    made.add_column("", no_wrap=True)
+    for phase in phases:
+        made.add_column(f"({phase.key})\n{phase.title}", justify="right")
+    for name, cell in ROWS:
+        made.add_row(name, *map(cell, phases))
+    return made
+
+
+def _tokens(source: str) -> Callable[[Phase], str]:
+    return lambda phase: f"{getattr(phase.sources, source):,}"
+
+
+def _both(values: Times) -> str:
+    return f"{values.p50_s * 1000:.0f} / {values.p95_s * 1000:.0f}"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
+    ("requests", lambda phase: str(len(phase.replies))),
+    ("prompt tokens", lambda phase: f"{phase.prompt_tokens:,}"),
+    ("  from GPU cache", _tokens("gpu")),
+    ("  from CPU tier", _tokens("cpu")),
+    ("  from NVMe tier", _tokens("nvme")),
+    ("  recomputed", _tokens("recomputed")),
+    ("TTFT p50 / p95, ms", lambda phase: _both(phase.ttft)),
+    ("  same requests in (a)", lambda p: _both(p.reference_ttft) if p.needs_nvme else SAME),
+    ("MiB written to NVMe", lambda phase: _mebibytes(phase.written_bytes)),
+    ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
+    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs_nvme else SAME),
+)
+"""What the table says of a phase, and how."""
+
+LEGEND = "TTFT: from a request's arrival at the engine's front end to its first token there."

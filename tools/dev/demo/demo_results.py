@@ -1,0 +1,207 @@
+"""What a phase of the demo measured, whether it adds up, and whether the demo succeeded.
+
+Plain data and pure functions: nothing here knows an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...commands.bench.bench_results import quantile
+from ..server import Completion, ServerError
+from .workload import Turn
+
+FORMAT = 1
+"""Version of the JSON document."""
+
+LOADED_BLOCKS = "vllm:kvcascade_loaded_blocks"
+READ_BYTES = "vllm:kvcascade_promoted_bytes"
+DEVICE_HITS = "vllm:prefix_cache_hits"
+HITS_BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
+
+
+class DemoError(ServerError):
+    """The demo could not do its work; the message says what happened and where to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answered request."""
+
+    turn: Turn
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed, as the engine reported them with the answer."""
+    ttft_s: float
+    """From the sending of the request to the arrival of the first token."""
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def to(cls, turn: Turn, answer: Completion) -> Reply:
+        """What a server answered to a turn."""
+        return cls(turn, answer.prompt_tokens, answer.cached_tokens, answer.ttft_s, answer.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The engine's own counters; labels as `name{label=value}`."""
+
+    values: Mapping[str, float]
+
+    def get(self, name: str, **labels: str) -> float:
+        """A counter's value; 0 where it was never counted."""
+        inner = ",".join(f"{key}={value}" for key, value in labels.items())
+        return self.values.get(f"{name}{{{inner}}}" if labels else name, 0.0)
+
+    def has(self, name: str) -> bool:
+        """Whether the engine knows a counter of that name, with any label."""
+        return any(key.partition("{")[0] == name for key in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the prompt tokens of a phase came from."""
+
+    gpu: int
+    cpu: int
+    nvme: int
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Percentiles of the time to the first token, in seconds."""
+
+    p50_s: float
+    p95_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One engine process, from its start to its end."""
+
+    key: str
+    """A letter: a, b, c, d."""
+    title: str
+    replies: Sequence[Reply]
+    sources: Sources
+    wrong_tokens: int
+    """Answer tokens that differ from the reference."""
+    reference_ttft: Times
+    """Of the same requests, without offloading."""
+    start_s: float
+    """How long the engine took to start."""
+    written_bytes: int = 0
+    """To NVMe, what the shutdown wrote included."""
+    read_bytes: int = 0
+    """From NVMe, verified."""
+    needs_nvme: bool = True
+    """Whether tokens must have come back from NVMe."""
+    leftovers: Sequence[str] = field(default=())
+    """Files of ours in shared memory after the end."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(reply.prompt_tokens for reply in self.replies)
+
+    @property
+    def ttft(self) -> Times:
+        """Of all requests."""
+        return times(reply.ttft_s for reply in self.replies)
+
+
+def times(values_s: Iterable[float]) -> Times:
+    """Percentiles of some times; 0 of none."""
+    values = list(values_s) or [0.0]
+    return Times(quantile(values, 0.5), quantile(values, 0.95))
+
+
+def wrong_tokens(given: Sequence[int], expected: Sequence[int]) -> int:
+    """Positions that differ; a missing or additional token is a wrong one."""
+    differing = sum(a != b for a, b in zip(given, expected, strict=False))
+    return differing + abs(len(given) - len(expected))
+
+
+def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) -> Sources:
+    """Where the tokens came from, by the engine's counters; raises if they do not add up.
+
+    Three counts must agree: what each answer says was cached, what vLLM counts as hits on the
+    device, and what kvcascade counts as loaded blocks of each tier. Where vLLM also counts hits by
+    source (from 0.32 on), so must that.
+    """
+    gpu = int(metrics.get(DEVICE_HITS))
+    cpu = int(metrics.get(LOADED_BLOCKS, tier="cpu")) * block_tokens
+    nvme = int(metrics.get(LOADED_BLOCKS, tier="nvme")) * block_tokens
+    prompt = sum(reply.prompt_tokens for reply in replies)
+    cached = sum(reply.cached_tokens for reply in replies)
+    if any(reply.cached_tokens > reply.prompt_tokens for reply in replies):
+        raise DemoError("an answer reports more cached tokens than its prompt has")
+    if gpu + cpu + nvme != cached:
+        raise DemoError(
+            f"the counts do not add up: the answers report {cached} cached of {prompt} prompt "
+            f"tokens, the counters {gpu} (GPU) + {cpu} (CPU) + {nvme} (NVMe)"
+        )
+    if metrics.has(HITS_BY_SOURCE):
+        names = {"device": gpu, "host": cpu, "disk": nvme}
+        counted = {name: int(metrics.get(HITS_BY_SOURCE, source=name)) for name in names}
+        if counted != names:
+            raise DemoError(f"vLLM counts {counted} cached tokens, kvcascade {names}")
+    return Sources(gpu, cpu, nvme, prompt - cached)
+
+
+def problems(phases: Sequence[Phase]) -> list[str]:
+    """Why the demo failed, one sentence each; empty if it succeeded."""
+    found: list[str] = []
+    for phase in phases:
+        name = f"({phase.key}) {phase.title}"
+        if not phase.replies:
+            found.append(f"{name}: no request was answered.")
+        if phase.wrong_tokens:
+            found.append(f"{name}: {phase.wrong_tokens} tokens differ from the reference.")
+        if phase.needs_nvme and not (phase.sources.nvme and phase.read_bytes):
+            found.append(f"{name}: nothing came back from NVMe.")
+        if phase.leftovers:
+            found.append(f"{name}: left in shared memory: {', '.join(phase.leftovers)}.")
+    return found or ([] if phases else ["No phase was run."])
+
+
+def document(phases: Sequence[Phase], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as JSON values; `facts` tell the machine and the settings."""
+    return {
+        "format": FORMAT,
+        **facts,
+        "phases": [_phase(phase) for phase in phases],
+        "problems": problems(phases),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    first = phase.replies[0] if phase.replies else None
+    return {
+        "phase": phase.key,
+        "title": phase.title,
+        "requests": len(phase.replies),
+        "prompt_tokens": phase.prompt_tokens,
+        "tokens_from": asdict(phase.sources),
+        "ttft": asdict(phase.ttft),
+        "ttft_reference": asdict(phase.reference_ttft),
+        "nvme_written_bytes": phase.written_bytes,
+        "nvme_read_bytes": phase.read_bytes,
+        "wrong_tokens": phase.wrong_tokens,
+        "engine_start_s": phase.start_s,
+        "first_request": first and {"prompt": first.prompt_tokens, "cached": first.cached_tokens},
+        "left_in_shared_memory": list(phase.leftovers),
+        "replies": [
+            {
+                **reply.turn._asdict(),
+                "prompt_tokens": reply.prompt_tokens,
+                "cached_tokens": reply.cached_tokens,
+                "ttft_s": round(reply.ttft_s, 6),
+                "tokens": list(reply.tokens),
+            }
+            for reply in phase.replies
+        ],
+    }

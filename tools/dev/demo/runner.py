@@ -1,0 +1,259 @@
+"""The demo's four phases: which server answers which requests, and how each server ends.
+
+(a) A server without offloading gives the reference. (b) The cascade meets a workload that fits
+neither on the GPU nor in the CPU tier, and is stopped as an orchestrator stops it: by SIGTERM, with
+vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every conversation,
+and is killed in the middle of a request. (d) One more server finds what the killed one had written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..server import Completion
+from . import disk
+from .demo_report import DemoReporter
+from .demo_results import (
+    READ_BYTES,
+    DemoError,
+    Metrics,
+    Phase,
+    Reply,
+    Sources,
+    sources_of,
+    times,
+    wrong_tokens,
+)
+from .workload import ChatShape, Turn, Workload, waves
+
+BLOCK_TOKENS = 32
+"""The engine on CPU takes multiples of 32."""
+WIDTH = 2
+"""Requests that are sent together."""
+DIRTY_AGE_S = 0.5
+IDLE_BEFORE_STOP_S = 4 * DIRTY_AGE_S
+"""Blocks are written `DIRTY_AGE_S` after they were stored: all of them are on disk by then."""
+KILL_AFTER_S = 0.1
+"""Into the requests that the kill interrupts."""
+LONG_ANSWER = 4
+"""Times the usual length, so that they are not over by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes of everything, small enough for two slow cores."""
+
+    model: Path
+    kv: Path
+    """Folder of the NVMe tier."""
+    shape: ChatShape
+    gpu_blocks: int = 92
+    cpu_capacity: str = "20MiB"
+    nvme_capacity: str = "96MiB"
+    segment_size: str = "16MiB"
+    engine_options: Mapping[str, Any] | None = None
+    """More arguments for the engine, such as its share of the GPU."""
+
+    def server(self, has_cascade: bool) -> dict[str, Any]:
+        """Arguments of the server."""
+        options: dict[str, Any] = {
+            "model": str(self.model),
+            "dtype": "float32",
+            "max_model_len": 32 * -(-self.shape.prompt_tokens_max // 32),
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_TOKENS,
+            "num_gpu_blocks_override": self.gpu_blocks,
+            **(self.engine_options or {}),
+        }
+        if has_cascade:
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": self._cascade(),
+            }
+        return options
+
+    def _cascade(self) -> dict[str, Any]:
+        return {
+            "spec_name": "CascadeOffloadingSpec",
+            "spec_module_path": "kvcascade.spec",
+            "dirty_age_s": DIRTY_AGE_S,
+            "tiers": [
+                {"type": "cpu", "capacity": self.cpu_capacity},
+                {
+                    "type": "nvme",
+                    "capacity": self.nvme_capacity,
+                    "path": str(self.kv),
+                    "segment_size": self.segment_size,
+                },
+            ],
+        }
+
+
+class Server(Protocol):
+    """What a phase needs of a server."""
+
+    def ready(self) -> float:
+        """Wait until it answers; returns the seconds since its start."""
+        ...
+
+    def version(self) -> str:
+        """The version of vLLM."""
+        ...
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
+    ) -> list[Completion]:
+        """Ask for all prompts, so many at a time."""
+        ...
+
+    def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
+        """Send requests and do not wait."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Growth of its counters."""
+        ...
+
+    def process_numbers(self) -> list[int]:
+        """Of all its processes."""
+        ...
+
+    def stop(self) -> None:
+        """SIGTERM."""
+        ...
+
+    def kill(self) -> int:
+        """`kill -9` of everything."""
+        ...
+
+
+Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
+"""Starts a server: the name of its log, and its arguments."""
+
+
+class Demo:
+    """Runs the phases in order and collects what they measured."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        launch: Launch,
+        reporter: DemoReporter,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.settings = settings
+        self.phases: list[Phase] = []
+        self.engine_version = ""
+        self._workload = Workload(settings.shape)
+        self._launch = launch
+        self._reporter = reporter
+        self._pause = pause
+        self._reference: dict[Turn, Reply] = {}
+
+    def run(self) -> list[Phase]:
+        """All four phases; raises `DemoError` if one cannot be run."""
+        order, turns = self._workload.order, self.settings.shape.turns
+        most = [turn for number in range(1, turns) for turn in order(number)]
+        last = order(turns)
+        self._phase("a", "no offloading", [*most, *last], has_cascade=False)
+        self._phase("b", "cascade", most)
+        again = order(turns - 1, "again")
+        self._phase("c", "after SIGTERM", [*again, *last], is_killed=True)
+        self._phase("d", "after kill -9", order(turns, "again"))
+        return self.phases
+
+    def _phase(
+        self,
+        key: str,
+        title: str,
+        turns: Sequence[Turn],
+        *,
+        has_cascade: bool = True,
+        is_killed: bool = False,
+    ) -> None:
+        say = self._reporter.say
+        written = disk.written_bytes(self.settings.kv)
+        say(f"({key}) {title}: starting a server")
+        with self._launch(f"server-{key}.log", self.settings.server(has_cascade)) as server:
+            start_s = server.ready()
+            self.engine_version = server.version()
+            say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
+            replies = self._answer(server, turns, is_reference=not has_cascade)
+            metrics = Metrics(server.metrics())
+            shared = disk.shared_memory_of(server.process_numbers())
+            if has_cascade:
+                self._pause(IDLE_BEFORE_STOP_S)
+            if is_killed:
+                self._kill(server, turns)
+            else:
+                say("    SIGTERM")
+                server.stop()
+        phase = Phase(
+            key=key,
+            title=title,
+            replies=replies,
+            sources=_sources(key, replies, metrics),
+            wrong_tokens=sum(wrong_tokens(r.tokens, self._tokens(r.turn)) for r in replies),
+            reference_ttft=times(self._reference[reply.turn].ttft_s for reply in replies),
+            start_s=start_s,
+            written_bytes=disk.written_bytes(self.settings.kv) - written,
+            read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
+            needs_nvme=has_cascade,
+            leftovers=disk.left_behind(shared),
+        )
+        self.phases.append(phase)
+        say(f"    {_summary(phase)}")
+
+    def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
+        """Send all requests; every phase builds its prompts on the answers of the reference."""
+        replies: list[Reply] = []
+        with self._reporter.requests(len(turns)) as count:
+            for wave in waves(turns, WIDTH):
+                prompts = self._prompts(wave)
+                completions = server.complete_all(prompts, self._answer_tokens, WIDTH)
+                answered = [Reply.to(turn, c) for turn, c in zip(wave, completions, strict=True)]
+                if is_reference:
+                    self._reference.update((reply.turn, reply) for reply in answered)
+                replies += answered
+                count(len(answered))
+        return replies
+
+    def _kill(self, server: Server, turns: Sequence[Turn]) -> None:
+        server.send(self._prompts(turns[:WIDTH]), LONG_ANSWER * self._answer_tokens)
+        self._pause(KILL_AFTER_S)
+        self._reporter.say(f"    kill -9 of all {server.kill()} processes, with requests running")
+
+    @property
+    def _answer_tokens(self) -> int:
+        return self.settings.shape.answer_tokens
+
+    def _prompts(self, turns: Iterable[Turn]) -> list[list[int]]:
+        answers = {turn: reply.tokens for turn, reply in self._reference.items()}
+        return [self._workload.prompt(turn, answers) for turn in turns]
+
+    def _tokens(self, turn: Turn) -> tuple[int, ...]:
+        return self._reference[turn].tokens
+
+
+def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:
+    try:
+        return sources_of(replies, metrics, BLOCK_TOKENS)
+    except DemoError as error:
+        raise DemoError(f"Phase ({key}): {error}") from None
+
+
+def _summary(phase: Phase) -> str:
+    """One line: whether it went well, and what became of the first request."""
+    first = phase.replies[0]
+    whole_blocks = first.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    return (
+        f"{phase.wrong_tokens} wrong tokens; of the first prompt, {first.cached_tokens:,} tokens "
+        f"of {whole_blocks:,} in whole blocks were there already"
+    )

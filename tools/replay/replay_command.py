@@ -1,0 +1,193 @@
+"""`kvcascade replay`: size the tiers with your own traffic, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...config.schema import WriteMode
+from ...errors import ConfigError
+from ..commands.command_line import CommandError, ExitCode, check_place, emit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .rates import DiskRates
+    from .rendering import SweepPoint
+    from .tier_options import GivenTier, ReplayOptions, TierOptions
+    from .traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCall:
+    """What the command was asked for."""
+
+    trace: Path
+    tiers: tuple[str, ...]
+    """As `NAME=SIZE[,POLICY][,KEY=VALUE]...`, top first."""
+    model: str | None = None
+    kv_bytes_per_token: int | None = None
+    block_tokens: float | None = None
+    """None: as the trace says."""
+    prefill_tokens_per_s: float | None = None
+    load_or_recompute: bool = True
+    write_mode: str | None = None
+    """None: as an engine chooses it, by the sizes of the tiers."""
+    bench: Path | None = None
+    path: Path | None = None
+    """A folder on a disk whose rates are measured."""
+    speed_up: float = 1.0
+    limit: int | None = None
+    sweep: str | None = None
+    policies: str | None = None
+    csv: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+
+
+def run(call: ReplayCall) -> None:
+    """Run the command. Raises one of our errors, or `CommandError`."""
+    from .traces import read_trace
+
+    is_sweep = bool(call.sweep or call.policies)
+    if (call.csv or call.plot) and not is_sweep:
+        raise ConfigError("--csv and --plot save a sweep; add --sweep or --policies")
+    check_place("--csv", call.csv)
+    check_place("--plot", call.plot)
+    if call.plot and find_spec("matplotlib") is None:  # said now rather than after every run
+        said = "matplotlib is not installed; use pip install 'kvcascade[plot]'"
+        raise CommandError(said, ExitCode.MISSING)
+    trace = read_trace(call.trace, call.limit, call.block_tokens)
+    options = _options(call, trace)
+    if is_sweep:
+        _sweep(call, trace, options)
+        return
+    from .simulation import replay
+
+    with progress_bar(len(trace.requests)) as advance:
+        report = replay(trace, options, advance)
+    if call.as_json:
+        emit("replay", report.document())
+        return
+    from ..commands import show
+    from .rendering import print_report
+
+    print_report(report, show.console())
+
+
+def _options(call: ReplayCall, trace: Trace) -> ReplayOptions:
+    from .rates import with_rates
+    from .tier_options import ReplayOptions, parse_tier
+
+    given = [parse_tier(text) for text in call.tiers]
+    per_token = _bytes_per_token(call)
+    block_bytes = max(1, round(per_token * trace.block_tokens))
+    return ReplayOptions(
+        with_rates(given, _disk_rates(call, block_bytes)),
+        per_token,
+        prefill_tokens_per_s=call.prefill_tokens_per_s,
+        load_or_recompute=call.load_or_recompute,
+        write_mode=_write_mode(call.write_mode, given),
+        speed_up=call.speed_up,
+    )
+
+
+def _write_mode(name: str | None, tiers: Sequence[GivenTier]) -> WriteMode:
+    from ...config.machine import write_mode_for
+
+    if name is not None:
+        if name not in {*WriteMode}:
+            known = ", ".join(WriteMode)
+            raise ConfigError(f"--write-mode: {name!r} is not known; use one of {known}.")
+        return WriteMode(name)
+    if len(tiers) == 1:
+        return WriteMode.DEMOTE
+    return write_mode_for(tiers[0].capacity_bytes, tiers[1].capacity_bytes)
+
+
+def _bytes_per_token(call: ReplayCall) -> int:
+    from ..commands.kv_bytes import kv_shape
+
+    if call.kv_bytes_per_token is not None:
+        return call.kv_bytes_per_token
+    if call.model is None:
+        raise ConfigError("the model is not known; give --model or --kv-bytes-per-token")
+    return kv_shape(call.model).bytes_per_token
+
+
+def _disk_rates(call: ReplayCall, block_bytes: int) -> DiskRates:
+    from ..commands.bench.bench_results import BenchError
+    from .rates import DiskRates, measured_rates, rates_of_bench
+
+    if call.bench:
+        return rates_of_bench(call.bench, block_bytes)
+    if not call.path:
+        return DiskRates()
+    try:
+        return measured_rates(call.path, block_bytes)
+    except BenchError as error:
+        raise CommandError(str(error), ExitCode.PROBLEMS) from None
+
+
+def _sweep(call: ReplayCall, trace: Trace, options: ReplayOptions) -> None:
+    points = list(_points(call, trace, options))
+    _save(points, call.csv, call.plot)
+    if call.as_json:
+        emit("replay-sweep", {"points": [point.document() for point in points]})
+        return
+    from ..commands import show
+    from .rendering import print_sweep
+
+    print_sweep(points, show.console())
+
+
+def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
+    """Files come before anything is printed: what fails here is then all that is said."""
+    from .rendering import write_csv, write_png
+
+    if csv:
+        write_csv(points, csv)
+    if png:
+        write_png(points, png)
+
+
+def _points(call: ReplayCall, trace: Trace, options: ReplayOptions) -> Iterator[SweepPoint]:
+    from .rendering import SweepPoint
+    from .simulation import replay
+    from .tier_options import check_policies, parse_sizes
+
+    first = options.tiers[0]
+    name, sizes = parse_sizes(call.sweep) if call.sweep else (first.name, [])
+    tiers = {tier.name: tier for tier in options.tiers}
+    if name not in tiers:
+        raise ConfigError(f"--sweep: there is no tier {name!r}; name one of {', '.join(tiers)}.")
+    policies = call.policies.split(",") if call.policies else [tiers[name].policy]
+    runs = [
+        replace(tiers[name], capacity_bytes=size, policy=policy)
+        for policy in check_policies(policies)
+        for size in sizes or [tiers[name].capacity_bytes]
+    ]
+    with progress_bar(len(runs) * len(trace.requests)) as advance:
+        for tier in runs:
+            report = replay(trace, replace(options, tiers=_with(options.tiers, tier)), advance)
+            yield SweepPoint(tier.name, tier.capacity_bytes, tier.policy, report)
+
+
+def _with(tiers: Sequence[TierOptions], tier: TierOptions) -> tuple[TierOptions, ...]:
+    return tuple(tier if one.name == tier.name else one for one in tiers)
+
+
+@contextmanager
+def progress_bar(total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar, where the console (standard error unless told) is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = console or Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda requests: bar.advance(task, requests)
