@@ -1,4 +1,4 @@
-"""Claims of requests on blocks below, and the room that promotions may take for them.
+"""Claims of requests on blocks below, and the slots that promotions may take for them.
 
 Used under the manager's lock.
 """
@@ -15,36 +15,36 @@ from .request import Request
 from .workers import WorkerTransfers
 
 STORE_SHARE = 16
-"""Promotions leave one slot of so many to stores, beside those of dirty blocks. Half of the tier is
-theirs in any case."""
+"""Promotions leave 1/STORE_SHARE of the slots to stores, in addition to dirty slots. Half of the
+tier is available to promotions in any case."""
 SMALL_SHARE = 8
-"""A claim is small if it takes at most one slot of so many of the budget."""
+"""A claim is small if it takes at most 1/SMALL_SHARE of the budget."""
 OVERTAKING_SHARE = 2
-"""Small claims that overtake the same one take at most one slot of so many of the budget."""
+"""Small claims that overtake the same claim take at most 1/OVERTAKING_SHARE of the budget."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """What one request waits for."""
+    """Blocks that one request wants in the first tier."""
 
     request: Request
     since_s: float
     wanted: dict[BlockHash, int] = field(default_factory=dict)
-    """Blocks of its prefix in the order asked, with the level where each was found. Level 0 stands
-    for the first tier, and for blocks on their way there."""
+    """Blocks of the prefix in lookup order, with the tier that holds each. 0 means the first tier,
+    or a block in flight to it."""
     is_admitted: bool = False
     has_waited: bool = False
-    """True if it was not admitted in the step in which it asked."""
+    """True if the claim was not admitted in the step of its first lookup."""
     new_slots: int | None = None
-    """Slots that it would take beyond those that others have taken; None: not counted yet."""
+    """Slots that the claim would take and no other request has taken; None: not counted yet."""
     blocks: list[int] = field(default_factory=list)
-    """Per level: blocks that would have to be read."""
+    """Number of blocks to read from each tier; index 0 stands for the first tier."""
     saved_blocks: int = 0
-    """Blocks that need not be computed by anybody if those are read."""
+    """Number of blocks that no request has to compute if this claim is read."""
     overtaken_blocks: int = 0
-    """Slots that went to claims behind it while it waited."""
+    """Slots that later claims took while this claim waited."""
     ready_s: float | None = None
-    """When nothing of it was on its way any more; None before."""
+    """Time at which the last block in flight arrived; None before."""
 
 
 class PromotionRoom:
@@ -58,31 +58,33 @@ class PromotionRoom:
         workers: WorkerTransfers,
         budget_slots: int | None,
     ) -> None:
-        """`budget_slots`: slots of the first tier for promotions; None: what is clean, or half."""
+        """`budget_slots`: slots of the first tier for promotions. None: the clean slots, or half of
+        all."""
         self._top = top
         self._promoter = promoter
         self._holds = holds
         self._workers = workers
         self._given_budget = budget_slots
         self._store_need = 0
-        """Blocks of the largest store that was put off in the last step."""
+        """Size in blocks of the largest store that was refused in the previous step."""
         self._refused_stores = 0
-        """The same of this step."""
+        """Size in blocks of the largest store that was refused in this step."""
 
     def note_refused_store(self, blocks: int) -> None:
-        """A store of so many blocks was put off for want of room: it comes before promotions."""
+        """Note a store that was refused for lack of slots. Its blocks take precedence over
+        promotions."""
         self._refused_stores = max(self._refused_stores, blocks)
 
     def end_step(self) -> None:
-        """The step's stores were offered."""
+        """End the step: its largest refused store counts for the next one."""
         self._store_need, self._refused_stores = self._refused_stores, 0
 
     def room_for(self, claim: Claim, budget: int, blocked: Claim | None) -> int | None:
-        """Slots that the claim may take now; None: it waits.
+        """Return the slots that the claim may take now; None if it must wait.
 
-        `blocked` is the first claim that waits, if there is one before it. A claim that nobody else
-        disturbs may take what dirty blocks take now: they are written down for it. It is cut only
-        if it is larger than all that there is.
+        `blocked` is the first waiting claim in the queue, if it comes before this one. If no other
+        claim has slots, this claim may also take those of dirty blocks, which are written back for
+        it. A claim is cut only if it is larger than the whole budget.
         """
         if claim.new_slots is None:
             return None
@@ -101,23 +103,23 @@ class PromotionRoom:
         return room if is_small and overtaken <= budget // OVERTAKING_SHARE else None
 
     def budget(self) -> int:
-        """Slots of the first tier that promotions may take or hold now."""
+        """Return the number of slots that promotions may take or hold now."""
         if self._given_budget is not None:
             return self._given_budget
         kept = self._top.dirt.dirty_blocks + self._store_need
         return max(1, self._top.capacity // 2, self._most() - kept)
 
     def _most(self) -> int:
-        """Slots that promotions may take or hold if nothing is dirty."""
+        """Return the number of slots that promotions may take or hold if no slot is dirty."""
         capacity = self._top.capacity
         return self._given_budget or max(1, capacity - capacity // STORE_SHARE)
 
     def taken(self) -> int:
-        """Slots that promotions have taken."""
+        """Return the number of slots that promotions have taken."""
         return self._promoter.in_flight + len(self._holds)
 
     def left(self, budget: int) -> int:
-        """Slots that are left of a budget; those that workers read now cannot be had."""
+        """Return the slots left of a budget. Slots that workers read now are not available."""
         capacity = self._top.capacity
         most = capacity - capacity // STORE_SHARE - len(self._workers.loads)
         return min(budget, most) - self.taken()

@@ -1,4 +1,4 @@
-"""One tier in its place in the cascade: a backend, a policy, and which of its blocks are dirty.
+"""One tier in the cascade: its backend, its eviction policy, and the state of its slots.
 
 A level is used under the manager's lock only.
 """
@@ -23,47 +23,52 @@ Slots = npt.NDArray[np.signedinteger[Any]]
 """Slot numbers of any width."""
 
 RUN_BLOCKS = 64
-"""Blocks of one prompt that a shutdown writes together: they are read together, too."""
+"""Length of a run in blocks. A shutdown writes a run together, because a later request reads it
+together."""
 
 _block_id = attrgetter("block_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The parts of one tier, as an assembly hands them over."""
+    """The parts of one tier, as an assembly creates them."""
 
     name: str
     backend: Backend
     policy: CachePolicy
     admission: Admission = field(default_factory=AdmitAll)
-    """Asked about blocks that come from the tier above."""
+    """Admission that decides which blocks from the tier above are written to this tier."""
     write_budget: WriteBudget | None = None
     day_totals: Callable[[], DayTotals] | None = None
-    """What the last day saw, for a tier that keeps count."""
+    """Function that returns the totals of the last day; None if the tier does not record them."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A job that reads or writes slots of one level. They are pinned until the job ends."""
+    """A job that reads or writes slots of one level. The slots are pinned until the job ends."""
 
     ticket: int
     hashes: list[BlockHash]
-    """Blocks that are transferred."""
+    """Hashes of the blocks in the job."""
     statuses: list[BlockStatus]
-    """Their slots in the level."""
+    """Slots of these blocks in the level, in the same order."""
     created_s: float
-    """On the manager's clock."""
+    """Time at which the job started, on the manager's clock."""
     is_orphan: bool = False
-    """True once the level was reset: the last transfer that uses a slot frees it."""
+    """True once the level was reset. The last orphan transfer that uses a slot frees it."""
 
 
 class Dirt:
-    """Which slots may leave.
+    """Dirty and settled slots of one level.
 
-    Each slot in use is in one of three states: *dirty* (its block is not in the next tier and shall
-    go there), *settled* (held there, or not worth it: it may be dropped), or neither (its bytes are
-    on the way). The masks are numpy views of byte arrays: single slots are set as bytes, batches
-    and searches are vectorised.
+    Each slot in use is in one of three states:
+
+    - *dirty*: the next tier lacks the block, and it should be written there;
+    - *settled*: the next tier holds the block or does not need it, so it may be evicted;
+    - neither: the bytes of the block are in flight.
+
+    The masks are numpy views of byte arrays: single slots are set as bytes, batches and searches
+    are vectorised.
     """
 
     def __init__(self, capacity: int, is_last: bool) -> None:
@@ -72,7 +77,7 @@ class Dirt:
         self._settled = bytearray(capacity)
         self.dirty_mask: SlotMask = np.frombuffer(self._dirty, dtype=np.bool_)
         self.settled_mask: SlotMask = np.frombuffer(self._settled, dtype=np.bool_)
-        if is_last:  # nothing below: every block may be dropped
+        if is_last:  # nothing below: every block may be evicted
             self.settled_mask[:] = True
 
     @property
@@ -81,54 +86,56 @@ class Dirt:
         return 0 if self._is_last else int(np.count_nonzero(self.dirty_mask))
 
     def is_dirty(self, slot: int) -> bool:
-        """True if the block in this slot shall be written to the next tier."""
+        """True if the block in this slot should be written to the next tier."""
         return bool(self._dirty[slot])
 
     def set_dirty(self, slots: Sequence[int] | Slots) -> None:
-        """These blocks are not in the next tier. No effect in the last tier."""
+        """Mark these slots dirty: the next tier lacks their blocks. No effect in the last tier."""
         if not self._is_last and len(slots):
             batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = True
             self.settled_mask[batch] = False
 
     def set_settled(self, slots: Sequence[int]) -> None:
-        """These blocks are held in the next tier, or will not be: they may leave."""
+        """Mark these slots settled: their blocks may be evicted."""
         dirty, settled = self._dirty, self._settled
         for slot in slots:
             dirty[slot] = 0
             settled[slot] = 1
 
     def set_arriving(self, slots: Sequence[int] | Slots) -> None:
-        """The bytes of these slots are on their way. No effect in the last tier."""
+        """Mark these slots in flight: neither dirty nor settled. No effect in the last tier."""
         if not self._is_last and len(slots):
             batch = np.asarray(slots, dtype=np.intp)
             self.dirty_mask[batch] = False
             self.settled_mask[batch] = False
 
     def clear(self) -> None:
-        """No slot is in use any more."""
+        """Forget the state of every slot, because none is in use."""
         if not self._is_last:
             self.dirty_mask[:] = False
             self.settled_mask[:] = False
 
 
 class UseCounts:
-    """How often the block in each slot was used, and how deep in its prompt it lies."""
+    """Use count and prompt depth of the block in each slot."""
 
     def __init__(self, capacity: int, past: PastUses | None) -> None:
-        """`past`: uses of blocks that the next tier refused; None if it does not go by uses."""
+        """`past` holds use counts of blocks that the next tier refused. It is None if the next
+        tier's admission ignores uses."""
         self._past = past
         self._uses = bytearray(capacity)
         self._uses_of = np.frombuffer(self._uses, dtype=np.uint8)
         self._depths = np.zeros(capacity, dtype=np.uint32)
-        """Per slot: how many blocks of its request came before the block when it was stored."""
+        """Per slot, the number of blocks before this block in its prompt, at the time of the
+        store."""
 
     def of(self, slot: int) -> int:
-        """How often the block in this slot was used; saturates at 255."""
+        """Return the use count of the block in this slot; it saturates at 255."""
         return self._uses[slot]
 
     def begin(self, block_hashes: Sequence[BlockHash], slots: Slots, depth: int) -> None:
-        """Blocks were stored; `depth` blocks of their prompt come before them."""
+        """Start the counts of stored blocks; `depth` blocks of their prompt come before them."""
         self._uses_of[slots] = 1
         self._depths[slots] = np.arange(depth, depth + len(slots), dtype=np.uint32)
         if self._past is not None:
@@ -137,23 +144,25 @@ class UseCounts:
                     self._uses[slot] = min(USES_MAX, past + 1)
 
     def begin_found(self, slots: Slots) -> None:
-        """Blocks that another process stored."""
+        """Start the counts of blocks that another process stored."""
         self._uses_of[slots] = 1
 
     def note_reuse(self, statuses: Sequence[BlockStatus]) -> None:
-        """These blocks were used again; what admission refused before may be offered now."""
+        """Count one more use of each block. Admission may now accept a block that it refused
+        before."""
         slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
         self._uses_of[slots] += self._uses_of[slots] < USES_MAX
 
     def note_refused(self, block_hash: BlockHash, slot: int) -> None:
-        """The next tier does not take the block: its uses count on when it comes back."""
+        """Keep the use count of a refused block, so that counting continues when the block comes
+        back."""
         if self._past is not None:
             self._past.note(block_hash, self._uses[slot])
 
     def by_use(self, blocks: Pairs) -> list[BlockHash]:
-        """Blocks that were used most come first, then those nearest to the head of their prompt.
+        """Return the blocks in descending order of use; among equals, heads of prompts come first.
 
-        Blocks of one prompt stay together in runs of `RUN_BLOCKS`, in the order given otherwise.
+        Blocks of one prompt stay together in runs of `RUN_BLOCKS`. Ties keep the given order.
         """
         slots = np.fromiter((status.block_id for _, status in blocks), np.intp, len(blocks))
         depths = self._depths[slots] // RUN_BLOCKS
@@ -162,7 +171,7 @@ class UseCounts:
 
 
 class Level:
-    """A tier in its place in the cascade."""
+    """One tier in the cascade: its slots, their eviction order, and their state."""
 
     def __init__(
         self,
@@ -171,7 +180,8 @@ class Level:
         on_evicted: Callable[[Pairs], None],
         past: PastUses | None = None,
     ) -> None:
-        """`on_evicted` is told which blocks left to make room; for `past` see `UseCounts`."""
+        """`on_evicted` receives the blocks that were evicted to make room. For `past` see
+        `UseCounts`."""
         self.name = tier.name
         self.backend = tier.backend
         self.policy = tier.policy
@@ -180,7 +190,7 @@ class Level:
         self.block_size = tier.backend.block_size
         self.medium = tier.backend.medium
         self.taken_blocks = 0
-        """Slots that were taken, ever."""
+        """Number of slots allocated since the start."""
         self.dirt = Dirt(self.capacity, is_last)
         self.uses = UseCounts(self.capacity, past)
         self.on_evicted = on_evicted
@@ -188,8 +198,8 @@ class Level:
         """Hashes lost to another process's reset, not yet reported as removal events; in descending
         slot order."""
         self._was_short = False
-        """The last search for blocks that may leave found too few. It will be tried again soon:
-        counting them first costs a fraction of searching in vain."""
+        """True if the last search found too few victims. The next attempt then counts the
+        candidates first, because counting costs much less than another vain search."""
         if not is_last:
             tier.backend.tell_found(self._note_found)
 
@@ -199,7 +209,7 @@ class Level:
         return self.backend.is_lasting
 
     def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
-        """Evict so that `n` slots are free; False, and nothing is evicted, if that cannot be."""
+        """Evict until `n` slots are free. Return False and evict nothing if that is impossible."""
         missing = n - self.backend.get_num_free_blocks()
         if missing <= 0:
             return True
@@ -214,7 +224,8 @@ class Level:
         return self.backend.get_num_free_blocks() >= n
 
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
-        """Evict so that up to `n` slots are free; returns how many are (at most `n`)."""
+        """Evict until `n` slots are free, or as many as possible. Return the free slots, at most
+        `n`."""
         if not self.make_all_room(n, protected, may_drop_dirty):
             free = self.backend.get_num_free_blocks()
             mask = self._may_leave(may_drop_dirty)
@@ -223,7 +234,8 @@ class Level:
         return min(n, self.backend.get_num_free_blocks())
 
     def make_room_of(self, n: int, protected: Container[BlockHash], first: SlotMask) -> None:
-        """Evict blocks in the slots of `first` that may be dropped, so that up to `n` are free."""
+        """Evict settled blocks in the slots of `first` until `n` slots are free or no such block is
+        left."""
         missing = n - self.backend.get_num_free_blocks()
         mask = first & self.dirt.settled_mask
         found = len(self.policy.coldest(missing, protected, mask)) if missing > 0 else 0
@@ -239,9 +251,9 @@ class Level:
         return None if may_drop_dirty or self.is_last else self.dirt.settled_mask
 
     def take(self, block_hashes: Sequence[BlockHash], depth: int = 0) -> list[BlockStatus]:
-        """Allocate and insert; the blocks are not ready. There must be room.
+        """Allocate slots and insert the blocks, which are not ready yet. The slots must be free.
 
-        `depth`: how many blocks of the same prompt come before them.
+        `depth`: number of blocks of the same prompt before the first of these.
         """
         statuses = self.backend.allocate_blocks(block_hashes)
         self.taken_blocks += len(statuses)
@@ -252,48 +264,51 @@ class Level:
         return statuses
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
-        """Insert complete blocks that an earlier engine left; nothing is known of lower tiers."""
+        """Insert complete blocks from an earlier engine. They count as dirty, because the contents
+        of the tiers below are unknown."""
         slots = [status.block_id for status in statuses]
         self.policy.insert_many(block_hashes, statuses)
         self.policy.mark_ready(block_hashes, slots)
         self._note_found(np.array(slots, dtype=np.int32))
 
     def _note_found(self, slots: SlotArray) -> None:
-        """Blocks that another process put there. Whether they are below is seen when they are among
-        the coldest: to look for all of them at once would take seconds."""
+        """Count blocks from another process as dirty. The demoter checks the tier below once they
+        are among the coldest, because checking all of them here would take seconds."""
         self.uses.begin_found(slots)
         self.dirt.set_dirty(slots)
 
     def drop(self, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Remove a block and free its slot, whatever its state, if it is still this one."""
+        """Remove a block and free its slot, in any state. No effect if the hash has another slot
+        now."""
         present = self.policy.get(block_hash)
         if present is not None and present.block_id == status.block_id:
             self.policy.remove(block_hash)
             self.backend.free(status)
 
     def holds(self, block_hash: BlockHash) -> bool:
-        """True if the block is here, ready or on its way."""
+        """True if the level holds the block, ready or in flight."""
         return self.policy.get(block_hash) is not None
 
     def owns(self, block_hash: BlockHash) -> bool:
-        """True if the block is here, and is this process's own: events are about those."""
+        """True if this process owns the block in this level. Events report owned blocks only."""
         return self.policy.owns(block_hash)
 
     def note_lost_below(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Blocks left a tier below: those that are here and ready are dirty again."""
+        """Mark blocks dirty again that left a tier below and are ready here."""
         found = (self.policy.get(block_hash) for block_hash in block_hashes)
         self.dirt.set_dirty([s.block_id for s in found if s is not None and s.ref_cnt >= 0])
 
     def note_loss(self) -> None:
-        """All blocks are about to be forgotten, and nobody knows: keep their names for events.
+        """Keep the hashes of all blocks for removal events, before a reset that the engine does not
+        know.
 
-        Those of a tier with a place of its own for names are found by its backend.
+        A backend that stores its hashes elsewhere reports them itself.
         """
         if self.policy.ready_at is not None and len(self._lost) <= self.capacity:
             self._lost += self.policy.ready_at
 
     def take_moved(self, limit: int) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Blocks that came and that left without the manager's doing, a batch of each."""
+        """Return the next batch of blocks that other processes added and removed, as two lists."""
         came: list[BlockHash] = []
         left = [block_hash for block_hash in self._lost[-limit:] if block_hash]
         del self._lost[-limit:]
@@ -303,13 +318,15 @@ class Level:
         return [h for h in came if self.owns(h)], [h for h in left if not self.owns(h)]
 
     def maintain(self) -> bool:
-        """Upkeep of the tier; True if another process reset it: `empty` comes next."""
+        """Maintain the backend. True if another process reset the tier; the caller then calls
+        `empty`."""
         return self.backend.maintain(self.policy)
 
     def empty(self, users: Counter[int]) -> None:
-        """The tier was reset: forget everything.
+        """Forget every block after a reset.
 
-        `users`: by slot, how many transfers use it. The last one frees it (`release`).
+        `users`: number of transfers that use each slot. The last of them frees the slot
+        (`release`).
         """
         self.policy.clear()
         self.dirt.clear()
@@ -319,7 +336,7 @@ class Level:
                 self.backend.free(status)
 
     def release(self, transfer: Transfer) -> None:
-        """A transfer from before a reset ended."""
+        """Drop the pins of an orphan transfer that ended, and free slots without further pins."""
         for status in transfer.statuses:
             status.ref_cnt -= 1
             if status.ref_cnt == 0:

@@ -1,20 +1,24 @@
-"""Whose blocks are brought up next: promotion is admitted by request.
+"""Order of promotions: each request is admitted for its whole prefix.
 
-A lookup that finds blocks below makes a *claim*: all blocks of the request's prefix, in the order
-in which it asked. At the end of the step each claim is either
+A lookup that finds blocks below makes a *claim*. It lists all blocks of the request's prefix, in
+the order of the lookups. At the end of the step each claim is in one of three states:
 
-- *admitted*: it gets room for its whole prefix, what is in the first tier is pinned, and what lies
-  below is queued to be read; or
-- *waiting*: it takes no room and pins nothing until its turn comes; or
-- *given up*: computing is expected to be faster (`Worth`), or the tier rests.
+- *admitted*: it gets slots for its whole prefix. Its blocks in the first tier are pinned, and its
+  blocks below are queued for reading.
+- *waiting*: it takes no slots and pins nothing until its turn comes.
+- *given up*: computing is expected to be faster (`Worth`), or the breaker of the tier is open.
 
-Turns go in the order in which the scheduler asks, which is the order in which it will run them. Up
-to a limit, small claims overtake a large one that does not fit yet. A claim larger than the budget
-gets all of it once nobody else uses it, and the request computes the rest.
+The queue follows the order in which the scheduler asks, because the scheduler runs the requests in
+that order. Up to a limit, small claims overtake a large one that does not fit yet. A claim larger
+than the budget gets the whole budget once no other request uses it. The request computes the
+remaining blocks.
 
-No claim waits for another one that waits: only admitted claims take room. Theirs ends when the
-request loads its blocks, when a read is late (`Promoter`), or when a request whose blocks are all
-there does not come for them within `HOLD_DEADLINES` deadlines.
+Deadlock is impossible, because only admitted claims take slots. An admitted claim ends in one of
+these cases:
+
+- the request loads its blocks;
+- a read is late (`Promoter`);
+- all blocks are ready, but the request does not load them within `HOLD_DEADLINES` deadlines.
 
 Used under the manager's lock.
 """
@@ -36,14 +40,14 @@ from .request import Request
 from .worth import Worth
 
 HOLD_DEADLINES = 2
-"""For so many deadlines blocks that are there are held for a request that does not load them."""
+"""Number of deadlines for which ready blocks stay pinned for a request that does not load them."""
 LOOK_AGAIN_S = 0.02
-"""Claims that wait are looked at this often, if none is new and the first does not fit: others may
-compute by now, or find their blocks on their way. One of them is counted anew, 0.2 µs a block."""
+"""Seconds between two checks of waiting claims, if none is new and the first does not fit. A claim
+may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.2 µs a block."""
 
 
 class Turns:
-    """All claims."""
+    """Queue of all claims: admits them, lets them wait, or gives them up."""
 
     def __init__(
         self,
@@ -66,33 +70,34 @@ class Turns:
         self._top = flow.top
         self._below = flow.below
         self._asked: list[Claim] = []
-        """Claims whose requests asked in this step, in that order."""
+        """Waiting claims whose requests asked in this step, in that order."""
         self._queue: dict[Claim, None] = {}
-        """Claims that are not admitted, in the order of their turns."""
+        """Waiting claims, in the order of their turns."""
         self._admitted: dict[Claim, None] = {}
         self._has_new = False
-        """True if a claim was made since the last look at the queue."""
+        """True if a claim was made or shortened since the last check of the queue."""
         self._look_again_s = -math.inf
         self._turn = 0
-        """Which of the waiting claims was counted anew in the last look."""
+        """Index of the waiting claim that the last check counted anew."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Number of requests that have waited for their turn for at least one step."""
         return sum(claim.has_waited for claim in self._queue)
 
     @property
     def is_waited_for(self) -> bool:
-        """True if a request waits for its turn, or for something that is on its way up."""
+        """True if a request waits for its turn, or for a block in flight."""
         return bool(self._queue or (self._promoter.in_flight and self._admitted))
 
-    # ---- a request asks --------------------------------------------------------------------
+    # ---- lookups -------------------------------------------------------------------------
 
     def puts_off(self, claim: Claim, first: BlockHash) -> bool:
-        """A request that waits asks again, for `first` before all: has it to go on waiting?
+        """Return True if a request that asks again must go on waiting.
 
-        If it asks from another block on than it did, the device's cache changed meanwhile. What the
-        device holds now is no longer wanted; a claim that lacks the first block is dropped.
+        `first` is the first block of its new lookups. If the claim starts with another block, the
+        device cache changed meanwhile. Blocks before `first` are then no longer wanted. A claim
+        without `first` is dropped.
         """
         request = claim.request
         if claim.is_admitted:
@@ -113,10 +118,10 @@ class Turns:
     def want(
         self, block_hash: BlockHash, level: int, request: Request, before: Iterable[BlockHash]
     ) -> LookupState:
-        """A block that is not in the first tier was found: the request claims it.
+        """Add a block to the request's claim.
 
-        `level` 0: it is on its way, or a worker is storing it. `before`: what the request was
-        answered with in this step, if this is its first claim.
+        `level` is the tier that holds it; 0 means that it is in flight, or that a worker is storing
+        it. `before`: the request's hits of this step, used if this is its first claim.
         """
         if level and not self._may_be_worth(level, request):
             return LookupState.MISS
@@ -127,13 +132,13 @@ class Turns:
         return LookupState.PENDING
 
     def note_hit(self, block_hash: BlockHash, request: Request) -> None:
-        """A block of the first tier was found after the request's first claim in this step."""
+        """Add a hit of the first tier to the claim that the request made in this step."""
         claim = request.claim
         if claim is not None and not claim.is_admitted:
             claim.wanted[block_hash] = 0
 
     def release(self, request: Request) -> None:
-        """The request is served, over, or starts anew: it wants and holds nothing."""
+        """Drop the claim and the pins of a request."""
         claim = request.claim
         if claim is not None:
             self._queue.pop(claim, None)
@@ -143,13 +148,13 @@ class Turns:
         self._holds.release(request)
 
     def finish(self, request: Request) -> None:
-        """The request is over."""
+        """Drop the claim, the pins and the backlog of a request that ended."""
         self.release(request)
         if self._worth is not None:
             self._worth.backlog.end(request)
 
     def orphan(self) -> None:
-        """The first tier was reset: every request that waits asks anew."""
+        """Drop every claim and pin, after a reset of the first tier. Waiting requests ask anew."""
         self._holds.forget_all()
         for claim in (*self._queue, *self._admitted):
             claim.request.end_wait()
@@ -160,7 +165,8 @@ class Turns:
     # ---- the end of a step -----------------------------------------------------------------
 
     def end_step(self) -> None:
-        """The step's questions were asked: they say whose turn comes first."""
+        """Reorder the queue: requests that asked in this step come first, in the order of their
+        lookups."""
         self.room.end_step()
         if self._asked:
             first = [c for c in self._asked if c in self._queue]
@@ -168,7 +174,7 @@ class Turns:
             self._asked.clear()
 
     def admit(self) -> None:
-        """Give room to those whose turn it is, and let those compute for whom that is better."""
+        """Admit waiting claims that fit, and give up those that are better computed."""
         if not self._queue or not self._is_time():
             return
         now_s, budget = self._flow.clock(), self.room.budget()
@@ -183,13 +189,13 @@ class Turns:
             if self._gives_up(claim, ahead, now_s):
                 continue
             room = self.room.room_for(claim, budget, blocked)
-            if room is not None and not is_exact:  # what others wanted may have left meanwhile
+            if room is not None and not is_exact:  # blocks may have been evicted since
                 self._count(claim)
                 room = self.room.room_for(claim, budget, blocked)
             if room is None:
                 blocked = blocked or claim
                 claim.has_waited = True
-                self._holds.release(claim.request)  # nobody holds and waits
+                self._holds.release(claim.request)  # no hold and wait: no deadlock
             else:
                 if blocked is not None:
                     blocked.overtaken_blocks += claim.new_slots or 0
@@ -197,7 +203,7 @@ class Turns:
             ahead = [a + b for a, b in zip(ahead, claim.blocks, strict=True)]
 
     def _is_time(self) -> bool:
-        """True if a look at the queue may change something."""
+        """True if a check of the queue may change something."""
         if self._has_new or self._flow.clock() >= self._look_again_s:
             self._has_new = False
             return True
@@ -205,7 +211,7 @@ class Turns:
         return self.room.room_for(first, self.room.budget(), None) is not None
 
     def release_expired(self) -> None:
-        """Unpin blocks for which no request came in time."""
+        """Unpin ready blocks that their request did not load in time."""
         now_s = self._flow.clock()
         for claim in list(self._admitted):
             if claim.request.pending:
@@ -218,7 +224,8 @@ class Turns:
     # ---- one claim ---------------------------------------------------------------------------
 
     def _new_claim(self, request: Request, before: Iterable[BlockHash]) -> Claim:
-        """What the request holds from an earlier claim stays pinned until the step ends."""
+        """Queue a new claim. Pins from the request's earlier claim last until the end of the
+        step."""
         if request.claim is not None:
             self._admitted.pop(request.claim, None)
         claim = Claim(request, self._flow.clock(), dict.fromkeys(before, 0))
@@ -229,7 +236,8 @@ class Turns:
         return claim
 
     def _may_be_worth(self, level: int, request: Request) -> bool:
-        """False if it need not even be known how many blocks the request finds below."""
+        """False if the request misses at once: the tier rests, or computing is faster for any
+        number of blocks."""
         if self._below.rests(level):
             self._flow.counters.links[level - 1].promote_refused_blocks += 1
             return False
@@ -249,7 +257,7 @@ class Turns:
         self._flow.counters.promotions_not_worth += 1
 
     def _count(self, claim: Claim) -> None:
-        """Find out what the claim would take now, and what it would save."""
+        """Count the slots and reads that the claim needs now, and the blocks that it would save."""
         holds, get, find = self._holds, self._top.policy.get, self._promoter.find
         blocks = [0] * len(self._flow.counters.tier_names)
         to_read: list[BlockHash] = []
@@ -262,7 +270,7 @@ class Turns:
                 new_slots += status.ref_cnt >= 0 and status.block_id not in holds
             elif find(block_hash) is None:
                 level = level or self._below.may_hold(block_hash, claim.request.allowed_media)
-                if not level:  # it left every tier meanwhile, and what follows is of no use
+                if not level:  # evicted everywhere, so the rest is useless
                     claim.wanted = dict(islice(claim.wanted.items(), at))
                     break
                 claim.wanted[block_hash] = level
@@ -274,7 +282,8 @@ class Turns:
             claim.saved_blocks = saved - self._worth.backlog.shared(to_read)
 
     def _gives_up(self, claim: Claim, ahead: Sequence[int], now_s: float) -> bool:
-        """True if the request computes from now on, or is answered anew."""
+        """Give the claim up if its tier rests or computing is faster. Return True if it was given
+        up."""
         needed = [level for level, blocks in enumerate(claim.blocks) if blocks]
         if not needed:
             return False
@@ -289,7 +298,8 @@ class Turns:
         return True
 
     def _compute_instead(self, claim: Claim, now_s: float) -> None:
-        """Give the claim up. A few blocks come up all the same if it is time for a probe."""
+        """Give the claim up: its blocks below become misses. If a probe is due, read a few of them
+        anyway."""
         assert self._worth is not None
         request = claim.request
         self._recompute(request)
@@ -311,7 +321,7 @@ class Turns:
         self._flow.counters.recomputed_blocks[reason] += served
 
     def _admit(self, claim: Claim, room: int, now_s: float) -> None:
-        """Pin what is there, and queue what is below."""
+        """Admit a claim: pin its blocks in the first tier, and queue its blocks below."""
         counters, new_slots = self._flow.counters, claim.new_slots or 0
         counters.promotions_worth += self._worth is not None
         if claim.has_waited:
@@ -326,10 +336,10 @@ class Turns:
         self._admitted[claim] = None
 
     def _take_part(self, claim: Claim, room: int) -> None:
-        """Take as much of a claim as there is room for; the rest is computed.
+        """Take the part of a claim that fits. The request computes the rest.
 
-        Windows and states at the end of a prefix that is cut are of no use. As many slots are left
-        for those at the place where it is cut: the request asks for them next.
+        Windows and states at the end of a prefix are useless if the prefix is cut. The request asks
+        next for those at the cut, so as many slots are reserved for them.
         """
         end, request = self._served_end, claim.request
         served = [h for h in claim.wanted if h.endswith(end)]
@@ -343,7 +353,7 @@ class Turns:
             self._miss(request, others[at:], Reason.BUDGET)
 
     def _take_first(self, block_hashes: Sequence[BlockHash], claim: Claim, room: int) -> int:
-        """Take blocks in their order while there is room; returns how many."""
+        """Take blocks in order while `room` slots are left. Return the number taken."""
         for at, block_hash in enumerate(block_hashes):
             if self._takes_slot(block_hash):
                 if room <= 0:
@@ -353,14 +363,14 @@ class Turns:
         return len(block_hashes)
 
     def _takes_slot(self, block_hash: BlockHash) -> bool:
-        """True if nobody has taken a slot for the block."""
+        """True if the block needs a slot that no other request has taken."""
         status = self._top.policy.get(block_hash)
         if status is None:
             return self._promoter.find(block_hash) is None
         return status.ref_cnt >= 0 and status.block_id not in self._holds
 
     def _take(self, block_hash: BlockHash, level: int, request: Request) -> None:
-        """Pin a block for the request, or have it brought up."""
+        """Pin a block for the request, or queue its promotion."""
         status, pending = self._top.policy.get(block_hash), self._promoter.find(block_hash)
         if status is not None and status.ref_cnt >= 0:
             self._holds.pin(request, block_hash, status)
@@ -368,5 +378,5 @@ class Turns:
             request.missed.add(block_hash)
         elif pending is not None:
             self._promoter.join(block_hash, pending, request)
-        elif status is None:  # else a worker is storing it
+        elif status is None:  # otherwise a worker is storing it
             self._promoter.begin(block_hash, level, request)
