@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if COMPLETE in os.environ:  # typer would import rich to strip markup, which no help text has
+    if COMPLETE in os.environ:  # without this, typer imports rich to strip markup
         vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words

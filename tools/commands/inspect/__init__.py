@@ -113,7 +113,7 @@ def _all(
 
 
 def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
-    """What an engine says of its CPU tier, in the report of the namespace that it has open."""
+    """Add the dirty share that an engine reports to the namespace that it has open."""
     from ..top.top_frame import read_url
 
     live = [each for each in reports if each.state == "live"]

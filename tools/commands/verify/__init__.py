@@ -101,8 +101,10 @@ def _run(
 def _verify_one(
     location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
 ) -> VerifyReport:
-    """One that cannot be read is reported as such, unless it `is_alone`: what was found in the
-    others, and changed there, is not lost."""
+    """Verify a namespace; if it is unreadable, report that, or raise if it `is_alone`.
+
+    The results for the other namespaces, and their repairs, are kept.
+    """
     from ....tiers.nvme.offline.presence import owners
     from .verify_blocks import VerifyReport
     from .verify_view import print_verified
@@ -165,7 +167,7 @@ def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
 
 
 def size_of(option: str, text: str | None) -> int | None:
-    """A size in bytes as an option has it. Raises `CommandError`."""
+    """Parse an option's size in bytes. Raises `CommandError`."""
     from ....config.sizes import parse_bytes
 
     if text is None:
