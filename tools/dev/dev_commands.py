@@ -40,7 +40,7 @@ def _option(text: str) -> tuple[str, Any]:
         raise typer.BadParameter("give it as OPTION=VALUE")
     try:
         return name, json.loads(value)
-    except ValueError:  # a word
+    except ValueError:  # a word, not a JSON value
         return name, value
 
 
