@@ -23,9 +23,9 @@ from .replay import replay_options
 COMPLETE = "_KVCASCADE_COMPLETE"
 """Variable with which a shell asks for completions."""
 EPILOG = (
-    "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
-    "4 in use by an engine, 5 no space, 6 optional package missing, 7 another namespace's, "
-    "130 interrupted, 141 nobody reads standard output any more."
+    "Exit status: 0 success, 1 problems found, 2 wrong call, 3 cannot be opened, "
+    "4 in use by an engine, 5 no space, 6 optional package missing, 7 blocks of another namespace, "
+    "130 interrupted, 141 standard output closed by its reader."
 )
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ VersionOption = Annotated[
 
 @app.callback(invoke_without_command=True)
 def plain(context: typer.Context, show_version: VersionOption = False) -> None:
-    """Multi-tier KV-cache offloading for vLLM: look into caches, repair and carry them."""
+    """Multi-tier KV-cache offloading for vLLM: inspect, repair, export and import caches."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

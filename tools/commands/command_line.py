@@ -74,15 +74,15 @@ UrlOption = Annotated[
     typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
 ]
 ArenaDirOption = Annotated[
-    Path, typer.Option("--arena-dir", metavar="DIR", help="Where engines keep their CPU tiers.")
+    Path, typer.Option("--arena-dir", metavar="DIR", help="Directory of the engines' CPU tiers.")
 ]
 ARENA_DIR = Path("/dev/shm")
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Where results, logs and files go.")
+    Path, typer.Option("--out", metavar="FOLDER", help="Folder for results, logs and files.")
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade[plot])."),
+    typer.Option("--plot", metavar="PNG", help="Also draw a picture (needs kvcascade[plot])."),
 ]
 
 

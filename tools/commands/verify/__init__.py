@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 RepairOption = Annotated[
     bool,
-    typer.Option("--repair", help="Drop exactly what is damaged."),
+    typer.Option("--repair", help="Drop damaged blocks, and nothing else."),
 ]
 RebuildOption = Annotated[
     bool,
     typer.Option(
         "--rebuild-index",
-        help="Make the index anew from what the segments prove (the namespace must be closed).",
+        help="Build a new index from the segments (the namespace must be closed).",
     ),
 ]
 LimitOption = Annotated[
     str | None,
-    typer.Option("--bwlimit", metavar="SIZE", help="Read at most so much a second: 200MiB, 1GB."),
+    typer.Option("--bwlimit", metavar="SIZE", help="Maximum to read per second: 200MiB, 1GB."),
 ]
 
 
@@ -55,7 +55,7 @@ def verify(
     """Check every block against its checksum, and the index against the files.
 
     Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
-    run; files and slot records are then theirs to repair.
+    run; the engines then repair files and slot records themselves.
 
     Examples:
 
