@@ -67,7 +67,7 @@ MinutesOption = Annotated[
         "--minutes",
         metavar="N",
         min=0,
-        help=f"Start no case later; {BARE_MINUTES:g} for {', '.join(BARE)}, else no limit.",
+        help=f"Limit in minutes to start cases; {BARE_MINUTES:g} for {', '.join(BARE)}, else none.",
     ),
 ]
 NvmeOption = Annotated[
