@@ -79,7 +79,7 @@ def plain(context: typer.Context, show_version: VersionOption = False) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (see `commands.command_line.ExitCode`)."""
-    if sys.stdout is None:  # started without one
+    if sys.stdout is None:  # the process has no standard output
         return _run(argv)
     with watched() as output:
         try:
@@ -101,7 +101,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as ended:
         code = ended.code
     except Exception as error:
-        said = getattr(error, "format_message", None)  # a wrong call: its class has no public name
+        said = getattr(error, "format_message", None)  # a wrong call; its class is private
         if said is None:
             raise
         return complain(said(), ExitCode.USAGE, as_json)

@@ -143,7 +143,7 @@ def emit(schema: str, document: dict[str, Any]) -> None:
     """Print a JSON document on standard output, in ASCII; NaN and infinity become null."""
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
     text = json.dumps({**head, **document}, default=str)
-    finite = json.loads(text, parse_constant=lambda name: None)  # "NaN", "Infinity": no JSON
+    finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN, Infinity
     print(json.dumps(finite, indent=1))
 
 

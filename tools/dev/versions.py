@@ -36,7 +36,7 @@ class Release:
     version: str
     proof: Proof
     engine: str
-    """Platform on which the version was run."""
+    """Distribution of vLLM and version of torch that were used."""
     tests: tuple[str, ...]
     """Test files for the version, relative to `tests/`."""
     note: str = ""

@@ -80,7 +80,7 @@ def check(
     with answering(as_json):
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
-        with answering_apart(True):  # vLLM prints when it is asked
+        with answering_apart(True):  # vLLM prints to standard output
             report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
         if as_json:
             emit("check", report.as_json())

@@ -262,7 +262,7 @@ def _expect_start(report: CheckReport, settings: CascadeConfig, measure: Measure
 
 
 def print_checked(report: CheckReport) -> None:
-    """Print what each tier holds, or the problems of the configuration."""
+    """Print the contents of each tier, or the problems of the configuration."""
     console = show.console()
     if report.problems:
         for problem in report.problems:

@@ -113,7 +113,7 @@ def _wish(
     from .collect import Wish
 
     if prefix is not None:
-        parse_hash(prefix)  # a wrong call before anything is looked at
+        parse_hash(prefix)  # fail before any namespace is opened
     return Wish(
         older_than_s=None if older_than is None else _seconds(older_than),
         hash_start=b"" if hash_ is None else parse_hash(hash_),

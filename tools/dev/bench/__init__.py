@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
 BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
-"""Measurements that run without vLLM, LMDB and msgspec, and what those need."""
+"""Measurements that run without vLLM, LMDB and msgspec, and the modules that those need."""
 BARE_MINUTES = 5.0
 """Time limit, in minutes, for these measurements. With the GPU tests they take about 8 minutes at
 most."""
