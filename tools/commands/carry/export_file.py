@@ -172,7 +172,7 @@ class _Writer:
         self._records[row] = record.pack()
 
     def done(self, count: int) -> None:
-        """Count rows that have been read."""
+        """Count rows that have been written."""
         self.blocks += count
 
     def finish(self) -> int:

@@ -90,7 +90,8 @@ def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int]
     """Return the blocks of a namespace in kept arenas, and the slots of these arenas; None if there
     are none.
 
-    `fingerprint` is in hex. An engine may change an arena meanwhile; only complete rows count.
+    `fingerprint` is in hex. Arenas that an engine is using are
+    included. An engine may change its arena meanwhile; only complete rows count.
     """
     blocks: set[BlockHash] = set()
     slots = 0
