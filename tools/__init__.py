@@ -1,1 +1,1 @@
-"""Views and maintenance: what a person runs, and what `make` runs."""
+"""The command line of kvcascade, and the development tools that `make` runs."""

@@ -23,9 +23,9 @@ from .replay import replay_options
 COMPLETE = "_KVCASCADE_COMPLETE"
 """Variable with which a shell asks for completions."""
 EPILOG = (
-    "Exit status: 0 all well, 1 problems found, 2 wrong call, 3 cannot be opened, "
-    "4 in use by an engine, 5 no space, 6 optional package missing, 7 another namespace's, "
-    "130 interrupted, 141 nobody reads standard output any more."
+    "Exit status: 0 success, 1 problems found, 2 wrong call, 3 cannot be opened, "
+    "4 in use by an engine, 5 no space, 6 optional package missing, 7 blocks of another namespace, "
+    "130 interrupted, 141 standard output closed by its reader."
 )
 
 app = typer.Typer(
@@ -72,14 +72,14 @@ VersionOption = Annotated[
 
 @app.callback(invoke_without_command=True)
 def plain(context: typer.Context, show_version: VersionOption = False) -> None:
-    """Multi-tier KV-cache offloading for vLLM: look into caches, repair and carry them."""
+    """Multi-tier KV-cache offloading for vLLM: inspect, repair, export and import caches."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (see `commands.command_line.ExitCode`)."""
-    if sys.stdout is None:  # started without one
+    if sys.stdout is None:  # the process has no standard output
         return _run(argv)
     with watched() as output:
         try:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if COMPLETE in os.environ:  # typer would import rich to strip markup, which no help text has
+    if COMPLETE in os.environ:  # without this, typer imports rich to strip markup
         vars(import_module("typer._completion_classes"))["_sanitize_help_text"] = str
     words = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in words
@@ -101,7 +101,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as ended:
         code = ended.code
     except Exception as error:
-        said = getattr(error, "format_message", None)  # a wrong call: its class has no public name
+        said = getattr(error, "format_message", None)  # a wrong call; its class is private
         if said is None:
             raise
         return complain(said(), ExitCode.USAGE, as_json)

@@ -1,1 +1,1 @@
-"""One file or folder per command: options, work and view. Shared parts lie beside them."""
+"""Commands of the command line: one file or folder per command, with shared modules beside them."""

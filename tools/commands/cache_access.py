@@ -1,4 +1,4 @@
-"""Choosing and opening what a command works on."""
+"""Find, choose and open the namespaces that a command works on."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ with env.begin() as txn:
 
 @dataclass(frozen=True, slots=True)
 class OpenedCache:
-    """One namespace, open for reading."""
+    """A namespace that is open for reading."""
 
     description: Description
     index: IndexReader
     segments: SegmentReader
     state: StateReader
     owners: list[int]
-    """Processes that own it now; empty: it is closed."""
+    """Processes that own the namespace now; empty if it is closed."""
 
     @property
     def slots(self) -> int:
-        """Slots up to the last segment that is there."""
+        """Return the number of slots, up to the end of the last existing segment."""
         numbers = self.segments.found
         return (max(numbers) + 1) * self.description.slots_per_segment if numbers else 0
 
 
 def locations(path: Path, also: Sequence[Path] | None = None) -> list[Location]:
-    """Namespaces in the paths, at least one. Raises `TierIOError`."""
+    """Return the namespaces under the paths. Raises `TierIOError` if there is none."""
     paths = [path, *(also or ())]
     found = locate(paths)
     if not found:
@@ -70,8 +70,9 @@ def locations(path: Path, also: Sequence[Path] | None = None) -> list[Location]:
 
 
 def choose(found: Sequence[Location], name: str | None) -> Location:
-    """The one that is meant: by any part of its name, label or fingerprint that fits no other; all
-    there is without a name. Raises `ConfigError` if that is none or several.
+    """Return the namespace whose name, label or fingerprint contains `name`.
+
+    Without a name, return the only namespace. Raises `ConfigError` if none or several match.
     """
     matches = list(found) if name is None else _fitting(found, name)
     if len(matches) == 1:
@@ -83,9 +84,9 @@ def choose(found: Sequence[Location], name: str | None) -> Location:
 
 
 def _fitting(found: Sequence[Location], name: str) -> list[Location]:
-    """Those that a text names exactly; if there are none, those that it is a part of."""
+    """Return the namespaces with exactly this text; if there are none, those that contain it."""
     words = [(each, _words_of(each)) for each in found]
-    for wanted in (name, name.rstrip("/").rpartition("/")[2]):  # it may be a path, or a label
+    for wanted in (name, name.rstrip("/").rpartition("/")[2]):  # the text may be a path or a label
         for fits in (str.__eq__, str.__contains__):
             matches = [each for each, given in words if any(fits(word, wanted) for word in given)]
             if matches:
@@ -94,7 +95,7 @@ def _fitting(found: Sequence[Location], name: str) -> list[Location]:
 
 
 def _words_of(location: Location) -> list[str]:
-    """Name, fingerprint and label; the latter two as far as they can be read."""
+    """Return name, fingerprint and label; the latter two only if they can be read."""
     try:
         description = read_description(location)
     except KVCascadeError:
@@ -103,8 +104,10 @@ def _words_of(location: Location) -> list[str]:
 
 
 def choose_for_good(found: Sequence[Location], name: str) -> Location:
-    """The one that is meant by what cannot be undone: its whole name, or at least 12 digits of its
-    fingerprint. Raises `ConfigError` if that is none or several."""
+    """Return the namespace for an action that cannot be undone.
+
+    The name must be complete, or have at least 12 digits of the fingerprint. Raises `ConfigError`.
+    """
     wanted = name.rstrip("/").rpartition("/")[2]
     matches = [each for each in found if each.name == wanted] or [
         each
@@ -121,18 +124,19 @@ def choose_for_good(found: Sequence[Location], name: str) -> Location:
 
 
 def chosen_of(found: Sequence[Location], name: str | None) -> Sequence[Location]:
-    """The one with a name; all without. Raises `ConfigError`."""
+    """Return the namespace with this name, or all of them without a name. Raises `ConfigError`."""
     return found if name is None else [choose(found, name)]
 
 
 def count_segments(location: Location) -> int:
-    """Segment files of a namespace that perhaps cannot be read."""
+    """Return the number of segment files, even if the namespace cannot be read."""
     files = (path.name for folder in location.folders for path in folder.glob("segments/*"))
     return sum(segment_number(name) is not None for name in files)
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields of fingerprints that differ: name to both values, None where there is none."""
+    """Return the fingerprint fields that differ: name to both values, None if a side lacks the
+    field."""
     names = [*one, *(name for name in other if name not in one)]
     pairs = {name: (one.get(name), other.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -140,9 +144,9 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
 
 @contextmanager
 def opened(location: Location, *, is_trusted: bool = False) -> Iterator[OpenedCache]:
-    """Open one for reading. Raises one of our errors.
+    """Open a namespace for reading. Raises a `KVCascadeError`.
 
-    An index that no engine has open is walked elsewhere first, unless it `is_trusted`.
+    Unless the index `is_trusted`, or an engine has it open, a child process walks it first.
     """
     description = read_description(location)
     held = owners(description.folders.values())
@@ -163,12 +167,12 @@ def opened(location: Location, *, is_trusted: bool = False) -> Iterator[OpenedCa
 
 
 def open_index(description: Description) -> IndexReader:
-    """The index of a namespace, for reading. Raises one of our errors."""
+    """Open the index of a namespace for reading. Raises a `KVCascadeError`."""
     return IndexReader(description.home / "index")
 
 
 def parse_hash(text: str) -> bytes:
-    """A block hash, or the start of one, from hexadecimal digits. Raises `ConfigError`."""
+    """Return a block hash, or its beginning, from hexadecimal digits. Raises `ConfigError`."""
     digits = text.removeprefix("0x")
     try:
         return bytes.fromhex(digits)
@@ -183,7 +187,7 @@ def check_index_can_be_walked(home: Path) -> None:
 
     LMDB may end its process on a damaged page. The child imports nothing but LMDB, so it starts
     fast. Errors that it reports are ignored: this process meets them again with a better message.
-    Raises `CorruptionError` if that process dies of it.
+    Raises `CorruptionError` if LMDB ends the child.
     """
     index = home / "index"
     if not (index / DATA_NAME).is_file():

@@ -21,7 +21,7 @@ import typer
 from ...errors import ConfigError, ErrorKind, KVCascadeError, os_errors
 
 SCHEMA_VERSION = 1
-"""Version of every JSON document; it grows when a field is removed or changes its meaning."""
+"""Version of every JSON document; it increases when a field is removed or changes its meaning."""
 STDOUT, STDERR = 1, 2
 
 
@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
     PROBLEMS = 1
     """The command did its work and found something wrong."""
     USAGE = 2
-    """A wrong call."""
+    """The command was called with wrong arguments."""
     CANNOT_OPEN = 3
     """The path does not exist or cannot be read."""
     IN_USE = 4
@@ -74,20 +74,20 @@ UrlOption = Annotated[
     typer.Option("--url", metavar="URL", help="An engine's metrics: http://host:8000/metrics."),
 ]
 ArenaDirOption = Annotated[
-    Path, typer.Option("--arena-dir", metavar="DIR", help="Where engines keep their CPU tiers.")
+    Path, typer.Option("--arena-dir", metavar="DIR", help="Directory of the engines' CPU tiers.")
 ]
 ARENA_DIR = Path("/dev/shm")
 OutOption = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Where results, logs and files go.")
+    Path, typer.Option("--out", metavar="FOLDER", help="Folder for results, logs and files.")
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="PNG", help="Also draw it (needs kvcascade[plot])."),
+    typer.Option("--plot", metavar="PNG", help="Also draw a picture (needs kvcascade[plot])."),
 ]
 
 
 class CommandError(Exception):
-    """A command cannot go on; the message says what to do."""
+    """A command cannot continue; the message gives the remedy."""
 
     def __init__(self, message: str, code: ExitCode) -> None:
         super().__init__(message)
@@ -95,12 +95,12 @@ class CommandError(Exception):
 
 
 def code_of(error: KVCascadeError) -> ExitCode:
-    """Return the exit status for an error of ours."""
+    """Return the exit status for a `KVCascadeError`."""
     return _OF_KIND.get(error.kind, ExitCode.CANNOT_OPEN)
 
 
 def sentence(error: KVCascadeError) -> str:
-    """Return the message of an error of ours, without the number of an OS error."""
+    """Return the message of a `KVCascadeError`, without the number of an OS error."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or str(error)
 
@@ -143,7 +143,7 @@ def emit(schema: str, document: dict[str, Any]) -> None:
     """Print a JSON document on standard output, in ASCII; NaN and infinity become null."""
     head = {"schema": f"kvcascade.{schema}", "schema_version": SCHEMA_VERSION}
     text = json.dumps({**head, **document}, default=str)
-    finite = json.loads(text, parse_constant=lambda name: None)  # "NaN", "Infinity": no JSON
+    finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN, Infinity
     print(json.dumps(finite, indent=1))
 
 
@@ -154,7 +154,7 @@ def finish(code: ExitCode) -> None:
 
 
 def complain(message: str, code: ExitCode, as_json: bool, command: str = "kvcascade") -> ExitCode:
-    """Report why a command fails, as a sentence or a JSON document; return `code`."""
+    """Report the reason why a command fails, as a sentence or a JSON document; return `code`."""
     if as_json:
         emit("error", {"error": code.name.lower(), "message": message})
     else:
@@ -174,7 +174,7 @@ def check_is_file(option: str, path: Path) -> None:
 
 
 def check_place(option: str, path: Path | None) -> None:
-    """Raise `ConfigError` if a file cannot be made at a path; called before long work."""
+    """Raise `ConfigError` if no file can be created at a path; call this before long work."""
     if path is None:
         return
     try:
@@ -197,7 +197,7 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:
-    """Report optional modules that the command needs and that are missing; True if any is."""
+    """Report missing optional modules that the command needs; return True if any is missing."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         use = f"use `make {command}` or pip install 'kvcascade[vllm,plot]'"

@@ -1,9 +1,9 @@
-"""How many bytes of KV cache a token of a model takes, from its `config.json`.
+"""Bytes of KV cache per token of a model, from its `config.json`.
 
-Per layer and token, an attention layer keeps a key and a value for each KV head; multi-head latent
-attention (DeepSeek-V2 and after) keeps one latent vector and the rotary part of one key instead.
-Each rank keeps its own copy of the data that tensor parallelism does not divide. `MODELS` has the
-models that are known by name, from their public configurations.
+Per layer and token, an attention layer keeps a key and a value for each KV head. Multi-head latent
+attention (DeepSeek-V2 and later) keeps one latent vector and the rotary part of one key instead.
+Data that tensor parallelism does not divide is copied to each rank. `MODELS` lists models that are
+known by name, from their public configurations.
 """
 
 from __future__ import annotations
@@ -23,34 +23,37 @@ TYPE_BYTES = {
 }  # fmt: skip
 MAX_CONFIG_BYTES = 16 << 20
 MAX_NUMBER = 1 << 24
-"""No layer count and no width of a model is larger."""
+"""Upper limit of the numbers in a configuration; no layer count or width of a model is larger."""
 BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a token leaves in the cache of every layer."""
+    """KV cache that one token takes in every layer."""
 
     layers: int
     kv_heads: int
     """KV heads per layer; 1 for MLA."""
     head_elements: int
-    """Numbers per layer, head and token: `2 * head_size`, or `kv_lora_rank + rope` for MLA."""
+    """Elements per layer, head and token: `2 * head_size`, or `kv_lora_rank + rope` for MLA."""
 
     def bytes_per_token(self, element_bytes: int = BF16_BYTES, ranks: int = 1) -> int:
-        """Over all layers, and all ranks of tensor parallelism: vLLM divides the KV heads among
-        them, and where there are fewer heads than ranks each rank has a copy of one."""
+        """Return the bytes over all layers and all ranks of tensor parallelism.
+
+        vLLM divides the KV heads among the ranks. If there are fewer heads than ranks, each rank
+        has a copy of one head.
+        """
         rank_heads = max(1, self.kv_heads // ranks)
         return self.layers * ranks * rank_heads * self.head_elements * element_bytes
 
 
 def attention(layers: int, kv_heads: int, head_size: int) -> AttentionShape:
-    """Keys and values of each head."""
+    """Return the shape of attention with a key and a value per head."""
     return AttentionShape(layers, kv_heads, 2 * head_size)
 
 
 def latent(layers: int, kv_lora_rank: int, rope: int) -> AttentionShape:
-    """MLA."""
+    """Return the shape of multi-head latent attention (MLA)."""
     return AttentionShape(layers, 1, kv_lora_rank + rope)
 
 
@@ -66,26 +69,27 @@ MODELS = {
     "deepseek-v2-lite": latent(27, 512, 64),
     "deepseek-v3": latent(61, 512, 64),
 }
-"""By the name that `--model` takes."""
+"""Models by the name that `--model` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a model keeps of each token."""
+    """Bytes of KV cache per token of a model."""
 
     model: str
     layers: int
     bytes_per_token: int
-    """Over all layers and ranks, their copies included."""
+    """Bytes over all layers and ranks, replicated data included."""
     note: str
-    """How it was found."""
+    """Source of the figure."""
 
 
 def kv_shape(model: str, kv_dtype: str | None = None, ranks: int = 1) -> KvShape:
-    """Of a folder with a `config.json`, a hub name that is in the local cache, or a known name.
+    """Return the KV cache per token of a model.
 
-    `kv_dtype`: vLLM's `--kv-cache-dtype`; by default the model's own type. `ranks`: its tensor
-    parallel size. Raises `ConfigError`.
+    `model` is a folder with a `config.json`, a hub name in the local cache, or a known name.
+    `kv_dtype` is vLLM's `--kv-cache-dtype`; by default it is the model's own type. `ranks` is the
+    tensor parallel size. Raises `ConfigError`.
     """
     if model in MODELS and not os.path.exists(model):
         name = kv_dtype if kv_dtype not in (None, "auto") else "bfloat16"
@@ -145,7 +149,7 @@ def _load(model: str) -> tuple[Mapping[str, Any], str]:
 
 
 def _cached(model: str) -> Path | None:
-    """The configuration in the local hub cache, if there is one."""
+    """Return the configuration in the local hub cache, if there is one."""
     try:
         from huggingface_hub import try_to_load_from_cache
 

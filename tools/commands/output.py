@@ -1,5 +1,4 @@
-"""Handling of a standard output that fails: closed by its reader, on a full disk, or narrow in its
-character set."""
+"""Handling of errors of standard output: closed by its reader, a full disk, a limited encoding."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ T = TypeVar("T")
 class Watched:
     """Wrapper of standard output that records its error.
 
-    Libraries hide such an error behind a status of their own, or let any `OSError` through.
+    Libraries replace such an error by their own exit status, or let any `OSError` pass.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -30,11 +29,11 @@ class Watched:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Do what the stream does, and record its error."""
+        """Write to the stream, and record its error."""
         return self._noting(lambda: self._stream.write(text))
 
     def flush(self) -> None:
-        """Do what the stream does, and record its error."""
+        """Flush the stream, and record its error."""
         self._noting(self._stream.flush)
 
     def _noting(self, act: Callable[[], T]) -> T:
@@ -45,10 +44,10 @@ class Watched:
             raise
 
     def settle(self, code: int) -> int:
-        """Flush; return `code`, or the status of an error of the output."""
+        """Flush, and return `code`, or the exit status for a recorded error."""
         try:
             self.flush()
-        except (OSError, ValueError):  # an error that is noted, or nothing left to write to
+        except (OSError, ValueError):  # the error is recorded, or the stream is closed
             pass
         if self.error is None:
             return code
@@ -60,7 +59,7 @@ class Watched:
         return complain(said, ExitCode.NO_SPACE if is_full else ExitCode.CANNOT_OPEN, False)
 
     def _silence(self) -> None:
-        """Discard buffered output, which the interpreter would fail to write at its end."""
+        """Discard buffered output; the interpreter would fail to write it at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -68,7 +67,7 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """Watch standard output; characters that it cannot encode become "?"."""
+    """Watch standard output, and replace characters that it cannot encode by "?"."""
     before = sys.stdout
     if isinstance(before, io.TextIOWrapper):
         before.reconfigure(errors="replace")

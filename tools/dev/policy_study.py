@@ -3,12 +3,12 @@
     python -m kvcascade.tools.dev.policy_study OUT TRACE...
 
 A trace is a file that `kvcascade replay` reads, or a part of one: `FILE:FIRST:STOP`, in requests.
-OUT, a folder, gets `NAME.json` and `NAME.png` for each, and `policies.md` with all tables.
+The folder OUT gets `NAME.json` and `NAME.png` for each trace, and `policies.md` with all tables.
 
-One tier, no time: a request hits as far as its blocks are there without a gap when it comes. Then
-what is missing comes in, in one of two ways. `late`: all of it, and only then does the tier go back
-to its size, so that a policy may also choose what came last. `early`: room is made first, and the
-request's own blocks stay, as in a tier that has no more slots than its size.
+The study has one tier and no time. A request hits all blocks up to the first missing one, and the
+missing blocks are then stored in one of two ways. `late`: all blocks are stored, and then the tier
+shrinks to its size, so the policy may also evict the new blocks. `early`: room is made first, and
+the request's own blocks stay, as in a tier without spare slots.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from ...tiers.policies import ORDERS, create
 from ..replay.traces import Trace, read_trace
 
 SHARES = (0.01, 0.05, 0.1, 0.3)
-"""Sizes, as shares of the distinct blocks."""
+"""Sizes of the tier, as shares of the distinct blocks."""
 OPTIMUM = "optimum"
 WAYS = ("early", "late")
 SIZED_BY_NATURE = frozenset({"arc", "fifo", "lirs", "s3fifo", "sieve", "slru"})
-"""Policies that go by their own capacity, or by order of arrival: `late` would give them slots that
-they then count with, so they are studied `early` only."""
+"""Policies that depend on their own capacity or on the order of arrival. `late` would give them
+additional slots that they count, so they are studied with `early` only."""
 DPI = 80
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyCell:
-    """One policy at one size."""
+    """Result of one policy at one size."""
 
     policy: str
     way: str
     share: float
     blocks: int
     hit_ratio: float
-    """Of the input tokens."""
+    """Share of the input tokens that were hits."""
     us_per_block: float
 
 
 @dataclass(frozen=True, slots=True)
 class StudyWorkload:
-    """A trace, as hashes."""
+    """A trace with hashes in place of block ids."""
 
     name: str
     chains: list[list[BlockHash]]
@@ -61,7 +61,7 @@ class StudyWorkload:
 
     @classmethod
     def of(cls, trace: Trace, name: str) -> StudyWorkload:
-        """Every block id becomes a hash that is spread as real ones are."""
+        """Return a trace with a well-distributed hash per block id, like real hashes."""
         known: dict[int, BlockHash] = {}
         chains = []
         for request in trace.requests:
@@ -72,16 +72,16 @@ class StudyWorkload:
 
     @property
     def distinct(self) -> int:
-        """Different blocks."""
+        """Return the number of distinct blocks."""
         return len(set().union(*self.chains))
 
     @property
     def references(self) -> int:
-        """Blocks asked for."""
+        """Return the number of blocks that requests reference."""
         return sum(map(len, self.chains))
 
     def hit_tokens(self, request: int, blocks: int) -> float:
-        """Tokens that the first `blocks` blocks of a request stand for."""
+        """Return the number of tokens in the first `blocks` blocks of a request."""
         return min(blocks * self.block_tokens, self.tokens[request])
 
 
@@ -90,7 +90,7 @@ def _hash(block_id: int) -> BlockHash:
 
 
 def study(work: StudyWorkload, name: str, way: str, capacity: int) -> float:
-    """Share of the input tokens that a tier of `capacity` blocks would have had."""
+    """Return the share of the input tokens that a tier of `capacity` blocks would have cached."""
     extra = max(map(len, work.chains)) if way == "late" else 0
     policy = create(name, capacity + extra)
     free = [BlockStatus(0, slot) for slot in range(capacity + extra)]
@@ -128,10 +128,11 @@ def _make_room(policy: CachePolicy, n: int, kept: set[BlockHash], free: list[Blo
 
 
 def optimum(work: StudyWorkload, capacity: int) -> float:
-    """The same for who knows the future: what is used last of all leaves first (Belady).
+    """Return the share for an optimal policy that knows the future (Belady).
 
-    A block is used whenever one that follows it is, so heads stay by themselves; among equals the
-    deepest leaves. New blocks may leave at once.
+    It evicts the block whose next use is last. A use of a block is also a use of all blocks before
+    it in the prompt, so heads stay without a special rule; among equals the deepest is evicted. New
+    blocks may be evicted at once.
     """
     uses: dict[BlockHash, list[int]] = {}
     for request in range(len(work.chains) - 1, -1, -1):
@@ -158,7 +159,7 @@ def optimum(work: StudyWorkload, capacity: int) -> float:
 
 
 def cells(work: StudyWorkload, policies: Sequence[str]) -> list[PolicyCell]:
-    """Every policy at every size."""
+    """Return the results of every policy at every size."""
     found: list[PolicyCell] = []
     distinct, references = work.distinct, work.references
     for name in policies:
@@ -178,7 +179,7 @@ def cells(work: StudyWorkload, policies: Sequence[str]) -> list[PolicyCell]:
 
 
 def table(name: str, found: Sequence[PolicyCell]) -> str:
-    """Hit ratios as a Markdown table, the best policy of each column in bold."""
+    """Return hit ratios as a Markdown table, with the best policy of each column in bold."""
     rows = dict.fromkeys((cell.way, cell.policy) for cell in found)
     ratio = {(c.way, c.policy, c.share): c.hit_ratio for c in found}
     lines = [f"| {name} | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |", "|---|" + "---|" * 4]
@@ -196,7 +197,8 @@ def table(name: str, found: Sequence[PolicyCell]) -> str:
 
 
 def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
-    """Hit ratio over size, one line a policy, as PNG. Raises `ImportError` without matplotlib."""
+    """Draw the hit ratio over the size as PNG, one line per policy. Raises `ImportError` without
+    matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -232,7 +234,7 @@ def _load(text: str) -> StudyWorkload:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Study every trace; returns the exit status."""
+    """Study every trace; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("traces", nargs="+", metavar="TRACE")

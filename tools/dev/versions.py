@@ -1,8 +1,8 @@
-"""Which vLLM versions, devices and kinds of model were run, and what says so.
+"""Tested vLLM versions, devices and kinds of model, with the evidence.
 
-The one list of them; the status line and the tables of the README are made of it, and a test holds
-the README to it. A row is true only as far as its evidence: tests of this tree, run as
-`make test-vllm VERSION=...` runs them.
+This is the only list of them. The status line and the tables of the README are generated from it,
+and a test compares the README with it. A row is true only as far as its evidence: tests of this
+tree, run as `make test-vllm VERSION=...` runs them.
 
     python -m kvcascade.tools.dev.versions                print the status line and the tables
     python -m kvcascade.tools.dev.versions tests 0.19.1   print the tests that run with it
@@ -20,30 +20,30 @@ BEGIN, END = "<!-- begin: python -m kvcascade.tools.dev.versions -->", "<!-- end
 
 
 class Proof(StrEnum):
-    """How we know."""
+    """Kind of evidence."""
 
     ENGINE = "run"
-    """On the real engine, tokens compared."""
+    """Runs on the real engine, with tokens compared."""
     CONTRACT = "contract tests"
-    """The engine's calls, played by a driver; bytes compared."""
+    """Tests in which a driver makes the engine's calls, with bytes compared."""
     NONE = "not supported"
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One vLLM version, or several that are alike."""
+    """One vLLM version, or several equivalent versions."""
 
     version: str
     proof: Proof
     engine: str
-    """What it runs with."""
+    """Distribution of vLLM and version of torch that were used."""
     tests: tuple[str, ...]
-    """Test files for it, relative to `tests/`."""
+    """Test files for the version, relative to `tests/`."""
     note: str = ""
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """Those of its tests that were run."""
+        """Return the tests of this version that were run."""
         if self.proof is Proof.ENGINE:
             return self.tests
         return tuple(name for name in self.tests if "test_engine" not in name)
@@ -51,7 +51,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A kind of model or of parallelism, with the newest pinned vLLM unless the note says other."""
+    """A kind of model or of parallelism, run with the newest pinned vLLM unless the note names
+    another."""
 
     name: str
     proof: Proof
@@ -64,13 +65,13 @@ class GpuRun:
     """One run on a machine with a GPU."""
 
     device: str
-    """Name of the GPU, as its driver gives it."""
+    """Name of the GPU, as its driver reports it."""
     when: str
-    """Month and year."""
+    """Month and year of the run."""
     what: str
-    """What was run, with the versions of torch and vLLM."""
+    """Tests of the run, with the versions of torch and vLLM."""
     evidence: tuple[str, ...]
-    """Test files that passed there, relative to `tests/`."""
+    """Test files that passed in the run, relative to `tests/`."""
 
 
 _ENGINE = "vllm/test_engine_versions.py"
@@ -157,11 +158,12 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 GPU_RUNS: tuple[GpuRun, ...] = ()
-"""Runs on GPUs, the newest first; empty as long as there was none."""
+"""Runs on GPUs, newest first; empty if there was none."""
 
 
 def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
-    """What was run where, one line of Markdown; versions without a gap are written as a range."""
+    """Return the tested versions and devices as one line of Markdown; consecutive versions become a
+    range."""
     spans: list[str] = []
     for (proof, engine), group in groupby(RELEASES, lambda r: (r.proof, r.engine.split(",")[0])):
         rows = list(group)
@@ -178,28 +180,29 @@ def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
 
 
 def version_table() -> str:
-    """Markdown."""
+    """Return the table of versions in Markdown."""
     rows = ["| vLLM | state | engine | |", "|---|---|---|---|"]
     rows += [f"| {r.version} | {r.proof} | {r.engine} | {r.note} |" for r in RELEASES]
     return "\n".join(rows)
 
 
 def feature_table() -> str:
-    """Markdown."""
+    """Return the table of features in Markdown."""
     rows = ["| model or parallelism | state | |", "|---|---|---|"]
     rows += [f"| {f.name} | {f.proof} | {f.note} |" for f in FEATURES]
     return "\n".join(rows)
 
 
 def blocks() -> tuple[str, str]:
-    """What stands between each pair of marks in the README: the status line, then the tables."""
+    """Return the text between each pair of marks in the README: the status line, then the
+    tables."""
     texts = (status_line(), f"{version_table()}\n\n{feature_table()}")
     first, second = (f"{BEGIN}\n{text}\n{END}" for text in texts)
     return first, second
 
 
 def files_for(version: str) -> list[str]:
-    """Test files to run with a version. Raises `KeyError` if it is not supported."""
+    """Return the test files to run with a version. Raises `KeyError` if it is not supported."""
     known = {release.version: release for release in RELEASES if release.proof is not Proof.NONE}
     if version not in known:
         raise KeyError(f"vLLM {version} is not among those that are tested: {', '.join(known)}")
@@ -207,7 +210,7 @@ def files_for(version: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """See the top of this file."""
+    """Run the command given at the top of this file."""
     if argv[:1] == ["tests"]:
         try:
             print(*files_for(argv[1]))

@@ -1,9 +1,8 @@
 """vLLM's own tiering in the real engine on a machine without a GPU, for tests and benchmarks.
 
-vLLM refuses CPU tensors in one place, the copy between the device and the CPU tier. That copy is
-replaced by ours (`CpuDeviceCopier`); its manager, its tiers, its shared region and the layout of a
-row's owner are untouched. Use it as `"spec_name": "CpuTieringSpec", "spec_module_path":
-"kvcascade.tools.dev.vllm_cpu_tiering"`.
+vLLM refuses CPU tensors only in the copy between the device and the CPU tier. `CpuDeviceCopier`
+replaces that copy. vLLM's manager, tiers, shared region and row layout are unchanged. Use it as
+`"spec_name": "CpuTieringSpec", "spec_module_path": "kvcascade.tools.dev.vllm_cpu_tiering"`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COPY_THREADS = 2
 
 
 class _Side:
-    """What `CascadeWorker` expects: a copier, and an end."""
+    """The parts that `CascadeWorker` requires: a copier, and a method to close it."""
 
     def __init__(self, copier: CpuDeviceCopier, executor: ThreadPoolExecutor, region: Any) -> None:
         self.copier = copier
@@ -34,7 +33,7 @@ class _Side:
         self._region = region
 
     def close(self) -> None:
-        """Let transfers end, then let go of the region; idempotent."""
+        """Wait for transfers, then release the region; idempotent."""
         self.copier.shutdown()
         self._executor.shutdown()
         if self._region is not None:

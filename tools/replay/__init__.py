@@ -1,5 +1,5 @@
-"""`kvcascade replay`: a request trace through the real manager and policies, in virtual time.
+"""`kvcascade replay`: run a request trace through the real manager and policies, in virtual time.
 
-No bytes move and nothing is computed: backends have slots without memory, handlers finish when a
-cost model says so. Everything that decides is the code that serves.
+No bytes are moved and no tokens are computed. Backends have slots without memory, and a cost model
+sets the end of each transfer. All decisions are made by the code that runs in an engine.
 """

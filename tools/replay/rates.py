@@ -1,4 +1,4 @@
-"""How fast the tiers of a replay move bytes, and how that is known."""
+"""Transfer rates of the tiers of a replay, with their sources."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .tier_options import GivenTier, TierOptions
 from .virtual import Rate, RateSource
 
 ASSUMED_CPU = Rate(20e9, 0.0, RateSource.ASSUMED)
-"""PCIe 4 x16 gives 25 GB/s, PCIe 5 about 55, two cores of a CPU platform 6 to 16."""
+"""Assumed rate between device and CPU tier: PCIe 4 x16 gives 25 GB/s, PCIe 5 about 55, two cores of
+a CPU platform 6 to 16."""
 ASSUMED_READ = Rate(3e9, 1e-4, RateSource.ASSUMED)
 ASSUMED_WRITE = Rate(1e9, 1e-4, RateSource.ASSUMED)
-"""One NVMe drive for data centres, writes that go on."""
+"""Assumed rate of sustained writes to one data-centre NVMe drive."""
 MEASURED_BYTES = 512 << 20
 MEASURED_THREADS = 4
 PAGE_BYTES = 4096
@@ -30,14 +31,18 @@ CALL_BYTES_MAX = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Of every tier below the first."""
+    """Rates of every tier below the first."""
 
     read: Rate = ASSUMED_READ
     write: Rate = ASSUMED_WRITE
 
 
 def with_rates(given: Sequence[GivenTier], disk: DiskRates) -> tuple[TierOptions, ...]:
-    """Every direction gets a rate: the given one, else of `disk`, in the first tier of memory."""
+    """Return the tiers with a rate for every direction.
+
+    A given rate comes first. Otherwise the first tier has an assumed rate, and the others have
+    that of `disk`.
+    """
     assumed = DiskRates(ASSUMED_CPU, ASSUMED_CPU)
     return tuple(_with_rates(tier, disk if n else assumed) for n, tier in enumerate(given))
 
@@ -62,7 +67,7 @@ def _with_rates(tier: GivenTier, rates: DiskRates) -> TierOptions:
 
 
 def rates_of_bench(path: Path, block_bytes: int) -> DiskRates:
-    """As `kvcascade bench` measured them; of its block sizes the nearest one is taken.
+    """Return the rates that `kvcascade bench` measured at the nearest block size.
 
     Raises `FormatError`, or the mapped form of an `OSError`.
     """
@@ -84,7 +89,7 @@ def rates_of_bench(path: Path, block_bytes: int) -> DiskRates:
 
 
 def _nearest(rows: Sequence[dict[str, Any]], kind: str, block_bytes: int) -> Rate:
-    """Of our rates of one kind, that of the block size nearest to the one asked for."""
+    """Return kvcascade's rate of one kind at the block size nearest to the given one."""
     rates = {
         size: float(row["median"][OURS])
         for row in rows
@@ -97,9 +102,9 @@ def _nearest(rows: Sequence[dict[str, Any]], kind: str, block_bytes: int) -> Rat
 
 
 def measured_rates(folder: Path, block_bytes: int, total_bytes: int = MEASURED_BYTES) -> DiskRates:
-    """What the disk of a folder gives by itself: direct writes, then reads of as many bytes.
+    """Measure the disk of a folder alone: direct writes, then reads of as many bytes.
 
-    The files are gone afterwards. Raises `BenchError` if the disk takes no direct I/O, and the
+    The files are removed. Raises `BenchError` if the disk does not support direct I/O, and the
     mapped form of an `OSError`.
     """
     pages = max(1, min(block_bytes, CALL_BYTES_MAX) // PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""A replay's report as tables, a sweep as table, CSV and picture."""
+"""Output of a replay: its report as tables, a sweep as table, CSV or picture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIER_ROWS: dict[str, Callable[[ReplayedTier], str]] = {
     "write amplification": lambda tier: _figure(tier.write_amplification, ".2f"),
     "drive writes per day": lambda tier: _figure(tier.drive_writes_per_day, ".2f"),
 }
-"""Row of the table, and what a tier has there."""
+"""Rows of the table: title, and function that returns a tier's cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SweepPoint:
     report: ReplayReport
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the point as a JSON object."""
         swept = {"tier": self.tier, "capacity_bytes": self.capacity_bytes, "policy": self.policy}
         return {**swept, **self.report.document()}
 
@@ -69,7 +69,7 @@ CSV_FIELDS = (
 
 
 def print_report(report: ReplayReport, console: Console) -> None:
-    """Everything about one run."""
+    """Print the report of one run."""
     console.print(
         f"{report.trace}: {report.requests:,} requests, {report.references:,} blocks of "
         f"{report.block_tokens:g} tokens ({sizes.human(report.block_bytes)}), "
@@ -122,7 +122,7 @@ def _facts(report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def print_sweep(points: Sequence[SweepPoint], console: Console) -> None:
-    """Hit ratio by size and policy."""
+    """Print the hit ratio by size and policy."""
     policies = list(dict.fromkeys(point.policy for point in points))
     table = Table(title=f"prefix-hit tokens by size of {points[0].tier}")
     table.add_column("size", justify="right")
@@ -136,7 +136,7 @@ def print_sweep(points: Sequence[SweepPoint], console: Console) -> None:
 
 
 def write_csv(points: Sequence[SweepPoint], path: Path) -> None:
-    """One line per run. Raises the mapped form of an `OSError`."""
+    """Write one line per run as CSV. Raises the mapped form of an `OSError`."""
     with os_errors(f"writing {path}"), path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_FIELDS)
@@ -155,7 +155,7 @@ def write_csv(points: Sequence[SweepPoint], path: Path) -> None:
 
 
 def write_png(points: Sequence[SweepPoint], path: Path) -> None:
-    """The hit-rate curve. Needs matplotlib; raises the mapped form of an `OSError`."""
+    """Draw the hit-rate curve as PNG. Needs matplotlib; raises the mapped form of an `OSError`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -181,7 +181,7 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
 
 
 def _rate(rate: Rate | None) -> str:
-    """As `3 GB/s + 0.1 ms, assumed`."""
+    """Return a rate as text, such as `3 GB/s + 0.1 ms, assumed`."""
     if rate is None:
         return UNKNOWN
     shown = "instant" if math.isinf(rate.bytes_per_s) else f"{rate.bytes_per_s / 1e9:.3g} GB/s"

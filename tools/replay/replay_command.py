@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayCall:
-    """What the command was asked for."""
+    """Arguments of the command."""
 
     trace: Path
     tiers: tuple[str, ...]
-    """As `NAME=SIZE[,POLICY][,KEY=VALUE]...`, top first."""
+    """Tiers as `NAME=SIZE[,POLICY][,KEY=VALUE]...`, top first."""
     model: str | None = None
     kv_bytes_per_token: int | None = None
     block_tokens: float | None = None
-    """None: as the trace says."""
+    """Tokens per block; None to use the value of the trace."""
     prefill_tokens_per_s: float | None = None
     load_or_recompute: bool = True
     write_mode: str | None = None
-    """None: as an engine chooses it, by the sizes of the tiers."""
+    """Write mode; None to let the tiers' sizes decide, as in an engine."""
     bench: Path | None = None
     path: Path | None = None
-    """A folder on a disk whose rates are measured."""
+    """Folder on a disk whose rates are measured."""
     speed_up: float = 1.0
     limit: int | None = None
     sweep: str | None = None
@@ -50,7 +50,7 @@ class ReplayCall:
 
 
 def run(call: ReplayCall) -> None:
-    """Run the command. Raises one of our errors, or `CommandError`."""
+    """Run the command. Raises a `KVCascadeError`, or `CommandError`."""
     from .traces import read_trace
 
     is_sweep = bool(call.sweep or call.policies)
@@ -58,7 +58,7 @@ def run(call: ReplayCall) -> None:
         raise ConfigError("--csv and --plot save a sweep; add --sweep or --policies")
     check_place("--csv", call.csv)
     check_place("--plot", call.plot)
-    if call.plot and find_spec("matplotlib") is None:  # said now rather than after every run
+    if call.plot and find_spec("matplotlib") is None:  # fail before the runs
         said = "matplotlib is not installed; use pip install 'kvcascade[plot]'"
         raise CommandError(said, ExitCode.MISSING)
     trace = read_trace(call.trace, call.limit, call.block_tokens)
@@ -146,7 +146,7 @@ def _sweep(call: ReplayCall, trace: Trace, options: ReplayOptions) -> None:
 
 
 def _save(points: Sequence[SweepPoint], csv: Path | None, png: Path | None) -> None:
-    """Files come before anything is printed: what fails here is then all that is said."""
+    """Write the files; this precedes all printing, so an error is the only output."""
     from .rendering import write_csv, write_png
 
     if csv:
@@ -183,7 +183,11 @@ def _with(tiers: Sequence[TierOptions], tier: TierOptions) -> tuple[TierOptions,
 
 @contextmanager
 def progress_bar(total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar, where the console (standard error unless told) is a terminal."""
+    """Yield a function that advances a progress bar; there is no bar if the console is not a
+    terminal.
+
+    The console is standard error by default.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

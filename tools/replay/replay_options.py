@@ -44,12 +44,12 @@ ModelOption = Annotated[
 ]
 BytesOption = Annotated[
     int | None,
-    typer.Option("--kv-bytes-per-token", metavar="N", min=1, help="In place of --model."),
+    typer.Option("--kv-bytes-per-token", metavar="N", min=1, help="Instead of --model."),
 ]
 BlockOption = Annotated[
     float | None,
     typer.Option(
-        "--block-tokens", metavar="N", callback=_positive, help="In place of the trace's word."
+        "--block-tokens", metavar="N", callback=_positive, help="Instead of the trace's value."
     ),
 ]
 PrefillOption = Annotated[
@@ -58,11 +58,11 @@ PrefillOption = Annotated[
         "--prefill-tokens-per-s",
         metavar="N",
         callback=_positive,
-        help="Speed of your engine. Without it nothing is said about TTFT, and all is loaded.",
+        help="Speed of your engine. Without it, TTFT is unknown, and all hits are loaded.",
     ),
 ]
 NoChoiceOption = Annotated[
-    bool, typer.Option("--no-load-or-recompute", help="Load even where computing is faster.")
+    bool, typer.Option("--no-load-or-recompute", help="Load even if computing is faster.")
 ]
 ModeOption = Annotated[
     str | None,
@@ -70,13 +70,13 @@ ModeOption = Annotated[
         "--write-mode",
         metavar="MODE",
         autocompletion=lambda: list(_MODES),
-        help=f"{', '.join(_MODES)}; by default an engine's choice, by the sizes of the tiers.",
+        help=f"{', '.join(_MODES)}; by default the tiers' sizes decide, as in an engine.",
     ),
 ]
 BenchOption = Annotated[
     Path | None,
     typer.Option(
-        "--bench", metavar="FILE", help="Rates of the lower tiers out of `kvcascade bench`."
+        "--bench", metavar="FILE", help="Rates of the lower tiers, from `kvcascade bench`."
     ),
 ]
 PathOption = Annotated[
@@ -100,7 +100,9 @@ SweepOption = Annotated[
 ]
 PoliciesOption = Annotated[
     str | None,
-    typer.Option("--policies", metavar="NAME,NAME", help="And for each policy of that tier."),
+    typer.Option(
+        "--policies", metavar="NAME,NAME", help="Also a run for each policy of that tier."
+    ),
 ]
 CsvOption = Annotated[
     Path | None, typer.Option("--csv", metavar="FILE", help="Save the sweep as CSV.")
@@ -132,7 +134,7 @@ def replay(
 ) -> None:
     """Replay a request trace through the real manager: hits, wear, TTFT by size and policy.
 
-    Rates of a tier are those given, else from --bench, else measured on --path, else assumed.
+    Rates of a tier come from --tier, else --bench, else a measurement on --path, else assumptions.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""What a replay found: plain data, and the figures that follow from it."""
+"""Results of a replay: plain data, and figures computed from it."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTier:
-    """One tier over the whole trace."""
+    """Results of one tier over the whole trace."""
 
     name: str
     policy: str
     read: Rate
     write: Rate | None
-    """Into this tier; None for the first one, where stores take no time."""
+    """Rate of writes into this tier; None for the first tier, whose stores take no time."""
     admission: str
     write_budget_bytes: int | None
     capacity_bytes: int
     capacity_blocks: int
     resident_blocks: int
     dirty_blocks: int
-    """At the end, in no tier below: a kill would lose them, a shutdown would write them."""
+    """Blocks that no lower tier has at the end; a kill would lose them, a shutdown would write
+    them."""
     hit_blocks: int
-    """Blocks that requests loaded from here."""
+    """Blocks that requests loaded from this tier."""
     hit_tokens: int
-    """Prompt tokens of the cached prefixes that lay here."""
+    """Prompt tokens of the cached prefixes in this tier."""
     demoted_blocks: int
-    """Written into this tier from above."""
+    """Blocks written into this tier from the tier above."""
     promoted_blocks: int
-    """Read from this tier and brought up."""
+    """Blocks read from this tier and promoted."""
     evicted_blocks: int
     written_bytes: int
     read_bytes: int
     write_amplification: float | None
-    """Bytes written here per byte that was computed and stored; None for the first tier."""
+    """Bytes written to this tier per byte that was computed and stored; None for the first tier."""
     drive_writes_per_day: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A distribution, in seconds."""
+    """Quantiles of a distribution, in seconds."""
 
     mean: float
     p50: float
@@ -57,30 +58,31 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Quantiles:
-        """Of at least one sample."""
+        """Return the quantiles of at least one sample."""
         p50, p90, p99 = (quantile(samples, share) for share in (0.5, 0.9, 0.99))
         return cls(sum(samples) / len(samples), p50, p90, p99)
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where loading from a tier takes as long as computing again, queues left out."""
+    """Break-even of loading from a tier and computing again, without queueing."""
 
     tier: str
     prefill_tokens_per_s: float
-    """A model that computes faster than this is better off computing."""
+    """Prefill rate of a model; at higher rates, computing is faster than loading."""
     least_tokens: float | None
-    """Prompts shorter than this are better computed (latency); None if all are, or unknown."""
+    """Length of the shortest prompts that load faster than they compute, due to latency; None if
+    there are none or it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """Everything about one run."""
+    """Results of one run."""
 
     trace: str
     requests: int
     references: int
-    """Blocks asked for."""
+    """Blocks that requests referenced."""
     distinct_blocks: int
     block_tokens: float
     block_bytes: int
@@ -90,25 +92,26 @@ class ReplayReport:
     hit_tokens: int
     stored_blocks: int
     dropped_dirty_blocks: int
-    """Lost from the first tier unwritten."""
+    """Dirty blocks that left the first tier without being written."""
     unstored_blocks: int
-    """Offered, but the first tier could not take them: too many at once, or nothing could leave."""
+    """Blocks that the first tier could not take: too many at once, or no block could be evicted."""
     requests_loaded: int
     requests_recomputed: int
-    """By load or recompute."""
+    """Requests that were computed instead of loaded."""
     tiers: tuple[ReplayedTier, ...]
     prefill_s_saved: float | None
     ttft_s: Quantiles | None
-    """Waiting for reads and computing; waiting for other requests' computing left out."""
+    """Time to the first token: waiting for reads, and computing. Waiting for the computation of
+    other requests is not included."""
     ttft_without_s: Quantiles | None
-    """The same if nothing were cached."""
+    """Time to the first token without any cache."""
     break_even: tuple[BreakEven, ...]
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the prompt tokens that were cached."""
+        """Return the share of the prompt tokens that were cached."""
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a JSON object."""
         return {"format": FORMAT, "hit_ratio": self.hit_ratio, **asdict(self)}

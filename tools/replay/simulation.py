@@ -1,9 +1,9 @@
-"""The real manager under a trace, in virtual time.
+"""Simulation of a trace with the real manager, in virtual time.
 
-Each request asks for its blocks, waits for those that are brought up, loads, and stores the rest;
-what it stores is there at once, computing takes no place on the clock. Requests wait side by side,
-and their reads queue behind one another. The device's own cache is not part of it: the first tier
-sees every block of every prompt.
+Each request looks its blocks up, waits for promotions, loads, and stores the other blocks. Stored
+blocks are available at once; computing takes no time on the clock. Requests wait concurrently, and
+their reads queue behind one another. The device's own prefix cache is not simulated, so the first
+tier sees every block of every prompt.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from .traces import Ids, Trace, TraceRequest
 from .virtual import DailyWrites, SlotBackend, TimedHandler, VirtualClock
 
 RETRY_S = 0.25
-"""A request that waits for room asks again after this, if nothing happens before."""
+"""Time after which a request that waits for room looks up again, if no event comes first."""
 STORE_PATIENCE_S = 5.0
-"""So long a request offers its blocks again while everything is busy: about as long as an answer
-takes. What is not taken by then is not stored."""
+"""Time for which a request offers its blocks while all slots are busy: about the duration of an
+answer. Remaining blocks are not stored."""
 SEEN_BLOCK_BYTES_MAX = 1 << 20
-"""The manager makes batches of 32 MiB. Blocks of a trace may be larger than an engine's (512 tokens
-in Mooncake's): the manager is told that they are of this size at most, so that it still batches."""
+"""Largest block size that the manager sees. It makes batches of 32 MiB, and a trace's blocks may be
+larger than an engine's (512 tokens in Mooncake's). The limit keeps the manager batching."""
 MAX_ROUNDS = 100_000
-"""Steps that may pass between two events of the trace; more would be a request that never ends."""
+"""Limit of steps between two events of the trace; more indicate a request that never ends."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 Progress = Callable[[int], None]
-"""Called with the number of requests that were begun since the last call."""
+"""Callback with the number of requests that have begun since the last call."""
 
 
 def hashes_of(ids: Ids) -> list[BlockHash]:
-    """Block hashes whose bits are spread as those of real hashes are; equal for equal ids."""
+    """Return block hashes with well-distributed bits, like real ones; equal ids give equal
+    hashes."""
     spread = np.zeros((len(ids), 2), np.uint64)
     np.multiply(ids, _SPREAD, out=spread[:, 0])
     data = spread.tobytes()
@@ -60,29 +61,30 @@ def hashes_of(ids: Ids) -> list[BlockHash]:
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """A request that was begun and is not served yet."""
+    """A request that has begun and has not finished."""
 
     arrived_s: float
     input_tokens: int
     hashes: list[BlockHash]
     request: Request
     hits: int = 0
-    """Blocks that it loaded."""
+    """Number of blocks that the request loaded."""
     give_up_s: float = 0.0
-    """When it stops offering the others."""
+    """Time at which the request stops offering its other blocks."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What is summed up beside the manager's own counters."""
+    """Sums that the manager's own counters do not have."""
 
     input_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=list)
-    """By tier."""
+    """Cached prompt tokens by tier."""
     saved_tokens: int = 0
     unstored_blocks: int = 0
     waits_s: list[float] = field(default_factory=list)
-    """Per request: from its arrival to its blocks' being in the first tier, and to the device."""
+    """Time of each request from its arrival until its blocks are in the first tier and on the
+    device."""
     computed_tokens: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
 
@@ -91,7 +93,7 @@ class Simulation:
     """One run over one trace."""
 
     def __init__(self, trace: Trace, options: ReplayOptions) -> None:
-        """Raises `ConfigError` if a tier cannot hold a block."""
+        """Create manager and tiers. Raises `ConfigError` if a tier cannot hold a block."""
         self._trace = trace
         self._options = options
         self.block_bytes = max(1, round(options.kv_bytes_per_token * trace.block_tokens))
@@ -102,13 +104,13 @@ class Simulation:
         self._asking: list[Active] = []
         self._storing: deque[Active] = deque()
         self._is_full = False
-        """The first in the queue was sent away in this step."""
+        """True if the first request in the queue was refused in this step."""
         self._asked = 0
-        """How often requests have asked."""
+        """Number of lookups by requests."""
         self._tally = Tally(hit_tokens=[0] * len(options.tiers))
 
     def run(self, progress: Progress = lambda requests: None) -> ReplayReport:
-        """The whole trace."""
+        """Run the whole trace, and return the report."""
         first_s = self._trace.requests[0].arrived_s
         for arrival in self._trace.requests:
             now_s = (arrival.arrived_s - first_s) / self._options.speed_up
@@ -122,7 +124,7 @@ class Simulation:
     # ---- time ----------------------------------------------------------------------------
 
     def _pass_until(self, until_s: float | None) -> None:
-        """Everything that happens before; None: until nothing happens any more."""
+        """Process all events before a time; with None, until no event is left."""
         for _ in range(MAX_ROUNDS):
             due_s = min((handler.next_end_s for handler in self._handlers), default=float("inf"))
             if self._asking or self._storing:
@@ -137,7 +139,7 @@ class Simulation:
             self._clock.now_s = max(self._clock.now_s, until_s)
 
     def _write_what_is_due(self) -> None:
-        """After the last request: blocks whose time has come are written, as in an idle engine."""
+        """Write the blocks that are due after the last request, as an idle engine does."""
         if self._options.write_mode is WriteMode.DEMOTE:
             return
         for _ in range(MAX_ROUNDS):
@@ -155,9 +157,9 @@ class Simulation:
             self.manager.end_step()
 
     def _go_on(self) -> bool:
-        """Ask again for those that wait for blocks, store in turn while there is room.
+        """Look up again for waiting requests, then store in order while there is room.
 
-        True if there was something to ask or to store.
+        Returns True if a request looked up or stored.
         """
         asked = self._asked
         if self._asking:
@@ -167,7 +169,7 @@ class Simulation:
         return has_stores or self._asked > asked
 
     def _store_in_turn(self) -> None:
-        """Who was sent away is not asked before a step has made room."""
+        """Store in order; after a refusal, wait for a step that makes room."""
         while self._storing and not self._is_full:
             if self._has_stored(self._storing[0]):
                 self._storing.popleft()
@@ -186,7 +188,7 @@ class Simulation:
     # ---- one request ---------------------------------------------------------------------
 
     def _has_asked(self, active: Active) -> bool:
-        """Ask; True if nothing is to be waited for, and the request has loaded what there is."""
+        """Look up; return True if the request need not wait, and has loaded all hits."""
         self._asked += 1
         hits = self.manager.lookup(active.hashes, active.request)
         if hits is None:
@@ -197,7 +199,7 @@ class Simulation:
         return True
 
     def _has_stored(self, active: Active) -> bool:
-        """Offer what was computed; True if it is stored, or given up."""
+        """Offer the computed blocks; return True if they are stored or given up."""
         rest = active.hashes[active.hits :]
         if rest and self._clock.now_s < active.give_up_s:
             output = self.manager.prepare_store(rest, active.request)
@@ -339,7 +341,8 @@ class Simulation:
         )
 
     def _break_even(self, tier: TierOptions) -> BreakEven:
-        """`tokens / prefill == latency + tokens * bytes_per_token / rate`, solved twice."""
+        """Solve `tokens / prefill == latency + tokens * bytes_per_token / rate` for both
+        unknowns."""
         bytes_per_token = self.block_bytes / self._trace.block_tokens
         speed, least = self._options.prefill_tokens_per_s, None
         if speed:

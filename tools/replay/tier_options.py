@@ -1,4 +1,4 @@
-"""What a replay is asked for: tiers, costs, and how they are written on the command line."""
+"""Options of a replay: tiers and costs, with their parsers for the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIER_FORM = 'write it as NAME=SIZE,POLICY, such as "cpu=64GiB,lru" or "nvme=1Ti
 
 @dataclass(frozen=True, slots=True)
 class GivenTier:
-    """One tier as the command line has it."""
+    """One tier as given on the command line."""
 
     name: str
     capacity_bytes: int
@@ -38,30 +38,31 @@ class TierOptions:
     capacity_bytes: int
     policy: str = "lru"
     read: Rate = field(default_factory=Rate)
-    """Towards the tier above; of the first one, towards the device."""
+    """Rate to the tier above; for the first tier, to the device."""
     write: Rate = field(default_factory=Rate)
     admission: str = AdmissionMode.ALL
-    """As the configuration of an NVMe tier has it."""
+    """Admission mode, as in the configuration of an NVMe tier."""
     write_budget_bytes: int | None = None
-    """In any 24 hours; None: no limit."""
+    """Limit of bytes written in any 24 hours; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """One run."""
+    """Options of one run."""
 
     tiers: tuple[TierOptions, ...]
     kv_bytes_per_token: int
     prefill_tokens_per_s: float | None = None
-    """None: unknown, nothing is said about seconds of prefill, everything found is loaded."""
+    """Prefill rate of the engine. If None, no prefill times are computed, and all hits are
+    loaded."""
     load_or_recompute: bool = True
     write_mode: WriteMode = WriteMode.DEMOTE
     speed_up: float = 1.0
-    """The trace's clock runs so many times as fast."""
+    """Factor by which the trace's clock is faster than recorded."""
 
 
 def parse_tier(text: str) -> GivenTier:
-    """`NAME=SIZE[,POLICY][,KEY=VALUE]...`. Raises `ConfigError`."""
+    """Parse `NAME=SIZE[,POLICY][,KEY=VALUE]...`. Raises `ConfigError`."""
     name, sign, rest = text.partition("=")
     size, *others = rest.split(",")
     if not (name and sign and size):
@@ -93,7 +94,7 @@ def _with_value(tier: GivenTier, text: str, key: str, value: str) -> GivenTier:
 
 
 def parse_sizes(text: str) -> tuple[str, list[int]]:
-    """`NAME=SIZE,SIZE,...` of `--sweep`. Raises `ConfigError`."""
+    """Parse `NAME=SIZE,SIZE,...` of `--sweep`. Raises `ConfigError`."""
     name, sign, rest = text.partition("=")
     if not (name and sign and rest):
         raise ConfigError(f'--sweep: {text!r} is no list; write it as "cpu=8GiB,16GiB,32GiB".')
@@ -101,7 +102,7 @@ def parse_sizes(text: str) -> tuple[str, list[int]]:
 
 
 def check_policies(names: Sequence[str]) -> list[str]:
-    """Raises `ConfigError` for one that does not exist."""
+    """Return the names. Raises `ConfigError` if a policy does not exist."""
     return [_policy(name) for name in names]
 
 

@@ -1,8 +1,8 @@
-"""Reading request traces: Mooncake's JSON lines, .npz archives, and our own recordings.
+"""Readers of request traces: Mooncake's JSON lines, .npz archives, and kvcascade's recordings.
 
-Block ids are prefix-chained in all of them: an equal id means an equal prefix up to and including
-that block. A trace may be anybody's: what is none is refused, and nothing takes memory for what it
-only claims.
+Block ids are prefix-chained in all formats: an equal id means an equal prefix up to and including
+that block. Traces are untrusted: invalid files are refused, and memory is only allocated for data
+that is present.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ Ids = npt.NDArray[np.uint64]
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_LINE_BYTES = 64 << 20
 MAX_ARCHIVE_BYTES = 4 << 30
-"""Of the arrays in an archive, unpacked."""
+"""Limit of the unpacked arrays in an archive."""
 MAX_TOKENS = 1 << 40
-"""Of a prompt or a block."""
+"""Limit of the tokens of a prompt or a block."""
 MAX_PROMPT_BLOCKS = 1 << 22
 MAX_REFERENCES = 1 << 28
-"""Blocks of all requests: 2 GiB of ids."""
+"""Limit of the blocks of all requests: 2 GiB of ids."""
 WRONG = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError,
     ValueError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What comes of reading something that is no trace; an array of petabytes is a `MemoryError`."""
+"""Exceptions from reading an invalid file; an array of petabytes raises `MemoryError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request as it was seen."""
+    """One recorded request."""
 
     arrived_s: float
-    """Since the start of the trace."""
+    """Seconds since the start of the trace."""
     input_tokens: int
     ids: Ids
 
@@ -59,30 +59,31 @@ class Trace:
 
     name: str
     block_tokens: float
-    """Tokens that one block stands for."""
+    """Tokens per block."""
     requests: Sequence[TraceRequest]
 
     @property
     def references(self) -> int:
-        """Blocks asked for."""
+        """Return the number of blocks that requests reference."""
         return sum(len(request.ids) for request in self.requests)
 
     @property
     def distinct(self) -> int:
-        """Different blocks among them."""
+        """Return the number of distinct blocks."""
         return len(np.unique(np.concatenate([request.ids for request in self.requests])))
 
     @property
     def duration_s(self) -> float:
-        """From the first request to the last."""
+        """Return the seconds from the first request to the last."""
         return self.requests[-1].arrived_s - self.requests[0].arrived_s if self.requests else 0.0
 
 
 def read_trace(path: Path, limit: int | None = None, block_tokens: float | None = None) -> Trace:
-    """Read a trace: a .npz, a JSON lines file of either kind, or a folder of recordings.
+    """Read a trace: an .npz archive, JSON lines of either kind, or a folder of recordings.
 
-    `limit`: only so many requests; `block_tokens`: instead of what the trace says. Raises
-    `FormatError` if it is none of these, or has no blocks, and the mapped form of an `OSError`.
+    `limit` is the maximum number of requests; `block_tokens` overrides the value of the trace.
+    Raises `FormatError` for any other file and for a trace without blocks, and the mapped form of
+    an `OSError`.
     """
     with os_errors(f"reading the trace {path}"):
         reader = _read_npz if path.suffix == ".npz" else _read_lines
@@ -128,7 +129,7 @@ def _archived(
 
 
 def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids:
-    """Runs of consecutive ids, written out."""
+    """Expand runs of consecutive ids."""
     if len(starts) == 0:
         return np.empty(0, np.uint64)
     ends = np.cumsum(counts)
@@ -140,7 +141,7 @@ def _expand(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Ids
 
 
 def _collected(requests: Iterable[TraceRequest], limit: int | None) -> list[TraceRequest]:
-    """The first `limit` of them. Raises `ValueError` if their ids take too much memory."""
+    """Return the first `limit` requests. Raises `ValueError` if their ids take too much memory."""
     found: list[TraceRequest] = []
     references = 0
     for request in islice(requests, limit):
@@ -152,14 +153,14 @@ def _collected(requests: Iterable[TraceRequest], limit: int | None) -> list[Trac
 
 
 def _request(arrived_ms: float, input_tokens: int, ids: Ids) -> TraceRequest:
-    """Raises `ValueError` for what no request has."""
+    """Return a request. Raises `ValueError` if its values are invalid."""
     if not math.isfinite(arrived_ms) or not 0 <= input_tokens <= MAX_TOKENS:
         raise ValueError("its time or its length is out of all bounds")
     return TraceRequest(arrived_ms / 1e3, input_tokens, ids)
 
 
 def _number(value: Any) -> float:
-    """0 for what is none."""
+    """Return a number, or 0 for any other value."""
     return float(value) if isinstance(value, int | float) and abs(value) <= MAX_TOKENS else 0.0
 
 
@@ -189,7 +190,7 @@ def _requests(
         try:
             request = read(json.loads(line))
         except WRONG as error:
-            if not line.endswith(b"\n"):  # the last one of a recording that was cut off
+            if not line.endswith(b"\n"):  # the last line of an interrupted recording
                 return
             raise FormatError(
                 f"{path} line {number} is not a request ({error!r}); see FORMAT.md"
@@ -228,7 +229,8 @@ def _first_line(path: Path) -> dict[str, Any]:
 
 
 def _recorded_parts(folder: Path) -> list[Path]:
-    """The files of the newest recording in a folder: its digests match no other recording's."""
+    """Return the files of the newest recording in a folder; digests of different recordings do not
+    match."""
     recordings: dict[str, list[Path]] = {}
     for path in sorted(folder.glob(recording.FILES)):
         recordings.setdefault(path.stem.rpartition("-")[0], []).append(path)

@@ -1,4 +1,4 @@
-"""Tiers without bytes, and transfers that take the time that a cost model says.
+"""Tiers without bytes, and transfers whose duration a cost model sets.
 
 Single-threaded: one simulation uses them.
 """
@@ -23,7 +23,7 @@ NEVER_S = math.inf
 
 
 class VirtualClock:
-    """Seconds that pass when the simulation says so; call it like `time.monotonic`."""
+    """Virtual clock that the simulation advances; call it like `time.monotonic`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,7 +33,7 @@ class VirtualClock:
 
 
 class RateSource(StrEnum):
-    """How a rate is known."""
+    """Source of a rate."""
 
     GIVEN = "given"
     BENCH = "from --bench"
@@ -43,19 +43,19 @@ class RateSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What moving bytes costs in one direction: `latency_s` a batch, then a rate."""
+    """Cost of moving bytes in one direction: `latency_s` per batch, then a rate."""
 
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
     source: RateSource = RateSource.GIVEN
 
     def time_s(self, size_bytes: int) -> float:
-        """Seconds for one batch."""
+        """Return the seconds for one batch."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
 class DailyWrites:
-    """What was written into a tier in the last 24 hours of the clock."""
+    """Writes into a tier in the last 24 hours of the clock."""
 
     def __init__(self, block_bytes: int, clock: VirtualClock) -> None:
         self._block_bytes = block_bytes
@@ -63,16 +63,16 @@ class DailyWrites:
         self._record = b""
 
     def wrote(self, blocks: int) -> None:
-        """So many more were written."""
+        """Record that blocks were written."""
         self._record = endurance.add(self._record, self._clock.now_s, blocks * self._block_bytes, 0)
 
     def totals(self) -> DayTotals:
-        """The sums of the day that ends now."""
+        """Return the sums of the last 24 hours."""
         return endurance.day_totals(self._record, self._clock.now_s)
 
 
 class SlotBackend(Backend):
-    """Slots that hold nothing."""
+    """Slots without memory."""
 
     def __init__(self, block_size: int, capacity: int, medium: str) -> None:
         super().__init__(block_size, medium, capacity)
@@ -109,7 +109,7 @@ class SlotBackend(Backend):
 
 
 class TimedHandler(OffloadingHandler):
-    """One direction of a link: batches one after the other, each as long as its bytes take."""
+    """One direction of a link; batches run one after another and take the time of their bytes."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class TimedHandler(OffloadingHandler):
         clock: VirtualClock,
         on_landed: Callable[[int], None] = lambda blocks: None,
     ) -> None:
-        """`on_landed` is told of so many blocks when their job has ended."""
+        """Create the handler; `on_landed` receives the number of blocks of each job that has
+        ended."""
         self._block_size = block_size
         self._rate = rate
         self._on_landed = on_landed
@@ -128,7 +129,7 @@ class TimedHandler(OffloadingHandler):
 
     @property
     def next_end_s(self) -> float:
-        """When the next job ends; `inf` if there is none."""
+        """Return the end of the next job; `inf` if there is none."""
         return self._jobs[0][0] if self._jobs else NEVER_S
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -148,6 +149,6 @@ class TimedHandler(OffloadingHandler):
         return ended
 
     def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
-        """Let time pass until these jobs have ended."""
+        """Advance the clock until these jobs have ended."""
         ends = [end_s for end_s, result in self._jobs if result.job_id in job_ids]
         self._clock.now_s = max([self._clock.now_s, *ends])

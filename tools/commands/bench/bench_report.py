@@ -15,15 +15,15 @@ from rich.text import Text
 from .bench_results import CONTENDERS, LIMIT, NONE, OURS, PAGES, VLLM, Row, Table
 
 PLAIN_WIDTH = 132
-"""Columns where the output is not a terminal."""
+"""Width in columns if the output is not a terminal."""
 PLAIN_EVERY_S = 5.0
-"""Lines of progress come at most this often where the output is not a terminal."""
+"""Shortest time between two progress lines if the output is not a terminal."""
 TITLES = {OURS: "ours", VLLM: "vLLM", PAGES: "per page", LIMIT: "limit", NONE: "none"}
 NOTHING = "–"
 
 
 class Reporter:
-    """Prints progress: one live line on a terminal, a line now and then anywhere else."""
+    """Prints progress: a live line on a terminal, periodic lines elsewhere."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic

@@ -13,27 +13,27 @@ FORMAT = 1
 
 OURS, VLLM, PAGES, LIMIT, NONE = "ours", "vllm", "pages", "limit", "none"
 CONTENDERS = (OURS, VLLM, PAGES, LIMIT, NONE)
-"""Contenders: kvcascade, vLLM's own offloading, a batched copy of single pages in its place, the
-limit of the machine, and an engine without offloading."""
+"""Contenders: kvcascade, vLLM's own offloading, batched copies of single pages, the limit of the
+machine, and an engine without offloading."""
 
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GIGA = 1e9
 
 TRANSFERS = "transfers"
-"""Name of the measurement of a tier's rates; `kvcascade replay --bench` reads its rows."""
+"""Name of the measurement of tier rates; `kvcascade replay --bench` reads its rows."""
 DOWN, UP = "down", "up"
 _UNITS = {"KiB": KIB, "MiB": MIB}
 _CASE = re.compile(r"([0-9]+) (KiB|MiB) blocks")
 
 
 class BenchError(Exception):
-    """A measurement could not be made; the message says what was missing."""
+    """A measurement could not be made; the message names the missing requirement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on our figure, or on its ratio to the figure of another contender."""
+    """A bound on kvcascade's figure, or on its ratio to the figure of another contender."""
 
     bound: float
     against: str | None = None
@@ -43,19 +43,19 @@ class Goal:
 
     @property
     def text(self) -> str:
-        """The bound, in few characters."""
+        """Return the bound as short text."""
         sign, unit = "≥" if self.is_least else "≤", "" if self.against is None else "×"
         whose = "" if self.against is None else f" {self.against}"
         return f"{sign} {self.bound:g}{unit}{whose}"
 
     def is_met(self, figure: float) -> bool:
-        """Whether a figure, or a ratio, is within the bound."""
+        """Return True if a figure, or a ratio, is within the bound."""
         return figure >= self.bound if self.is_least else figure <= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A measured quantity: name and unit of a row."""
+    """A measured quantity: the name and unit of a row."""
 
     name: str
     unit: str
@@ -65,26 +65,28 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity of one case, with every sample that was taken of each contender."""
+    """One quantity of one case, with all samples of each contender."""
 
     case: str
     quantity: Quantity
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def median(self, contender: str = OURS) -> float | None:
-        """The middle sample; None where nothing was measured."""
+        """Return the median sample, or None if nothing was measured."""
         samples = self.samples.get(contender)
         return statistics.median(samples) if samples else None
 
     def spread(self, contender: str = OURS) -> float | None:
-        """Half the distance between the extremes, as a share of the median."""
+        """Return half the distance between the smallest and largest sample, as a share of the
+        median."""
         samples, middle = self.samples.get(contender), self.median(contender)
         if not samples or not middle:
             return None
         return (max(samples) - min(samples)) / 2 / abs(middle)
 
     def ratio(self, contender: str) -> float | None:
-        """Ours over theirs: the median over repetitions, each of which measured both."""
+        """Return kvcascade's figure divided by a contender's: the median over repetitions that
+        measured both."""
         pairs = zip(self.samples.get(OURS, ()), self.samples.get(contender, ()), strict=False)
         ratios = [ours / theirs for ours, theirs in pairs if theirs]
         return statistics.median(ratios) if ratios else None
@@ -147,7 +149,7 @@ def _row(row: Row) -> dict[str, Any]:
 def quantile(samples: Iterable[float], share: float) -> float:
     """Return the smallest sample such that at least `share` of all samples are not above it.
 
-    The result is always a sample. Of few samples a high quantile is the largest one.
+    The result is always one of the samples. With few samples, a high quantile is the largest one.
     """
     ordered = sorted(samples)
     if not ordered:
@@ -157,7 +159,7 @@ def quantile(samples: Iterable[float], share: float) -> float:
 
 
 def size_label(size: int) -> str:
-    """Return the size of a block as it stands in tables."""
+    """Return a block size as it is printed in tables."""
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 

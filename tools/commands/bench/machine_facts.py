@@ -41,7 +41,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Return name, driver and CUDA version of the GPU; nothing if torch sees none."""
+    """Return name, driver and CUDA version of the GPU; empty if torch sees none."""
     if find_spec("torch") is None:
         return {}
     import torch
@@ -81,7 +81,7 @@ def headline(facts: dict[str, Any]) -> str:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver; it is the same for all GPUs."""
+    """Return the version of NVIDIA's driver, which is the same for all GPUs."""
     try:
         done = subprocess.run(
             ASK_DRIVER, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True

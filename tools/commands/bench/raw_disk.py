@@ -1,7 +1,7 @@
-"""Rates of the disk alone: the same bytes by direct vectored calls.
+"""Rates of the disk alone, measured with direct vectored calls of the same number of bytes.
 
-Files are preallocated, as segments are. A call moves an extent of `CALL_BYTES`, one buffer per
-block in memory of huge pages, from each number of threads in `THREADS`.
+Files are preallocated, like segments. A call moves an extent of `CALL_BYTES`, with one buffer per
+block in huge pages. Each number of threads in `THREADS` is measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .bench_results import BenchError
 CALL_BYTES = 16 << 20
 BUFFERS_PER_CALL = 1024
 THREADS = (1, 2, 4)
-"""Numbers of threads that are tried. The limit is the best median over all repetitions: the best
-single sample would be too high by the noise."""
+"""Numbers of threads to measure. The limit is the best median over all repetitions, because the
+best single sample would include noise."""
 
 
 class RawDisk:
@@ -41,7 +41,7 @@ class RawDisk:
             self._view[at : at + len(filler)] = filler[: self._total - at]
 
     def rates(self, threads: int) -> tuple[float, float]:
-        """(Write, read) in bytes per second; new files every time."""
+        """Return (write, read) rates in bytes per second; each call uses new files."""
         files = [self._make(path) for path in self._paths]
         try:
             with ThreadPoolExecutor(threads) as executor:

@@ -1,7 +1,8 @@
-"""Rates of the CPU and NVMe tiers on this machine, by block size, beside the raw disk.
+"""Rates of the CPU and NVMe tiers on this machine, by block size, beside those of the raw disk.
 
-Arena, copier, NVMe tier and handlers are those of an engine; neither vLLM nor torch is needed. The
-device is ordinary memory. Each repetition uses new files and compares every byte it reads back.
+Arena, copier, NVMe tier and handlers are those of an engine; neither vLLM nor torch is needed.
+Ordinary memory stands in for the device. Each repetition uses new files and compares every byte
+that it reads back.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ IO_THREADS = 4
 COPY_THREADS = 2
 METADATA_FACTOR = 1.25
 SPARE_BYTES = 256 * MIB
-"""Room in the tier beside its blocks, for index and records."""
+"""Capacity of the tier beyond its blocks, for index and records."""
 TRANSFER_LIMIT_S = 60.0
 HASH_BYTES = 32
 
@@ -89,7 +90,7 @@ class RatesScale:
 
     block_sizes: tuple[int, ...] = (64 * KIB, 512 * KIB, 2 * MIB)
     total_bytes: int = 256 * MIB
-    """Bytes of one transfer in each direction."""
+    """Bytes of one transfer, in each direction."""
     repeats: int = 3
 
     @property
@@ -106,7 +107,7 @@ class RatesScale:
 def measure_path(path: Path, scale: RatesScale | None = None) -> dict[str, Any]:
     """Measure, print the table, remove all files, and return the JSON document.
 
-    Raises `CommandError` or one of our errors.
+    Raises `CommandError` or a `KVCascadeError`.
     """
     scale = scale or RatesScale()
     _check_folder(path, scale.disk_bytes)
@@ -175,7 +176,7 @@ def rates_table(folder: Path, scale: RatesScale, say: Callable[[str], None]) -> 
 
 @contextmanager
 def _fresh(folder: Path) -> Iterator[Path]:
-    """An empty folder that is removed at the end."""
+    """Yield an empty folder, and remove it at the end."""
     with TemporaryDirectory(prefix=f"{folder.name}-", dir=folder.parent) as made:
         yield Path(made)
 
@@ -198,12 +199,12 @@ def _add_tier_rates(ours: Samples, folder: Path, block_bytes: int, scale: RatesS
 
 
 class _TiersUnderTest:
-    """An arena over an NVMe tier, and memory that stands for the device. One thread."""
+    """An arena above an NVMe tier, with ordinary memory in place of the device. One thread."""
 
     def __init__(
         self, folder: Path, blocks: int, block_bytes: int, tier_bytes: int, undo: ExitStack
     ) -> None:
-        """`undo` closes everything, in reverse order."""
+        """Create both tiers; `undo` closes everything in reverse order."""
         self._folder = folder
         self._gigabytes = blocks * block_bytes / GIGA
         self._job_ids = count(1)
@@ -228,11 +229,12 @@ class _TiersUnderTest:
         undo.callback(self._up.shutdown)
 
     def figures(self) -> dict[str, float]:
-        """Move all blocks down and up once; figures by quantity. Raises `BenchError`."""
+        """Move all blocks to the disk and back once; return figures by quantity. Raises
+        `BenchError`."""
         blocks = len(self._device)
         slots: SlotArray = np.arange(blocks, dtype=np.int32)
         expected = self._device.copy()
-        self._copy(self._copier.submit_store, slots)  # the first touch of the memory is not timed
+        self._copy(self._copier.submit_store, slots)  # the first access to the memory is not timed
         found = {MEMORY_DOWN: self._gigabytes / self._copy(self._copier.submit_store, slots)}
         keys = [BlockHash(os.urandom(HASH_BYTES)) for _ in range(blocks)]
         found |= self._store(keys, slots)
@@ -261,7 +263,7 @@ class _TiersUnderTest:
         return {UP: self._gigabytes / took_s, CPU_UP: cpu_s / self._gigabytes}
 
     def _transfer(self, handler: OffloadingHandler, spec: Any, doing: str) -> tuple[float, float]:
-        """Run one transfer; returns its seconds and the CPU time of all threads."""
+        """Run one transfer; return its seconds and the CPU time of all threads."""
         job_id = next(self._job_ids)
         began, cpu_began = time.perf_counter(), time.process_time()
         if not handler.transfer_async(job_id, spec):

@@ -35,7 +35,7 @@ PrefixOption = Annotated[
     typer.Option(
         "--prefix",
         metavar="HASH",
-        help="A prompt by its last block: that one and all before it (repeatable).",
+        help="Hash of a prompt's last block; adds it and all blocks before it (repeatable).",
     ),
 ]
 HashOption = Annotated[
@@ -50,18 +50,18 @@ HashesOption = Annotated[
 ]
 HotOption = Annotated[
     str | None,
-    typer.Option("--hot", metavar="SIZE", help="The most recently used blocks, so much at most."),
+    typer.Option("--hot", metavar="SIZE", help="The most recently used blocks, up to this size."),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 MakeRoomOption = Annotated[
     bool,
     typer.Option(
         "--make-room",
-        help="Let the coldest blocks go where there is no room; ask a running engine for segments.",
+        help="Evict the coldest blocks if there is no room; ask a running engine for segments.",
     ),
 ]
 CreateOption = Annotated[
-    bool, typer.Option("--create", help="Make the namespace if no engine has made it yet.")
+    bool, typer.Option("--create", help="Create the namespace if it does not exist.")
 ]
 
 
@@ -80,7 +80,7 @@ def export(
 ) -> None:
     """Write blocks of a cache to one portable safetensors file.
 
-    Works on a live cache and on a closed one. Every block is verified on its way.
+    Works on a live cache and on a closed one. Every block is verified.
 
     Examples:
 
@@ -108,10 +108,10 @@ def import_(
     make_room: MakeRoomOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring the blocks of an export file into the cache they belong to, live or closed.
+    """Import the blocks of an export file into their namespace, live or closed.
 
-    Refused if any field of the fingerprint differs. Blocks that are there already stay as they
-    are, and none leaves unless --make-room is given. A running engine finds the new ones at once.
+    The import is refused if any field of the fingerprint differs. Existing blocks stay unchanged,
+    and none is evicted unless --make-room is given. A running engine finds new blocks at once.
 
     Examples:
 

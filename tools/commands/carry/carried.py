@@ -1,7 +1,8 @@
-"""The file of `kvcascade export`: a portable part of a cache, and a standard safetensors file.
+"""Format of an export file: a portable part of a cache, and a standard safetensors file.
 
-Tensor `blocks`, U8 `[n, block_bytes]`, holds the payloads, tensor `slots`, U8 `[n, 128]`, a record
-for each, laid out like a segment's. The file is read with bounds: it may be anybody's.
+Tensor `blocks`, U8 `[n, block_bytes]`, holds the payloads. Tensor `slots`, U8 `[n, 128]`, holds one
+record per block, with the layout of a segment's records. The reader checks all bounds, because the
+file is untrusted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_HEADER_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class CarriedHead:
-    """What the file says about itself."""
+    """Contents of the file's header."""
 
     label: str
     fields: Mapping[str, Any]
@@ -44,13 +45,14 @@ class CarriedHead:
     fingerprint: str
     block_bytes: int
     slots_per_segment: int
-    """Of the namespace that it came from: a hint for a new one."""
+    """Slots per segment of the exported namespace; a hint for a new namespace."""
     blocks: int
     created: str
-    """ISO 8601, UTC."""
+    """Time of creation, as ISO 8601 in UTC."""
 
     def header(self, room_bytes: int | None = None) -> bytes:
-        """The safetensors header, padded to whole pages or, if it is shorter, to `room_bytes`."""
+        """Return the safetensors header, padded to whole pages, or to `room_bytes` if it is
+        shorter."""
         payload = self.blocks * self.block_bytes
         end = payload + self.blocks * SLOT_RECORD_BYTES
         document = {
@@ -73,7 +75,7 @@ class CarriedHead:
 
 
 def carried_head(description: Description, blocks: int, created: str) -> CarriedHead:
-    """The head of a file with blocks of a namespace."""
+    """Return the head of a file for a number of blocks of a namespace."""
     return CarriedHead(
         label=description.label,
         fields=description.fields,
@@ -87,9 +89,9 @@ def carried_head(description: Description, blocks: int, created: str) -> Carried
 
 
 def real_file(path: Path) -> Path:
-    """The file that a path leads to, links followed, be it there or not.
+    """Return the path with links followed; the file itself need not exist.
 
-    Raises `ConfigError` for a pipe, a device or a folder, and the mapped form of an `OSError`.
+    Raises `ConfigError` for a pipe, a device or a folder. Maps an `OSError` to a `KVCascadeError`.
     """
     with os_errors(f"looking for {path}"):
         try:
@@ -102,7 +104,7 @@ def real_file(path: Path) -> Path:
 
 
 class CarriedReader:
-    """An export file, open for reading; one thread. Raises one of our errors."""
+    """An export file that is open for reading. One thread; raises a `KVCascadeError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +119,7 @@ class CarriedReader:
                 raise
 
     def close(self) -> None:
-        """Let go; idempotent."""
+        """Close the file; idempotent."""
         self._file.close()
 
     def __enter__(self) -> CarriedReader:
@@ -127,7 +129,7 @@ class CarriedReader:
         self.close()
 
     def records(self, first: int, count: int) -> list[SlotRecord | None]:
-        """Records of some rows; None where one is damaged."""
+        """Return the records of adjacent rows, with None for a damaged one."""
         offset = self._start + self.head.blocks * self.head.block_bytes + first * SLOT_RECORD_BYTES
         data = bytearray(count * SLOT_RECORD_BYTES)
         with os_errors(f"reading {self.path}"):
@@ -136,13 +138,13 @@ class CarriedReader:
         return [parse_record(bytes(data[i * step : (i + 1) * step])) for i in range(count)]
 
     def read(self, first: int, buffers: Sequence[memoryview]) -> None:
-        """Payloads of adjacent rows into buffers of `block_bytes`."""
+        """Read the payloads of adjacent rows into buffers of `block_bytes`."""
         with os_errors(f"reading {self.path}"):
             read_all(self._file, buffers, self._start + first * self.head.block_bytes)
 
 
 def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
-    """The head, and where the payload begins."""
+    """Return the head, and the offset of the payload."""
     wrong = CorruptionError(f"{path} is no file of `kvcascade export`; give one that is")
     if len(data) < 8:
         raise wrong
@@ -180,7 +182,7 @@ def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
         0 <= blocks <= MAX_SLOTS
         and 0 < block_bytes <= MAX_BLOCK_BYTES
         and 0 < head.slots_per_segment <= MAX_SLOTS
-        and len(described) <= MAX_DESCRIPTION_BYTES - PAGE_BYTES  # `--create` writes it down
+        and len(described) <= MAX_DESCRIPTION_BYTES - PAGE_BYTES  # `--create` stores it
     )
     end = length + 8 + blocks * (block_bytes + SLOT_RECORD_BYTES)
     if not sane or written != data[: 8 + length] or end != file_bytes:

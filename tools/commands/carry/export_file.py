@@ -1,8 +1,8 @@
-"""`kvcascade export`: blocks of a cache as one portable file.
+"""`kvcascade export`: write blocks of a cache to one portable file.
 
-Only blocks whose bytes match their checksums get in. The file is written beside its final name and
-renamed when it is complete and durable. Memory grows with the number of blocks, by about 870 bytes
-each, and not with their payload.
+Only blocks whose payload matches its checksum are written. The file is written under a temporary
+name and renamed when it is complete and durable. Memory grows by about 870 bytes per block,
+independently of the payload.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ FILE_MODE = 0o600
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which blocks go along; without any, all."""
+    """Selection of the blocks to export; without any criterion, all blocks."""
 
     prompts: tuple[str, ...] = ()
-    """Prompts, each by its last block (the start of a hash, in hex): that one and all before it."""
+    """Start of the hash (hex) of the last block of each prompt; all blocks before it are
+    included."""
     prefixes: tuple[bytes, ...] = ()
-    """Blocks whose hash begins with one of these."""
+    """Hash prefixes; blocks whose hash starts with one of them are included."""
     hot_bytes: int | None = None
-    """The most recently used blocks, so many bytes of payload at most."""
+    """Maximum payload in bytes; the most recently used blocks are included."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What went into the file; sizes in bytes."""
+    """Result of an export; sizes in bytes."""
 
     namespace: str
     path: str
     blocks: int
     skipped: int
-    """Chosen, but damaged or gone when they were read."""
+    """Number of chosen blocks that were damaged or gone when they were read."""
     missing: int
-    """Blocks of the prompts that were asked for, and that are not in the cache."""
+    """Number of blocks of the chosen prompts that are not in the cache."""
     file_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
 def choose_blocks(
     cache: OpenedCache, snapshot: Snapshot, choice: Choice, heads: Set[int]
 ) -> npt.NDArray[np.int64]:
-    """Positions in the snapshot, the most recently used first if `hot_bytes` is set.
+    """Return positions in the snapshot, most recently used first if `hot_bytes` is set.
 
-    `heads`: of the blocks of `choice.prompts`.
+    `heads` are the hash heads of the blocks of `choice.prompts`.
     """
     positions = np.arange(len(snapshot), dtype=np.int64)
     if choice.prefixes or choice.prompts:
@@ -84,7 +85,8 @@ def choose_blocks(
 
 
 def prompt_heads(cache: OpenedCache, prompts: Sequence[str]) -> set[int]:
-    """Heads of all blocks of prompts. Raises `ConfigError` if not all of a prompt is known."""
+    """Return the hash heads of all blocks of prompts. Raises `ConfigError` if a prompt is not
+    completely known."""
     heads: set[int] = set()
     if not prompts:
         return heads
@@ -110,9 +112,9 @@ def export(
     throttle: Throttle | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write the chosen blocks to `path`, or to where it leads if it is a link.
+    """Write the chosen blocks to `path`, or to the target of `path` if it is a link.
 
-    Raises one of our errors; the file is then not there.
+    Raises a `KVCascadeError`; no file is left behind then.
     """
     target = real_file(path)
     if target.exists() and not may_replace:
@@ -140,7 +142,8 @@ def export(
 
 
 class _Writer:
-    """Rows in the order of slots; what was skipped is filled from the end. `put`: any thread."""
+    """Writes rows in slot order; rows from the end fill the gaps of skipped blocks. `put` is
+    thread-safe."""
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class _Writer:
         wanted: list[Wanted],
         generations: dict[int, int],
     ) -> None:
-        """`generations` by slot."""
+        """Prepare the rows; `generations` maps slots to generations."""
         self.blocks = 0
         self._file = file
         self._description = cache.description
@@ -161,7 +164,7 @@ class _Writer:
         self._room = len(carried_head(self._description, len(wanted), self._created).header())
 
     def put(self, wanted: Wanted, payload: memoryview) -> None:
-        """A payload that is right."""
+        """Write a payload that has been verified."""
         row = self._row_of[wanted.slot]
         write_all(self._file, [payload], self._offset(row))
         generation = self._generations[wanted.slot]
@@ -169,11 +172,11 @@ class _Writer:
         self._records[row] = record.pack()
 
     def done(self, count: int) -> None:
-        """So many more rows are there."""
+        """Count rows that have been written."""
         self.blocks += count
 
     def finish(self) -> int:
-        """Close the gaps, write records and header; returns the size of the file."""
+        """Close the gaps, write records and header; return the size of the file."""
         rows = [row for row, record in enumerate(self._records) if record is not None]
         gaps = [row for row in range(len(rows)) if self._records[row] is None]
         buffer = memoryview(bytearray(self._description.block_bytes))
@@ -201,7 +204,8 @@ class _Writer:
 def _wanted(
     snapshot: Snapshot, positions: npt.NDArray[np.int64]
 ) -> tuple[list[Wanted], dict[int, int]]:
-    """What is to be read, by slot, and the generation of every slot; no damaged entries."""
+    """Return the blocks to read, in slot order, and the generation of each slot; damaged entries
+    are left out."""
     found: dict[int, tuple[IndexEntry, bytes]] = {}
     for position in positions.tolist():
         entry = snapshot.entry(position)
@@ -215,7 +219,7 @@ def _wanted(
 
 
 def _warmth(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """Per entry: time of the last use, place in the policy's order, order of writing."""
+    """Return per entry: time of the last use, position in the policy's order, order of writing."""
     slots = np.clip(snapshot.slots, 0, max(0, cache.slots - 1))
     count = max(1, cache.slots)
     last, order = cache.state.usage(count).last_use[slots], cache.state.recency(count)[slots]
@@ -224,7 +228,7 @@ def _warmth(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 @contextmanager
 def _whole_or_nothing(path: Path) -> Iterator[RealFile]:
-    """A file that gets its name when it is complete and durable. Raises `OSError`."""
+    """Yield a file that gets its final name when it is complete and durable. Raises `OSError`."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     file = RealFile(os.open(partial, flags, FILE_MODE))

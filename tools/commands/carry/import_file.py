@@ -1,7 +1,7 @@
-"""`kvcascade import`: blocks of an export file into a namespace, every one verified.
+"""`kvcascade import`: bring the blocks of an export file into a namespace, and verify each one.
 
-The command joins the namespace as one more process (`visit`), so a running engine goes on, and
-finds the blocks as soon as they are in the index.
+The command joins the namespace as a further process (`Visitor`). A running engine continues, and
+finds the blocks as soon as the index has them.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ DEVICE_REFUSED = "the device refused some; the log lines above say why"
 
 
 class DifferentNamespaceError(ConfigError):
-    """The file's blocks belong to another namespace."""
+    """The blocks of the file belong to another namespace."""
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """What became of every block of the file."""
+    """Outcomes of the blocks of a file, as counts."""
 
     namespace: str
     blocks: int
     imported: int = 0
     already_there: int = 0
     damaged: int = 0
-    """Payload and record do not match."""
+    """Number of blocks whose payload and record do not match."""
     failed: int = 0
-    """The device refused them, or there is no room."""
+    """Number of blocks that the device refused, or that found no room."""
     reason: str | None = None
-    """Why some failed, and what to do."""
+    """Reason why blocks failed, with a remedy."""
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
@@ -67,9 +67,10 @@ def import_file(
 ) -> ImportReport:
     """Bring the blocks of an export file into the namespace that they belong to.
 
-    `may_evict`: the coldest blocks leave where there is no room. What finds none is in the report.
-    `pause` is called, in seconds, while an engine may hand a segment over.
-    Raises `DifferentNamespaceError`, `InUseError` after a reset, or another of our errors.
+    With `may_evict`, the coldest blocks are evicted if there is no room. Blocks that find no room
+    are counted in the report. `pause` sleeps, in seconds, while an engine may hand a segment over.
+
+    Raises `DifferentNamespaceError`, `InUseError` after a reset, or another `KVCascadeError`.
     """
     head = carried.head
     location = _target(roots, namespace, head, may_create)
@@ -87,7 +88,7 @@ def import_file(
 def _target(
     roots: Sequence[Path], namespace: str | None, head: CarriedHead, may_create: bool
 ) -> Location | None:
-    """The namespace that the blocks belong to; None: it is to be made."""
+    """Return the namespace that the blocks belong to, or None if it must be created."""
     found = locate(roots)
     if namespace is not None or (len(found) == 1 and found[0].folders[0] == roots[0]):
         location = choose(found, namespace)
@@ -119,7 +120,7 @@ def _refuse_unless_equal(location: Location, head: CarriedHead) -> None:
 
 
 def _roots_of(location: Location) -> list[Path]:
-    """The tier's paths, in order. Raises `ConfigError` if one was not given."""
+    """Return the paths of the tier, in order. Raises `ConfigError` if one was not given."""
     description = read_description(location)
     if description.missing_parts:
         raise ConfigError(
@@ -131,10 +132,10 @@ def _roots_of(location: Location) -> list[Path]:
 def _wanted(
     location: Location | None, head: CarriedHead, roots: Sequence[Path]
 ) -> tuple[Description | None, WantedNamespace]:
-    """What there is of the namespace, and what shall go into it.
+    """Return the description of the namespace, if it exists, and the size it needs.
 
-    Every slot takes memory, and the file may claim any number (it may have holes): there are no
-    more of them, in a segment and in all, than an engine would have that was given all of the disk.
+    Each slot takes memory, and the file may claim any number because it may have holes. Slots, per
+    segment and in total, are therefore limited to those of an engine with the whole disk.
     """
     with os_errors(f"asking for the size of {roots[0]}"):
         disk_bytes = RealFileSystem().total_bytes(roots[0])

@@ -1,11 +1,11 @@
-"""A command as one more process of a namespace: it joins, stores blocks, and leaves.
+"""A command as a further process of a namespace: it joins, stores blocks, and leaves.
 
-Everything that holds for an engine's writes holds here: reserve, order of payload and index, who
-owns which segment. Engines that run need not know: they find the blocks in the index. Once the
-visitor has left, its segments are orphans, which an engine adopts with all that is in them. What
-the engines plan with is the bound: a visitor makes no segment that they would not look at.
+All rules for an engine's writes apply: the reserve, payload before index, segment ownership.
+Running engines need no notice, because they find the blocks in the index. After the visitor has
+left, its segments are orphans; an engine adopts them with their blocks. A visitor creates no
+segment beyond the number that the engines plan with, since they would not look at it.
 
-Nothing waits for longer than `HAND_OVER_WAIT_S`, the gate (`owners`), or the lock of the capacity.
+Each wait is limited by `HAND_OVER_WAIT_S`, the gate (`owners`), or the lock of the capacity.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from ....tiers.nvme.writer.owners import open_states
 from ....tiers.policies import OrderedPolicy, create, heap_arrays
 
 MIN_FREE_SHARE = 20
-"""One in so many bytes of the disk stays free, as with an engine's default `min_free`."""
+"""Divisor of the disk's size that gives the space to keep free, like an engine's default
+`min_free`."""
 HAND_OVER_WAIT_S = 10.0
-"""For an engine to hand a segment over; it looks once a second whether somebody wants one."""
+"""Longest wait for an engine to hand a segment over; engines check for requests once a second."""
 HAND_OVER_PAUSE_S = 0.1
 DEFAULT_POLICY = "lru"
 
 
 @dataclass(frozen=True, slots=True)
 class WantedNamespace:
-    """What the namespace is, and how much shall go into it."""
+    """Identity of a namespace, and the amount of data to store in it."""
 
     key: NamespaceKey
     layout: SegmentLayout
@@ -52,7 +53,7 @@ class WantedNamespace:
 
 
 class Visitor:
-    """An open tier and the policy that its last engine had; one thread."""
+    """An open tier with the eviction policy of its last engine; one thread."""
 
     def __init__(
         self,
@@ -63,20 +64,20 @@ class Visitor:
         may_evict: bool = False,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`description` is None for a namespace that is to be made.
+        """Join the namespace; `description` is None for one that must be created.
 
-        `may_evict`: the coldest blocks leave for new ones, and running engines are asked for
-        segments. Raises one of our errors.
+        With `may_evict`, the coldest blocks are evicted for new ones, and running engines are asked
+        for segments. Raises a `KVCascadeError`.
         """
         plan = _plan(roots, description, wanted)
         executor = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-visit")
         try:
             self._tier: NvmeTier = open_nvme_tier(plan.config, executor)
         finally:
-            executor.shutdown()  # from now on nothing happens but what is asked for here
+            executor.shutdown()  # nothing runs in the background from here on
         self.name = self._tier.namespace.folders[0].name
         self.is_live = not self._tier.report.is_alone
-        """True if another process has it open."""
+        """True if another process has the namespace open."""
         if self.is_live and StateReader(self._tier.namespace.folders[0]).was_reset():
             self._tier.close()
             raise InUseError(
@@ -86,7 +87,7 @@ class Visitor:
         self._may_evict = may_evict
         self._pause = pause
         self._wanted: set[BlockHash] = set()
-        """Blocks that were asked for or stored: none of them leaves for another."""
+        """Blocks that were looked up or stored here; none of them is evicted for another."""
         try:
             self._level = self._make_level(plan.has_state, description)
         except BaseException:
@@ -94,18 +95,19 @@ class Visitor:
             raise
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the namespace."""
         self._tier.close()
 
     def holds(self, key: BlockHash) -> bool:
-        """True if the index names the block, whoever stored it."""
+        """Return True if the index has the block, whichever process stored it."""
         self._wanted.add(key)
         return self._tier.index.entry(key) is not None
 
     def store(self, blocks: Mapping[BlockHash, memoryview]) -> list[BlockOutcome | None]:
-        """Store blocks that are not there; one outcome each, None for want of room.
+        """Store blocks that are not in the cache; return an outcome for each, None if there was no
+        room.
 
-        Raises `InUseError` if the cache was reset since the visitor came.
+        Raises `InUseError` if the cache was reset since the visitor joined.
         """
         room = self._room(len(blocks))
         keys = list(blocks)[:room]
@@ -126,7 +128,7 @@ class Visitor:
         return outcomes
 
     def keep_up(self) -> None:
-        """Take in what other processes did. Raises `InUseError` after a reset."""
+        """Apply the changes of other processes. Raises `InUseError` after a reset."""
         if self._level.maintain():
             self._level.empty(Counter())
             raise InUseError(
@@ -135,7 +137,7 @@ class Visitor:
             )
 
     def why_no_room(self) -> str:
-        """One sentence about blocks that found no room, with what to do."""
+        """Return a sentence that says why blocks found no room, with a remedy."""
         if self._may_evict:
             if self.is_live:
                 return (
@@ -155,8 +157,10 @@ class Visitor:
     # -- inside --------------------------------------------------------------------------------
 
     def _make_level(self, has_state: bool, description: Description | None) -> Level:
-        """The tier with its policy. Arrays in files only where an engine's are: they say its
-        capacity."""
+        """Return the tier with its policy.
+
+        State arrays lie in files only if an engine's do, because they record its capacity.
+        """
         tier = self._tier
         name = None
         if description is not None and not self.is_live:
@@ -174,7 +178,8 @@ class Visitor:
         return Level(Tier("nvme", tier.backend, policy), is_last=True, on_evicted=_nobody_is_told)
 
     def _room(self, n: int) -> int:
-        """Free slots for up to `n` blocks: orphans, new segments, and then what may leave."""
+        """Return the number of free slots for up to `n` blocks: orphans, new segments, then
+        evictions."""
         backend, growth, level = self._tier.backend, self._tier.growth, self._level
         while backend.get_num_free_blocks() < n and growth.make(1):
             self.keep_up()
@@ -187,11 +192,11 @@ class Visitor:
         return room
 
     def _ask_for_a_segment(self) -> bool:
-        """Have a running engine hand a segment over; False if none does in time."""
+        """Ask a running engine for a segment; return False if none arrives in time."""
         owners = self._tier.namespace.owners
         owners.announce_below_share(True)
         try:
-            self.keep_up()  # nothing of the index is held meanwhile: engines need its pages
+            self.keep_up()  # ends the read transaction: engines need the pages that it holds
             for _ in range(round(HAND_OVER_WAIT_S / HAND_OVER_PAUSE_S)):
                 if self._tier.growth.make(1):
                     self.keep_up()
@@ -203,25 +208,26 @@ class Visitor:
 
 
 def _nobody_is_told(evicted: Pairs) -> None:
-    """A visitor has no books of what leaves."""
+    """Ignore evictions; a visitor keeps no accounts of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the tier is opened."""
+    """Parameters for opening the tier."""
 
     config: NvmeTierConfig
     has_state: bool
-    """True if an engine's arrays say how much it plans with, and so does this."""
+    """True if engines keep state arrays with their capacity; the visitor then keeps them too."""
 
 
 def _plan(roots: Sequence[Path], description: Description | None, wanted: WantedNamespace) -> _Plan:
-    """As the engines of the namespace plan, or with room for all if none has planned yet."""
+    """Plan like the engines of the namespace, or with room for all blocks if none has planned
+    yet."""
     fs, layout, live, planned, others = RealFileSystem(), wanted.layout, [], None, 0
     if description is not None:
         live = live_states(description)
         planned = _planned_slots(description, live)
-    if not live:  # beside an engine, its capacity is all there is for everybody
+    if not live:  # beside an engine, its capacity is the limit for all
         others = max(
             sum(found.used_bytes for found in namespaces_under(fs, root)) for root in roots
         )
@@ -232,7 +238,7 @@ def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted
         capacity_bytes=own + PAGE_BYTES * len(roots),
         block_bytes=layout.block_bytes,
         key=wanted.key,
-        durability=Durability.POWER,  # as engines that run may promise
+        durability=Durability.POWER,  # running engines may promise it
         min_free_bytes=fs.total_bytes(roots[0]) // MIN_FREE_SHARE,
         slots_per_segment=layout.slots,
         others_bytes=others * len(roots),
@@ -246,7 +252,7 @@ def _plan(roots: Sequence[Path], description: Description | None, wanted: Wanted
 def _segments(
     description: Description | None, wanted: WantedNamespace, planned: int | None, is_live: bool
 ) -> int:
-    """How many segments there may be."""
+    """Return the maximum number of segments."""
     needed = -(-wanted.blocks // wanted.layout.slots) + 1
     if description is None:
         return needed
@@ -257,7 +263,8 @@ def _segments(
 
 
 def live_states(description: Description) -> list[int]:
-    """State numbers of the processes that have a namespace open. Raises `TierIOError`."""
+    """Return the state numbers of the processes that have a namespace open. Raises
+    `TierIOError`."""
     path = description.home / OWNERS
     with os_errors(f"opening {path}"):
         try:
@@ -271,7 +278,7 @@ def live_states(description: Description) -> list[int]:
 
 
 def _existing(description: Description) -> int:
-    """Segments up to the last one that is there."""
+    """Return the number of segments, up to the last existing one."""
     reader = SegmentReader(description)
     try:
         return max(reader.found, default=-1) + 1
@@ -280,7 +287,8 @@ def _existing(description: Description) -> int:
 
 
 def _planned_slots(description: Description, live: Sequence[int]) -> int | None:
-    """The least that a running engine plans with; what the last one planned with if none runs."""
+    """Return the smallest plan of the running engines, or the plan of the last engine if none
+    runs."""
     state = StateReader(description.home)
     if not live:
         return state.capacity_of(0)

@@ -36,7 +36,10 @@ ModelOption = Annotated[
 BytesOption = Annotated[
     int | None,
     typer.Option(
-        "--kv-bytes-per-token", metavar="N", min=1, help="In place of --model, over all ranks."
+        "--kv-bytes-per-token",
+        metavar="N",
+        min=1,
+        help="Instead of --model: KV-cache bytes per token over all ranks.",
     ),
 ]
 DtypeOption = Annotated[
@@ -60,9 +63,9 @@ def check(
     world_size: WorldOption = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a configuration against this machine, and say what each tier will hold.
+    """Validate a configuration against this machine, and show how much each tier will hold.
 
-    Nothing is created. Takes some memory for a moment to see how long a start will take.
+    Nothing is created. Some memory is allocated briefly, to estimate the duration of a start.
 
     Examples:
 
@@ -77,7 +80,7 @@ def check(
     with answering(as_json):
         if model is not None and kv_bytes_per_token is not None:
             raise CommandError("give --model or --kv-bytes-per-token, not both", ExitCode.USAGE)
-        with answering_apart(True):  # vLLM prints when it is asked
+        with answering_apart(True):  # vLLM prints to standard output
             report = _check(config, model, kv_bytes_per_token, kv_dtype, block_size, world_size)
         if as_json:
             emit("check", report.as_json())

@@ -1,4 +1,5 @@
-"""`kvcascade check`: does a configuration fit this machine, and what will each tier hold?"""
+"""`kvcascade check`: validate a configuration against this machine, and compute what each tier
+holds."""
 
 from __future__ import annotations
 
@@ -29,39 +30,40 @@ from .. import show
 from .transfer_config import Given, read_tiering
 
 PROBE_BYTES = 128 << 20
-"""Memory that is made and touched to measure how fast that goes."""
+"""Size of the memory that is created and touched to measure the rate."""
 MAX_PROBE_SHARE = 8
-"""At most one in so many bytes of what is free."""
+"""Divisor of the free memory that gives the largest probe."""
 PROBE_PIECES = 4
 SCAN_S_PER_ENTRY = 4.0 / 4_000_000
-"""After a crash every index entry is read once: measured at 4 million entries
-(docs/decisions/opening.md)."""
+"""Seconds per index entry of the scan after a crash, which reads each entry once; measured at 4
+million entries (docs/decisions/opening.md)."""
 OPEN_S = 0.21
-"""Opening an NVMe tier after a clean close: measured at 4 million entries, the slowest of three
-sizes (docs/decisions/opening.md)."""
+"""Seconds to open an NVMe tier after a clean close; measured at 4 million entries, the slowest of
+three sizes (docs/decisions/opening.md)."""
 Measure = Callable[[Path, bool], float | None]
-"""Bytes per second at which memory of a folder is made, and touched if so: `memory_rate`."""
+"""Function that measures the rate of creating (and, if asked, touching) memory in a folder, in
+bytes per second: `memory_rate`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What one block is."""
+    """Size of one block in tokens and bytes."""
 
     tokens: int
-    """Tokens of a block, `blocks_per_chunk` included."""
+    """Tokens per block, `blocks_per_chunk` included."""
     bytes_per_token: int
-    """Over all ranks, their copies included."""
+    """Bytes of a token over all ranks, replicated data included."""
     world_size: int = 1
 
     @property
     def rank_bytes(self) -> int:
-        """One worker's part of a block."""
+        """Return the bytes of a block on one worker."""
         return -(-self.tokens * self.bytes_per_token // self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier as configured; sizes in bytes, None: not known without a model."""
+    """One tier as configured; sizes in bytes, None if they are unknown without a model."""
 
     tier: str
     where: str
@@ -74,44 +76,45 @@ class TierReport:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a configuration comes to on this machine."""
+    """Result of checking a configuration on this machine."""
 
     config: str
     problems: list[str] = field(default_factory=list)
-    """What does not fit, each with what to do."""
+    """Errors in the configuration, each with a remedy."""
     doubts: list[str] = field(default_factory=list)
-    """What fits and is hardly meant."""
+    """Warnings: settings that are valid and probably unintended."""
     tiers: list[TierReport] = field(default_factory=list)
     write_mode: str | None = None
-    """When a block is written to the tier below, as chosen; None: there is no tier below."""
+    """Time at which blocks are written to the tier below, as chosen; None without a tier below."""
     write_mode_reason: str | None = None
-    """Why it was chosen."""
+    """Reason for the choice of the write mode."""
     stop_may_lose: str | None = None
-    """What a stop without time loses."""
+    """Data that a stop without a grace period loses."""
     shutdown_timeout_s: int | None = None
-    """The `--shutdown-timeout` that an engine needs to write what is dirty at a stop; None: it
-    writes nothing then."""
+    """`--shutdown-timeout` that an engine needs to write its dirty blocks at a stop; None if it
+    writes none."""
     block_bytes: int | None = None
     tokens_per_block: int | None = None
     bytes_per_token: int | None = None
     model: str | None = None
     pinned_bytes: int = 0
-    """Memory of the CPU tier, locked for the device."""
+    """Memory of the CPU tier that is locked for the device."""
     prefault_bytes_per_s: float | None = None
-    """At which the CPU tier's memory is made, and touched unless `prefault` is off: measured now,
-    with a part of it."""
+    """Rate at which the CPU tier's memory is created, and touched unless `prefault` is off;
+    measured now with a part of it."""
     start_s: float | None = None
-    """Expected: making (and touching) the CPU tier's memory, and opening the NVMe tiers."""
+    """Expected seconds of a start: creating (and touching) the CPU tier's memory, and opening the
+    NVMe tiers."""
     start_after_crash_s: float | None = None
-    """The same, with one pass over a full index."""
+    """Expected seconds of a start after a crash, with one pass over a full index."""
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return {"problem": self.problem, **asdict(self)}
 
     @property
     def problem(self) -> str | None:
-        """The first of the problems."""
+        """Return the first problem."""
         return self.problems[0] if self.problems else None
 
 
@@ -122,7 +125,7 @@ def check(
     machine: Machine | None = None,
     measure: Measure | None = None,
 ) -> CheckReport:
-    """Validate and work out; a configuration that does not fit is a report with `problems`."""
+    """Validate a configuration and compute its effects; errors are reported in `problems`."""
     machine = ThisMachine() if machine is None else machine
     report = CheckReport(given.source, model=model)
     report.problems, report.doubts = list(given.problems), list(given.doubts)
@@ -143,7 +146,7 @@ def check(
 
 
 def tokens_in_config(given: Given, block_size: int) -> int:
-    """Tokens of one of our blocks, for vLLM blocks of `block_size` tokens."""
+    """Return the tokens per offloaded block, for vLLM blocks of `block_size` tokens."""
     chunk, size = given.extra.get("blocks_per_chunk"), given.extra.get("block_size")
     if isinstance(size, int) and size > 0:
         return size
@@ -151,8 +154,11 @@ def tokens_in_config(given: Given, block_size: int) -> int:
 
 
 def memory_rate(folder: Path, is_touched: bool) -> float | None:
-    """Bytes per second at which memory of a folder is had as a CPU tier has it; None if the folder
-    has no room. `is_touched`: by threads that touch it, too (`prefault`). Raises one of our errors.
+    """Return the rate, in bytes per second, at which memory of a folder is allocated as for a CPU
+    tier.
+
+    Returns None if the folder has no room. With `is_touched`, threads also touch the memory
+    (`prefault`). Raises a `KVCascadeError`.
     """
     with os_errors(f"measuring memory in {folder}"):
         figures = os.statvfs(folder)
@@ -209,7 +215,7 @@ def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machin
 def _check_tiering(
     report: CheckReport, extra: Mapping[str, object], machine: Machine, shape: BlockShape | None
 ) -> None:
-    """Our NVMe tier and policies inside vLLM's own tiering; how it starts is vLLM's affair."""
+    """Check our NVMe tier and policies inside vLLM's own tiering; vLLM decides how it starts."""
     tiering = read_tiering(extra, machine, report.problems, report.doubts)
     if report.problems:
         return
@@ -256,7 +262,7 @@ def _expect_start(report: CheckReport, settings: CascadeConfig, measure: Measure
 
 
 def print_checked(report: CheckReport) -> None:
-    """Print what each tier holds, or the problems of the configuration."""
+    """Print the contents of each tier, or the problems of the configuration."""
     console = show.console()
     if report.problems:
         for problem in report.problems:

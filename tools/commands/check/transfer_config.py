@@ -1,7 +1,6 @@
-"""The file of `kvcascade check`: vLLM's whole `--kv-transfer-config`, or our part of it.
+"""The file of `kvcascade check`: vLLM's whole `--kv-transfer-config`, or only our options.
 
-What is wrong is noted, all of it: keys that vLLM refuses, and names under which it would take
-something else than what is meant.
+All errors are collected: keys that vLLM refuses, and names that select something unintended.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ....vllm import precheck
 MAX_CONFIG_BYTES = 1 << 20
 STANDARD_INPUT = Path("-")
 WRAPPERS = ("kv_transfer_config", "kv-transfer-config")
-"""Keys below which the object may stand, as in a file of all options of `vllm serve`."""
+"""Keys that may contain the object, as in a file with all options of `vllm serve`."""
 EXTRA = "kv_connector_extra_config"
 SPEC_KEY = "spec_name"
 MODULE_KEY = "spec_module_path"
@@ -39,7 +38,7 @@ TIER_MODULE = "kvcascade.vllm_tier"
 POLICY_MODULE = "kvcascade.vllm_policies"
 VLLM_POLICIES = ("lru", "arc")
 TIER_KEYS_OF_VLLM = ("type", "module_path", "backpressure")
-"""Keys of an item of `secondary_tiers` that vLLM keeps to itself."""
+"""Keys of an item of `secondary_tiers` that vLLM reads and does not pass on."""
 TIERING_KEYS = (
     *VLLM_KEYS,
     "cpu_bytes_to_use",
@@ -51,9 +50,9 @@ TIERING_KEYS = (
     "backpressure",
     "enable_telemetry",
 )
-"""Keys that vLLM reads where it keeps its own manager."""
+"""Keys that vLLM reads if it keeps its own manager."""
 OPTIONS = frozenset({*TIERING_KEYS, *CascadeConfig.__slots__} - {"key"})
-"""All that may stand in `kv_connector_extra_config`."""
+"""All keys that are valid in `kv_connector_extra_config`."""
 
 
 def _one_of(words: Sequence[str], at: At, value: Any) -> str:
@@ -81,7 +80,7 @@ def _anything(at: At, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """vLLM's `KVTransferConfig` by its fields, those of all supported versions."""
+    """Fields of vLLM's `KVTransferConfig`, of all supported versions."""
 
     key: str
     kv_connector: Annotated[str, _connector, f'give "{CONNECTOR}"']
@@ -106,18 +105,18 @@ FIELDS = frozenset(TransferConfig.__slots__) - {"key"}
 
 @dataclass(slots=True)
 class Given:
-    """A configuration as far as it can be read."""
+    """A configuration, as far as it can be read."""
 
     source: str
-    """The file's name, or "standard input"."""
+    """Name of the file, or "standard input"."""
     extra: Mapping[str, object] = field(default_factory=dict)
-    """`kv_connector_extra_config`; empty where it is missing."""
+    """Contents of `kv_connector_extra_config`; empty if it is missing."""
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
     @property
     def is_tiering(self) -> bool:
-        """True if our NVMe tier is wanted inside vLLM's own tiering, as far as can be told."""
+        """Return True if the configuration seems to use our NVMe tier inside vLLM's own tiering."""
         name = self.extra.get(SPEC_KEY)
         if name in SPECS:
             return name == TIERING_SPEC_NAME
@@ -125,8 +124,11 @@ class Given:
 
 
 def read_config(path: Path) -> Given:
-    """Read a file that holds `kv_connector_extra_config`, vLLM's whole `--kv-transfer-config`, or
-    an object with the latter as `kv_transfer_config`; "-": standard input."""
+    """Read a configuration from a file, or from standard input if the path is "-".
+
+    The file holds `kv_connector_extra_config`, vLLM's whole `--kv-transfer-config`, or an object
+    with the latter as `kv_transfer_config`.
+    """
     given = Given("standard input" if path == STANDARD_INPUT else str(path))
     with noting(given.problems):
         document = _read_json(path, given)
@@ -139,7 +141,7 @@ def read_config(path: Path) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class Tiering:
-    """vLLM's own tiering with our parts in it."""
+    """vLLM's own tiering with our components in it."""
 
     cpu_bytes: int
     policy: str
@@ -150,9 +152,9 @@ class Tiering:
 def read_tiering(
     extra: Mapping[str, object], machine: Machine, problems: list[str], doubts: list[str]
 ) -> Tiering:
-    """The options of `TieringOffloadingSpec`, as far as they are ours or vLLM cannot go without.
+    """Read the options of `TieringOffloadingSpec` that are ours, or that vLLM requires.
 
-    What is wrong is noted; then the result is not complete.
+    Errors are added to `problems`; the result is incomplete then.
     """
     doubts += [
         f"{key} is no option of {TIERING_SPEC_NAME}{did_you_mean(key, TIERING_KEYS)}; it is ignored"
@@ -193,21 +195,21 @@ def _cpu_bytes(extra: Mapping[str, Any], machine: Machine) -> int:
 
 
 def _check_policy(extra: Mapping[str, Any]) -> None:
-    """vLLM's own policy, or a class in a module."""
+    """Check that the policy is one of vLLM's own, or a class in a module."""
     name, module = extra.get("eviction_policy", "lru"), extra.get("cache_policy_module_path")
     at = At("eviction_policy")
     if module is None:
         if name not in VLLM_POLICIES:
             remedy = "give cache_policy_module_path, too, such as"
             raise at.wrong(name, f'is no policy of vLLM; {remedy} "{POLICY_MODULE}"')
-    elif module != POLICY_MODULE or find_spec("vllm") is not None:  # ours needs vLLM
+    elif module != POLICY_MODULE or find_spec("vllm") is not None:  # our policies need vLLM
         named_object(at.key, str(name), f"{module}:{name}")
 
 
 def _secondary(
     at: At, tier: object, machine: Machine, problems: list[str]
 ) -> tuple[NvmeTierOptions, ...]:
-    """Our tier, if this is it."""
+    """Return the options of an item if it is our tier."""
     if not isinstance(tier, Mapping):
         raise at.wrong(tier, f'is no tier; write it as {{"type": "{TIER_NAME}", ...}}')
     kind, module = tier.get("type"), tier.get("module_path")
@@ -229,7 +231,7 @@ def _secondary(
 
 
 def _take(document: Mapping[str, object], given: Given) -> None:
-    """Look at a whole object, or at our options alone."""
+    """Read a whole transfer configuration, or our options alone."""
     is_whole = bool(FIELDS & document.keys())
     given.extra = document
     if is_whole:
@@ -250,9 +252,9 @@ def _take(document: Mapping[str, object], given: Given) -> None:
 
 
 def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool:
-    """The object around our options: by our words where we have any, else by vLLM's.
+    """Check the object around our options, with our messages where we have them, else with vLLM's.
 
-    Returns whether there is a vLLM.
+    Returns True if vLLM is installed.
     """
     theirs = precheck.transfer_errors(document)
     ours = dict(document)
@@ -261,7 +263,7 @@ def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool
             problems.append(str(At(key).wrong(value, f"is an option of {EXTRA}; move it there")))
             del ours[key]
         elif key not in FIELDS and theirs is not None and key not in theirs:
-            del ours[key]  # a key that is new to us is known to vLLM
+            del ours[key]  # vLLM knows a key that this check does not
     with noting(problems):
         read_options(TransferConfig, At("", noted=problems), ours, also=())
     said = {problem.split(" ")[0].rstrip(":") for problem in problems}
@@ -272,7 +274,7 @@ def _check_transfer(document: Mapping[str, object], problems: list[str]) -> bool
 
 
 def _check_spec_name(given: Given, is_whole: bool) -> None:
-    """Of what vLLM would take without a name, nothing is ours."""
+    """Check for a missing name: none of vLLM's defaults is ours."""
     name = given.extra.get(SPEC_KEY)
     if name is None:
         missing = str(At(SPEC_KEY).missing(f'an engine needs "{SPEC_NAME}"'))
@@ -283,7 +285,7 @@ def _check_spec_name(given: Given, is_whole: bool) -> None:
 
 
 def _check_module(given: Given, is_whole: bool) -> None:
-    """Where vLLM knows the spec by its name, it looks at no module."""
+    """Check the module path, which vLLM ignores if it knows the spec by its name."""
     name, path = given.extra.get(SPEC_KEY), given.extra.get(MODULE_KEY)
     if name not in SPECS or not isinstance(path, str | None):
         return
@@ -294,7 +296,7 @@ def _check_module(given: Given, is_whole: bool) -> None:
             given.problems.append(str(At(MODULE_KEY).missing(remedy)))
         return
     try:
-        if path == OUR_MODULE or find_spec(path) is None:  # the former needs a vLLM to be imported
+        if path == OUR_MODULE or find_spec(path) is None:  # our module imports vLLM
             found = path == OUR_MODULE
         else:
             named_object(MODULE_KEY, path, f"{path}:{name}" if is_needed else path)
@@ -331,7 +333,7 @@ def _read_json(path: Path, given: Given) -> Mapping[str, object]:
 
 
 def _once_each(problems: list[str], pairs: list[tuple[str, object]]) -> Mapping[str, object]:
-    """A JSON object; of a key that is given twice the last one alone would count."""
+    """Return a JSON object, and report duplicate keys, of which JSON would keep the last."""
     found: dict[str, object] = {}
     for key, value in pairs:
         with noting(problems):

@@ -31,14 +31,16 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 OlderOption = Annotated[
     str | None,
-    typer.Option("--older-than", metavar="AGE", help="Blocks not used for so long: 12h, 7d, 2w."),
+    typer.Option(
+        "--older-than", metavar="AGE", help="Blocks that were not used for this time: 12h, 7d, 2w."
+    ),
 ]
 PrefixOption = Annotated[
     str | None,
     typer.Option(
         "--prefix",
         metavar="HASH",
-        help="A block, and every block that comes after it in any prompt.",
+        help="A block, and all its successors in any prompt.",
     ),
 ]
 HashOption = Annotated[
@@ -50,17 +52,17 @@ MaxOption = Annotated[
     typer.Option(
         "--max-size",
         metavar="SIZE",
-        help="Coldest segment files first, until all takes so much at most: 500GiB.",
+        help="Remove the coldest segment files until the total is at most this size: 500GiB.",
     ),
 ]
 WholeOption = Annotated[
     bool,
     typer.Option(
         "--remove-namespace",
-        help="The namespace altogether; -n with its whole name, or 12 digits of its fingerprint.",
+        help="Remove the namespace; -n needs its full name, or 12 digits of its fingerprint.",
     ),
 ]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only report what would be removed.")]
 
 
 def gc(
@@ -75,11 +77,11 @@ def gc(
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Clear out blocks, files, or whole namespaces.
+    """Remove blocks, files, or whole namespaces.
 
-    With several of --older-than, --prefix and --hash a block leaves if all hold. A segment file
-    that they leave empty is deleted. Blocks leave beside running engines, too; what needs
-    their files (--max-size, --remove-namespace) is skipped and named.
+    With several of --older-than, --prefix and --hash, a block is removed if it meets all of them.
+    A segment file that becomes empty is deleted. Blocks can be removed while engines run.
+    --max-size and --remove-namespace skip namespaces that an engine has open, and name them.
 
     Examples:
 
@@ -111,7 +113,7 @@ def _wish(
     from .collect import Wish
 
     if prefix is not None:
-        parse_hash(prefix)  # a wrong call before anything is looked at
+        parse_hash(prefix)  # fail before any namespace is opened
     return Wish(
         older_than_s=None if older_than is None else _seconds(older_than),
         hash_start=b"" if hash_ is None else parse_hash(hash_),

@@ -1,9 +1,8 @@
-"""`kvcascade gc`: clearing out by age, hash, size, or whole namespaces.
+"""`kvcascade gc`: remove blocks by age, hash or size, or whole namespaces.
 
-Blocks leave the index; a segment file that they leave empty is deleted, since that is what gives
-back disk. For a size, whole segments leave, coldest first, and those before them that were empty.
-While engines have a namespace open, blocks leave as well, but files are theirs: the room is used
-again for what they store.
+Blocks are removed from the index. A segment file without blocks is deleted, which frees disk space.
+To reach a size, whole segments are removed, empty ones first, then the coldest. If an engine has
+the namespace open, blocks are removed as well, but its files stay; the engine reuses the space.
 """
 
 from __future__ import annotations
@@ -41,92 +40,93 @@ from ..inspect.block_report import only_match
 IN_USE = "in use by process {}: stop it first"
 SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
 KEPT_INDEX = f"index{DAMAGED_SUFFIX}"
-"""The damaged index that a rebuild left; it leaves with whatever else does."""
+"""Name of the damaged index that a rebuild kept; any removal deletes it."""
 NOT_NOTED = "no engine has noted what comes after {}: it leaves alone; choose the rest by --hash"
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What shall go; everything that is set must hold for a block to leave."""
+    """Criteria for removal; a block is removed if it meets all criteria that are set."""
 
     older_than_s: float | None = None
-    """Not used for so long; a block whose last use is not known stays."""
+    """Minimum seconds since the last use; a block whose last use is unknown stays."""
     hash_start: bytes = b""
-    """The hash begins with this."""
+    """Prefix of the hashes to remove."""
     prompt: str = ""
-    """A block (the start of its hash, in hex) and every block that comes after it in any prompt."""
+    """Start of a block's hash (hex); the block and all its successors in any prompt are removed."""
     max_bytes: int | None = None
-    """What the namespaces may take on disk together."""
+    """Maximum size of all namespaces together on disk."""
     whole: bool = False
-    """Remove the namespaces altogether."""
+    """True to remove the namespaces completely."""
 
     @property
     def is_by_block(self) -> bool:
-        """True if blocks are chosen one by one."""
+        """Return True if blocks are selected individually."""
         return self.older_than_s is not None or bool(self.hash_start) or bool(self.prompt)
 
 
 @dataclass(slots=True)
 class GcReport:
-    """What was, or would be, removed from one namespace; sizes in bytes."""
+    """Blocks and bytes that were, or would be, removed from one namespace."""
 
     name: str
     blocks_before: int | None = None
-    """None: the index cannot be read."""
+    """Blocks before the removal; None if the index cannot be read."""
     blocks_removed: int | None = 0
-    """None: all that there are, of an index that cannot be read."""
+    """Blocks removed; None if all blocks of an unreadable index were removed."""
     segments_removed: int = 0
     bytes_freed: int = 0
-    """On disk."""
+    """Bytes of disk space that were freed."""
     hottest_idle_s: float | None = None
-    """Since the last use of any block that leaves; None: no use is known, or none leaves."""
+    """Smallest time since the last use of a removed block; None if no use is known or no block is
+    removed."""
     was_removed: bool = False
-    """The whole namespace."""
+    """True if the whole namespace was removed."""
     skipped: str = ""
-    """What was not done, and why: an engine has it open, or it cannot be read."""
+    """Parts that were skipped, and the reason: an engine has them open, or they cannot be read."""
     is_incomplete: bool = False
-    """Blocks that were asked for may be left: `skipped` says why."""
+    """True if requested blocks may be left; `skipped` gives the reason."""
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What leaves one namespace."""
+    """Blocks and files to remove from one namespace."""
 
     location: Location
     report: GcReport
     drops: list[Drop] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     last_use: int = 0
-    """The latest of any block that leaves, in seconds of the wall clock; 0: not known."""
+    """Latest use of any block to remove, in seconds of the wall clock; 0 if unknown."""
     is_live: bool = False
-    """An engine has it open: no file may go."""
+    """True if an engine has the namespace open, so no file may be deleted."""
     has_prompt: bool = False
-    """The block of `Wish.prompt` is here."""
+    """True if this namespace has the block of `Wish.prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SegmentUse:
-    """A segment as a candidate: what stays in it and how warm that is."""
+    """A segment as a candidate for removal, with its remaining blocks and their warmth."""
 
     plan: _Plan
     snapshot: Snapshot
     number: int
     used_bytes: int
     positions: npt.NDArray[np.int64]
-    """In the snapshot, of the blocks that would stay."""
+    """Positions in the snapshot of the blocks that would stay in the segment."""
     is_emptied: bool
-    """Blocks leave it by themselves, and none stays."""
+    """True if all blocks of the segment are removed individually."""
     warmth: float
-    """Mean time of the last use of these blocks; 0 where there are none."""
+    """Mean time of the last use of the remaining blocks; 0 if there are none."""
     last_use: int
-    """The latest of these blocks; 0: not known."""
+    """Latest use of the remaining blocks; 0 if unknown."""
 
     def take(self) -> None:
-        """The segment leaves, with everything in it."""
+        """Remove the segment with all its blocks."""
         plan, snapshot = self.plan, self.snapshot
         plan.drops += [Drop(snapshot.keys[i], snapshot.raw(i)) for i in self.positions.tolist()]
         plan.segments.append(self.number)
@@ -138,11 +138,12 @@ class _SegmentUse:
 def collect(
     locations: Sequence[Location], wish: Wish, is_dry_run: bool, now_s: float | None = None
 ) -> list[GcReport]:
-    """Clear out; with `is_dry_run` only say what would go. One report per namespace.
+    """Remove blocks and files, or only report them if `is_dry_run`; return a report per namespace.
 
-    Files and whole namespaces that an engine has open are skipped and said so. Raises
-    `ConfigError`, and nothing is removed, if the prompt is no block of any, or a namespace is to
-    leave of which not all paths were given.
+    Files and whole namespaces that an engine has open are skipped, and the report says so.
+
+    Raises `ConfigError`, before anything is removed, if no namespace has the block of the prompt.
+    Also raises it if not all paths of a namespace to remove were given.
     """
     now_s = time.time() if now_s is None else now_s
     plans: list[_Plan] = []
@@ -181,7 +182,7 @@ def collect(
 
 
 def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
-    """Choose blocks, and offer segments."""
+    """Select blocks, and return segments as candidates."""
     try:
         with opened(plan.location) as cache:
             snapshot = cache.index.snapshot()
@@ -196,10 +197,10 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
             if plan.is_live:
                 return []
             uses = _segment_uses(plan, cache, snapshot, leaving, last_use)
-    except ConfigError:  # a wrong call, not a namespace that cannot be read
+    except ConfigError:  # the call is wrong, the namespace is readable
         raise
     except KVCascadeError as error:
-        if not wish.whole:  # what cannot be read can be removed all the same
+        if not wish.whole:  # a namespace can be removed even if it is unreadable
             plan.report.skipped = sentence(error)
             plan.report.is_incomplete = wish.is_by_block
         return []
@@ -210,7 +211,7 @@ def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
 
 
 def _last_use(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """Of every entry, in seconds of the wall clock; 0: not known."""
+    """Return the last use of every entry, in seconds of the wall clock; 0 if unknown."""
     last = cache.state.usage(cache.slots).last_use
     known = (snapshot.slots >= 0) & (snapshot.slots < len(last))
     found = np.zeros(len(snapshot), dtype=np.int64)
@@ -219,7 +220,8 @@ def _last_use(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def _check_parts(location: Location) -> None:
-    """All of it or nothing: one part without the others is of no use to anybody."""
+    """Check that all parts of the namespace were given; the other parts would be useless without
+    one."""
     layouts = [described_layout(RealFileSystem(), folder) for folder in location.folders]
     described = [layout for layout in layouts if layout is not None]
     parts = max((layout.parts for layout in described), default=1)
@@ -238,7 +240,7 @@ def _leaving(
     last_use: npt.NDArray[np.int64],
     now_s: float,
 ) -> npt.NDArray[np.bool_]:
-    """Which entries leave by themselves."""
+    """Return a mask of the entries that are removed individually."""
     leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
     if wish.hash_start:
         start = wish.hash_start
@@ -252,7 +254,8 @@ def _leaving(
 
 
 def _heads_from(plan: _Plan, cache: OpenedCache, prompt: str) -> set[int]:
-    """A block and what comes after it; none if it is not in this namespace."""
+    """Return the hash heads of a block and its successors; empty if this namespace lacks the
+    block."""
     if not cache.index.keys_from(parse_hash(prompt), 1):
         return set()
     plan.has_prompt = True
@@ -271,8 +274,8 @@ def _segment_uses(
     leaving: npt.NDArray[np.bool_],
     last_use: npt.NDArray[np.int64],
 ) -> list[_SegmentUse]:
-    """Every segment and what stays in it."""
-    opened_at = cache.description.home.stat().st_mtime  # stands for a use that is not known
+    """Return every segment with its remaining blocks."""
+    opened_at = cache.description.home.stat().st_mtime  # replaces an unknown last use
     numbers = snapshot.slots // cache.description.slots_per_segment
     left = set(numbers[leaving].tolist())
     numbers[leaving] = -1
@@ -296,7 +299,7 @@ def _segment_uses(
 
 
 def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
-    """Take the coldest segments until so much is freed."""
+    """Take the coldest segments until the excess is freed."""
     plans = {id(use.plan): use.plan for use in uses}.values()
     excess_bytes -= sum(plan.report.bytes_freed for plan in plans)
     for use in sorted(uses, key=lambda use: use.warmth):
@@ -308,7 +311,8 @@ def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
 
 
 def _carry_out(plan: _Plan) -> None:
-    """Do it; files and whole namespaces only if no engine came meanwhile."""
+    """Execute the plan; delete files and whole namespaces only if no engine has opened them
+    meanwhile."""
     report, dropped = plan.report, 0
     try:
         if report.was_removed:
@@ -325,7 +329,7 @@ def _carry_out(plan: _Plan) -> None:
                 report.blocks_removed = dropped = drop_entries(description, plan.drops)
                 remove_segments(description, plan.segments)
                 _remove_kept_index(description.home)
-    except KVCascadeError as error:  # the other namespaces have their turn all the same
+    except KVCascadeError as error:  # continue with the other namespaces
         report.skipped, report.is_incomplete = sentence(error), not report.was_removed
         report.blocks_removed, report.hottest_idle_s = dropped, None
         report.segments_removed = report.bytes_freed = 0
@@ -333,7 +337,7 @@ def _carry_out(plan: _Plan) -> None:
 
 
 def _remove_kept_index(home: Path) -> None:
-    """The damaged index that a rebuild left."""
+    """Delete the damaged index that a rebuild kept."""
     with os_errors(f"removing {home / KEPT_INDEX}"):
         shutil.rmtree(home / KEPT_INDEX, ignore_errors=True)
 
@@ -343,7 +347,7 @@ def _held_bytes(location: Location) -> int:
 
 
 def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:
-    """Print what was removed, or would be."""
+    """Print the blocks and bytes that were, or would be, removed."""
     title = "Would be removed" if is_dry_run else "Removed"
     names = ["blocks", "of", "segments", "freed", "last use, ago"]
     table = show.columns(title, "namespace", *names, "", right=names)

@@ -37,7 +37,9 @@ WhyOption = Annotated[
 ]
 BlockOption = Annotated[
     str | None,
-    typer.Option("--block", metavar="HASH", help="One block: hexadecimal, or a unique start."),
+    typer.Option(
+        "--block", metavar="HASH", help="One block: its hash in hexadecimal, or a unique beginning."
+    ),
 ]
 
 
@@ -52,7 +54,7 @@ def inspect(
     arena_dir: ArenaDirOption = ARENA_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is in a cache, how it is used and what it costs the drive.
+    """Show the contents of a cache, its use, and the wear of the drive.
 
     Works on a live cache and on a closed one, and changes neither.
 
@@ -113,7 +115,7 @@ def _all(
 
 
 def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
-    """What an engine says of its CPU tier, in the report of the namespace that it has open."""
+    """Add the dirty share that an engine reports to the namespace that it has open."""
     from ..top.top_frame import read_url
 
     live = [each for each in reports if each.state == "live"]

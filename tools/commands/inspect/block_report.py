@@ -1,4 +1,4 @@
-"""`kvcascade inspect --block`: one block, its place, its checksum, its tensors."""
+"""`kvcascade inspect --block`: place, checksum and tensors of one block."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ MAX_LAYERS = 65536
 
 @dataclass(frozen=True, slots=True)
 class LayerSlice:
-    """One layer's part of a block."""
+    """Part of a block that belongs to one layer."""
 
     layer: str
     rank: int
     offset: int
-    """In the block, in bytes."""
+    """Byte offset in the block."""
     dtype: str
     shape: list[int]
-    """Over all pages of the block; the first dimension counts pages."""
+    """Shape over all pages of the block; the first dimension counts pages."""
     count: int
-    """Elements."""
+    """Number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """What is in one layer's part of a block; None where it holds no finite number."""
+    """Statistics of one layer's part of a block; None if it has no finite number."""
 
     layer: str
     rank: int
@@ -57,7 +57,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """One block as JSON has it."""
+    """Report on one block, with the fields of the JSON document."""
 
     namespace: str
     hash: str
@@ -65,42 +65,42 @@ class BlockReport:
     segment: int
     path: str
     offset: int
-    """In the segment file, in bytes."""
+    """Byte offset in the segment file."""
     length: int
     checksum: str
     verdict: str
-    """"ok", "corrupt" or "unreadable"."""
+    """Result of the checksum: "ok", "corrupt" or "unreadable"."""
     record: str
-    """"ok", or what the slot's own record says instead."""
+    """"ok", or the way in which the slot's record differs."""
     generation: int
     session: int
-    """The opening of the namespace in which it was written."""
+    """Number of the session (opening of the namespace) that wrote the block."""
     epoch: int | None
     group: int | None
     tokens: int | None
     prefix_tokens: int | None = None
-    """Tokens of the prompt up to the end of this block; None: no engine noted it."""
+    """Tokens of the prompt up to the end of this block; None if no engine recorded it."""
     prefix_position: int | None = None
-    """Blocks of its group that come before it in the prompt."""
+    """Number of earlier blocks of the same group in the prompt."""
     parent: str | None = None
-    """Head of the hash of the block before it; "" for the first of a prompt."""
+    """Head of the hash of the preceding block; "" for the first block of a prompt."""
     written_at: int | None = None
     last_use: int | None = None
-    """Seconds since 1970."""
+    """Time of the last use, in seconds since 1970."""
     times_used: int | None = None
     layout: str = ""
-    """Where the shapes come from, or why there are none."""
+    """Source of the shapes, or the reason why there are none."""
     layers: list[LayerStatistics] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
 def look(cache: OpenedCache, text: str) -> BlockReport:
-    """Look at the one block whose hash begins with `text`.
+    """Return a report on the only block whose hash begins with `text`.
 
-    Raises `ConfigError` if that is none or several.
+    Raises `ConfigError` if none or several match.
     """
     key = only_match(cache, text, "--block")
     entry = cache.index.entry(key)
@@ -147,7 +147,8 @@ def look(cache: OpenedCache, text: str) -> BlockReport:
 
 
 def layer_slices(description: Description, group: int) -> list[LayerSlice]:
-    """Where the layers of a KV group lie in a block; empty if it is not known or cannot be."""
+    """Return the place of each layer of a KV group in a block; empty if it is unknown or
+    inconsistent."""
     about = description.about
     ranks, rank_bytes, layers = (about.get(n) for n in ("world_size", "rank_bytes", "layers"))
     if not (isinstance(ranks, int) and isinstance(rank_bytes, int) and isinstance(layers, list)):
@@ -165,9 +166,9 @@ def layer_slices(description: Description, group: int) -> list[LayerSlice]:
 
 
 def statistics(payload: memoryview, slices: list[LayerSlice]) -> list[LayerStatistics]:
-    """Statistics by layer, by torch, which knows every type that a KV cache may have.
+    """Return statistics by layer; torch computes them because it knows all types of a KV cache.
 
-    Raises `ImportError` without it.
+    Raises `ImportError` without torch.
     """
     import torch
 
@@ -186,7 +187,7 @@ def statistics(payload: memoryview, slices: list[LayerSlice]) -> list[LayerStati
 
 
 def print_block(console: Console, report: BlockReport) -> None:
-    """One block as tables."""
+    """Print one block as tables."""
     known = (("KV group", report.group), ("tokens", report.tokens), ("uses", report.times_used))
     rows = [
         ("namespace", report.namespace),
@@ -231,7 +232,8 @@ def _position(report: BlockReport) -> str:
 
 
 def only_match(cache: OpenedCache, text: str, option: str) -> bytes:
-    """The one block whose hash begins so. Raises `ConfigError` if that is none or several."""
+    """Return the only block whose hash begins with `text`. Raises `ConfigError` if none or several
+    match."""
     matches = cache.index.keys_from(parse_hash(text), MAX_MATCHES + 1)
     if not matches:
         raise ConfigError(f"{option}: there is no block {text} in {cache.description.name}")
@@ -262,7 +264,7 @@ def _compare(record: SlotRecord | None, key: bytes, entry: IndexEntry) -> str:
 
 
 def _slice(layer: Mapping[str, Any], rank: int, start: int) -> LayerSlice | None:
-    """A layer as `namespace.json` has it; None if it makes no sense."""
+    """Return a layer from `namespace.json`, or None if its values are invalid."""
     offset, pages, shape = layer.get("offset"), layer.get("pages"), layer.get("shape")
     if not (isinstance(offset, int) and isinstance(pages, int) and isinstance(shape, list)):
         return None

@@ -1,4 +1,4 @@
-"""`kvcascade inspect --plot`: one namespace as a picture for a report."""
+"""`kvcascade inspect --plot`: draw one namespace as a picture."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .namespace_report import NamespaceReport, occupancy, report
 INK, FAINT, DARK, LIGHT = "#222222", "#dddddd", "#1b4965", "#8ecae6"
 DPI = 160
 MAP_COLUMNS = 256
-"""Cells of the occupancy map per segment: each is the share of its slots in use."""
+"""Cells per segment in the occupancy map; each shows the share of its slots in use."""
 MAX_MAP_ROWS = 256
 MISSING = "matplotlib is not installed; pip install 'kvcascade[plot]'"
 
 
 def figure_of(width: float, height: float) -> Any:
-    """An empty figure that needs no screen. Raises `CommandError` without matplotlib."""
+    """Return an empty figure that needs no display. Raises `CommandError` without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -37,13 +37,13 @@ def figure_of(width: float, height: float) -> Any:
 
 
 def plot_namespace(location: Location, path: Path) -> None:
-    """Ages, idle times, reuse, and which slots of every segment are in use, as a PNG file.
+    """Draw ages, idle times, reuse and the used slots of each segment to a PNG file.
 
-    Raises one of our errors, or `CommandError` without matplotlib.
+    Raises a `KVCascadeError`, or `CommandError` without matplotlib.
     """
     figure = figure_of(12, 7.2)
     found = report(location, time.time())
-    with opened(location, is_trusted=True) as cache:  # it has just been read
+    with opened(location, is_trusted=True) as cache:  # the report has just read the index
         maps = occupancy(cache, cache.index.snapshot())
     grid = figure.add_gridspec(
         2, 3, height_ratios=(1, 1.15), left=0.055, right=0.95, top=0.83, bottom=0.085,
@@ -68,7 +68,7 @@ def plot_namespace(location: Location, path: Path) -> None:
 
 
 def tidy(axes: Any, title: str) -> None:
-    """A title on the left, no frame."""
+    """Give axes a title on the left and no frame."""
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=9)
     axes.tick_params(length=0, colors=INK, labelsize=8.5)
     for side in ("top", "right", "left"):
@@ -98,7 +98,8 @@ def _draw_histogram(axes: Any, title: str, counts: Mapping[str, int]) -> None:
 
 
 def _draw_map(figure: Any, axes: Any, maps: Mapping[int, Any]) -> None:
-    """Rows are segments (or groups of them), columns slots; darker: more of them in use."""
+    """Draw the occupancy: rows are segments (or groups of them), columns are slots; darker is
+    fuller."""
     rows = [_shares(used) for _, used in sorted(maps.items())] or [np.zeros(1)]
     table = np.array(rows)
     if len(table) > MAX_MAP_ROWS:
@@ -123,7 +124,7 @@ def _draw_map(figure: Any, axes: Any, maps: Mapping[int, Any]) -> None:
 
 
 def _shares(used: Any) -> Any:
-    """A segment's slots as at most `MAP_COLUMNS` shares of slots in use."""
+    """Reduce the slots of a segment to at most `MAP_COLUMNS` shares of used slots."""
     if len(used) <= MAP_COLUMNS:
         return used.astype(float)
     return np.array([piece.mean() for piece in np.array_split(used, MAP_COLUMNS)])

@@ -18,7 +18,7 @@ HISTOGRAM_CELLS = 12
 
 
 def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
-    """All namespaces of a path."""
+    """Print all namespaces of a path."""
     for report in reports:
         console.print(Text(report.name, style="bold"))
         console.print(f"  {', '.join(report.paths)}", style="dim")
@@ -30,7 +30,7 @@ def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
 def print_differences(
     console: Console, names: tuple[str, str], found: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """The answer to `--why`."""
+    """Print the fingerprint fields that differ, for `--why`."""
     if not found:
         console.print("Every field of the two fingerprints is equal: they share blocks.")
         return
@@ -58,7 +58,7 @@ def _render(report: NamespaceReport) -> Group:
 
 
 def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
-    """Rows of what is known; of a namespace that cannot be read that is little."""
+    """Return the known facts as rows; an unreadable namespace has few."""
     owners = ", ".join(map(str, report.owners))
     rows = [("state", report.state + (f", owned by process {owners}" if owners else ""))]
     if report.fingerprint:
@@ -78,14 +78,15 @@ def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
 
 
 def _occupancy(report: NamespaceReport) -> str:
-    """Against the capacity, where an engine has said it: files are made as they are needed."""
+    """Return the occupancy relative to the capacity, if an engine recorded it; segment files are
+    created on demand."""
     made = "" if report.capacity_slots else " of the files so far"
     use = f"{show.bar(report.used_share)} {report.used_share:.0%}"
     return f"{report.blocks:,} of {report.room:,} slots{made}  {use}"
 
 
 def _life(report: NamespaceReport) -> list[tuple[str, str]]:
-    """Rows about what was done with it so far."""
+    """Return rows about the reads and writes of the namespace so far."""
     day = (report.written_bytes_last_day, report.read_bytes_last_day)
     rows = [
         ("dirty", _dirty(report.dirty_share)),

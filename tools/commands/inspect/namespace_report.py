@@ -1,4 +1,4 @@
-"""`kvcascade inspect`: what is in a cache, how it is used, and what it costs the drive."""
+"""`kvcascade inspect`: contents of a cache, its use, and its wear of the drive."""
 
 from __future__ import annotations
 
@@ -31,35 +31,36 @@ REUSE_NAMES = ("never", "once", "2", "3-4", "5-8", "9-16", "17-32", "more")
 UNKNOWN = "not known"
 UNREADABLE = "unreadable"
 RATE_AFTER_S = 3600.0
-"""Life of a namespace from which on its writes are told per day."""
+"""Age of a namespace from which its writes are reported per day."""
 GROUP_BYTES = 4
-"""The last bytes of a block hash are the number of its KV group."""
+"""Length of the group number at the end of a block hash."""
 _GROUP_FIELD = re.compile(r"group(\d+)")
 _TOKENS = re.compile(r"(\d+) tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """One KV group of the model."""
+    """Blocks of one KV group of the model."""
 
     group: int
     blocks: int
     tokens: int | None
-    """Tokens whose KV these blocks hold; None if the fingerprint does not say."""
+    """Tokens per block of this group; None if the fingerprint does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceReport:
-    """One namespace as JSON has it; sizes in bytes, times in seconds, None: not known."""
+    """Report on one namespace, as in the JSON document; sizes in bytes, times in seconds, None if
+    unknown."""
 
     name: str
     paths: list[str]
     state: str
-    """"live", "closed", "closed (not clean)" or "unreadable"."""
+    """State of the namespace: "live", "closed", "closed (not clean)" or "unreadable"."""
     owners: list[int]
-    """Process ids."""
+    """Ids of the processes that own the namespace."""
     problem: str | None = None
-    """Why it cannot be opened, and what to do."""
+    """Reason why the namespace cannot be opened, with a remedy."""
     label: str = ""
     fingerprint: str = ""
     created: str = ""
@@ -67,9 +68,9 @@ class NamespaceReport:
     block_bytes: int | None = None
     blocks: int | None = None
     slots: int | None = None
-    """Of the segments that are there."""
+    """Number of slots of the existing segments."""
     capacity_slots: int | None = None
-    """Slots that the last owner's capacity comes to."""
+    """Number of slots in the capacity of the last owner."""
     payload_bytes: int | None = None
     disk_bytes: int | None = None
     index_bytes: int | None = None
@@ -80,48 +81,50 @@ class NamespaceReport:
     epoch: int | None = None
     sessions: int | None = None
     dirty_share: float | None = None
-    """Share of the CPU tier's slots whose block is not here: from a kept arena, or an engine's
-    metrics; otherwise nobody but the engine knows."""
+    """Share of the CPU tier's slots whose block is not in this tier; from a kept arena or an
+    engine's metrics, else unknown."""
     written_bytes: int | None = None
     read_bytes: int | None = None
     written_bytes_last_day: int | None = None
     read_bytes_last_day: int | None = None
     written_bytes_per_day: float | None = None
-    """Since the namespace was made; None in its first `RATE_AFTER_S`."""
+    """Mean bytes written per day since the namespace was created; None in its first
+    `RATE_AFTER_S`."""
     drive_writes_per_day: float | None = None
-    """Of the device that holds the first path."""
+    """Drive writes per day of the device that holds the first path."""
     groups: list[GroupReport] = field(default_factory=list)
     age: dict[str, int] = field(default_factory=dict)
-    """Blocks by the time since they were written."""
+    """Number of blocks by the time since they were written."""
     idle: dict[str, int] = field(default_factory=dict)
-    """Blocks by the time since their last use."""
+    """Number of blocks by the time since their last use."""
     reuse: dict[str, int] = field(default_factory=dict)
-    """Blocks by how often they were used after they were written."""
+    """Number of blocks by how often they were used after they were written."""
     policies: list[dict[str, Any]] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
     @property
     def room(self) -> int:
-        """Slots of the capacity; of the files so far, where no engine has said what that is."""
+        """Return the slots of the capacity, or of the files so far if no engine recorded a
+        capacity."""
         return self.capacity_slots or self.slots or 0
 
     @property
     def used_share(self) -> float:
-        """Share of the room that holds blocks."""
+        """Return the share of the slots that hold blocks."""
         return (self.blocks or 0) / self.room if self.room else 0.0
 
 
 def report(
     location: Location, now_s: float | None = None, arena_dir: Path = ARENA_DIR
 ) -> NamespaceReport:
-    """Look at one namespace; one that cannot be opened is reported as such, not raised.
+    """Report on one namespace; if it cannot be opened, the report says so and nothing is raised.
 
-    `arena_dir`: where engines keep their CPU tiers.
+    `arena_dir` is the directory in which engines keep their CPU tiers.
     """
     paths = [str(folder) for folder in location.folders]
     now_s = time.time() if now_s is None else now_s
@@ -134,7 +137,7 @@ def report(
 
 
 def occupancy(cache: OpenedCache, snapshot: Snapshot) -> dict[int, npt.NDArray[np.bool_]]:
-    """Which slots of every segment hold a block."""
+    """Return a mask of the used slots of every segment."""
     size = cache.description.slots_per_segment
     used = np.zeros(max(1, cache.slots), dtype=np.bool_)
     slots = snapshot.slots[(snapshot.slots >= 0) & (snapshot.slots < cache.slots)]
@@ -148,7 +151,7 @@ def histogram(
     names: Sequence[str],
     known: npt.NDArray[np.bool_] | None = None,
 ) -> dict[str, int]:
-    """Counts by range; `known` is False for values that are not."""
+    """Return counts by range; `known` is False for values to leave out."""
     known = np.ones(len(values), dtype=np.bool_) if known is None else known
     places = np.searchsorted(np.asarray(bounds), values[known], side="right")
     counts = np.bincount(places, minlength=len(names)).tolist()
@@ -160,7 +163,7 @@ def histogram(
 def use_histograms(
     slots: npt.NDArray[np.int64], usage: Usage, now_s: float
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """(age, idle, reuse) of the blocks in these slots."""
+    """Return histograms (age, idle, reuse) of the blocks in these slots."""
     slots = slots[(slots >= 0) & (slots < len(usage.times))]
     written, last, times = usage.written_at[slots], usage.last_use[slots], usage.times[slots]
     now = int(now_s)
@@ -172,7 +175,8 @@ def use_histograms(
 
 
 def tokens_per_block(fields: dict[str, Any], group: int) -> int | None:
-    """Tokens of one of our blocks in a KV group, as the fingerprint says; None if it does not."""
+    """Return the tokens per block of a KV group from the fingerprint, or None if it does not
+    say."""
     match = _TOKENS.match(str(fields.get(f"group{group}", "")))
     chunk = str(fields.get("blocks_per_chunk", "1"))
     return int(match[1]) * int(chunk) if match and chunk.isdigit() else None
@@ -239,7 +243,7 @@ def _dirty_share(fingerprint: str, snapshot: Snapshot, arena_dir: Path) -> float
 def _unreadable(
     location: Location, paths: list[str], held: list[int], problem: str, now_s: float
 ) -> NamespaceReport:
-    """What can be said of a namespace whose index or description does not open."""
+    """Report on a namespace whose index or description cannot be opened."""
     found = _on_disk(location, NamespaceReport(location.name, paths, UNREADABLE, held, problem))
     try:
         description = read_description(location)
@@ -259,7 +263,7 @@ def _unreadable(
 
 
 def _on_disk(location: Location, found: NamespaceReport) -> NamespaceReport:
-    """What the file system says; nothing if that cannot be looked at either."""
+    """Add the facts of the file system, if they can be read."""
     fs, folders = RealFileSystem(), location.folders
     indexes = filter(Path.is_dir, [folder / "index" for folder in folders])
     try:
@@ -279,7 +283,7 @@ def _groups(snapshot: Snapshot, fields: dict[str, Any]) -> list[GroupReport]:
         group = int.from_bytes(key[-GROUP_BYTES:], "big")
         counts[group] = counts.get(group, 0) + 1
     named = {int(m[1]) for name in fields if (m := _GROUP_FIELD.fullmatch(name))}
-    if not counts.keys() <= (named or {0}):  # hashes of another kind: no groups to tell apart
+    if not counts.keys() <= (named or {0}):  # a different kind of hash: groups cannot be told apart
         return []
     reports: list[GroupReport] = []
     for group in sorted(counts):

@@ -40,11 +40,11 @@ def list_(arena_dir: ArenaDirOption = ARENA_DIR, as_json: JsonOption = False) ->
 
 @app.command("drop")
 def drop(
-    name: Annotated[str | None, typer.Argument(help="Name of one; all if none is given.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of an arena; all by default.")] = None,
     arena_dir: ArenaDirOption = ARENA_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Give the memory of kept arenas back. What an engine is using stays.
+    """Free the memory of kept arenas. Arenas that an engine is using stay.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Arenas in shared memory that outlive their engines: found, shown, dropped."""
+"""Arenas in shared memory that outlive their engines: find, print and drop them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .. import show
 
 @dataclass(frozen=True, slots=True)
 class KeptArena:
-    """One arena."""
+    """An arena in shared memory that outlives its engine."""
 
     path: Path
     size_bytes: int
     slots: int
     blocks: int
-    """Slots whose bytes are complete."""
+    """Number of slots with complete bytes."""
     block_bytes: int
     is_live: bool
-    """True while a process holds it."""
+    """True while a process holds the arena."""
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the arena as a JSON object."""
         return {
             "name": self.path.name,
             "size_bytes": self.size_bytes,
@@ -45,7 +45,7 @@ class KeptArena:
 
 
 def found(arena_dir: Path) -> list[KeptArena]:
-    """Every kept arena of this user in a directory."""
+    """Return all kept arenas of this user in a directory."""
     arenas: list[KeptArena] = []
     for path in kept_arenas(str(arena_dir)):
         header = kept_header(path)
@@ -62,12 +62,12 @@ def found(arena_dir: Path) -> list[KeptArena]:
 
 
 def drop_arenas(arenas: Sequence[KeptArena]) -> list[KeptArena]:
-    """Remove those that nobody holds; returns them."""
+    """Remove the arenas that no process holds, and return them."""
     return [arena for arena in arenas if drop_kept(str(arena.path))]
 
 
 def print_arenas(arenas: Sequence[KeptArena]) -> None:
-    """A table for people."""
+    """Print the arenas as a table."""
     if not arenas:
         print("no arena is kept in shared memory")
         return
@@ -80,16 +80,18 @@ def print_arenas(arenas: Sequence[KeptArena]) -> None:
 
 
 def print_dropped(dropped: Sequence[KeptArena], asked: Sequence[KeptArena]) -> None:
-    """What went, and what did not."""
+    """Print the arenas that were dropped, and those that are in use."""
     freed = human(sum(arena.size_bytes for arena in dropped))
     left = len(asked) - len(dropped)
     print(f"dropped {len(dropped)} ({freed})" + (f"; {left} in use" if left else ""))
 
 
 def kept_blocks(arena_dir: Path, fingerprint: str) -> tuple[set[BlockHash], int] | None:
-    """Blocks of a namespace in kept arenas, live or not, and their slots; None if there are none.
+    """Return the blocks of a namespace in kept arenas, and the slots of these arenas; None if there
+    are none.
 
-    `fingerprint` in hex. May be read while an engine changes it: a row counts only if it is whole.
+    `fingerprint` is in hex. Arenas that an engine is using are
+    included. An engine may change its arena meanwhile; only complete rows count.
     """
     blocks: set[BlockHash] = set()
     slots = 0

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from .top_frame import Reading
 
 PathOption = Annotated[
-    Path | None, typer.Argument(metavar="PATH", help="The tier's path: shows what the disk shows.")
+    Path | None, typer.Argument(metavar="PATH", help="The tier's path, to show the state on disk.")
 ]
 IntervalOption = Annotated[
-    float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two pictures.")
+    float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two refreshes.")
 ]
-OnceOption = Annotated[bool, typer.Option("--once", help="One picture, for scripts.")]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one picture and end, for scripts.")]
 
 
 def top(

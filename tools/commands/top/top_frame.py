@@ -1,7 +1,7 @@
-"""`kvcascade top`: figures of a running engine, or of a path, and how fast they change.
+"""`kvcascade top`: figures of a running engine or of a path, and their rates.
 
-A reading is a set of numbers at a moment; two of them make rates. Readings come from an engine's
-`/metrics` (everything it counts) or from the disk (what a namespace's index and files show).
+A reading is a set of numbers at one moment; two readings give rates. Readings come from an engine's
+`/metrics` (all its counters) or from the disk (index and files of namespaces).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FETCH_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 64 << 20
 MAX_REASON_CHARS = 200
 ALL = ""
-"""The tier of a figure that belongs to none."""
+"""Tier name of figures that belong to no tier."""
 
 Figures = Mapping[tuple[str, str], float]
-"""(name without prefix, tier) to value."""
+"""Mapping of (name without prefix, tier) to value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,56 +40,56 @@ class Reading:
     at_s: float
     figures: Figures
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Tier to why nothing is known of it, and what to do."""
+    """Mapping of tiers without figures to the reason, with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFrame:
-    """One tier at one moment; None: not known. Rates are per second since the reading before."""
+    """One tier at one moment; None if unknown. Rates are per second since the last reading."""
 
     tier: str
     blocks: float | None = None
     used_ratio: float | None = None
     dirty_ratio: float | None = None
     hits: float | None = None
-    """Blocks that requests loaded, since the engine started."""
+    """Number of blocks that requests have loaded since the engine started."""
     hits_per_s: float | None = None
     tokens_per_s: float | None = None
-    """Prompt tokens that were not computed again."""
+    """Prompt tokens per second that were loaded instead of computed."""
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     up_bytes: float | None = None
     down_bytes: float | None = None
     up_latency_s: float | None = None
-    """Mean of the batches since the reading before."""
+    """Mean latency of the batches since the last reading."""
     down_latency_s: float | None = None
     pending_blocks: float | None = None
     budget_left_bytes: float | None = None
     is_blocked: bool | None = None
     problem: str | None = None
-    """Why nothing is known, and what to do."""
+    """Reason why no figures are known, with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one picture shows."""
+    """Figures of one picture."""
 
     source: str
     tiers: list[TierFrame] = field(default_factory=list)
     misses: float | None = None
     misses_per_s: float | None = None
     waiting_requests: float | None = None
-    """Requests that wait for their turn to have blocks read."""
+    """Number of requests that wait in the queue for reads."""
     corrupt_blocks: float | None = None
     dropped_dirty_blocks: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the frame as a JSON object."""
         return asdict(self)
 
 
 def parse_metrics(text: str) -> Figures:
-    """Figures of an engine's `/metrics`, summed over all labels but `tier`; finite ones only."""
+    """Parse an engine's `/metrics`: sums over all labels but `tier`, finite values only."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[tuple[str, str], float] = {}
@@ -134,10 +134,10 @@ def read_path(
     *,
     is_trusted: bool = False,
 ) -> Reading:
-    """What the disk shows; one "tier" per namespace. Raises one of our errors.
+    """Read figures from the disk, with each namespace as a "tier". Raises a `KVCascadeError`.
 
-    Of several, one that cannot be read has a problem and no figures. `is_trusted`: the index has
-    been read before.
+    If several are given, an unreadable one has a problem and no figures. `is_trusted` means that
+    the index has been read before.
     """
     figures: dict[tuple[str, str], float] = {}
     problems: dict[str, str] = {}
@@ -155,7 +155,7 @@ def _figures_of(location: Location, is_trusted: bool) -> Figures:
     with opened(location, is_trusted=is_trusted) as cache:
         meta, name = cache.index.meta(), location.name
         found = len(cache.segments.found) * cache.description.slots_per_segment
-        slots = cache.state.capacity() or found  # of the files, where no engine said more
+        slots = cache.state.capacity() or found  # no recorded capacity: slots of the files
         return {
             ("tier_blocks", name): meta.entries,
             ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
@@ -165,7 +165,7 @@ def _figures_of(location: Location, is_trusted: bool) -> Figures:
 
 
 def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
-    """What there is to show."""
+    """Return the frame of a reading, with rates since the reading before."""
     known = {tier for _, tier in now.figures if tier != ALL}
     names = sorted(known | now.problems.keys(), key=_tier_order)
     change = _Change(now, before)
@@ -181,7 +181,7 @@ def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:
 
 
 class _Change:
-    """Values, and what became of them since the reading before."""
+    """Values, and their changes since the last reading."""
 
     def __init__(self, now: Reading, before: Reading | None) -> None:
         self._now = now
@@ -195,7 +195,8 @@ class _Change:
         return sum(found) if found else None
 
     def grown(self, name: str, tier: str = ALL) -> float | None:
-        """None also after a restart of the engine, when a counter begins anew."""
+        """Return the increase of a counter; None if unknown, also after the engine restarted its
+        counters."""
         now = self.value(name, tier)
         if self._before is None or now is None:
             return None

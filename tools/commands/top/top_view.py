@@ -18,7 +18,7 @@ NUMBERS = ("blocks", "hits/s", "tokens/s", "up", "down", "up time", "down time",
 
 
 def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn:
-    """Show a new picture every `interval_s`, until Ctrl-C. Raises what `read` raises."""
+    """Show a new picture every `interval_s` until Ctrl-C. Passes on the exceptions of `read`."""
     wait = threading.Event().wait
     before: Reading | None = None
     with Live(console=show.console(), auto_refresh=False, screen=False) as live:
@@ -30,9 +30,10 @@ def run(source: str, read: Callable[[], Reading], interval_s: float) -> NoReturn
 
 
 def render(picture: Frame) -> Group:
-    """One picture: a line for each tier's name and state, and the figures by its number.
+    """Render one picture: numbered lines with the tiers' names and states, then the figures by
+    number.
 
-    Names of namespaces are longer than what figures leave of a line.
+    Names of namespaces are too long to fit on a line with the figures.
     """
     table = show.columns("", "", *NUMBERS, right=("", *NUMBERS))
     table.collapse_padding = True

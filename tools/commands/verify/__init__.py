@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 RepairOption = Annotated[
     bool,
-    typer.Option("--repair", help="Drop exactly what is damaged."),
+    typer.Option("--repair", help="Drop damaged blocks, and nothing else."),
 ]
 RebuildOption = Annotated[
     bool,
     typer.Option(
         "--rebuild-index",
-        help="Make the index anew from what the segments prove (the namespace must be closed).",
+        help="Build a new index from the segments (the namespace must be closed).",
     ),
 ]
 LimitOption = Annotated[
     str | None,
-    typer.Option("--bwlimit", metavar="SIZE", help="Read at most so much a second: 200MiB, 1GB."),
+    typer.Option("--bwlimit", metavar="SIZE", help="Maximum to read per second: 200MiB, 1GB."),
 ]
 
 
@@ -55,7 +55,7 @@ def verify(
     """Check every block against its checksum, and the index against the files.
 
     Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
-    run; files and slot records are then theirs to repair.
+    run; the engines then repair files and slot records themselves.
 
     Examples:
 
@@ -101,8 +101,10 @@ def _run(
 def _verify_one(
     location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
 ) -> VerifyReport:
-    """One that cannot be read is reported as such, unless it `is_alone`: what was found in the
-    others, and changed there, is not lost."""
+    """Verify a namespace; if it is unreadable, report that, or raise if it `is_alone`.
+
+    The results for the other namespaces, and their repairs, are kept.
+    """
     from ....tiers.nvme.offline.presence import owners
     from .verify_blocks import VerifyReport
     from .verify_view import print_verified
@@ -165,7 +167,7 @@ def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
 
 
 def size_of(option: str, text: str | None) -> int | None:
-    """A size in bytes as an option has it. Raises `CommandError`."""
+    """Parse an option's size in bytes. Raises `CommandError`."""
     from ....config.sizes import parse_bytes
 
     if text is None:

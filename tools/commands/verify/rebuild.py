@@ -1,8 +1,8 @@
-"""`kvcascade verify --rebuild-index`: an index from what the segments themselves can prove.
+"""`kvcascade verify --rebuild-index`: build an index from segments alone.
 
-A block comes back only if its slot record is whole, belongs to the epoch that is wanted now, and
-its payload matches the record's checksum. Of two copies of a block the later one counts. Where the
-epoch is not known nothing is proved: a reset may lie between a block and now.
+A block is restored only if its slot record is intact and has the current epoch, and the payload
+matches the record's checksum. If a block has two copies, the later one is used. If the current
+epoch is unknown, no block can be restored, because a reset may have removed it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from .verify_blocks import Progress
 
 @dataclass(slots=True)
 class RebuildReport:
-    """What became of every slot."""
+    """Outcomes of the slots, as counts."""
 
     name: str
     slots: int = 0
     recovered: int = 0
     no_record: int = 0
-    """Slots that were never written, or whose record is damaged."""
+    """Number of slots that were never written, or have a damaged record."""
     other_epoch: int = 0
-    """From before a reset."""
+    """Number of slots written before a reset."""
     superseded: int = 0
-    """Older copies of a block."""
+    """Number of older copies of a block."""
     corrupt: int = 0
-    """The payload does not match."""
+    """Number of slots whose payload does not match the checksum."""
     segments_damaged: int = 0
     epoch: int = 0
     old_index: str | None = None
-    """Where the index went that was there."""
+    """Path to which the previous index was moved."""
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the old index still says."""
+    """Facts that the old index still provides."""
 
     epoch: int | None = None
     session: int = 0
@@ -64,9 +64,10 @@ def rebuild(
     throttle: Throttle | None = None,
     progress: Progress | None = None,
 ) -> RebuildReport:
-    """Make the index anew.
+    """Build a new index.
 
-    Raises `InUseError` if an engine owns the namespace, `CorruptionError` if nothing can be proved.
+    Raises `InUseError` if an engine owns the namespace, `CorruptionError` if no block can be proved
+    valid.
     """
     if description.missing_parts:
         raise CorruptionError(f"{description.home} has parts that were not given; use --also")
@@ -115,7 +116,7 @@ def _rebuild(
 
 
 def _records(segments: SegmentReader, report: RebuildReport) -> Iterator[tuple[int, SlotRecord]]:
-    """Every slot record that is whole."""
+    """Yield all intact slot records."""
     size = segments.layout.slots
     for number in segments.readable:
         report.slots += size
@@ -130,7 +131,7 @@ def _records(segments: SegmentReader, report: RebuildReport) -> Iterator[tuple[i
 def _latest(
     records: list[tuple[int, SlotRecord]], report: RebuildReport
 ) -> dict[bytes, tuple[int, SlotRecord]]:
-    """Of the wanted epoch, the latest copy of every block: key to slot and record."""
+    """Return the latest copy of each block in the current epoch: key to slot and record."""
     latest: dict[bytes, tuple[int, SlotRecord]] = {}
     for slot, record in records:
         if record.epoch != report.epoch:
@@ -144,7 +145,7 @@ def _latest(
 
 
 def _epoch(home: Path, known: _Known, records: list[tuple[int, SlotRecord]]) -> int:
-    """The epoch that is wanted now, as the store itself would find it."""
+    """Return the current epoch, determined as the store itself does."""
     both = (known.epoch, StateReader(home).epoch())
     said = [epoch for epoch in both if epoch is not None and epoch <= MAX_EPOCH]
     if not said:
@@ -156,7 +157,7 @@ def _epoch(home: Path, known: _Known, records: list[tuple[int, SlotRecord]]) -> 
 
 
 def _ask_old_index(description: Description) -> _Known:
-    """Epoch, session and totals, if the old index still tells."""
+    """Return epoch, session and totals, if the old index can be read."""
     try:
         check_index_can_be_walked(description.home)
         with open_index(description) as index:

@@ -1,8 +1,8 @@
-"""`kvcascade verify`: every payload against its checksum, the index against the segments.
+"""`kvcascade verify`: check each payload against its checksum, and the index against the segments.
 
-Reading needs no lock. What differs is looked up once more before it is called damage: a live
-namespace changes while it is read. Damaged entries are dropped beside engines, too; what is wrong
-with files is put right, and an index rebuilt, only by who has the namespace for itself.
+Reading takes no lock. A live namespace changes while it is read, so a mismatch is looked up again
+before it counts as damage. Damaged entries are dropped even if engines have the namespace open.
+Only a process with exclusive access repairs files or rebuilds an index.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ..cache_access import OpenedCache
 
 
 class Problem(StrEnum):
-    """What is wrong with a block or a file."""
+    """Kind of damage of a block or a file."""
 
     CORRUPT = "corrupt"
     """The payload does not match its checksum."""
     UNREADABLE = "unreadable"
-    """The device gives no payload."""
+    """The device cannot read the payload."""
     NO_SEGMENT = "no_segment"
-    """Its segment file is missing or damaged."""
+    """The segment file of the block is missing or damaged."""
     ENTRY = "entry"
-    """The index entry is damaged, or names a slot that cannot be."""
+    """The index entry is damaged, or names an invalid slot."""
     SHARED_SLOT = "shared_slot"
-    """Two entries name one slot; the later one is right."""
+    """Two entries name one slot; the later entry is correct."""
     RECORD = "record"
-    """The payload is right, but the slot's record says something else: `--repair` writes the record
-    anew, or leaves that to the engine that has the slot. Everything else is dropped."""
+    """The payload is correct, but the slot's record differs. `--repair` rewrites the record, or
+    leaves that to the engine that owns the slot. Blocks with any other problem are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,56 +58,59 @@ class BlockProblem:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was found in one namespace; sizes in bytes."""
+    """Result of verifying one namespace; sizes in bytes."""
 
     name: str
     is_live: bool
     problem: str | None = None
-    """Why it cannot be read or repaired, and what to do."""
+    """Reason why the namespace cannot be read or repaired, with a remedy."""
     blocks: int = 0
     ok: int = 0
     changed: int = 0
-    """Blocks that left or were replaced while they were read (live namespaces only)."""
+    """Number of blocks that were removed or replaced while they were read (live namespaces
+    only)."""
     bytes_read: int = 0
     seconds: float = 0.0
     problems: list[BlockProblem] = field(default_factory=list)
     segments_damaged: dict[str, str] = field(default_factory=dict)
-    """File to what is wrong with it."""
+    """Mapping of damaged segment files to a description of the damage."""
     space: str = ""
-    """Whether free space adds up, in words."""
+    """Result of the check of free space, in words."""
     space_adds_up: bool | None = None
-    """None: only a clean close leaves a list of free slots."""
+    """True if free space adds up; None if unknown, since only a clean close writes a list of free
+    slots."""
     parts_missing: list[int] = field(default_factory=list)
     dropped: int = 0
-    """Entries that `--repair` removed."""
+    """Number of entries that `--repair` removed."""
     records_written: int = 0
-    """Slot records that `--repair` wrote anew."""
+    """Number of slot records that `--repair` rewrote."""
     segments_to_repair: list[int] = field(default_factory=list)
     segments_repaired: int = 0
-    """Segment files whose header or size `--repair` put right."""
+    """Number of segment files whose header or size `--repair` corrected."""
 
     @property
     def is_clean(self) -> bool:
-        """True if nothing is wrong."""
+        """Return True if no problem was found."""
         is_space_wrong = self.space_adds_up is False
         is_damaged = bool(self.problems or self.segments_damaged or is_space_wrong)
         return self.problem is None and not (is_damaged or self.parts_missing)
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the report as a JSON object."""
         return {**asdict(self), "is_clean": self.is_clean}
 
 
 Progress = Callable[[int], None]
-"""Told how many blocks were read since the last call."""
+"""Callback with the number of blocks read since the last call."""
 
 
 def verify(
     cache: OpenedCache, throttle: Throttle | None = None, progress: Progress | None = None
 ) -> tuple[VerifyReport, list[Drop], list[tuple[int, SlotRecord]]]:
-    """Read everything; returns the report, entries to drop and records to write for `repair`."""
+    """Read all blocks; return the report, the entries to drop and the records to write for
+    `repair`."""
     snapshot = cache.index.snapshot()
-    cache.segments.refresh()  # a live namespace may have grown since
+    cache.segments.refresh()  # a live namespace may have grown
     report = VerifyReport(cache.description.name, bool(cache.owners), blocks=len(snapshot))
     report.parts_missing = cache.description.missing_parts
     for each in cache.segments.found.values():
@@ -138,9 +141,9 @@ def repair(
     drops: Sequence[Drop],
     records: Sequence[tuple[int, SlotRecord]],
 ) -> None:
-    """Drop exactly what is damaged, and was not written anew since. Raises one of our errors.
+    """Drop the damaged entries, unless they were rewritten meanwhile. Raises a `KVCascadeError`.
 
-    While engines have the namespace open, files are left to them.
+    If engines have the namespace open, files are left unchanged.
     """
     try:
         with exclusive(description):
@@ -156,7 +159,7 @@ def repair(
 def _sort_out(
     cache: OpenedCache, snapshot: Snapshot
 ) -> tuple[list[tuple[int, Problem]], list[tuple[int, Wanted]]]:
-    """Entries that are wrong by themselves, and those whose payload is to be read."""
+    """Return invalid entries, and the entries whose payload must be read."""
     doubtful: list[tuple[int, Problem]] = []
     by_slot: dict[int, tuple[int, IndexEntry]] = {}
     slots_per_segment = cache.description.slots_per_segment
@@ -191,7 +194,7 @@ def _scan(
     throttle: Throttle | None,
     progress: Progress | None,
 ) -> Iterator[tuple[int, Problem]]:
-    """Read payloads; yields those with a problem."""
+    """Read payloads, and yield the blocks with a problem."""
     position_at = {each.slot: position for position, each in wanted}
     todo = [each for _, each in wanted]
     problems = {
@@ -211,7 +214,7 @@ def _scan(
 def _wrong_records(
     cache: OpenedCache, snapshot: Snapshot, known_bad: set[int], report: VerifyReport
 ) -> list[tuple[int, SlotRecord]]:
-    """Blocks whose payload is right and whose slot record is not: slot and the right record."""
+    """Return slots with a correct payload and a wrong record, each with the correct record."""
     wrong: list[tuple[int, SlotRecord]] = []
     epoch = cache.index.meta().epoch
     cache.segments.refresh()
@@ -236,7 +239,7 @@ def _wrong_records(
 
 
 def _check_space(cache: OpenedCache, snapshot: Snapshot, report: VerifyReport) -> None:
-    """After a clean close: every slot is free or holds a block, none both."""
+    """Check after a clean close that every slot is either free or holds a block."""
     meta = cache.index.meta()
     is_counted = bool(meta.counted) or not cache.segments.found
     if report.is_live or not meta.is_clean or not is_counted or report.parts_missing:

@@ -1,4 +1,4 @@
-"""`kvcascade verify` on a terminal: progress with a rate, then what was found."""
+"""Output of `kvcascade verify`: progress with a rate, then the results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from .verify_blocks import Progress as Advance
 from .verify_blocks import VerifyReport
 
 MAX_SHOWN = 20
-"""Blocks that are listed; `--json` lists all."""
+"""Number of blocks to print; `--json` lists all."""
 
 
 @contextmanager
 def progress_of(
     name: str, blocks: int | None, block_bytes: int, is_quiet: bool
 ) -> Iterator[Advance]:
-    """A progress bar on standard error, told numbers of blocks; none for JSON or a pipe."""
+    """Show a progress bar on standard error that advances by numbers of blocks; none for JSON or a
+    pipe."""
     console = Console(stderr=True)
     if is_quiet or not console.is_terminal:
         yield lambda count: None
@@ -47,13 +48,13 @@ def progress_of(
 
 
 def print_verified(report: VerifyReport) -> None:
-    """What was found in one namespace."""
+    """Print the results of one namespace."""
     console = show.console()
     rate = report.bytes_read / report.seconds if report.seconds else 0.0
     console.print(Text(report.name, style="bold"))
     if report.problem is not None:
         console.print(Text(f"  {report.problem}", style="red"))
-    if not report.space:  # nothing was looked at
+    if not report.space:  # nothing was verified
         return
     rows = [
         ("blocks", f"{report.blocks:,}, of which {report.ok:,} are right"),
@@ -86,7 +87,7 @@ def print_verified(report: VerifyReport) -> None:
 
 
 def print_rebuilt(report: RebuildReport) -> None:
-    """What the new index holds."""
+    """Print the contents of the new index."""
     rows = [
         ("recovered", f"{report.recovered:,} blocks of {report.slots:,} slots"),
         ("without a record", f"{report.no_record:,}"),

@@ -1,8 +1,8 @@
-"""`kvcascade bench`: what kvcascade costs, beside what vLLM ships and what the machine can do.
+"""`kvcascade bench`: cost of kvcascade, beside vLLM's own offloading and the machine's limits.
 
-Every figure is measured in this run, on this machine, contenders taking turns. Tables go to the
-screen, everything (all samples, machine, versions) to `bench.json`. A goal that is missed is
-shown, and is no failure: the exit status says only whether the measurements could be made.
+Every figure is measured in this run, on this machine, with the contenders in turn. Tables are
+printed; all samples, machine facts and versions go to `bench.json`. A missed goal is shown and is
+not a failure: the exit status only says whether the measurements could be made.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ if TYPE_CHECKING:
 NEEDED = ("vllm", "rich")
 """Modules that the benchmark needs and the package does not."""
 BARE, BARE_NEEDED = ("gpu", "round_trip", "gpu_engine"), ("torch", "rich")
-"""Measurements that run without vLLM, LMDB and msgspec, and what those need."""
+"""Measurements that run without vLLM, LMDB and msgspec, and the modules that those need."""
 BARE_MINUTES = 5.0
-"""Limit for these measurements. With the GPU tests they take about 8 minutes at most."""
+"""Time limit, in minutes, for these measurements. With the GPU tests they take about 8 minutes at
+most."""
 BARE_SHARES = {"gpu": 0.8, "gpu_engine": inf}
-"""Share of the limit after which a measurement begins nothing; 1 for others. The engine starts only
-where vLLM is installed, and has no limit."""
+"""Share of the time limit after which a measurement starts no new case; 1 for others. The engine
+starts only if vLLM is installed, and has no limit."""
 _LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 MEASUREMENTS = {
@@ -63,8 +64,8 @@ MEASUREMENTS = {
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
     "gpu_engine": "the engine on a GPU, where vLLM is installed: tokens, time to the first one",
 }
-"""Name of every measurement, and what it is about, in the order in which they run:
-`lookups` uses blocks of the tiers in which `reopening` looks for the order of the last use."""
+"""Names and subjects of all measurements, in the order in which they run. `lookups` uses blocks of
+the tiers whose recency order `reopening` checks."""
 _MODULES = {
     "manager": "scheduler.manager_cost",
     "reopening": "scheduler.reopening",
@@ -77,32 +78,33 @@ _MODULES = {
     "round_trip": "round_trip",
     "gpu_engine": "engine.gpu_engine",
 }
-"""Module of every measurement."""
+"""Modules of all measurements."""
 ASKED_FOR = BARE
-"""Measured only if asked for by name."""
+"""Measurements that run only if their name is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the command was asked for."""
+    """Options of the command."""
 
     quick: bool = False
     only: tuple[str, ...] = ()
-    """Names of measurements; empty: those that belong to the scale."""
+    """Names of measurements; empty for those of the scale."""
     repeats: int | None = None
     nvme: Mapping[str, Any] = field(default_factory=dict)
-    """Options of our NVMe tier."""
+    """Options of the NVMe tier."""
     path: Path | None = None
-    """A folder on the disk to measure; None: that of `out`."""
+    """Folder on the disk to measure; None for the folder of `out`."""
     out: Path = Path("out")
     plot: Path | None = None
     as_json: bool = False
     minutes: float | None = None
-    """No case begins later than this; None: `BARE_MINUTES` for `BARE`, and no limit for others."""
+    """Time after which no case begins, in minutes; None for `BARE_MINUTES` with `BARE`, and for no
+    limit with others."""
 
 
 def run(options: BenchOptions) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     is_bare = set(options.only or MEASUREMENTS) <= set(BARE)
     needed: tuple[str, ...] = BARE_NEEDED if is_bare else NEEDED
     needed = (*needed, "matplotlib") if options.plot else needed
@@ -128,7 +130,10 @@ def run(options: BenchOptions) -> int:
 
 @contextmanager
 def _only_errors_of_vllm() -> Iterator[None]:
-    """In this process and its engines. Our own level follows from vLLM's when first imported."""
+    """Log only vLLM's errors, in this process and its engines.
+
+    The log level of kvcascade follows vLLM's at the first import.
+    """
     loggers = [logging.getLogger(name) for name in ("vllm", "kvcascade")]
     levels, level = [logger.level for logger in loggers], os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "ERROR")
@@ -143,7 +148,7 @@ def _only_errors_of_vllm() -> Iterator[None]:
 
 
 def _run(options: BenchOptions) -> dict[str, Any]:
-    """Measure, show and save; returns what was saved."""
+    """Measure, print and save; return the saved document."""
     from ...commands.bench.bench_report import Reporter
     from ...commands.bench.bench_results import document
     from ...commands.bench.machine_facts import headline, machine_facts, version_facts
@@ -203,7 +208,7 @@ def _run(options: BenchOptions) -> dict[str, Any]:
 
 
 def command_of(options: BenchOptions) -> str:
-    """Return the call that measures the same again; folders of one machine are left out."""
+    """Return the command that repeats these measurements; folders of this machine are left out."""
     words = ["kvcascade", "bench"]
     words += ["--quick"] if options.quick else []
     words += [word for name in options.only for word in ("--only", name)]
@@ -215,8 +220,11 @@ def command_of(options: BenchOptions) -> str:
 
 
 def _folders(options: BenchOptions) -> tuple[Path, Path]:
-    """Where results go, and an empty one to measure in. Raises the mapped form of an `OSError`,
-    and `ConfigError` if the picture has no place, which is often in the former."""
+    """Return the folder for results, and an empty folder for measurements.
+
+    Raises the mapped form of an `OSError`, and `ConfigError` if the picture's file cannot be
+    created, which often lies in the former.
+    """
     from ....errors import os_errors
 
     out: Path = options.out.absolute()
@@ -231,7 +239,7 @@ def _folders(options: BenchOptions) -> tuple[Path, Path]:
 
 
 def scale_of(options: BenchOptions) -> Scale:
-    """How much is asked for."""
+    """Return the sizes of the measurements."""
     from dataclasses import replace
 
     from .scale import FULL, QUICK
@@ -242,15 +250,17 @@ def scale_of(options: BenchOptions) -> Scale:
 
 
 def minutes_of(options: BenchOptions) -> float:
-    """How long measurements may be started."""
+    """Return the minutes within which measurements may begin."""
     if options.minutes is not None:
         return options.minutes
     return BARE_MINUTES if options.only and {*options.only} <= {*BARE} else inf
 
 
 def names_of(only: Sequence[str], scale: Scale) -> list[str]:
-    """The measurements that are made: those asked for, or what belongs to the scale. With `gpu`
-    comes all that a machine with a GPU is asked first."""
+    """Return the measurements to make: those asked for, or those of the scale.
+
+    `gpu` adds all measurements that a machine with a GPU runs first.
+    """
     if only:
         asked = {*only, *BARE} if "gpu" in only else {*only}
         return [name for name in MEASUREMENTS if name in asked]
@@ -265,7 +275,7 @@ def measurement_of(name: str) -> Measurement:
 
 
 def measure(name: str, setup: MeasurementSetup) -> Table:
-    """Run one measurement in its folder, which is gone afterwards."""
+    """Run one measurement in a folder that is removed afterwards."""
     from .measurement import run as run_measurement
 
     measurement = measurement_of(name)
@@ -277,7 +287,7 @@ def measure(name: str, setup: MeasurementSetup) -> Table:
 
 
 def write(path: Path, tables: Sequence[Table], facts: dict[str, Any]) -> None:
-    """Save what was measured so far."""
+    """Save all results so far."""
     from ...commands.bench.bench_results import document
 
     path.write_text(json.dumps(document(tables, facts), indent=1, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
-"""`kvcascade bench --plot`: the results as a picture for a report.
+"""`kvcascade bench --plot`: draw the results as a picture.
 
-Draws the document of `bench.json`, this run's or an older one's. One panel per measurement; a row's
-bars show each contender relative to ours, since rows have different units.
+Draws a `bench.json`, of this run or an older one, with one panel per measurement. A row's bars show
+each contender relative to kvcascade, since rows have different units.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DPI = 160
 ROW_INCHES = 0.34
 PANEL_INCHES = 0.95
 MAX_RATIO = 4.0
-"""Longer bars are cut and say so."""
+"""Longest bar; longer bars are cut and marked."""
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
@@ -67,7 +67,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _rows(table: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Rows in which we have something to be compared with."""
+    """Return the rows with a figure of kvcascade and of another contender."""
     return [row for row in table["rows"] if row["median"].get(OURS) and len(row["median"]) > 1]
 
 
@@ -100,9 +100,9 @@ def _draw(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _unit(row: Mapping[str, Any]) -> str:
-    """The unit, and whether less or more of it is better."""
+    """Return the unit, with an arrow for the better direction."""
     unit = str(row["unit"])
-    is_more_better = row.get("is_more_better", unit.endswith("/s"))  # older files do not say
+    is_more_better = row.get("is_more_better", unit.endswith("/s"))  # missing in older files
     return f"{unit} {'↑' if is_more_better else '↓'}"
 
 

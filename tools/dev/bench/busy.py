@@ -1,4 +1,4 @@
-"""Transfers while the scheduler's thread never rests, and what they do to its lookups."""
+"""Transfers beside a scheduler's thread that never idles, and their effect on its lookups."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
 KEPT = Goal(0.7, is_least=True)
 CALM = Goal(1.5)
 RESIDENT_BLOCKS = 250
-"""Blocks that a burst asks for, over and over."""
+"""Number of blocks that each burst looks up."""
 SPIN = 20_000
-"""Turns of an empty loop of Python between two bursts of lookups: about half a millisecond."""
+"""Iterations of an empty Python loop between two bursts of lookups: about half a millisecond."""
 QUIET, LOADED = "p99 of the lookup, no transfers", "p99 of the lookup, with transfers"
 BUSY_DOWN, BUSY_UP = f"{DOWN}, busy", f"{UP}, busy"
 
 
 class BusyScheduler:
-    """What a busy scheduler does between two steps: lookups of resident blocks, and Python."""
+    """Work of a busy scheduler between two steps: lookups of resident blocks, and a Python loop."""
 
     def __init__(self, engine: Engine, keys: list[Key], burst: int) -> None:
-        """`keys` are blocks of the CPU tier that cannot leave it; a burst asks for so many."""
+        """Prepare bursts of lookups; `keys` are pinned blocks of the CPU tier, `burst` is the
+        number per burst."""
         from .vllm_calls import copied, new_request
 
         self._lookup = engine.manager.lookup
@@ -61,7 +62,7 @@ class BusyScheduler:
             pass
 
     def take(self) -> list[float]:
-        """Seconds of every burst since the last call."""
+        """Return the seconds of every burst since the last call."""
         taken, self.bursts_s = self.bursts_s, []
         return taken
 
@@ -69,7 +70,7 @@ class BusyScheduler:
 def run(
     bench: TransferBench, opened: Callable[[torch.Tensor], Engine], setup: MeasurementSetup
 ) -> Figures:
-    """One contender: idle and busy, down and up."""
+    """Measure one contender: idle and busy, in both directions."""
     from .vllm_calls import random_keys
 
     idle = bench.round_trip(opened)
@@ -105,7 +106,7 @@ def _half(
     setup: MeasurementSetup,
     is_down: bool,
 ) -> tuple[float, list[float], list[float]]:
-    """One direction: its seconds, and those of the bursts before and during it."""
+    """Measure one direction; return its seconds, and those of the bursts before and during it."""
     from .vllm_calls import end_step, frozen, random_keys
     from .vllm_steps import put, read_up, settle, write_down
 
@@ -137,7 +138,7 @@ def _check(device: torch.Tensor) -> None:
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """One."""
+    """Yield the only case."""
     scale = setup.scale
     bench = TransferBench(setup, scale.busy_block_size, scale.busy_bytes, pinned=RESIDENT_BLOCKS)
     yield Case(

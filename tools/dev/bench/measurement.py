@@ -1,8 +1,8 @@
-"""What a measurement is, and how it is run: repeated, with the contenders taking turns.
+"""Definition of a measurement, and the loop that runs it.
 
-A measurement gives cases one after another; a case is a set of contenders, each a function that
-does the work once and returns its figures by name. Contenders of one case run in turns, another one
-first each time, so that a machine that slows down or speeds up does so for all of them.
+A measurement yields cases. A case is a set of contenders, each a function that does the work once
+and returns figures by name. The contenders of a case run in turn, and the order rotates with each
+repetition. If the machine's speed changes, all contenders are affected alike.
 """
 
 from __future__ import annotations
@@ -18,55 +18,57 @@ from ...commands.bench.bench_results import Quantity, Row, Table
 from .scale import Scale
 
 Figures = Mapping[str, float | None]
-"""Quantity to figure; what is not there was not measured. None: it could not be, and there is a row
-that says so."""
+"""Mapping of quantities to figures. A missing quantity was not measured. None means that it could
+not be measured, and there is a row that says so."""
 
 Say = Callable[[str], None]
-"""Takes a line of progress."""
+"""Function that prints a line of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSetup:
-    """What a measurement is given."""
+    """Environment of a measurement."""
 
     folder: Path
-    """Its own, empty, on the disk that is measured."""
+    """Empty folder for this measurement, on the disk that is measured."""
     scale: Scale
     say: Say
     nvme: Mapping[str, Any] = field(default_factory=dict)
-    """Options of our NVMe tier in transfers, beside those that a measurement sets."""
+    """Options of the NVMe tier in transfers, added to those that a measurement sets."""
     note: Say = lambda line: None
-    """Takes a sentence that stays with the results: what is not measured, why, and what to do."""
+    """Function that stores a sentence with the results: which measurement is missing, why, and the
+    remedy."""
     has_time: Callable[[], bool] = lambda: True
-    """Returns False when nothing new is to be started."""
+    """Function that returns False if no new work may begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured together."""
+    """Contenders that are measured together."""
 
     label: str
     contenders: Mapping[str, Callable[[], Figures]]
     quantities: tuple[Quantity, ...] = ()
-    """Its rows, where they are not those of the measurement."""
+    """Rows of the case, if they differ from the measurement's."""
     repeats: int | None = None
-    """How often each contender runs, where not as often as the scale says."""
+    """Repetitions of each contender, if they differ from the scale's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One table."""
+    """One table of cases and quantities."""
 
     name: str
     title: str
     note: str
-    """How it was measured, for readers of the table."""
+    """Description of the method, for readers of the table."""
     quantities: tuple[Quantity, ...]
-    """Its rows, in their order; those that no contender has a figure of are left out."""
+    """Rows of the table in order; rows without any figure are left out."""
     cases: Callable[[MeasurementSetup], Generator[Case, None, None]]
-    """Makes the cases; what a case needs may go when the next one is asked for."""
+    """Generator of the cases; resources of a case may be released when the next one is
+    requested."""
     derived: Callable[[Sequence[Row]], list[Row]] = lambda rows: []
-    """Rows that follow from the others."""
+    """Function that computes further rows from the measured rows."""
 
 
 def run(measurement: Measurement, setup: MeasurementSetup) -> Table:
@@ -86,8 +88,8 @@ def run(measurement: Measurement, setup: MeasurementSetup) -> Table:
 
 
 def run_case(case: Case, quantities: Sequence[Quantity], setup: MeasurementSetup) -> list[Row]:
-    """Run one case as often as the scale says, or once if the time is up; returns the rows that it
-    has figures of."""
+    """Run a case as often as the scale says, or once if the time is up; return the rows with
+    figures."""
     samples: dict[str, dict[str, list[float]]] = {}
     names = list(case.contenders)
     repeats = case.repeats or setup.scale.repeats

@@ -1,4 +1,4 @@
-"""How much is measured: everything, what fits into two minutes, or the least that still runs."""
+"""Sizes of the measurements: full, under two minutes, or the minimum for tests."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from dataclasses import dataclass
 from ...commands.bench.bench_results import GIB, KIB, MIB
 
 BLOCK_TOKENS = 32
-"""The engine on CPU takes multiples of 32."""
+"""Tokens per block; the engine on CPU requires multiples of 32."""
 SUFFIX_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EngineScale:
-    """The model and what it is asked. Prompts are whole blocks and a few tokens."""
+    """Model and requests of the engine. Prompts are whole blocks and a few tokens."""
 
     layers: int = 6
     hidden: int = 512
     prefixes: int = 8
     prefix_blocks: int = 60
     fresh: int = 6
-    """Prompts that never come again, in a round."""
+    """Number of prompts without repetition per round."""
     fresh_rounds: int = 12
     fresh_rounds_an_engine: int = 4
-    """Then another one takes over."""
+    """Rounds after which a new engine replaces the old one."""
     cpu_share: float = 0.3
-    """The CPU tier, as a share of all that a pass stores."""
+    """Size of the CPU tier, as a share of all data that a pass stores."""
 
     @property
     def prompt_tokens_max(self) -> int:
-        """No prompt with its answer is longer."""
+        """Return the largest length of a prompt with its answer."""
         return (self.prefix_blocks + SUFFIX_BLOCKS + 2) * BLOCK_TOKENS
 
     @property
     def pass_blocks(self) -> int:
-        """Different blocks of a pass."""
+        """Return the number of distinct blocks of a pass."""
         return self.prefixes * (self.prefix_blocks + 2 * SUFFIX_BLOCKS)
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers: keys and values in float32, half as many KV heads as heads."""
+        """Return the bytes of a block over all layers: keys and values in float32, half as many KV
+        heads as heads."""
         return 2 * 4 * BLOCK_TOKENS * self.layers * self.hidden // 2
 
 
 @dataclass(frozen=True, slots=True)
 class RestartScale:
-    """The model, and documents that are asked for before and after a restart."""
+    """Model, and documents that are requested before and after a restart."""
 
     layers: int = 12
     hidden: int = 512
@@ -53,19 +54,20 @@ class RestartScale:
     document_blocks: int = 59
     requests: int = 36
     device_documents: int = 4
-    """Documents that the device holds."""
+    """Number of documents that fit on the device."""
     clients: tuple[int, ...] = (4, 8, 16, 32)
     small_cpu_bytes: int = 128 * MIB
     large_cpu_bytes: int = 2 * GIB
 
     @property
     def prompt_tokens_max(self) -> int:
-        """No prompt with its answer is longer."""
+        """Return the largest length of a prompt with its answer."""
         return (self.document_blocks + 2) * BLOCK_TOKENS
 
     @property
     def document_bytes(self) -> int:
-        """Keys and values in float32, half as many KV heads as heads."""
+        """Return the bytes of a document: keys and values in float32, half as many KV heads as
+        heads."""
         return self.document_blocks * 2 * 4 * BLOCK_TOKENS * self.layers * self.hidden // 2
 
 
@@ -74,29 +76,29 @@ class Scale:
     """Sizes of all measurements."""
 
     repeats: int
-    """How often each contender of each case runs."""
+    """Number of runs of each contender of each case."""
     manager_blocks: tuple[int, ...]
-    """Capacities of the CPU tier."""
+    """Capacities of the CPU tier, in blocks."""
     index_blocks: tuple[int, ...]
-    """Blocks in the index of the NVMe tier for lookups and reopening."""
+    """Numbers of blocks in the index of the NVMe tier, for lookups and reopening."""
     reopen_blocks: tuple[int, ...]
     questions: int
-    """Blocks asked for in a lookup measurement."""
+    """Number of blocks in a lookup measurement."""
     block_sizes: tuple[int, ...]
-    """Bytes of a block in transfers."""
+    """Block sizes of transfers, in bytes."""
     transfer_bytes: int
-    """Bytes of a transfer in each direction."""
+    """Bytes of a transfer, in each direction."""
     busy_block_size: int
     busy_bytes: int
     burst_blocks: int
-    """Blocks of the lookup that a busy scheduler is timed by."""
+    """Number of blocks of the lookup that measures a busy scheduler."""
     quiet_bursts: int
-    """How often that lookup is timed without transfers."""
+    """Number of lookups that are timed without transfers."""
     engine: EngineScale = EngineScale()
     restart: RestartScale = RestartScale()
     engine_repeats: int = 1
     is_whole: bool = False
-    """True if the engine is started too, which takes minutes, without being asked for."""
+    """True if the engine, which takes minutes, is measured without being asked for by name."""
 
 
 FULL = Scale(
@@ -151,4 +153,4 @@ SMOKE = Scale(
         large_cpu_bytes=8 * MIB,
     ),
 )
-"""For tests: every measurement, as small as it can be."""
+"""Smallest sizes of every measurement, for tests."""

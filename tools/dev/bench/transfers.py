@@ -1,4 +1,5 @@
-"""CPU to NVMe, and after a restart NVMe to CPU to device: rates, bytes compared."""
+"""Transfers from CPU to NVMe, and after a restart from NVMe to the device: rates, with bytes
+compared."""
 
 from __future__ import annotations
 
@@ -35,26 +36,26 @@ if TYPE_CHECKING:
 NEAR_LIMIT = Goal(0.9, LIMIT, is_least=True)
 ABOVE_VLLM = Goal(4.0, VLLM, is_least=True)
 ABOVE_VLLM_AT = 512 * KIB
-"""The block size that the second goal is about."""
+"""Block size that the second goal applies to."""
 SHARE = "larger share"
 REQUEST_BYTES = 16 * MIB
 WINDOW = 6
-"""Requests that wait for their blocks at a time."""
+"""Number of requests that wait for their blocks concurrently."""
 SPARE_BYTES = 64 * MIB
 DISK_FACTOR = 1.5
-"""Room on disk, for what a tier needs beside the blocks."""
+"""Factor for the disk space of a tier's metadata."""
 SEED = 7
 
 
 def quantities(block_bytes: int, paths: int) -> tuple[Quantity, ...]:
-    """The rows of a case."""
+    """Return the rows of a case."""
     goals = (NEAR_LIMIT, ABOVE_VLLM) if block_bytes == ABOVE_VLLM_AT else (NEAR_LIMIT,)
     rates = tuple(Quantity(name, "GB/s", goals, is_more_better=True) for name in (DOWN, UP))
     return (*rates, Quantity(SHARE, "%", (Goal(55.0),))) if paths > 1 else rates
 
 
 class TransferBench:
-    """What the contenders of one case share: sizes, folders, the memory of the device."""
+    """Shared parts of the contenders of one case: sizes, folders, and the device's memory."""
 
     def __init__(
         self,
@@ -64,22 +65,22 @@ class TransferBench:
         paths: int = 1,
         pinned: int = 0,
     ) -> None:
-        """`pinned`: room in the CPU tier for so many more blocks."""
+        """Prepare the case; `pinned` is a number of additional blocks in the CPU tier."""
         self.block_bytes = block_bytes
         self.blocks = max(1, total_bytes // block_bytes)
         self.folders = [setup.folder / f"disk{number}" for number in range(paths)]
         self._options = setup.nvme
         spare = max(2, SPARE_BYTES // block_bytes)
         asked_for = min(self.blocks, WINDOW * REQUEST_BYTES // block_bytes)
-        # Half of the tier may be promoted into.
+        # promotions may use half of the tier
         self._cpu_blocks = max(self.blocks, 2 * asked_for) + pinned + spare
-        stored = (self.blocks + 2 * pinned) * block_bytes  # the pinned ones are others each time
+        stored = (self.blocks + 2 * pinned) * block_bytes  # each time, other blocks are pinned
         self._disk_bytes = int(stored * DISK_FACTOR) + 2 * SPARE_BYTES * paths
         self._raw_rates: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in THREADS}
 
     @contextmanager
     def fresh(self) -> Iterator[None]:
-        """Empty folders, gone at the end."""
+        """Provide empty folders, and remove them at the end."""
         for folder in self.folders:
             folder.mkdir(parents=True)
         try:
@@ -89,7 +90,7 @@ class TransferBench:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def device(self, extra_blocks: int = 0) -> torch.Tensor:
-        """Memory that stands for the device's KV cache, filled with the pattern."""
+        """Return memory that stands in for the device's KV cache, filled with the pattern."""
         import torch
 
         from .vllm_steps import fill_pattern
@@ -99,19 +100,19 @@ class TransferBench:
         return made
 
     def ours(self, device: torch.Tensor) -> OurEngine:
-        """Our engine over this device."""
+        """Return our engine over this device."""
         from .vllm_engines import OurEngine
 
         return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes, self._options)
 
     def vllm(self, device: torch.Tensor) -> VllmEngine:
-        """vLLM's."""
+        """Return vLLM's engine over this device."""
         from .vllm_engines import VllmEngine
 
         return VllmEngine(device, self._cpu_blocks, self.folders[0])
 
     def limit(self) -> Figures:
-        """The disk alone, with the number of threads that has done best so far."""
+        """Measure the disk alone, with the best number of threads so far."""
         total = self.blocks * self.block_bytes
         with self.fresh(), closing(RawDisk(self.folders, self.block_bytes, total)) as raw:
             for threads in THREADS:
@@ -121,7 +122,8 @@ class TransferBench:
         return {DOWN: max(downs, key=median)[-1], UP: max(ups, key=median)[-1]}
 
     def round_trip(self, opened: Callable[[torch.Tensor], Engine]) -> dict[str, float]:
-        """Down, restart with dropped page cache, up; GB/s of both. Raises if a byte differs."""
+        """Write, restart without page cache, and read; return both rates in GB/s. Raises if a byte
+        differs."""
         from .vllm_calls import random_keys
         from .vllm_steps import check_pattern
 
@@ -166,12 +168,12 @@ class TransferBench:
             return self.rate(read_up(engine, keys, idle))
 
     def rate(self, took_s: float) -> float:
-        """GB/s of all blocks in so many seconds."""
+        """Return the rate in GB/s of all blocks in `took_s`."""
         return self.blocks * self.block_bytes / took_s / GIGA
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """One per block size, and one with two paths."""
+    """Yield a case per block size, and one with two paths."""
     scale = setup.scale
     for block_bytes in scale.block_sizes:
         bench = TransferBench(setup, block_bytes, scale.transfer_bytes)

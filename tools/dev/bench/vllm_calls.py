@@ -1,7 +1,7 @@
-"""Two managers behind one interface, driven with the calls that vLLM's scheduler makes.
+"""Two managers behind one interface, driven with the calls of vLLM's scheduler.
 
-Only the calls are timed, not what makes their arguments, and in time of the thread, so that what
-else the machine does counts for nobody.
+Only the calls are timed, not the construction of their arguments. The clock is the thread's CPU
+time, so other load on the machine is not counted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ....tiers.policies import create
 from ....vllm.v0_26 import CascadeManager
 
 Key = OffloadKey
-"""For modules that know nothing of vLLM."""
+"""Type of keys, for modules that do not import vLLM."""
 
 BLOCK_BYTES = 4096
 REQUEST_BLOCKS = 64
 """Blocks of one request: 1,024 tokens in blocks of 16."""
 TOKENS_PER_BLOCK = 16
 SAMPLE_BLOCKS = 50_000
-"""Blocks that are looked up, loaded and touched, at most."""
+"""Maximum number of blocks that are looked up, loaded and touched."""
 EVICTED_BLOCKS_MIN, EVICTED_BLOCKS_MAX = 32 << 10, 128 << 10
 HASH_BYTES = 32
 
@@ -51,7 +51,7 @@ _names = count()
 
 @dataclass(slots=True)
 class _Managed:
-    """What `CascadeManager` needs of a cascade whose bytes nobody asks for."""
+    """Parts of a cascade that `CascadeManager` needs if no bytes are moved."""
 
     manager: CascadingOffloadingManager
     recorder: None = None
@@ -59,42 +59,42 @@ class _Managed:
 
 
 def over(manager: CascadingOffloadingManager) -> CascadeManager:
-    """Our adapter over a manager without an arena."""
+    """Return our adapter over a manager without an arena."""
     return CascadeManager(cast(Cascade, _Managed(manager)))
 
 
 def our_lru(blocks: int) -> OffloadingManager:
-    """Ours with a CPU tier and nothing below it."""
+    """Return our manager with a CPU tier and no lower tier."""
     tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create("lru", blocks))
     return over(build_cascade([tier], [], ManagerOptions(with_events=False)))
 
 
 def vllm_lru(blocks: int) -> OffloadingManager:
-    """What vLLM ships."""
+    """Return vLLM's own manager."""
     return CPUOffloadingManager(blocks)
 
 
 def random_keys(n: int) -> list[OffloadKey]:
-    """Keys as vLLM makes them: 32 bytes of hash, 4 of the group."""
+    """Return keys like vLLM's: 32 bytes of hash, 4 of the group."""
     drawn = os.urandom(HASH_BYTES * n)
     starts = range(0, len(drawn), HASH_BYTES)
     return [OffloadKey(drawn[at : at + HASH_BYTES] + bytes(4)) for at in starts]
 
 
 def as_offload_key(block_hash: bytes) -> OffloadKey:
-    """vLLM's name for one of our hashes."""
+    """Return one of our hashes as vLLM's key."""
     return OffloadKey(block_hash)
 
 
 def copied(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Equal keys that are other objects: every request of vLLM makes its own."""
+    """Return equal keys as new objects, since every request of vLLM creates its own."""
     return [OffloadKey(bytes(bytearray(key))) for key in keys]
 
 
 def new_request(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> ReqContext:
-    """A request that may use these keys, announced as the scheduler does."""
+    """Return a request for these keys, announced as the scheduler does."""
     context = ReqContext(f"bench-{next(_names)}")
-    note = getattr(context, "set_offload_key_position", None)  # from 0.31 on
+    note = getattr(context, "set_offload_key_position", None)  # since 0.31
     if note is not None:
         for number, key in enumerate(keys, 1):
             note(key, number * TOKENS_PER_BLOCK)
@@ -103,13 +103,13 @@ def new_request(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> ReqCo
 
 
 def end_step(manager: OffloadingManager) -> None:
-    """The scheduler has made its decisions."""
+    """Tell the manager that the scheduler has ended its step."""
     manager.on_schedule_end(ScheduleEndContext((), ()))
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What exists now is not the collector's business, as in an engine that has started."""
+    """Exclude existing objects from garbage collection, as in an engine after its start."""
     gc.collect()
     gc.freeze()
     try:
@@ -119,7 +119,7 @@ def frozen() -> Iterator[None]:
 
 
 class Stopwatch:
-    """Seconds and blocks by name."""
+    """Seconds and numbers of blocks by name."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -127,7 +127,7 @@ class Stopwatch:
         self.longest_s = 0.0
 
     def time(self, name: str, blocks: int, call: Callable[[], object]) -> None:
-        """Time one call about so many blocks."""
+        """Time one call about `blocks` blocks."""
         began = thread_time()
         call()
         took = thread_time() - began
@@ -136,25 +136,25 @@ class Stopwatch:
         self.longest_s = max(self.longest_s, took)
 
     def per_block_us(self) -> dict[str, float]:
-        """Microseconds per block by name."""
+        """Return microseconds per block by name."""
         return {name: self.seconds[name] / self.blocks[name] * 1e6 for name in self.seconds}
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The blocks of one measurement."""
+    """Blocks of one measurement."""
 
     first: list[OffloadKey]
-    """Fill the tier."""
+    """Blocks that fill the tier."""
     more: list[OffloadKey]
-    """Are stored when it is full."""
+    """Blocks that are stored when the tier is full."""
     absent: list[OffloadKey]
     sample: list[list[OffloadKey]]
-    """Requests for blocks that are there at the end, in an order of their own."""
+    """Requests for blocks that are present at the end, in an order of their own."""
 
     @classmethod
     def for_capacity(cls, blocks: int, seed: int = 0) -> Keys:
-        """Keys for a tier of so many blocks."""
+        """Return keys for a tier of `blocks` blocks."""
         evicting = min(blocks, max(EVICTED_BLOCKS_MIN, min(blocks // 4, EVICTED_BLOCKS_MAX)))
         evicting -= evicting % REQUEST_BLOCKS
         first, more = random_keys(blocks), random_keys(evicting)
@@ -166,13 +166,14 @@ class Keys:
 
 
 def requests_of(keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
-    """Cut a list of keys into requests."""
+    """Split a list of keys into requests."""
     for start in range(0, len(keys), REQUEST_BLOCKS):
         yield list(keys[start : start + REQUEST_BLOCKS])
 
 
 def drive(make: Callable[[int], OffloadingManager], blocks: int, keys: Keys) -> dict[str, float]:
-    """A new manager, and every call for many blocks; microseconds per block by name."""
+    """Drive a new manager with every call for many blocks; return microseconds per block by
+    name."""
     manager, watch = make(blocks), Stopwatch()
     with frozen():
         _store(manager, keys.first, watch, "store, free slots", "request finish")

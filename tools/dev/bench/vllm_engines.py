@@ -1,8 +1,9 @@
-"""Two engines without a model: the specs of both, over memory that stands for a device.
+"""Two engines without a model: kvcascade's and vLLM's specs over memory in place of a device.
 
-Everything between the scheduler's calls and the disk is the real thing: our spec, manager, worker,
-arena and NVMe tier; vLLM's `TieringOffloadingSpec`, its manager and its `fs` tier. Only vLLM's copy
-between device and CPU, which refuses CPU tensors, is a plain tensor copy on a thread of its own.
+All parts between the scheduler's calls and the disk are real. On our side these are spec, manager,
+worker, arena and NVMe tier. On vLLM's side they are `TieringOffloadingSpec`, its manager and its
+`fs` tier. Only vLLM's copy between device and CPU, which refuses CPU tensors, is replaced by a
+tensor copy on a separate thread.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _engines = count()
 
 
 class Engine(ABC):
-    """One engine over a device tensor of shape `(blocks, block_bytes)`."""
+    """An engine over a device tensor of shape `(blocks, block_bytes)`."""
 
     manager: OffloadingManager
 
@@ -51,22 +52,23 @@ class Engine(ABC):
 
     @abstractmethod
     def store(self, blocks: Sequence[int], target: LoadStoreSpec) -> None:
-        """Copy device blocks to the CPU; returns when that is done."""
+        """Copy device blocks to the CPU; return at the end of the copy."""
 
     @abstractmethod
     def load(self, blocks: Sequence[int], source: LoadStoreSpec) -> int:
-        """Start copying to device blocks; returns a number for `loaded`."""
+        """Start to copy to device blocks; return a number that `loaded` reports."""
 
     @abstractmethod
     def loaded(self) -> list[int]:
-        """Numbers of the loads that ended since the last call."""
+        """Return the numbers of the loads that ended since the last call."""
 
     @abstractmethod
     def on_disk(self) -> int:
-        """Blocks that reached the disk since the engine was opened; may be 0 until all have."""
+        """Return the blocks that reached the disk since the engine was opened; may be 0 until all
+        have."""
 
     def blocks_per_path(self) -> list[int]:
-        """How many blocks lie in each path; empty where there is but one."""
+        """Return the number of blocks in each path; empty if there is only one path."""
         return []
 
     @abstractmethod
@@ -75,7 +77,7 @@ class Engine(ABC):
 
 
 class OurEngine(Engine):
-    """kvcascade."""
+    """The engine of kvcascade."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class OurEngine(Engine):
         disk_bytes: int,
         options: Mapping[str, Any],
     ) -> None:
-        """`options`: more of the NVMe tier."""
+        """Open the engine; `options` are further options of the NVMe tier."""
         super().__init__(device)
         block_bytes = device.shape[1]
         extra = {
@@ -149,7 +151,7 @@ class OurEngine(Engine):
 
 
 class VllmEngine(Engine):
-    """vLLM's tiering with its `fs` tier, defaults throughout."""
+    """vLLM's tiering with its `fs` tier, with default options."""
 
     def __init__(self, device: torch.Tensor, cpu_blocks: int, folder: Path) -> None:
         super().__init__(device)
@@ -196,7 +198,7 @@ class VllmEngine(Engine):
 
 
 def _copy(target: torch.Tensor, to: Sequence[int], source: torch.Tensor, of: Sequence[int]) -> None:
-    """Copy rows; neighbours on both sides together."""
+    """Copy rows; rows that are adjacent on both sides are copied together."""
     start = 0
     for i in range(1, len(to) + 1):
         is_next = i < len(to) and to[i] == to[i - 1] + 1 and of[i] == of[i - 1] + 1
@@ -211,7 +213,7 @@ def _device_blocks(blocks: Sequence[int]) -> GPULoadStoreSpec:
 
 
 def offloading_config(block_bytes: int, extra: dict[str, Any]) -> OffloadingConfig:
-    """What vLLM hands to a spec, for one worker and one KV group."""
+    """Return the configuration that vLLM passes to a spec, for one worker and one KV group."""
     group = _make(
         OffloadingGroupConfig,
         tokens_per_block=TOKENS_PER_BLOCK,
@@ -248,6 +250,6 @@ def offloading_config(block_bytes: int, extra: dict[str, Any]) -> OffloadingConf
 
 
 def _make(kind: Any, **values: Any) -> Any:
-    """Make a configuration of whatever version: fields that it does not have are left out."""
+    """Create a configuration of any version; fields that the version lacks are left out."""
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})

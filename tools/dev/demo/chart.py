@@ -1,4 +1,4 @@
-"""The demo's result as a picture: where prompt tokens came from, time to the first token."""
+"""The demo's results as a picture: sources of the prompt tokens, and time to the first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCES = (
 )
 WITH, WITHOUT, INK, FAINT = "#1b4965", "#c9c9c9", "#222222", "#dddddd"
 LABELLED_SHARE = 0.045
-"""Parts of a bar below this share are too narrow for a number."""
+"""Smallest share of a bar that is wide enough for a number."""
 DPI = 160
 
 
@@ -40,7 +40,7 @@ def draw(phases: Sequence[Phase], subtitle: str, path: Path) -> None:
 
 
 def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
-    """Stacked bars, one per phase, as shares of its prompt tokens."""
+    """Draw stacked bars, one per phase, as shares of its prompt tokens."""
     rows = range(len(phases))
     starts = [0.0] * len(phases)
     for field, label, colour in SOURCES:
@@ -67,7 +67,7 @@ def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
 
 
 def _draw_times(axes: Any, phases: Sequence[Phase]) -> None:
-    """Per phase: percentiles with the cascade beside those of the same requests without it."""
+    """Draw percentiles of each phase beside those of the same requests without the cascade."""
     shown = [phase for phase in phases if phase.needs_nvme]
     groups = [
         (f"({phase.key})\n{name}", getattr(phase.ttft, field), getattr(phase.reference_ttft, field))

@@ -1,4 +1,4 @@
-"""How the demo speaks: progress while it runs, a table at the end."""
+"""Output of the demo: progress while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from rich.table import Table
 from .demo_results import Phase, Times
 
 PLAIN_WIDTH = 100
-"""Columns where the output is not a terminal."""
+"""Width in columns if the output is not a terminal."""
 PLAIN_STEPS = 4
-"""Lines of progress per phase where the output is not a terminal."""
+"""Progress lines per phase if the output is not a terminal."""
 
 
 class Count(Protocol):
-    """Takes note of requests that were answered."""
+    """Callback with the number of answered requests."""
 
     def __call__(self, answered: int) -> None: ...
 
 
 class DemoReporter:
-    """Prints progress: bars on a terminal, lines anywhere else."""
+    """Prints progress: bars on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
         plain = Console()
         self.console = console or (plain if plain.is_terminal else Console(width=PLAIN_WIDTH))
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, highlight=False, markup=False)
 
     @contextmanager
     def requests(self, total: int) -> Iterator[Count]:
-        """Progress over so many requests; the value counts those that were answered."""
+        """Show progress over `total` requests; yield a callback that counts answered requests."""
         if not self.console.is_terminal:
             yield self._plain_count(total)
             return
@@ -65,11 +65,11 @@ class DemoReporter:
 
 
 SAME = "–"
-"""In a row that compares the phase with the reference, of the reference."""
+"""Cell of the reference in rows that compare a phase with it."""
 
 
 def table(phases: Sequence[Phase]) -> Table:
-    """The phases side by side, one column each."""
+    """Return a table of the phases with one column each."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False)
     made.add_column("", no_wrap=True)
     for phase in phases:
@@ -104,6 +104,6 @@ ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
     ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
     ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs_nvme else SAME),
 )
-"""What the table says of a phase, and how."""
+"""Rows of the table: title, and function that returns a phase's cell."""
 
 LEGEND = "TTFT: from a request's arrival at the engine's front end to its first token there."

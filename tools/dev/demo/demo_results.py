@@ -1,6 +1,6 @@
-"""What a phase of the demo measured, whether it adds up, and whether the demo succeeded.
+"""Measurements of the demo's phases, with the checks for consistency and success.
 
-Plain data and pure functions: nothing here knows an engine.
+Plain data and pure functions, without access to an engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HITS_BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 
 
 class DemoError(ServerError):
-    """The demo could not do its work; the message says what happened and where to look."""
+    """The demo cannot continue; the message gives the reason and the file to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Reply:
     turn: Turn
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, as the engine reported them with the answer."""
+    """Prompt tokens that were not computed, as the engine's answer reports."""
     ttft_s: float
-    """From the sending of the request to the arrival of the first token."""
+    """Seconds from sending the request to the arrival of the first token."""
     tokens: tuple[int, ...]
 
     @classmethod
     def to(cls, turn: Turn, answer: Completion) -> Reply:
-        """What a server answered to a turn."""
+        """Return a server's answer to a turn as a reply."""
         return cls(turn, answer.prompt_tokens, answer.cached_tokens, answer.ttft_s, answer.tokens)
 
 
@@ -51,18 +51,18 @@ class Metrics:
     values: Mapping[str, float]
 
     def get(self, name: str, **labels: str) -> float:
-        """A counter's value; 0 where it was never counted."""
+        """Return the value of a counter, or 0 if it was never counted."""
         inner = ",".join(f"{key}={value}" for key, value in labels.items())
         return self.values.get(f"{name}{{{inner}}}" if labels else name, 0.0)
 
     def has(self, name: str) -> bool:
-        """Whether the engine knows a counter of that name, with any label."""
+        """Return True if the engine has a counter of that name, with any labels."""
         return any(key.partition("{")[0] == name for key in self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the prompt tokens of a phase came from."""
+    """Numbers of prompt tokens of a phase, by source."""
 
     gpu: int
     cpu: int
@@ -83,54 +83,54 @@ class Phase:
     """One engine process, from its start to its end."""
 
     key: str
-    """A letter: a, b, c, d."""
+    """Letter of the phase: a, b, c or d."""
     title: str
     replies: Sequence[Reply]
     sources: Sources
     wrong_tokens: int
-    """Answer tokens that differ from the reference."""
+    """Number of answer tokens that differ from the reference."""
     reference_ttft: Times
-    """Of the same requests, without offloading."""
+    """Times to the first token of the same requests without offloading."""
     start_s: float
-    """How long the engine took to start."""
+    """Duration of the engine's start."""
     written_bytes: int = 0
-    """To NVMe, what the shutdown wrote included."""
+    """Bytes written to NVMe, including those at shutdown."""
     read_bytes: int = 0
-    """From NVMe, verified."""
+    """Bytes read from NVMe and verified."""
     needs_nvme: bool = True
-    """Whether tokens must have come back from NVMe."""
+    """True if the phase must load tokens from NVMe."""
     leftovers: Sequence[str] = field(default=())
-    """Files of ours in shared memory after the end."""
+    """Our files that are left in shared memory after the end."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """Return the prompt tokens of all requests."""
         return sum(reply.prompt_tokens for reply in self.replies)
 
     @property
     def ttft(self) -> Times:
-        """Of all requests."""
+        """Return the percentiles over all requests."""
         return times(reply.ttft_s for reply in self.replies)
 
 
 def times(values_s: Iterable[float]) -> Times:
-    """Percentiles of some times; 0 of none."""
+    """Return percentiles of times; 0 if there are none."""
     values = list(values_s) or [0.0]
     return Times(quantile(values, 0.5), quantile(values, 0.95))
 
 
 def wrong_tokens(given: Sequence[int], expected: Sequence[int]) -> int:
-    """Positions that differ; a missing or additional token is a wrong one."""
+    """Return the number of positions that differ, including missing or additional tokens."""
     differing = sum(a != b for a, b in zip(given, expected, strict=False))
     return differing + abs(len(given) - len(expected))
 
 
 def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) -> Sources:
-    """Where the tokens came from, by the engine's counters; raises if they do not add up.
+    """Return the sources of the tokens by the engine's counters; raise if they are inconsistent.
 
-    Three counts must agree: what each answer says was cached, what vLLM counts as hits on the
-    device, and what kvcascade counts as loaded blocks of each tier. Where vLLM also counts hits by
-    source (from 0.32 on), so must that.
+    Three counts must agree: the cached tokens of the answers, vLLM's hits on the device, and the
+    blocks that kvcascade loaded from each tier. vLLM 0.32 and later also count hits by source, and
+    that count must agree as well.
     """
     gpu = int(metrics.get(DEVICE_HITS))
     cpu = int(metrics.get(LOADED_BLOCKS, tier="cpu")) * block_tokens
@@ -153,7 +153,7 @@ def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) ->
 
 
 def problems(phases: Sequence[Phase]) -> list[str]:
-    """Why the demo failed, one sentence each; empty if it succeeded."""
+    """Return the reasons why the demo failed, one sentence each; empty if it succeeded."""
     found: list[str] = []
     for phase in phases:
         name = f"({phase.key}) {phase.title}"
@@ -169,7 +169,7 @@ def problems(phases: Sequence[Phase]) -> list[str]:
 
 
 def document(phases: Sequence[Phase], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as JSON values; `facts` tell the machine and the settings."""
+    """Return all results as JSON values; `facts` describe the machine and the settings."""
     return {
         "format": FORMAT,
         **facts,

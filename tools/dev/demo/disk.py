@@ -1,4 +1,4 @@
-"""What the demo looks at from outside the engine: the files on disk and in shared memory."""
+"""Files on disk and in shared memory, as the demo sees them from outside the engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ARENA_PREFIX = "kvcascade-"
 
 
 def written_bytes(root: Path) -> int:
-    """Bytes written to all namespaces under `root`, ever; no engine may be using them.
+    """Return all bytes ever written to namespaces under `root`; no engine may be using them.
 
-    Each namespace's index counts them in the transaction that makes the blocks findable, so the
-    number is right after `kill -9` too.
+    Each namespace's index counts them in the transaction that adds the blocks, so the number is
+    also correct after `kill -9`.
     """
     total = 0
     for path in root.glob("*/index"):
@@ -27,9 +27,10 @@ def written_bytes(root: Path) -> int:
 
 
 def shared_memory_of(pids: Iterable[int]) -> frozenset[str]:
-    """Files of shared memory that these processes have mapped, and that have a name now.
+    """Return the files in shared memory that these processes have mapped, if they have a name now.
 
-    Told by their inodes: a file may have got its name after it was mapped, as semaphores do.
+    Files are identified by inode, because a file may get its name after it was mapped, as
+    semaphores do.
     """
     mapped: set[int] = set()
     for pid in pids:
@@ -41,9 +42,9 @@ def shared_memory_of(pids: Iterable[int]) -> frozenset[str]:
 
 
 def left_behind(files: Iterable[str]) -> list[str]:
-    """Which of an engine's files in shared memory are ours, now that the engine is gone.
+    """Return those of an engine's files in shared memory that are ours, after the engine has ended.
 
-    Files of the engine itself, which it leaves when it is killed, are removed.
+    Files of the engine itself, which remain if it is killed, are removed.
     """
     ours: list[str] = []
     for path in sorted(files):

@@ -1,9 +1,10 @@
-"""The demo's four phases: which server answers which requests, and how each server ends.
+"""The demo's four phases: their servers, their requests, and the end of each server.
 
-(a) A server without offloading gives the reference. (b) The cascade meets a workload that fits
-neither on the GPU nor in the CPU tier, and is stopped as an orchestrator stops it: by SIGTERM, with
-vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every conversation,
-and is killed in the middle of a request. (d) One more server finds what the killed one had written.
+(a) A server without offloading gives the reference. (b) A server with the cascade gets a workload
+that fits neither on the GPU nor in the CPU tier. It is stopped like an orchestrator stops it: by
+SIGTERM, with vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every
+conversation, and is killed during a request. (d) One more server finds the blocks that the killed
+one had written.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ from .demo_results import (
 from .workload import ChatShape, Turn, Workload, waves
 
 BLOCK_TOKENS = 32
-"""The engine on CPU takes multiples of 32."""
+"""Tokens per block; the engine on CPU requires multiples of 32."""
 WIDTH = 2
-"""Requests that are sent together."""
+"""Number of requests that are sent together."""
 DIRTY_AGE_S = 0.5
 IDLE_BEFORE_STOP_S = 4 * DIRTY_AGE_S
-"""Blocks are written `DIRTY_AGE_S` after they were stored: all of them are on disk by then."""
+"""Idle time before a stop. Blocks are written `DIRTY_AGE_S` after they were stored, so all of them
+are on disk by then."""
 KILL_AFTER_S = 0.1
-"""Into the requests that the kill interrupts."""
+"""Time from the start of the interrupted requests to the kill."""
 LONG_ANSWER = 4
-"""Times the usual length, so that they are not over by then."""
+"""Factor for the length of the interrupted answers, so that they are not finished before the
+kill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of everything, small enough for two slow cores."""
+    """Sizes of the demo, small enough for two slow cores."""
 
     model: Path
     kv: Path
@@ -57,10 +60,10 @@ class Settings:
     nvme_capacity: str = "96MiB"
     segment_size: str = "16MiB"
     engine_options: Mapping[str, Any] | None = None
-    """More arguments for the engine, such as its share of the GPU."""
+    """Further arguments for the engine, such as its share of the GPU."""
 
     def server(self, has_cascade: bool) -> dict[str, Any]:
-        """Arguments of the server."""
+        """Return the arguments of the server."""
         options: dict[str, Any] = {
             "model": str(self.model),
             "dtype": "float32",
@@ -97,49 +100,49 @@ class Settings:
 
 
 class Server(Protocol):
-    """What a phase needs of a server."""
+    """Interface of a server, as a phase needs it."""
 
     def ready(self) -> float:
-        """Wait until it answers; returns the seconds since its start."""
+        """Wait until the server answers; return the seconds since its start."""
         ...
 
     def version(self) -> str:
-        """The version of vLLM."""
+        """Return the version of vLLM."""
         ...
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
     ) -> list[Completion]:
-        """Ask for all prompts, so many at a time."""
+        """Request completions of all prompts, with `clients` at a time."""
         ...
 
     def send(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> None:
-        """Send requests and do not wait."""
+        """Send requests without waiting for answers."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Growth of its counters."""
+        """Return the growth of the server's counters."""
         ...
 
     def process_numbers(self) -> list[int]:
-        """Of all its processes."""
+        """Return the process ids of the server."""
         ...
 
     def stop(self) -> None:
-        """SIGTERM."""
+        """Stop the server by SIGTERM."""
         ...
 
     def kill(self) -> int:
-        """`kill -9` of everything."""
+        """Kill all processes of the server by `kill -9`; return how many there were."""
         ...
 
 
 Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
-"""Starts a server: the name of its log, and its arguments."""
+"""Function that starts a server, given the name of its log and its arguments."""
 
 
 class Demo:
-    """Runs the phases in order and collects what they measured."""
+    """Runs the phases in order, and collects their results."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class Demo:
         self._reference: dict[Turn, Reply] = {}
 
     def run(self) -> list[Phase]:
-        """All four phases; raises `DemoError` if one cannot be run."""
+        """Run all four phases; raise `DemoError` if one cannot be run."""
         order, turns = self._workload.order, self.settings.shape.turns
         most = [turn for number in range(1, turns) for turn in order(number)]
         last = order(turns)
@@ -212,7 +215,7 @@ class Demo:
         say(f"    {_summary(phase)}")
 
     def _answer(self, server: Server, turns: Sequence[Turn], is_reference: bool) -> list[Reply]:
-        """Send all requests; every phase builds its prompts on the answers of the reference."""
+        """Send all requests; the prompts of every phase contain the answers of the reference."""
         replies: list[Reply] = []
         with self._reporter.requests(len(turns)) as count:
             for wave in waves(turns, WIDTH):
@@ -250,7 +253,7 @@ def _sources(key: str, replies: Sequence[Reply], metrics: Metrics) -> Sources:
 
 
 def _summary(phase: Phase) -> str:
-    """One line: whether it went well, and what became of the first request."""
+    """Return a line that says whether the phase succeeded, and how the first request was served."""
     first = phase.replies[0]
     whole_blocks = first.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     return (

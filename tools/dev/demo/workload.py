@@ -1,9 +1,8 @@
 """The demo's requests: chats that share a few long system prompts, turn by turn.
 
-Every prompt is the system prompt, all earlier turns with the answers that were given, and a new
-message. Conversations take their turns in an order that is mixed anew each time, so that between
-two turns of one chat all the others pass by, and its blocks are pushed out of the faster tiers.
-The same shape always makes the same requests.
+Every prompt is the system prompt, all earlier turns with their answers, and a new message. The
+order of conversations is shuffled in each round of turns. Between two turns of one chat all others
+run, so its blocks are evicted from the faster tiers. The same shape always gives the same requests.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FIRST_TOKEN = 3
-"""Tokens below are special ones."""
+"""First ordinary token; lower numbers are special tokens."""
 
 
 class Turn(NamedTuple):
-    """One request: which conversation, and which of its turns (from 1)."""
+    """One request: a conversation, and the number of the turn in it (from 1)."""
 
     conversation: int
     number: int
 
 
 Answers = Mapping[Turn, Sequence[int]]
-"""What the model answered, by turn."""
+"""Answers of the model by turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """How many requests there are, and how long they are."""
+    """Number and length of the requests."""
 
     prefixes: int = 3
-    """System prompts; conversations share them evenly."""
+    """Number of system prompts, which conversations share evenly."""
     conversations: int = 18
     turns: int = 4
     prefix_tokens: int = 608
@@ -45,7 +44,7 @@ class ChatShape:
 
     @property
     def prompt_tokens_max(self) -> int:
-        """No prompt with its answer is longer."""
+        """Return the largest length of a prompt with its answer."""
         return self.prefix_tokens + self.turns * (self.message_tokens_max + self.answer_tokens)
 
 
@@ -56,7 +55,7 @@ class Workload:
         self.shape = shape
 
     def prompt(self, turn: Turn, answers: Answers) -> list[int]:
-        """The tokens of a request; `answers` holds those of the earlier turns."""
+        """Return the tokens of a request; `answers` holds those of the earlier turns."""
         length = self.shape.prefix_tokens
         tokens = self._tokens(f"prefix {turn.conversation % self.shape.prefixes}", length, length)
         for number in range(1, turn.number):
@@ -66,7 +65,7 @@ class Workload:
         return tokens + self._message(turn)
 
     def order(self, number: int, visit: str = "") -> list[Turn]:
-        """That turn of every conversation, mixed; another `visit` mixes differently."""
+        """Return turn `number` of every conversation, shuffled; `visit` selects another order."""
         turns = [Turn(c, number) for c in range(self.shape.conversations)]
         self._random(f"order {number} {visit}").shuffle(turns)
         return turns
@@ -85,6 +84,6 @@ class Workload:
 
 
 def waves(turns: Sequence[Turn], width: int) -> Iterator[Sequence[Turn]]:
-    """Requests that are sent together: `width` at a time, in order."""
+    """Yield the requests that are sent together: `width` at a time, in order."""
     for start in range(0, len(turns), width):
         yield turns[start : start + width]

@@ -1,4 +1,5 @@
-"""What a user of the engine sees: time to the first token, and bytes written to the disk."""
+"""Effects that a user of the engine sees: time to the first token, and bytes written to the
+disk."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Long prefixes that come again; blocks of which half never do."""
+    """Yield three cases: prompts without repetition, repeated prefixes, half of the blocks used
+    once."""
     scale = setup.scale.engine
     runs = make_runs(setup, scale)
     with runs.side_by_side((OURS, VLLM, NONE)) as engines:
@@ -44,7 +46,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 
 def make_runs(setup: MeasurementSetup, scale: EngineScale) -> EngineRuns:
-    """Servers of every contender over a model of this scale, which is made."""
+    """Return servers of every contender over a model of this scale, which is created."""
     from ...model import make_llama
     from .engine_runs import VOCABULARY, EngineRuns, Servers
 
@@ -61,7 +63,7 @@ def make_runs(setup: MeasurementSetup, scale: EngineScale) -> EngineRuns:
 
 
 def prefixes_case(runs: EngineRuns, scale: EngineScale, repeats: int) -> Case:
-    """Two passes over all prefixes, and one after a restart."""
+    """Return the case with two passes over all prefixes, and a third one after a restart."""
     return Case(
         f"{scale.prefixes} prefixes of {scale.prefix_blocks * BLOCK_TOKENS:,} tokens",
         {name: partial(runs.prefixes, name) for name in (NONE, OURS, VLLM)},
@@ -71,7 +73,7 @@ def prefixes_case(runs: EngineRuns, scale: EngineScale, repeats: int) -> Case:
 
 
 def quantities() -> tuple[Quantity, ...]:
-    """The rows."""
+    """Return the rows."""
     found: list[Quantity] = []
     for name, goals in (
         ("no reuse", NO_COST),

@@ -1,10 +1,12 @@
-"""Real engines in processes of their own: what they are asked, and what is measured of them.
+"""Real engines in processes of their own: their requests, and their measurements.
 
-Requests come one at a time, so that the time to the first token is the request's own. A *pass* asks
-about every long prefix twice, in an order that puts all the others between two uses of one: more
-than fits on the device, and more than fits in the CPU tier. Prompts that never come again are asked
-of engines that run side by side, a few at a time: what offloading costs them is a few percent, and
-a machine that other machines share drifts by more than that between one engine and the next.
+Requests come one at a time, so the time to the first token is the request's own. A *pass* requests
+every long prefix twice, with all other prefixes between two uses of one. These are more than the
+device holds, and more than the CPU tier holds.
+
+Prompts that are never repeated go to engines that run side by side, a few at a time. Offloading
+costs a few percent there, and a shared machine drifts by more than that between one engine and the
+next.
 """
 
 from __future__ import annotations
@@ -30,39 +32,39 @@ from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 ANSWER_TOKENS = 4
 FIRST_TOKEN = 3
 CPU_TIERING = "kvcascade.tools.dev.vllm_cpu_tiering"
-"""vLLM's own tiering with a device copy that takes CPU tensors."""
+"""vLLM's own tiering with a device copy that accepts CPU tensors."""
 VOCABULARY = 1024
 DEVICE_SPARE_BLOCKS = 24
-"""Beside one prompt: the rest of the one before it."""
+"""Blocks on the device beyond one prompt, for the rest of the previous prompt."""
 IDLE_AFTER_S = 1.2
-"""An engine polls, on the cores of the others, until it has heard nothing for a second
-(`vllm.distributed.device_communicators.shm_broadcast.SpinCondition`)."""
+"""Time after which an engine is idle. It polls, on the cores of the others, until it has received
+nothing for a second (`vllm.distributed.device_communicators.shm_broadcast.SpinCondition`)."""
 NVME_BYTES_MIN = 128 << 20
 REST_S = 8.0
-"""Between the last answer and SIGTERM: with vLLM's default flags an engine gets no time to write
-what is in memory only."""
+"""Pause between the last answer and SIGTERM. With vLLM's default flags an engine gets no time to
+write data that is only in memory."""
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Has glibc keep memory that it was given (mallopt(3))."""
+"""Environment that makes glibc keep freed memory (mallopt(3))."""
 
 Prompt = list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswers:
-    """What one list of requests took."""
+    """Measurements of one list of requests."""
 
     ttft_s: Sequence[float]
     total_s: float
     cached_tokens: int
     tokens: Sequence[Sequence[int]] = ()
-    """What was answered, by prompt."""
+    """Tokens of the answers, by prompt."""
 
     def figures(self, name: str) -> dict[str, float]:
-        """Rows of the table."""
+        """Return the rows of the table."""
         return {
             f"{name}: TTFT p50": quantile(self.ttft_s, 0.5) * 1e3,
             f"{name}: TTFT p95": quantile(self.ttft_s, 0.95) * 1e3,
@@ -71,22 +73,22 @@ class EngineAnswers:
 
 
 Ask = Callable[[Sequence[Prompt]], EngineAnswers]
-"""Has one engine answer prompts, one after another."""
+"""Function that has one engine answer prompts, one after another."""
 
 
 def tokens(name: str, blocks: int) -> Prompt:
-    """Tokens that always are the same for a name."""
+    """Return tokens that depend only on the name."""
     source = random.Random(name)
     return [source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(blocks * BLOCK_TOKENS)]
 
 
 def fresh_prompts(scale: EngineScale, name: str, count: int) -> list[Prompt]:
-    """Prompts that share nothing."""
+    """Return prompts without common prefixes."""
     return [tokens(f"{name} {i}", scale.prefix_blocks) + [FIRST_TOKEN] for i in range(count)]
 
 
 def one_pass(scale: EngineScale) -> list[Prompt]:
-    """Every prefix twice, with two ends."""
+    """Return every prefix twice, with two endings."""
     return [
         tokens(f"prefix {i}", scale.prefix_blocks)
         + tokens(f"end {i} {use}", SUFFIX_BLOCKS)
@@ -97,9 +99,12 @@ def one_pass(scale: EngineScale) -> list[Prompt]:
 
 
 class FreshRounds:
-    """An engine that is asked about a few prompts that never come again, and about others in each
-    round; another one gets the same. Another engine takes over now and then: two of a kind differed
-    by up to 7 % as long as they lived, by the memory that they had got."""
+    """An engine that receives prompts without repetition, with new ones in each round.
+
+    The other contenders get the same prompts. The engine is replaced after some rounds: two engines
+    of the same kind differed by up to 7 % over their lifetime, because of the memory they were
+    given.
+    """
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class FreshRounds:
         self._running.close()
 
     def __call__(self) -> dict[str, float]:
-        """One round; its first prompt finds everything cold, and is not counted."""
+        """Run one round; its first prompt meets cold caches, and is not counted."""
         if self._round and self._round % self._scale.fresh_rounds_an_engine == 0:
             self._running.close()
             self._ask = self._running.enter_context(self._start())
@@ -129,7 +134,7 @@ class FreshRounds:
 
 
 class Servers:
-    """Servers of every contender, one folder on the disk for each."""
+    """Servers of every contender, with one folder on the disk for each."""
 
     def __init__(self, folder: Path, on_cpu: bool, say: Say) -> None:
         self._folder = folder
@@ -141,7 +146,7 @@ class Servers:
     def running(
         self, contender: str, options: dict[str, Any], warm_up: Sequence[Prompt] = ()
     ) -> Iterator[ServerProcess]:
-        """A server that answers; it is stopped by SIGTERM, unless it was stopped or killed."""
+        """Run a server that answers; stop it by SIGTERM, unless it has been stopped or killed."""
         self._started += 1
         self._say(f"{contender}: starting server {self._started}")
         log = self._folder / f"server-{self._started}.log"
@@ -159,7 +164,7 @@ class Servers:
 
     @contextmanager
     def disk(self, contender: str) -> Iterator[Path]:
-        """An empty folder for what it writes."""
+        """Yield an empty folder for the contender's files."""
         folder = self._folder / f"kv-{contender}"
         folder.mkdir()
         try:
@@ -170,7 +175,7 @@ class Servers:
     def options(
         self, model: Path, tokens_max: int, device_blocks: int, extra: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Arguments of a server; `extra`: see `offloading`."""
+        """Return the arguments of a server; `extra` is the result of `offloading`."""
         found: dict[str, Any] = {
             "model": str(model),
             "dtype": "float32",
@@ -193,7 +198,8 @@ class Servers:
     def offloading(
         self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """`kv_connector_extra_config` of a contender; `nvme`: more of our tier on disk."""
+        """Return the `kv_connector_extra_config` of a contender; `nvme` has further options of the
+        NVMe tier."""
         if contender == NONE:
             return None
         if contender == VLLM:
@@ -230,10 +236,11 @@ class EngineRuns:
         self._sleep = sleep
         self._warmed = 0
         self._first_pass: Sequence[Sequence[int]] = ()
-        """Tokens of the first pass of all: every other pass asks the same."""
+        """Tokens of the very first pass; every other pass sends the same requests."""
 
     def prefixes(self, contender: str) -> dict[str, float]:
-        """Two passes, a restart, one more pass; bytes written, tokens compared."""
+        """Run two passes, a restart, and a third pass; return times, bytes written and differing
+        tokens."""
         passes: list[EngineAnswers] = []
         with self._servers.disk(contender) as disk_folder:
             options = self._options(contender, disk_folder, self._scale.cpu_share)
@@ -253,7 +260,7 @@ class EngineRuns:
 
     @contextmanager
     def side_by_side(self, contenders: Sequence[str]) -> Iterator[dict[str, FreshRounds]]:
-        """Engines of them all, to be asked in turns."""
+        """Start engines of all contenders, for requests in turn."""
         with ExitStack() as running:
             rounds: dict[str, FreshRounds] = {}
             for name in contenders:
@@ -265,7 +272,8 @@ class EngineRuns:
             yield rounds
 
     def half_once(self, contender: str) -> dict[str, float]:
-        """Half of all blocks are asked for a second time, the others never; `second_touch`."""
+        """Request half of all blocks a second time, the others only once, with admission
+        `second_touch`."""
         count = self._scale.prefixes
         again = fresh_prompts(self._scale, "again", count)
         once = fresh_prompts(self._scale, "once", count)
@@ -282,7 +290,8 @@ class EngineRuns:
         return {"written to disk": written / 2**20, "after a restart: cached tokens": cached}
 
     def _unlike(self, passes: Sequence[EngineAnswers]) -> float:
-        """Tokens that differ from the first engine's first pass, in all of these passes."""
+        """Return the number of tokens, over all these passes, that differ from the first engine's
+        first pass."""
         self._first_pass = self._first_pass or passes[0].tokens
         return float(
             sum(
@@ -309,7 +318,7 @@ class EngineRuns:
     def _engine(
         self, contender: str, options: dict[str, Any]
     ) -> AbstractContextManager[ServerProcess]:
-        """Memory, kernels: what comes only once comes with the prompts that warm it up."""
+        """Start an engine; warm-up prompts take the one-time costs of memory and kernels."""
         self._warmed += 1
         warm_up = fresh_prompts(self._scale, f"warm up {self._warmed}", 2)
         return self._servers.running(contender, options, warm_up)
@@ -317,7 +326,7 @@ class EngineRuns:
     def _options(
         self, contender: str, folder: Path, cpu_share: float, admission: str = "all"
     ) -> dict[str, Any]:
-        """Arguments of an engine."""
+        """Return the arguments of an engine."""
         scale = self._scale
         stored_bytes = scale.pass_blocks * scale.block_bytes
         nvme = {"capacity": max(NVME_BYTES_MIN, 8 * stored_bytes), "admission": admission}
@@ -332,18 +341,24 @@ class EngineRuns:
 
 
 def _cpu_environment() -> dict[str, str]:
-    """The same for every contender. Cores: by itself vLLM reserves one for its scheduler and, with
-    a connector, another one, if there are enough; on two cores, only the engine without one loses
-    half of its threads (`OMPProcessManager`). Memory: glibc keeps what tensors of a step leave, or
-    gives it back and takes it again page by page, as the layout of its heap happens to be."""
+    """Return the environment, which is the same for every contender.
+
+    Cores: by default vLLM reserves one for its scheduler and, with a connector, another one, if
+    there are enough. On two cores, only the engine without a connector would lose half of its
+    threads (`OMPProcessManager`).
+
+    Memory: glibc keeps the memory of a step's tensors, or returns it and takes it again page by
+    page. By default this depends on the layout of its heap.
+    """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {**CPU_ENVIRONMENT, **KEPT_MEMORY, "VLLM_CPU_OMP_THREADS_BIND": cores}
 
 
 def written_bytes(contender: str, folder: Path) -> int:
-    """Payload that reached the disk; no engine may be using it.
+    """Return the payload bytes that reached the disk; no engine may be using it.
 
-    Ours is counted by the index; vLLM's tier removes nothing, so its files are what it wrote.
+    kvcascade's index counts its bytes. vLLM's tier removes nothing, so the size of its files is
+    used.
     """
     if contender == OURS:
         return disk.written_bytes(folder)

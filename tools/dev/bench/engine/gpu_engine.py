@@ -1,4 +1,5 @@
-"""The engine on a GPU, cold, warm and after a restart, beside vLLM's tiering; tokens compared."""
+"""The engine on a GPU, cold, warm and after a restart, beside vLLM's tiering; tokens are
+compared."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from .engine import make_runs, prefixes_case
 
 NEEDED = ("vllm", "lmdb", "msgspec", "safetensors", "tokenizers")
 GPU_SCALE = EngineScale(layers=24, hidden=1024, prefix_blocks=120)
-"""About 100 KiB of KV cache a token, and prompts of 4,000 tokens."""
+"""Model with about 100 KiB of KV cache per token, and prompts of 4,000 tokens."""
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Long prefixes that come again, once; nothing where the engine is not installed."""
+    """Yield the case of repeated long prefixes, run once; none if the engine is not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         setup.note(

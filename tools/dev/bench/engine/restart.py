@@ -1,4 +1,4 @@
-"""After a restart: what is computed again, and how long a storm of requests takes."""
+"""Behaviour after a restart: recomputed tokens, and the duration of a storm of requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 8
 TAIL_TOKENS = 12
-"""What follows the document in each request; it fills no block, and is always computed."""
+"""Tokens after the document in each request; they fill no block, and are always computed."""
 COMPUTED, TOTAL = "tokens computed", "time for all requests"
 CROWD = 16
-"""From so many clients on there is a goal for the time that all requests take."""
+"""Number of clients from which the total time of all requests has a goal."""
 STOPPED = (Quantity(COMPUTED, "tokens", (Goal(2500.0),)),)
 
 Prompt = list[int]
@@ -31,7 +31,7 @@ Stop = Callable[["ServerProcess"], object]
 
 
 def quantities(clients: int) -> tuple[Quantity, ...]:
-    """The rows of a storm."""
+    """Return the rows of a storm."""
     return (
         Quantity(COMPUTED, "tokens", (Goal(1.0, VLLM),)),
         Quantity(TOTAL, "s", (Goal(0.6, VLLM),) if clients >= CROWD else ()),
@@ -41,7 +41,7 @@ def quantities(clients: int) -> tuple[Quantity, ...]:
 
 
 class Restarts:
-    """One server stores documents and ends; the next one is asked about them."""
+    """Restart of a server: the first one stores documents, the next one is asked about them."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Restarts:
         ]
 
     def once_each(self, contender: str, cpu_bytes: int, stop: Stop) -> Figures:
-        """Every document once, one after another."""
+        """Request every document once, one after another."""
         prompts = [_with_tail(document, f"again {i}") for i, document in self._numbered()]
         answers, _ = self._ask_again(contender, cpu_bytes, stop, prompts, 1)
         return {COMPUTED: _computed(answers)}
 
     def storm(self, contender: str, cpu_bytes: int, clients: int) -> Figures:
-        """Several requests for each document, so many at a time, after `kill -9`."""
+        """Send several requests for each document, with `clients` at a time, after `kill -9`."""
         scale = self._scale
         prompts = [
             _with_tail(self._documents[i % scale.documents], f"request {i}")
@@ -134,7 +134,7 @@ def _computed(answers: Sequence[Completion]) -> float:
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Two ways to end, then storms of more and more clients."""
+    """Yield two ways to end a server, then storms with increasing numbers of clients."""
     from ...model import make_llama
     from .engine_runs import VOCABULARY, Servers
 

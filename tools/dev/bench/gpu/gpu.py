@@ -1,7 +1,7 @@
-"""Device to arena and back on a GPU, beside vLLM's own worker and one large pinned copy.
+"""Transfers from device to arena and back on a GPU, beside vLLM's worker and one large pinned copy.
 
-Ready for any machine with a CUDA device; without one it says so. What is done with the device is in
-`gpu_device`, how it is measured in `gpu_moves`.
+Runs on any machine with a CUDA device; without one it reports that. `gpu_device` has the calls to
+the device, `gpu_moves` the measurements.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from .gpu_moves import (
 )
 
 COUNTS = (1, 16, 256, 4096)
-"""Blocks of a transfer."""
+"""Numbers of blocks per transfer."""
 SPARE = 4
-"""One block in so many is not part of the largest transfer, so that none is one long run."""
+"""Divisor for blocks outside the largest transfer, so that no transfer is one contiguous run."""
 MEMORY_SHARE = 0.8
-"""What may be taken of the memory that is free anywhere."""
+"""Largest share of the free memory to use, for each kind of memory."""
 BESIDE_BLOCKS = 64
-"""Of the transfers that run beside kernels, and of the one whose bytes are compared."""
+"""Blocks of the transfers that run beside kernels, and of the transfer whose bytes are compared."""
 
 DECODE_LEAST = 0.97
-"""Goal: kernels of decode size beside transfers, over their rate alone."""
+"""Goal: rate of decode-size kernels beside transfers, relative to their rate alone."""
 PREFILL_SHARE = 0.7
-"""Goal: transfers beside kernels of prefill size, as a share of one large copy's rate."""
+"""Goal: rate of transfers beside prefill-size kernels, relative to the rate of one large copy."""
 CALL = (Goal(1.0),)
-"""Goal of the longest call, in ms."""
+"""Goal for the longest call, in ms."""
 
 REPEATS_MAX = 3
-"""How often a case is measured at most, so that all shapes have their turn."""
+"""Maximum repetitions of a case, so that the time suffices for all shapes."""
 
 GIB = 1 << 30
 PINNED = "CPU memory is pinned"
@@ -68,21 +68,21 @@ PINNED = "CPU memory is pinned"
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """The KV cache of a model on one GPU."""
+    """KV cache of a model on one GPU."""
 
     label: str
     layers: int
     page_bytes: int
     share: float = 0.85
-    """Goal of the rates, as a share of one large copy's."""
+    """Goal for the rates, as a share of one large copy's rate."""
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers."""
+        """Return the bytes of a block over all layers."""
         return self.layers * self.page_bytes
 
     def layout(self, blocks: int, geometry: ArenaGeometry) -> WorkerLayout:
-        """One KV group, a tensor per layer, one worker."""
+        """Return the layout with one KV group, a tensor per layer, and one worker."""
         tensors = [TensorLayout(blocks, self.page_bytes, self.page_bytes)] * self.layers
         refs = [PageRef(layer, self.page_bytes) for layer in range(self.layers)]
         return WorkerLayout(tensors, [refs], 1, geometry, 0)
@@ -94,24 +94,26 @@ SHAPES = (
     GpuShape("70B with TP 8, 80 layers × 8 KiB", 80, 8 << 10, share=0.75),
     GpuShape("Llama-3.1-8B, all layers in one tensor, 2 MiB", 1, 2 << 20, share=0.90),
 )
-"""The last one is what vLLM 0.24 to 0.28 make with a layout across layers."""
+"""Shapes to measure; the last one is the layout across layers of vLLM 0.24 to 0.28."""
 
 
 def room_for(count: int) -> int:
-    """Blocks of a cache out of which so many are taken."""
+    """Return the number of blocks in a cache for transfers of `count` blocks."""
     return count + max(1, count // SPARE)
 
 
 def need(shape: GpuShape, count: int) -> Room:
-    """What transfers of so many blocks take: a cache on the device and two in shared memory, ours
-    and vLLM's, and one copy on either side for the limit, for which torch takes the next power of
-    two of pinned memory."""
+    """Return the memory that transfers of `count` blocks need.
+
+    This is a cache on the device, two in shared memory (kvcascade's and vLLM's), and one copy on
+    either side for the limit. For the copy, torch rounds pinned memory up to the next power of two.
+    """
     cache, copy = room_for(count) * shape.block_bytes, count * shape.block_bytes
     return Room(device=cache + copy, shared=2 * cache, memory=2 * cache + 2 * copy)
 
 
 def lacking(shape: GpuShape, count: int, free: Room) -> str:
-    """What is too little for transfers of so many blocks; empty: nothing."""
+    """Return the memory that is too small for transfers of `count` blocks; empty if all suffice."""
     wanted = need(shape, count)
     larger = human(-(-int(wanted.shared / MEMORY_SHARE) // GIB) * GIB)
     for place, needed, there, remedy in (
@@ -132,7 +134,7 @@ def lacking(shape: GpuShape, count: int, free: Room) -> str:
 class GpuBench:
     """One shape: device tensors, and each contender's CPU memory, for the largest transfer.
 
-    Raises `BenchError` if a contender brings back other bytes than it took.
+    Raises `BenchError` if a contender returns bytes that differ from those it stored.
     """
 
     def __init__(self, device: Device, shape: GpuShape, largest: int, undo: ExitStack) -> None:
@@ -146,7 +148,7 @@ class GpuBench:
         arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
         undo.callback(arena.close)
         cache = device.pages(shape.layers * self._room, shape.page_bytes)
-        tensors = cache.view(shape.layers, self._room, -1).unbind()  # as vLLM 0.32 lays layers
+        tensors = cache.view(shape.layers, self._room, -1).unbind()  # as in vLLM 0.32
         layout = shape.layout(self._room, geometry)
         some = self._transfer(self._beside)
         makers: dict[str, Callable[[], Contender]] = {
@@ -162,27 +164,27 @@ class GpuBench:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The contenders, ours first."""
+        """Return the names of the contenders, with kvcascade first."""
         return tuple(self._movers)
 
     def pinned(self, name: str) -> Figures:
-        """Whether all of a contender's CPU memory is."""
+        """Return whether all of a contender's CPU memory is pinned."""
         return {PINNED: 100.0 * self._is_pinned[name]}
 
     def costs(self, name: str, count: int) -> Figures:
-        """Scattered transfers in both directions."""
+        """Measure scattered transfers in both directions."""
         mover, transfer = self._movers[name], self._transfer(count)
         size = count * self._shape.block_bytes
         return _both_ways(lambda way: costs(mover, way, transfer, size, time.perf_counter))
 
     def limit(self, count: int) -> Figures:
-        """One copy of as many bytes between the device and pinned memory."""
+        """Measure one copy of as many bytes between the device and pinned memory."""
         size = count * self._shape.block_bytes
         copies = self._device.plain_copies(size)
         return {RATE[way]: rate(copies[way], size, time.perf_counter) for way in Direction}
 
     def beside(self, name: str, kernels: Kernels) -> Figures:
-        """Kernels on the compute stream, with transfers and without."""
+        """Measure kernels on the compute stream, with and without transfers."""
         mover, transfer = self._movers[name], self._transfer(self._beside)
         size = self._beside * self._shape.block_bytes
         start = partial(self._device.start_chain, kernels)
@@ -191,12 +193,13 @@ class GpuBench:
         )
 
     def limit_beside(self, kernels: Kernels) -> Figures:
-        """What transfers beside kernels are held against: one copy of as many bytes, alone."""
+        """Measure the reference for transfers beside kernels: one copy of as many bytes, without
+        kernels."""
         alone = self.limit(self._beside)
         return {MEANWHILE[way, kernels]: alone[RATE[way]] for way in Direction}
 
     def paced(self, name: str, step_s: float) -> Figures:
-        """Many transfers in both directions, asked after as seldom as an engine does."""
+        """Measure many transfers in both directions, polled at the interval of an engine."""
         mover, transfer = self._movers[name], self._transfer(self._beside)
         size = self._beside * self._shape.block_bytes
         start = partial(self._device.start_chain, Kernels.PREFILL)
@@ -209,13 +212,13 @@ class GpuBench:
         return Transfer.scattered(count, self._room, self._room)
 
     def _let_go(self) -> None:
-        """The case that was measured last is still held, and this with it."""
+        """Release all memory; the last case still refers to this object."""
         self._movers.clear()
         self._device.release()
 
 
 def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Case, None, None]:
-    """Every shape, from one block to as many as fit; what does not fit is named."""
+    """Yield the cases of every shape, from one block to as many as fit; the rest is reported."""
     device = device or CudaDevice()
     for note in device.notes():
         setup.note(note)
@@ -237,7 +240,7 @@ def cases(setup: MeasurementSetup, device: Device | None = None) -> Generator[Ca
 def _measured(
     bench: GpuBench, shape: GpuShape, counts: Sequence[int], most: int
 ) -> Generator[Case, None, None]:
-    """All cases of a shape, each measured `most` times at most."""
+    """Yield all cases of a shape, each with at most `most` repetitions."""
     names, rows, repeats = bench.names, quantities(shape.share), min(REPEATS_MAX, most)
     yield Case(shape.label, {name: partial(bench.pinned, name) for name in names}, repeats=1)
     for count in counts:
@@ -268,7 +271,7 @@ def _both_ways(figures: Callable[[Direction], Figures]) -> Figures:
 
 
 def quantities(share: float) -> tuple[Quantity, ...]:
-    """The rows. `share`: goal of the rates."""
+    """Return the rows; `share` is the goal for the rates."""
     found = [Quantity(PINNED, "%", (Goal(100, is_least=True),), is_more_better=True)]
     for way in Direction:
         goals = (Goal(share, LIMIT, is_least=True),)

@@ -1,4 +1,4 @@
-"""What the GPU benchmark asks of a machine with a CUDA device; tests have a twin without one."""
+"""Interface of the GPU benchmark to a CUDA device; tests have a twin without one."""
 
 from __future__ import annotations
 
@@ -27,38 +27,39 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE = "cuda"
-"""The current one."""
+"""The current CUDA device."""
 MATRICES = {Kernels.PREFILL: (4096, 4096), Kernels.DECODE: (64, 8192)}
-"""Rows of the product, and rows of the square matrix of weights. A product of prefill size keeps a
-large GPU's arithmetic busy for 0.1 ms and more, one of decode size its memory for 0.04 ms."""
+"""Rows of the product, and rows of the square matrix of weights. A prefill-size product keeps a
+large GPU's arithmetic units busy for 0.1 ms or more. A decode-size product keeps its memory busy
+for 0.04 ms."""
 CHAIN_S = 0.1
-"""How long a chain of kernels should take: many transfers."""
+"""Target duration of a chain of kernels, long enough for many transfers."""
 CHAIN_KERNELS_MIN, CHAIN_KERNELS_MAX = 20, 800
-"""A stream takes about a thousand before it keeps the caller."""
+"""Limits of the kernels in a chain; a stream accepts about a thousand before a launch blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes in each place."""
+    """Bytes of memory in each place."""
 
     device: int
-    """Of the GPU's memory."""
+    """Bytes of the GPU's memory."""
     shared: int
-    """In the folder of arenas."""
+    """Bytes in the folder of arenas."""
     memory: int
-    """Of the machine's memory, what is in shared memory included."""
+    """Bytes of the machine's memory, including shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody's copier over CPU memory of its own."""
+    """A copier over CPU memory of its own."""
 
     copier: DeviceCopier
     is_pinned: bool
 
 
 Make = Callable[[Sequence["torch.Tensor"], int], Contender]
-"""`make(tensors, slots)`, with CPU memory for so many blocks."""
+"""Function `make(tensors, slots)` that returns a contender with CPU memory for `slots` blocks."""
 
 
 class Device(ABC):
@@ -66,42 +67,43 @@ class Device(ABC):
 
     @abstractmethod
     def room(self) -> Room:
-        """What is free."""
+        """Return the free memory."""
 
     @abstractmethod
     def pages(self, blocks: int, page_bytes: int) -> torch.Tensor:
-        """Part of a KV cache in one allocation, int8 of shape `(blocks, page_bytes)`, of random
-        bytes."""
+        """Return part of a KV cache in one allocation: random int8 of shape `(blocks,
+        page_bytes)`."""
 
     @abstractmethod
     def ours(
         self, tensors: Sequence[torch.Tensor], layout: WorkerLayout, slots: npt.NDArray[np.uint8]
     ) -> Contender:
-        """Our copier between the tensors and the slots of an arena."""
+        """Return kvcascade's copier between the tensors and the slots of an arena."""
 
     @abstractmethod
     def others(self) -> Mapping[str, Make]:
-        """Contenders beside ours: name, and what makes one over the same tensors."""
+        """Return the other contenders, as functions by name that make one over the same tensors."""
 
     def notes(self) -> Sequence[str]:
-        """Sentences about what is not measured here, and why."""
+        """Return sentences that say which measurements are missing here, and why."""
         return ()
 
     @abstractmethod
     def plain_copies(self, size: int) -> Mapping[Direction, Callable[[], None]]:
-        """One copy of so many bytes between the device and pinned memory, waited for."""
+        """Return functions that copy `size` bytes between the device and pinned memory, and wait
+        for the end."""
 
     @abstractmethod
     def start_chain(self, kernels: Kernels) -> Chain:
-        """Give the compute stream many kernels, each of which needs the one before it."""
+        """Launch many kernels on the compute stream, each of which depends on the one before."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give back memory that nobody uses any more."""
+        """Release cached memory that is no longer in use."""
 
 
 class CudaChain:
-    """Matrix products on a stream."""
+    """A chain of matrix products on a stream."""
 
     def __init__(
         self, stream: Any, product: torch.Tensor, weights: torch.Tensor, kernels: int
@@ -127,8 +129,8 @@ class CudaChain:
 class CudaDevice(Device):
     """The current CUDA device. Raises `BenchError` if there is none.
 
-    Kernels run on a stream of their own: a transfer waits for what the caller's stream was given
-    before it, and would otherwise begin after the kernels instead of beside them.
+    Kernels run on a separate stream. A transfer waits for earlier work of the caller's stream, so
+    on that stream it would begin after the kernels instead of beside them.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class CudaDevice(Device):
                 "no CUDA device answers; run `make bench-gpu` on a machine with an NVIDIA GPU and "
                 "a torch that was built for CUDA, or `--only round_trip` here, without one"
             )
-        self._compute = _cuda().Stream()  # the driver is ready from here on
+        self._compute = _cuda().Stream()  # initialises the driver
         self._others, self._notes = _others()
         self._factors = {
             kind: (weights[:rows], weights)
@@ -196,8 +198,8 @@ class CudaDevice(Device):
         return CudaChain(self._compute, *self._factors[kernels], self._counts[kernels])
 
     def _count(self, kernels: Kernels) -> int:
-        """Number of kernels that take long enough."""
-        self.start_chain(kernels).seconds()  # what is done only once is done now
+        """Return the number of kernels that take long enough."""
+        self.start_chain(kernels).seconds()  # takes the one-time costs
         kernel_s = self.start_chain(kernels).seconds() / CHAIN_KERNELS_MIN
         return max(CHAIN_KERNELS_MIN, min(CHAIN_KERNELS_MAX, math.ceil(CHAIN_S / kernel_s)))
 
@@ -206,7 +208,7 @@ class CudaDevice(Device):
 
 
 def _others() -> tuple[dict[str, Make], list[str]]:
-    """vLLM's worker, or what stands in for it; and what to say about that."""
+    """Return the other contenders (vLLM's worker or its replacement), and notes about them."""
     if find_spec("vllm"):
         return {VLLM: _vllm}, []
     try:

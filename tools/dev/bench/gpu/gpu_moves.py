@@ -1,8 +1,8 @@
-"""Blocks between a device and CPU memory through any copier: how fast they move, how long its calls
-keep the caller, and what kernels notice of them.
+"""Measurements of any copier between a device and CPU memory: rates, duration of calls, and effect
+on kernels.
 
-Nothing here knows CUDA. A contender is a `DeviceCopier`, driven by the calls of an engine's worker:
-submit, then ask what ended, step after step.
+This module does not know CUDA. A contender is a `DeviceCopier`, driven by the calls of an engine's
+worker: submit, then poll for finished transfers, step after step.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 GIGA = 1e9
 BYTES_PER_TIMING = 2 << 30
-"""Transfers are repeated until so much has moved."""
+"""Bytes to move for one timing; transfers are repeated until then."""
 REPEATS_MAX = 50
 TRANSFER_TIMEOUT_S = 60.0
-"""A transfer that takes longer does not end."""
+"""Time after which a transfer counts as hung."""
 STEP_S = 0.005
-"""A short decoding step: an engine asks no more often what ended."""
+"""Duration of a short decoding step; an engine polls at most this often."""
 AHEAD_BYTES = 1 << 30
-"""Submitted and not heard of, beside kernels: more than moves in a step over any PCIe."""
+"""Bytes in flight beside kernels: more than any PCIe link moves in a step."""
 AHEAD_JOBS_MAX = 32
 ALONE_CHAINS = 3
 COVERED_LEAST = 0.75
-"""Share of a chain of kernels during which transfers ran, or it says nothing about them. Those that
-began before it, and the last ones, are no whole part of it."""
+"""Least share of a chain of kernels during which transfers must run, for a valid result. Transfers
+that began before the chain, and the last ones, count only partly."""
 
 RATE = {Direction.STORE: "device to arena", Direction.LOAD: "arena to device"}
 SUBMIT = {way: f"{name}: submit, median" for way, name in RATE.items()}
@@ -49,7 +49,7 @@ HEAR_LONGEST = {way: f"{name}: get_finished, longest" for way, name in RATE.item
 
 
 class Kernels(StrEnum):
-    """Kernels beside which transfers run, by the step of an engine that they stand for."""
+    """Kernels beside which transfers run, named after the engine's step that they imitate."""
 
     PREFILL = "prefill"
     """Products of large matrices."""
@@ -59,11 +59,11 @@ class Kernels(StrEnum):
 
 _NOUN = {Direction.STORE: "stores", Direction.LOAD: "loads"}
 BESIDE = {(way, each): f"{each} beside {_NOUN[way]}" for way in Direction for each in Kernels}
-"""Rate of the kernels beside transfers, over their rate alone."""
+"""Names of the rates of kernels beside transfers, relative to their rate alone."""
 MEANWHILE = {(way, each): f"{_NOUN[way]} beside {each}" for way in Direction for each in Kernels}
-"""Rate of the transfers."""
+"""Names of the rates of transfers beside kernels."""
 PACED_S = (0.02, 0.15)
-"""A decoding step, and a prefill step: times between an engine's calls."""
+"""Intervals between an engine's calls: a decoding step, and a prefill step."""
 PACED_BYTES = 4 << 30
 PACED_JOBS_MAX = 64
 PACED = {
@@ -75,19 +75,19 @@ PACED_SUBMIT = {key: f"{name}: submit, longest" for key, name in PACED.items()}
 PACED_HEAR = {key: f"{name}: get_finished, longest" for key, name in PACED.items()}
 
 Clock = Callable[[], float]
-"""Seconds."""
+"""Clock that returns seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Device blocks and slots, in no order."""
+    """Device blocks and slots of one transfer, in random order."""
 
     blocks: GpuBlocks
     slots: SlotArray
 
     @classmethod
     def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> Transfer:
-        """`count` of each, all different."""
+        """Return a transfer of `count` different blocks and slots."""
         source = random.Random(seed)
         ids = source.sample(range(blocks), count)
         return cls(
@@ -97,23 +97,24 @@ class Transfer:
 
 
 class Chain(Protocol):
-    """Kernels that were given to the compute stream."""
+    """Kernels that were launched on the compute stream."""
 
     def has_ended(self) -> bool:
-        """Whether the last one has."""
+        """Return True if the last kernel has ended."""
         ...
 
     def seconds(self) -> float:
-        """From the first one's start to the last one's end; waits for that."""
+        """Return the time from the first kernel's start to the last kernel's end; waits for
+        that."""
         ...
 
 
 class DeviceMover:
-    """Transfers through a copier, counted."""
+    """Transfers through a copier, with a count of those in flight."""
 
     def __init__(self, copier: DeviceCopier) -> None:
         self.under_way = 0
-        """Transfers that were submitted and not heard of."""
+        """Number of transfers that were submitted and not yet reported as finished."""
         self._copier = copier
         self._jobs = 0
 
@@ -127,7 +128,7 @@ class DeviceMover:
         self.under_way += 1
 
     def hear(self) -> list[TransferResult]:
-        """What ended since it was asked last."""
+        """Return the transfers that have finished since the last call."""
         results = self._copier.get_finished()
         if not all(result.success for result in results):
             raise BenchError("a transfer between device and arena failed; see the log")
@@ -135,24 +136,24 @@ class DeviceMover:
         return results
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all transfers in flight."""
         self._copier.wait(set(range(1, self._jobs + 1)))
         self.hear()
 
 
 @dataclass(frozen=True, slots=True)
 class Transit:
-    """One transfer, in seconds."""
+    """Durations of one transfer, in seconds."""
 
     total_s: float
     submit_s: float
-    """How long the call that submitted it kept the caller."""
+    """Duration of the call that submitted it."""
     hear_s: float
-    """The longest call that asked what ended."""
+    """Duration of the longest call that polled for finished transfers."""
 
 
 def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: Clock) -> Transit:
-    """Submit one, and ask until it has ended."""
+    """Submit one transfer, and poll until it has finished."""
     began = clock()
     mover.submit(way, transfer)
     now = submitted = clock()
@@ -170,7 +171,7 @@ def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: 
 def costs(
     mover: DeviceMover, way: Direction, transfer: Transfer, size: int, clock: Clock
 ) -> Figures:
-    """Transfers of `size` bytes, one after another; the first one is not counted."""
+    """Measure transfers of `size` bytes, one after another; the first one is not counted."""
     one_transfer(mover, way, transfer, clock)
     transits = [one_transfer(mover, way, transfer, clock) for _ in range(repeats_for(size))]
     submits_ms = [transit.submit_s * 1e3 for transit in transits]
@@ -183,7 +184,8 @@ def costs(
 
 
 def rate(run: Callable[[], None], size: int, clock: Clock) -> float:
-    """GB/s of something that moves `size` bytes each time; the first time is not counted."""
+    """Return the rate of a function that moves `size` bytes, in GB/s; the first call is not
+    counted."""
     run()
     repeats = repeats_for(size)
     began = clock()
@@ -193,7 +195,7 @@ def rate(run: Callable[[], None], size: int, clock: Clock) -> float:
 
 
 def repeats_for(size: int) -> int:
-    """How often a transfer of so many bytes is repeated for one figure."""
+    """Return the number of repetitions of a transfer for one figure."""
     return max(1, min(REPEATS_MAX, BYTES_PER_TIMING // size))
 
 
@@ -206,13 +208,16 @@ def beside(
     start_chain: Callable[[], Chain],
     pause: Callable[[float], None],
 ) -> Figures:
-    """Rate of a chain of kernels over its rate alone, with transfers from before its start until
-    after its end; None where those that ended meanwhile ran during too small a part of it."""
+    """Measure a chain of kernels beside transfers, relative to its rate alone.
+
+    Transfers start before the chain and end after it. Figures are None if the transfers that
+    finished meanwhile covered too small a part of the chain.
+    """
     alone_s = statistics.median(start_chain().seconds() for _ in range(ALONE_CHAINS))
     ahead = max(1, min(AHEAD_JOBS_MAX, AHEAD_BYTES // size))
     for _ in range(ahead):
         mover.submit(way, transfer)
-    mover.hear()  # of what ended before the first kernel
+    mover.hear()  # ignore transfers that end before the first kernel
     chain = start_chain()
     ended: list[TransferResult] = []
     while not chain.has_ended():
@@ -240,9 +245,9 @@ def paced(
     clock: Clock,
     pause: Callable[[float], None],
 ) -> Figures:
-    """Transfers that are submitted together and asked after every `step_s`, beside kernels.
+    """Measure transfers that are submitted together and polled every `step_s`, beside kernels.
 
-    The time is rounded up to whole steps: what ended is heard of at the next call.
+    The time is rounded up to whole steps, because a finished transfer is reported at the next poll.
     """
     count = max(1, min(PACED_JOBS_MAX, PACED_BYTES // size))
     chain = start_chain()
@@ -271,7 +276,7 @@ def paced(
 
 
 def check(mover: DeviceMover, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
-    """Raise `BenchError` unless blocks that went to CPU memory come back byte by byte."""
+    """Raise `BenchError` unless blocks return from CPU memory with the same bytes."""
     import torch
 
     ids = torch.from_numpy(transfer.blocks.block_ids.astype(np.int64)).to(tensors[0].device)

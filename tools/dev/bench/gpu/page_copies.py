@@ -1,7 +1,7 @@
-"""A contender without vLLM: it copies every page by one descriptor of a batched copy, as vLLM does.
+"""A contender without vLLM: a batched copy with one descriptor per page, like vLLM's.
 
-vLLM's worker gives all pages of a transfer to the driver in one call, between the device and a
-pinned region in shared memory. Here the same call is made over an arena of its own.
+vLLM's worker passes all pages of a transfer to the driver in one call, between the device and a
+pinned region in shared memory. This copier makes the same call over an arena of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MS_PER_S = 1000.0
 _ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.ANY}
-"""As vLLM's worker."""
+"""Order of source accesses, as in vLLM's worker."""
 
 _arenas = count()
 
@@ -54,7 +54,7 @@ class PageCopier(DeviceCopier):
         batch: Batch,
         registration: HostRegistration,
     ) -> None:
-        """`slots` rows of CPU memory are pinned by `registration`."""
+        """Create the copier; `registration` pins its `slots` rows of CPU memory."""
         import torch
 
         cuda: Any = torch.cuda
@@ -75,7 +75,7 @@ class PageCopier(DeviceCopier):
         self._streams = {way: cuda.Stream(self._device) for way in Direction}
         self._jobs: dict[Direction, deque[_Job]] = {way: deque() for way in Direction}
         self._events: list[Any] = []
-        """Events of transfers that ended, to be used again."""
+        """Events of finished transfers, for reuse."""
 
     def submit_store(self, job_id: int, blocks: GpuBlocks, slots: SlotArray) -> bool:
         return self._submit(Direction.STORE, job_id, blocks, slots)

@@ -1,7 +1,7 @@
 """vLLM's own worker for CPU offloading as a contender, without an engine.
 
-It is made as `CPUOffloadingSpec` makes it for the only rank of an engine: over a region of shared
-memory that is pinned, one row per block. The spec itself wants a process group for that.
+It is created like `CPUOffloadingSpec` creates it for the only rank of an engine: over a pinned
+region of shared memory with one row per block. The spec itself requires a process group.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VllmCopier(DeviceCopier):
             rank=0,
             kv_bytes_per_chunk=round_up(sum(sizes), SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT),
             cpu_page_size=sum(sizes),
-            barrier=lambda: None,  # nobody else comes: the file has no name from now on
+            barrier=lambda: None,  # no other process joins: the file is unlinked
         )
         try:
             self._worker = CPUOffloadingWorker(CanonicalKVCaches(pages, [refs]), 1, slots, region)
@@ -81,8 +81,10 @@ class VllmCopier(DeviceCopier):
     def _specs(
         self, blocks: GpuBlocks, slots: SlotArray
     ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-        """Those of the last transfer if it comes again: in an engine the scheduler makes them, and
-        the worker's thread has no part in it."""
+        """Return the specs of a transfer, cached if it repeats.
+
+        In an engine the scheduler creates them, so the worker's thread does not pay for it.
+        """
         if blocks is not self._blocks:
             ids, sizes, places = blocks.block_ids.tolist(), blocks.group_sizes, blocks.block_indices
             device = GPULoadStoreSpec(ids, group_sizes=sizes, block_indices=places)

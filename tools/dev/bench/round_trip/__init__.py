@@ -1,7 +1,7 @@
-"""All tiers without an engine: store, write to NVMe, restart, bring up, load, compare every byte.
+"""All tiers without an engine: store, write to NVMe, restart, promote, load, compare every byte.
 
-Runs with and without a GPU, and with or without vLLM and LMDB: what an engine's two halves do is
-driven directly (`drive`), and the NVMe tier makes do with an index in memory (`disk_tier`).
+Runs with and without a GPU, and with or without vLLM and LMDB. `drive` calls both halves of an
+engine directly. In `disk_tier`, the NVMe tier can use an index in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPE = GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10)
 REQUEST_BYTES = 16 * MIB
 BLOCKS_MIN = 4
 DISK_FACTOR = 4
-"""Bytes on the disk per byte of blocks: segments are made ahead, and in whole."""
+"""Bytes on the disk per byte of blocks: segments are created in advance, and only whole."""
 GIGA = 1e9
 CPU, CUDA = "cpu", "cuda"
 
@@ -45,16 +45,17 @@ BROUGHT_UP, LOADED = "NVMe to device, after the restart", "CPU tier to device"
 
 
 class RoundTrip:
-    """Blocks on a device that go down to NVMe and come back after a restart."""
+    """Round trip of blocks from a device to NVMe and back after a restart."""
 
     def __init__(self, folder: Path, device: str, shape: GpuShape, blocks: int, index: str) -> None:
-        """`device`: `"cuda"` or `"cpu"`; `index`: see `disk_tier`."""
+        """Prepare the trip; `device` is `"cuda"` or `"cpu"`, `index` a kind of index of
+        `disk_tier`."""
         self._folder, self._device, self._shape = folder, device, shape
         self._blocks, self._index = blocks, index
         self._geometry = ArenaGeometry(_slots_for(shape, blocks), shape.block_bytes, 1)
 
     def __call__(self) -> Figures:
-        """Go all the way once. Raises `BenchError` if a byte differs or a block is missing."""
+        """Make the round trip once. Raises `BenchError` if a byte differs or a block is missing."""
         self._folder.mkdir(parents=True)
         tensors = self._tensors()
         before = [tensor.clone() for tensor in tensors]
@@ -103,7 +104,7 @@ class RoundTrip:
         return list(cache.view(self._shape.layers, self._blocks, -1).unbind())
 
     def _parts(self, order: str) -> list[RequestPart]:
-        """The same blocks in requests; `order` says which device blocks they lie in."""
+        """Return the blocks as requests; `order` determines their device blocks."""
         keys = [_key(number) for number in range(self._blocks)]
         places = random.Random(order).sample(range(self._blocks), self._blocks)
         size = max(1, REQUEST_BYTES // self._shape.block_bytes)
@@ -112,13 +113,13 @@ class RoundTrip:
 
 
 def _slots_for(shape: GpuShape, blocks: int) -> int:
-    """Of the CPU tier: half of it may be promoted into."""
+    """Return the slots of the CPU tier, of which promotions may use half."""
     asked_for = WINDOW * max(1, REQUEST_BYTES // shape.block_bytes)
     return 2 * blocks + min(blocks, asked_for)
 
 
 def _fitting(setup: MeasurementSetup, wanted: int) -> int:
-    """Blocks for which there is room; says so where those are fewer than wanted."""
+    """Return the number of blocks that fit, and note it if there are fewer than wanted."""
     shared = psutil.disk_usage(DEFAULT_ARENA_DIR).free
     disk = psutil.disk_usage(str(setup.folder.parent)).free
     blocks = wanted
@@ -158,7 +159,7 @@ def _compare(
 
 
 def cases(setup: MeasurementSetup, device: str = "") -> Generator[Case, None, None]:
-    """One, on the GPU if torch sees one, else in ordinary memory."""
+    """Yield the only case, on the GPU if torch sees one, else in ordinary memory."""
     import torch
 
     device = device or (CUDA if torch.cuda.is_available() else CPU)

@@ -1,8 +1,8 @@
-"""An NVMe tier for a drive without an engine: with its own index, or with one in memory.
+"""An NVMe tier for use without an engine, with LMDB or with an index in memory.
 
-Where LMDB is installed, the tier is the one that engines open. Where it is not, segments, slot
-records, checksums, block store and handlers are the same; the index is a dictionary, which is made
-from the slot records when the tier is opened.
+If LMDB is installed, the tier is the one that engines open. Otherwise the index is a dictionary
+that is built from the slot records when the tier is opened. Segments, slot records, checksums,
+block store and handlers are the same.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ NAME = "nvme"
 SEGMENT_BYTES = 256 << 20
 SPARE_BYTES = 256 << 20
 METADATA_FACTOR = 1.25
-"""Room on the disk for what a tier needs beside its blocks."""
+"""Factor for the disk space of a tier's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskTierOptions:
-    """A tier as a drive wants it."""
+    """Options of the tier."""
 
     folder: Path
-    """It exists already."""
+    """Existing folder for the tier."""
     blocks: int
     block_bytes: int
-    """A multiple of 4096."""
+    """Size of a block; a multiple of 4096."""
 
     @property
     def key(self) -> NamespaceKey:
-        """The namespace of the blocks."""
+        """Return the namespace of the blocks."""
         return NamespaceKey("round-trip", {"block_bytes": self.block_bytes})
 
 
@@ -60,17 +60,17 @@ class DiskTier:
     store: BlockStore
     tier: Tier
     index: str
-    """`LMDB` or `RECORDS`."""
+    """Kind of the index: `LMDB` or `RECORDS`."""
     close: Callable[[], object]
 
 
 def index_here() -> str:
-    """The index that this installation can have."""
+    """Return the kind of index that this installation supports."""
     return LMDB if find_spec("lmdb") else RECORDS
 
 
 def open_disk_tier(wanted: DiskTierOptions, index: str) -> DiskTier:
-    """Open or create a tier with this kind of index. Raises one of our errors."""
+    """Open or create a tier with this kind of index. Raises a `KVCascadeError`."""
     return _with_lmdb(wanted) if index == LMDB else _with_records(wanted)
 
 
@@ -118,18 +118,19 @@ def _with_records(wanted: DiskTierOptions) -> DiskTier:
 
 
 class RecordIndex:
-    """An index in memory over the segments of this process; see `IndexPort`. Any thread."""
+    """An index in memory over the segments of this process; see `IndexPort`. Thread-safe."""
 
     def __init__(self, segments: SegmentSet) -> None:
-        """Takes in every slot record of the open segments; of two for a block, the later one."""
+        """Read every slot record of the open segments; of two records for a block, the later one
+        counts."""
         self.epoch = 0
         self.has_panicked = False
         self.next_generation = 1
-        """Larger than that of any block found."""
+        """Next generation, larger than that of any block found."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, IndexEntry] = {}
         self._keys: dict[int, bytes] = {}
-        """Slot to the block that lies in it."""
+        """Mapping of slots to the blocks in them."""
         records = [pair for number in segments.numbers for pair in segments.records(number)]
         for slot, record in sorted(records, key=lambda pair: pair[1].generation):
             entry = IndexEntry(slot, record.length, record.checksum, record.generation)
@@ -137,11 +138,11 @@ class RecordIndex:
             self.next_generation = record.generation + 1
 
     def entry(self, key: bytes) -> IndexEntry | None:
-        """The entry of a block."""
+        """Return the entry of a block."""
         return self._entries.get(key)
 
     def keys(self) -> Iterator[tuple[bytes, IndexEntry]]:
-        """Every block and its entry."""
+        """Yield every block with its entry."""
         with self._lock:
             return iter(list(self._entries.items()))
 
@@ -154,7 +155,7 @@ class RecordIndex:
         held: set[BlockHash] | None = None,
         read_bytes: int = 0,
     ) -> CommitOutcome:
-        """Remove and add entries; nobody else has these segments, so nothing is held."""
+        """Remove and add entries; no other process uses these segments, so no block is held."""
         with self._lock:
             for removal in removals:
                 entry = self._entries.get(removal.key)
@@ -167,7 +168,7 @@ class RecordIndex:
     def take_away(
         self, epoch: int, entries: Sequence[tuple[bytes, bytes]]
     ) -> tuple[CommitOutcome, int]:
-        """Remove entries that are still exactly these; returns how many of them there were."""
+        """Remove entries that are unchanged; return the number of removed entries."""
         removed = 0
         with self._lock:
             for key, value in entries:
@@ -178,7 +179,7 @@ class RecordIndex:
         return CommitOutcome.DONE, removed
 
     def _put(self, key: bytes, entry: IndexEntry) -> None:
-        """A slot holds one block: the one that was there before is gone."""
+        """Add an entry; it replaces the previous block of its slot."""
         for stale in (self._keys.get(entry.slot), key):
             if stale is not None:
                 self._remove(stale)

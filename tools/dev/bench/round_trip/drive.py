@@ -1,8 +1,8 @@
-"""An engine without a model: manager, worker's part and copier, driven by their own contracts.
+"""An engine without a model: manager, worker's half and copier, driven through their contracts.
 
 Both halves of an engine run in this process. The worker's half joins the arena as rank 0 over the
-device's tensors; the scheduler's half has the manager over arena and NVMe tier. Nothing here needs
-vLLM: the calls are those that the adapter for vLLM makes.
+device's tensors. The scheduler's half has the manager over arena and NVMe tier. The calls are those
+of the adapter for vLLM, but vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 IO_THREADS = 4
 COPY_THREADS = 2
 IDLE_S = 0.001
-"""Between two steps, as an idle engine of vLLM sleeps."""
+"""Pause between two steps, like that of an idle engine of vLLM."""
 TIMEOUT_S = 300.0
-"""A phase that takes longer does not end."""
+"""Time after which a phase counts as hung."""
 WINDOW = 6
-"""Requests that wait for their blocks at a time."""
+"""Number of requests that wait for their blocks concurrently."""
 
 _engines = count()
 
@@ -59,7 +59,7 @@ class _Job:
 
 
 class DrivenEngine:
-    """One life of an engine over an open NVMe tier, which it closes. One thread."""
+    """One run of an engine over an open NVMe tier, which it closes. One thread."""
 
     def __init__(
         self,
@@ -68,9 +68,10 @@ class DrivenEngine:
         geometry: ArenaGeometry,
         disk: DiskTier,
     ) -> None:
-        """`tensors`: int8, shape `(blocks, page_bytes)`, one per layer, on one device.
+        """Start the engine; `tensors` are int8 of shape `(blocks, page_bytes)`, one per layer, on
+        one device.
 
-        Raises one of our errors, and leaves the tier open then.
+        On an error it raises a `KVCascadeError`, and leaves the tier open.
         """
         self._tensors = tensors
         self._jobs: dict[int, _Job] = {}
@@ -96,7 +97,7 @@ class DrivenEngine:
 
     @property
     def on_disk(self) -> int:
-        """Blocks in the NVMe tier."""
+        """Return the number of blocks in the NVMe tier."""
         return self._manager.tier_states()[1].blocks
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class DrivenEngine:
             raise BenchError("transfers to the disk were still under way at the shutdown")
 
     def store(self, parts: Sequence[RequestPart]) -> float:
-        """Store every part into the CPU tier; returns the seconds until the last one is there."""
+        """Store every part in the CPU tier; return the seconds until the last part is stored."""
         began = perf_counter()
         for part in parts:
             request = Request()
@@ -127,7 +128,7 @@ class DrivenEngine:
         return took_s
 
     def write_down(self) -> float:
-        """Have the NVMe tier hold all that was stored; returns the seconds."""
+        """Write all stored blocks to the NVMe tier; return the seconds."""
         began = perf_counter()
         for _ in _until(self._is_clean, "writes to the disk"):
             sleep(IDLE_S)
@@ -135,7 +136,7 @@ class DrivenEngine:
         return perf_counter() - began
 
     def load(self, parts: Sequence[RequestPart]) -> float:
-        """Bring every part to the device, from whichever tier; returns the seconds.
+        """Load every part to the device, from any tier; return the seconds.
 
         Raises `BenchError` if a block is in no tier.
         """
@@ -156,7 +157,7 @@ class DrivenEngine:
         return perf_counter() - began
 
     def _try_load(self, job: _Job) -> bool:
-        """Look up a request's blocks; True if all are there and their copy has begun."""
+        """Look up a request's blocks; return True if all are hits and their copy has begun."""
         keys = job.part.keys
         hits = self._manager.lookup(keys, job.request)
         if hits is None:
@@ -199,7 +200,7 @@ def _worker(
     name: str,
     undo: ExitStack,
 ) -> DeviceCopier:
-    """The worker's half, which `undo` closes."""
+    """Return the worker's half; `undo` closes it."""
     arena = Arena.open(geometry, name, ArenaRole.worker(0))
     undo.callback(arena.close)
     arena.publish_layout(layout.digest(""))
@@ -218,7 +219,7 @@ def _worker(
 
 
 def _until(is_done: Callable[[], bool], what: str) -> Iterator[None]:
-    """Steps until something is so. Raises `BenchError` after `TIMEOUT_S`."""
+    """Yield once per step until a condition holds. Raises `BenchError` after `TIMEOUT_S`."""
     end_s = monotonic() + TIMEOUT_S
     while not is_done():
         if monotonic() > end_s:

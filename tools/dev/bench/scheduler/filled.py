@@ -1,9 +1,8 @@
-"""An NVMe tier that holds many blocks, made without moving their bytes.
+"""An NVMe tier with many blocks, created without writing their payload.
 
-Slots are handed out, slot records written, entries committed and recency set by the tier's own
-code, in the order in which blocks would arrive; hashes are random, so the index grows as it does in
-use. Only the payload is never written (the files are preallocated) and the checksums are made up:
-nothing here ever reads a block.
+The tier's own code allocates slots, writes slot records, commits entries and sets recency, in the
+order in which blocks would arrive. Hashes are random, so the index grows as in use. Files are
+preallocated, payloads are not written, and checksums are arbitrary, because no block is read.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ from ..measurement import MeasurementSetup, Say
 
 BLOCK_BYTES = 4096
 FILL_BATCH = 512
-"""Entries of one commit, as many as a job of the manager has at most: larger commits leave more
-free pages behind than use does."""
+"""Entries per commit, as many as the manager's largest job. Larger commits leave more free pages
+behind than normal use does."""
 METADATA_FACTOR = 1.25
 SPARE_BYTES = 128 << 20
 TOUCHED = 2000
-"""Of the first so many blocks every second one was used again: the others leave first."""
+"""Number of first blocks of which every second one is used again; the others are evicted first."""
 GROUP_SUFFIX = bytes(4)
 
 
 def key_of(number: int) -> BlockHash:
-    """The hash of a block by its order of arrival."""
+    """Return the hash of a block by its order of arrival."""
     digest = hashlib.sha256(number.to_bytes(8, "little")).digest()
     return BlockHash(digest + GROUP_SUFFIX)
 
 
 def coldest_keys(blocks: int, n: int) -> list[BlockHash]:
-    """What leaves next, in that order, of a tier that was just filled."""
+    """Return the next `n` victims, in order, of a tier that was just filled."""
     order = [*range(1, min(TOUCHED, blocks), 2), *range(min(TOUCHED, blocks), blocks)]
     return [key_of(number) for number in order[:n]]
 
 
 def config_of(folder: Path, blocks: int) -> NvmeTierConfig:
-    """A tier with room for so many small blocks."""
+    """Return the configuration of a tier with room for `blocks` small blocks."""
     slot_bytes = BLOCK_BYTES + SLOT_RECORD_BYTES
     return NvmeTierConfig(
         paths=(folder,),
@@ -66,7 +65,8 @@ def config_of(folder: Path, blocks: int) -> NvmeTierConfig:
 
 
 def filled(setup: MeasurementSetup, blocks: int) -> Path:
-    """The folder of a tier that holds so many blocks; made once per run, beside `setup.folder`."""
+    """Return the folder of a tier with `blocks` blocks; it is created once per run, beside
+    `setup.folder`."""
     folder = setup.folder.parent / f"filled-{blocks}"
     if folder.exists():
         return folder
@@ -110,7 +110,7 @@ def fill(folder: Path, blocks: int, say: Say) -> None:
 
 
 def _add(tier: NvmeTier, numbers: range) -> list[int]:
-    """Add blocks as a store does, but for the payload; returns their slots."""
+    """Add blocks like a store does, without the payload; return their slots."""
     keys = [key_of(number) for number in numbers]
     statuses = tier.backend.allocate_blocks(keys)
     slots = [status.block_id for status in statuses]
@@ -125,14 +125,14 @@ def _add(tier: NvmeTier, numbers: range) -> list[int]:
     pairs = sorted(zip(keys, entries, strict=True), key=lambda pair: pair[0])
     if tier.index.commit(epoch, (), pairs) is not CommitOutcome.DONE:
         raise BenchError(f"the index in {tier.index.path} took no more entries; is the disk full?")
-    tier.index.refresh()  # the pages that this commit replaced may be used again
+    tier.index.refresh()  # frees the pages that this commit replaced
     for status in statuses:
         status.ref_cnt = 0
     return slots
 
 
 class Stalled(OffloadingHandler):
-    """Takes every job and never ends one: what is pending stays so."""
+    """Handler that accepts every job and never finishes one, so pending jobs stay pending."""
 
     def __init__(self) -> None:
         self.jobs: list[int] = []
@@ -150,7 +150,7 @@ class Stalled(OffloadingHandler):
 
 @dataclass(slots=True)
 class Opened:
-    """A filled tier under a CPU tier without bytes."""
+    """A filled tier below a CPU tier without bytes."""
 
     tier: NvmeTier
     policy: OrderedPolicy
@@ -158,12 +158,12 @@ class Opened:
     up: Stalled
 
     def holds(self, keys: Sequence[BlockHash]) -> int:
-        """How many of these blocks the NVMe tier has."""
+        """Return how many of these blocks the NVMe tier has."""
         return sum(self.policy.get(key) is not None for key in keys)
 
 
 def open_filled(folder: Path, blocks: int, cpu_blocks: int, executor: Executor) -> Opened:
-    """Open a filled tier as `open_cascade` does; promotions begin and never end."""
+    """Open a filled tier as `open_cascade` does; promotions start and never finish."""
     tier = open_nvme_tier(config_of(folder, blocks), executor)
     try:
         policy = create("lru", tier.backend.capacity, tier.directory, tier.arrays)

@@ -1,4 +1,4 @@
-"""What a question about a block on NVMe costs the scheduler's thread."""
+"""Cost of a lookup of a block on NVMe, for the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HIT, MISS = "hit, index in page cache", "miss, index in page cache"
 AGAIN, AGAIN_AS_HIT = "asked again while pending", "  beside vLLM's plain hit"
 STEPS = "steps before it is on its way"
 CPU_FACTOR = 5
-"""Slots of the CPU tier per block asked for: all that is asked for gets room."""
+"""Slots of the CPU tier per block of a lookup, so that every block gets room."""
 READ_BYTES = 4 << 20
 VLLM_FILES = 4096
-"""Blocks in vLLM's `fs` tier: one file each, and two folders."""
+"""Blocks in vLLM's `fs` tier: one file and two folders each."""
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """One per size of the index."""
+    """Yield a case per size of the index."""
     for blocks in setup.scale.index_blocks:
         folder = filled(setup, blocks)
         yield Case(
@@ -39,7 +39,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 
 def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
-    """Reopen, and ask about blocks that are there, that are not, and that are on their way."""
+    """Reopen, and look up blocks that are present, absent, and being promoted."""
     from ..vllm_calls import as_offload_key, copied, over
     from .vllm_lookups import ask_ours
 
@@ -67,7 +67,7 @@ def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
 
 
 def read_files(folder: Path) -> None:
-    """Bring the files of a folder into the page cache."""
+    """Read the files of a folder into the page cache."""
     buffer = bytearray(READ_BYTES)
     for path in folder.iterdir():
         with path.open("rb", buffering=0) as file:
@@ -76,7 +76,7 @@ def read_files(folder: Path) -> None:
 
 
 def vllm(setup: MeasurementSetup) -> Figures:
-    """The same questions to vLLM's tiering with its `fs` tier."""
+    """Make the same lookups in vLLM's tiering with its `fs` tier."""
     from .vllm_lookups import ask_vllm, plain_hit
 
     folder = setup.folder / "fs"

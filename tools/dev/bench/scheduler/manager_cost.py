@@ -1,4 +1,4 @@
-"""What one block costs the scheduler's thread while it is in the CPU tier."""
+"""Cost of one block in the CPU tier, for the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PER_BLOCK = (
     "touch",
     "request finish",
 )
-"""What is held against vLLM's, and against itself in a larger tier."""
+"""Quantities that are compared with vLLM's, and with those of a larger tier."""
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """One per capacity."""
+    """Yield a case per capacity."""
     from ..vllm_calls import Keys, drive, our_lru, vllm_lru
 
     for blocks in setup.scale.manager_blocks:
@@ -38,12 +38,12 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
 
 
 def label_of(blocks: int) -> str:
-    """A capacity, for people."""
+    """Return a capacity as text."""
     return f"{blocks:,} blocks"
 
 
 def flatness(rows: Sequence[Row]) -> list[Row]:
-    """How much more a block costs in the largest tier than in the smallest."""
+    """Return rows with the cost in the largest tier relative to the smallest."""
     cases = list(dict.fromkeys(row.case for row in rows))
     if len(cases) < 2:
         return []

@@ -1,7 +1,7 @@
-"""A process that opens a filled tier, says how long that took and what it keeps, and ends.
+"""A process that opens a filled tier, reports the time and its memory, and ends.
 
-Run by `reopening` with `FOLDER BLOCKS clean|kill`; prints one line of JSON. `kill`: it ends by
-SIGKILL, with the tier open.
+`reopening` runs it with `FOLDER BLOCKS clean|kill`; it prints one line of JSON. With `kill`, it
+ends by SIGKILL while the tier is open.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .....tiers.base import BlockHash
 from .filled import Opened, coldest_keys, key_of, open_filled
 
 SAMPLE_BLOCKS = 50_000
-"""Blocks asked for before memory is looked at again."""
+"""Number of blocks to look up before memory is measured again."""
 COLDEST_BLOCKS = 1000
 CPU_BLOCKS = 1024
 _KINDS = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
 
 
 def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process by kind: anonymous, mapped from files, shared."""
+    """Return the resident memory of this process by kind: anonymous, mapped from files, shared."""
     found: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -39,7 +39,7 @@ def resident_bytes() -> dict[str, int]:
 
 
 def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Opened, object]:
-    """Open, ask, look; returns the open tier and what was found."""
+    """Open, look up, and measure; return the open tier and the results."""
     asked = [key_of(number) for number in random.sample(range(blocks), min(SAMPLE_BLOCKS, blocks))]
     expected = coldest_keys(blocks, COLDEST_BLOCKS)
     before = resident_bytes()
@@ -48,7 +48,7 @@ def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Open
     opened_s = perf_counter() - began
     state = opened.manager.lookup_block(asked[0], Request())
     first_s = perf_counter() - began - opened_s
-    executor.submit(int).result()  # whatever the opening left to the background has ended
+    executor.submit(int).result()  # waits for the background part of the opening
     held = opened.holds(asked)
     coldest = [block_hash for block_hash, _ in opened.policy.coldest(len(expected))]
     after = resident_bytes()
@@ -65,12 +65,12 @@ def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Open
 
 
 def same(found: Sequence[BlockHash], expected: Sequence[BlockHash]) -> float:
-    """Share of places that hold the same block."""
+    """Return the share of positions that hold the same block."""
     return sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One process."""
+    """Run the probe."""
     folder, blocks, end = arguments
     with ThreadPoolExecutor(1) as executor:
         opened, found = probe(Path(folder), int(blocks), executor)

@@ -1,4 +1,4 @@
-"""How long a start takes, and what it keeps in memory."""
+"""Duration of a start, and its resident memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ CLEAN, KILLED = "after a clean close", "after kill -9"
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """One per size."""
+    """Yield a case per size."""
     for blocks in setup.scale.reopen_blocks:
         folder = filled(setup, blocks)
         yield Case(f"{blocks:,} blocks", {OURS: partial(reopen, folder, blocks)})
 
 
 def reopen(folder: Path, blocks: int) -> Figures:
-    """Two processes: one opens after a clean close and is killed, the next one finds that."""
+    """Run two processes: one opens after a clean close and is killed, the next one opens after
+    that."""
     figures: dict[str, float] = {}
     for how, end in ((CLEAN, "kill"), (KILLED, "clean")):
         drop_page_cache([folder])
@@ -46,7 +47,7 @@ def reopen(folder: Path, blocks: int) -> Figures:
 
 
 def run_probe(folder: Path, blocks: int, end: str) -> dict[str, Any]:
-    """Run one process; what it printed."""
+    """Run one process, and return its output."""
     command = [sys.executable, "-m", f"{__package__}.reopen_probe", str(folder), str(blocks), end]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
@@ -59,8 +60,10 @@ def run_probe(folder: Path, blocks: int, end: str) -> dict[str, Any]:
 
 
 def quantities() -> tuple[Quantity, ...]:
-    """The rows: each after a clean close, and after kill -9. Goals on times are about four million
-    blocks; smaller tiers are held to them too."""
+    """Return the rows: each after a clean close, and after kill -9.
+
+    Goals on times are for about four million blocks; smaller tiers have the same goals.
+    """
     found: list[Quantity] = []
     whole = (Goal(100.0, is_least=True),)
     for how, opening_s in ((CLEAN, 1.0), (KILLED, 5.0)):

@@ -1,4 +1,4 @@
-"""Questions about blocks on disk, asked as vLLM's scheduler asks them."""
+"""Lookups of blocks on disk, with the calls of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPARE_CHUNKS = 64
 
 @dataclass(frozen=True, slots=True)
 class OurAnswers:
-    """What questions cost, in microseconds per block."""
+    """Cost of lookups, in microseconds per block."""
 
     cold_hit_us: float
     cold_miss_us: float
@@ -42,7 +42,7 @@ class OurAnswers:
     miss_us: float
     again_us: float
     steps: int
-    """Of the engine, that passed before the first promotion began."""
+    """Number of steps of the engine before the first promotion began."""
 
 
 Request = tuple[ReqContext, list[OffloadKey]]
@@ -54,10 +54,10 @@ def ask_ours(
     warm_up: Callable[[], None],
     promotions: list[int],
 ) -> OurAnswers:
-    """Ask about blocks that are there and that are not, before and after `warm_up`.
+    """Look up present and absent blocks, before and after `warm_up`.
 
-    `promotions` are the jobs that have begun. A request that waits is answered "ask again" for its
-    first block; the scheduler goes no further, and the other blocks are misses for now.
+    `promotions` are the jobs that have begun. If a request waits, its first block gives RETRY; the
+    scheduler stops there, and the other blocks are misses for now.
     """
     pending, missing, half = {LookupResult.HIT_PENDING}, {LookupResult.MISS}, len(keys) // 2
     with frozen():
@@ -79,14 +79,14 @@ def ask_ours(
 
 
 def announced(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> list[Request]:
-    """Requests over these keys."""
+    """Return announced requests over these keys."""
     return [(new_request(manager, part), part) for part in requests_of(keys)]
 
 
 def ask(
     manager: OffloadingManager, requests: Sequence[Request], expected: set[LookupResult]
 ) -> float:
-    """Ask about every block once; microseconds per block."""
+    """Look up every block once; return microseconds per block."""
     took_us, answers = ask_any(manager, requests)
     if not answers <= expected:
         raise BenchError(f"lookups answered {answers}, not {expected}")
@@ -96,9 +96,9 @@ def ask(
 def ask_any(
     manager: OffloadingManager, requests: Sequence[Request]
 ) -> tuple[float, set[LookupResult]]:
-    """As `ask`, whatever the answers are; also returns those.
+    """Look up like `ask`, and accept and return any results.
 
-    A step ends, outside the time measured, before it would look for too many blocks.
+    The step ends, outside the measured time, before it would reach its limit of lookups.
     """
     lookup: Callable[[OffloadKey, ReqContext], LookupResult] = manager.lookup
     asked, took, in_step = 0, 0.0, 0
@@ -117,7 +117,7 @@ def ask_any(
 
 
 def plain_hit(blocks: int) -> float:
-    """vLLM's lookup of a block that is in its CPU tier."""
+    """Return the cost of a lookup of a block in vLLM's CPU tier."""
     manager, keys = vllm_lru(blocks), random_keys(blocks)
     for context, part in announced(manager, keys):
         manager.prepare_store(part, context)
@@ -127,7 +127,8 @@ def plain_hit(blocks: int) -> float:
 
 
 def ask_vllm(folder: Path, blocks: int) -> tuple[float, float, float, float]:
-    """vLLM's tiering: hit, miss, asked again (µs per block), steps before a promotion begins."""
+    """Measure vLLM's tiering: hit, miss, repeated lookup (µs per block), steps before a promotion
+    begins."""
     extra = {
         "cpu_bytes_to_use": (blocks + SPARE_CHUNKS) * BLOCK_BYTES,
         "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
@@ -149,14 +150,15 @@ def ask_vllm(folder: Path, blocks: int) -> tuple[float, float, float, float]:
             hit_us, steps = ask_until(manager, requests, LookupResult.HIT_PENDING)
             again_us = ask(manager, requests, {LookupResult.HIT_PENDING})
     finally:
-        manager.shutdown()  # before the next step: the files are empty, nothing shall read them
+        manager.shutdown()  # before the next step: the files are empty and must not be read
     return hit_us, miss_us, again_us, float(steps)
 
 
 def ask_until(
     manager: OffloadingManager, requests: Sequence[Request], answer: LookupResult
 ) -> tuple[float, int]:
-    """Ask, step after step, until all have this answer: microseconds per block, and steps."""
+    """Look up in repeated steps until all blocks give this result; return microseconds per block,
+    and steps."""
     total_us = 0.0
     for steps in range(ROUNDS_MAX):
         took_us, answers = ask_any(manager, requests)
