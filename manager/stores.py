@@ -40,7 +40,7 @@ class Stores:
         mode: WriteMode,
         offered_once: tuple[bytes, ...],
     ) -> None:
-        """Keep the hits of this step (`answers`), and report the offers of requests to `worth`.
+        """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
 
         `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
@@ -131,7 +131,7 @@ class Stores:
     def _room_for(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
-        """Evict and return slots for the new blocks; None if a short wait gives more."""
+        """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
         if need <= top.backend.get_num_free_blocks():
             return need
@@ -139,7 +139,7 @@ class Stores:
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
-        once = self._offered_once  # counted once per KV group
+        once = self._offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
         if request is not None and request.put_offs >= MAX_PUT_OFFS:
@@ -157,9 +157,9 @@ class Stores:
             collect(self._flow, self._promoter, demoter)
             if demoter.jobs_in_flight or demoter.may_find_room:
                 return None
-            if demoter.was_cut_short:  # the blocks it looked at need not be written
+            if demoter.was_cut_short:  # the inspected blocks need not be written
                 return wanted if top.make_all_room(wanted, protected, False) else None
-            # Nothing below takes anything: better lose the coldest than the newest.
+            # No tier below accepts writes: lose the coldest blocks rather than the newest.
         if top.make_all_room(wanted, protected, may_drop_dirty=True):
             return wanted
         if wanted == need and self._is_busy():
