@@ -46,7 +46,7 @@ class Lookups:
         worth: Worth | None,
         store_wait_s: float | None,
     ) -> None:
-        """Report misses of requests to `worth`, because the requests compute these blocks.
+        """`worth` receives the misses of requests, because the requests compute these blocks.
 
         `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
         miss.
@@ -75,7 +75,7 @@ class Lookups:
 
     @property
     def is_asking(self) -> bool:
-        """Return True in the part of a step in which blocks must stay in the first tier."""
+        """True in the part of a step in which blocks must stay in the first tier."""
         return self._asking is not None
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
@@ -133,7 +133,7 @@ class Lookups:
     ) -> LookupState:
         """Look up a block that is no plain hit; `status` is the result of `top_get`.
 
-        RETRY puts the whole request off; it need not be looked up again in this step.
+        RETRY means that the whole request is put off; it need not be looked up again in this step.
         """
         if status is None and self.is_single:
             self.answers.misses += 1
@@ -220,7 +220,7 @@ class Lookups:
         return self._turns.want(block_hash, tier, request, ())
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """Return pending for a block that a worker is storing, until the request's deadline."""
+        """Treat a block that a worker is storing as pending until the request's deadline."""
         if self._store_wait_s is None:
             return LookupState.MISS
         now_s = self._flow.clock()
