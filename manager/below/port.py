@@ -31,7 +31,7 @@ class Put(Enum):
     STARTED = "started"
     """The write is in flight; `poll` reports its outcome."""
     ALREADY = "already"
-    """The first tier holds the block, or is receiving it."""
+    """Tier 1 holds the block, or is receiving it."""
     LATER = "later"
     """There is no room now, but blocks are being evicted to make room."""
     FULL = "full"
@@ -75,7 +75,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class WriteState:
-    """Reason why the first tier accepts no writes, and the time until it does."""
+    """Reason why tier 1 accepts no writes, and the time until it does."""
 
     is_stalled: bool = False
     """True if writes are in flight and none has ended for a long time."""
@@ -151,8 +151,7 @@ class Below(ABC):
 
     @abstractmethod
     def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Order blocks that one request stored in several parts, as in its prompt. This is not a
-        use."""
+        """Report blocks that one request stored in several parts, in prompt order. Not a use."""
 
     @abstractmethod
     def chain(self, keys: Sequence[BlockHash]) -> bool:
@@ -162,7 +161,7 @@ class Below(ABC):
         `settle`.
         """
 
-    # -- what became of it -----------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     @abstractmethod
     def poll(self) -> Sequence[Ended]:
@@ -196,12 +195,12 @@ class Below(ABC):
     @property
     @abstractmethod
     def takes_puts(self) -> bool:
-        """Return False while no write may be started."""
+        """False while no write may be started."""
 
     @property
     @abstractmethod
     def is_blocked(self) -> bool:
-        """Return True while tier 1 is not even probed: dirty blocks above may then be dropped."""
+        """True while tier 1 is not even probed: dirty blocks above may then be dropped."""
 
     @abstractmethod
     def rests(self, tier: int) -> bool:
