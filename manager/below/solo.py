@@ -87,7 +87,7 @@ class SoloTier(Below):
             policy.note_chain(keys)
         return policy.wants_chains
 
-    # -- outcomes -----------------------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:
         reads, writes = self.reads, self.writes
