@@ -77,7 +77,7 @@ class TierBooks:
     """Use counts of refused blocks, for `UseCounts`."""
     departures: Departures = field(default_factory=Departures)
     lost: list[BlockHash] = field(default_factory=list)
-    """Keys of blocks that left the tier, for the holder of these blocks above."""
+    """Keys of blocks that left the tier, for the tiers above that hold these blocks."""
     level: Level = field(init=False)
 
     def __post_init__(self) -> None:
