@@ -1,8 +1,8 @@
 """Several tiers behind one port: `TierChain` puts one tier above another port.
 
-Writes enter the first tier. Blocks are written to the rest before they are evicted from it. Reads
-go from every tier directly into the slots of the caller. A promoted block is not written to the
-tiers between.
+Writes enter the first tier. Before it evicts a block, the block is written to the rest. Reads go
+from every tier directly into the slots of the caller. A promoted block is not written to the tiers
+between.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from .solo import SoloTier
 from .tier_writes import SpecOf, arena_slots, slots_of
 
 MAX_AHEAD_BLOCKS = 32 << 10
-"""Maximum number of slots of a lower tier to which its watermarks apply as shares. Only the tier
-above and promoted blocks wait for free slots there. Each search also passes clean blocks, at 0.1 µs
-a block."""
+"""Maximum number of slots of which the watermarks of a lower tier are shares. Only the tier above
+and promoted blocks wait there. Each search also passes over clean blocks, at 0.1 µs a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class TierChain(Below):
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         return self._first.chain(keys)
 
-    # -- outcomes -----------------------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:
         ended = list(self._first.poll())
