@@ -37,7 +37,7 @@ class TierReads:
         for status in statuses:
             status.ref_cnt += 1
         if hashes:
-            level.policy.touch(hashes)  # now, because their index entries are still cached
+            level.policy.touch(hashes)  # now, because these blocks are soon looked up again
         job = TierJob(ticket, hashes, statuses, self._books.clock(), keys=keys)
         target = arena_slots(hashes, [slot for _, _, slot in present])
         source = level.backend.get_load_store_spec(hashes, statuses)
