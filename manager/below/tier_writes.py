@@ -14,8 +14,8 @@ from .port import Ended, Put
 from .tier_books import TierBooks, TierJob, Way, outcomes_of
 
 STALLED_S = 15.0
-"""Time limit in seconds: if writes are in flight and none ends for so long, this counts as a
-failure."""
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
 NOT_WANTED = frozenset(
     {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
 )
@@ -37,7 +37,7 @@ def arena_slots(keys: Sequence[BlockHash], slots: Sequence[int]) -> LoadStoreSpe
 
 
 def slots_of(upper: Level) -> SpecOf:
-    """Return a function that locates blocks of this tier for writes to the tier below it."""
+    """Return a function that locates blocks of `upper` for writes to the tier below it."""
 
     def spec(keys: Sequence[BlockHash], slots: Sequence[int]) -> LoadStoreSpec:
         found = upper.policy.get_many(keys)
