@@ -1,12 +1,13 @@
-"""Answers to "is this block there?", for the requests that a scheduler considers in a step.
+"""Lookups of blocks, for the requests that a scheduler considers in a step.
 
-A hit in the first tier takes no lock: while a request is asking, which begins under the lock,
-nothing but the scheduler's own calls takes a block out of that tier. What is not there is looked
-for below, and claimed for the request (`Turns`).
+A hit in the first tier takes no lock. While a request is asking, only the scheduler's own calls
+remove blocks from that tier. Asking begins under the lock. Blocks missing there are searched below,
+and claimed for the request (`Turns`).
 
-While a request waits, nothing new is looked for: it is *put off*, and its answers come from memory.
+While a request waits, no new search starts: the request is *put off*, and its answers come from
+memory.
 
-Threads: the scheduler's. The manager's lock is held where state changes.
+The scheduler's thread calls these methods. The manager's lock is held where state changes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from .workers import WorkerTransfers
 from .worth import Worth
 
 MAX_LOOKS_PER_STEP = 4096
-"""Blocks that one step looks for below, at 3 to 11 µs each where they are found. Requests that ask
-for more are asked again in the next step: many that come at once do not stall the others."""
+"""Number of blocks that one step searches below, at 3 to 11 µs for each block found. Requests that
+ask for more are asked again in the next step. Many simultaneous requests therefore do not stall the
+others."""
 
 
 class Lookups:
-    """The questions of one step."""
+    """Lookups of one step."""
 
     def __init__(
         self,
@@ -44,9 +46,10 @@ class Lookups:
         worth: Worth | None,
         store_wait_s: float | None,
     ) -> None:
-        """What requests miss is reported to `worth`: they compute it.
+        """`worth` receives the misses of requests, because the requests compute these blocks.
 
-        `store_wait_s`: a block that a worker is storing is waited for so long; None: a miss.
+        `store_wait_s`: longest wait for a block that a worker is storing; None: such a block is a
+        miss.
         """
         self._lock = lock
         self._flow = flow
@@ -57,25 +60,26 @@ class Lookups:
         self._store_wait_s = store_wait_s
         self._below = flow.below
         self.is_single = flow.is_single
-        """True if what is not in the first tier is a miss."""
+        """True if every block outside the first tier is a miss."""
         self.top_get = flow.top.policy.get
-        """The status of a block in the first tier; for adapters that inline the plain hit."""
+        """Function that returns the status of a block in the first tier. Adapters use it to inline
+        the plain hit."""
         self.answers = Answers(flow.top.policy.ready_at)
         self._asking: Request | None = None
         self._is_put_off = False
-        """True if the request that is asking waits for an earlier question."""
+        """True if the request that is asking waits for an earlier lookup."""
         self._looks = 0
-        """Blocks that were looked for below in this step."""
+        """Number of blocks searched below in this step."""
         self._missing: list[Request] = []
         """Requests that missed a block in this step and need not wait for others."""
 
     @property
     def is_asking(self) -> bool:
-        """True in the part of a step in which the first tier's blocks must stay where they are."""
+        """True in the part of a step in which blocks must stay in the first tier."""
         return self._asking is not None
 
     def lookup(self, block_hashes: Iterable[BlockHash], request: Request) -> int | None:
-        """Length of the longest prefix of hits; None: ask again."""
+        """Return the length of the longest prefix of hits; None: ask again."""
         hits, is_waiting = 0, False
         for block_hash in block_hashes:
             state = self.lookup_block(block_hash, request)
@@ -90,9 +94,11 @@ class Lookups:
         return None if is_waiting else hits
 
     def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """The state of one block. A hit stays one until the end of the step, or its `prepare_load`.
+        """Return the state of one block. A hit lasts until the end of the step, or its
+        `prepare_load`.
 
-        Lock-free while the block is ready in the first tier, or on its way for this request.
+        The call is lock-free if the block is ready in the first tier, or in flight for this
+        request.
         """
         if request is not self._asking:
             self.begin_asking(request, block_hash)
@@ -109,12 +115,12 @@ class Lookups:
         return self.look_below(block_hash, status, request)
 
     def begin_asking(self, request: Request, first: BlockHash) -> bool:
-        """The lookups that follow are for this request, until the end of the step.
+        """Start the lookups of this request, which last until the end of the step.
 
-        `first` is the first of them. True if the request is put off: it still waits for what it
-        asked for in an earlier step, so every answer is one that makes the engine ask again.
+        `first` is the first block. Return True if the request is put off, because it still waits
+        for blocks of an earlier step. Every answer then makes the engine ask again.
         """
-        with self._lock:  # after it, the background leaves the first tier's blocks where they are
+        with self._lock:  # from here on, the background removes no block of the first tier
             self._asking = request
         request.missed_at = None
         self.answers.begin()
@@ -125,9 +131,9 @@ class Lookups:
     def look_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
-        """`lookup_block` for what is no plain hit; `status` is what `top_get` returned.
+        """Look up a block that is no plain hit; `status` is the result of `top_get`.
 
-        RETRY: the whole request is put off; it need not be asked about in this step again.
+        RETRY means that the whole request is put off; it need not be looked up again in this step.
         """
         if status is None and self.is_single:
             self.answers.misses += 1
@@ -139,7 +145,7 @@ class Lookups:
             return state
 
     def end_step(self) -> None:
-        """The step is over, or everything was reset: nobody relies on its hits any more."""
+        """End the step, also after a reset: its hits are no longer protected."""
         if self._worth is not None:
             for request in self._missing:
                 self._worth.expect_computing(request)
@@ -151,7 +157,7 @@ class Lookups:
         self._looks = 0
 
     def end_request(self, request: Request) -> None:
-        """The request is over."""
+        """Forget a request that ended."""
         if request is self._asking:
             self._asking = None
 
@@ -214,7 +220,7 @@ class Lookups:
         return self._turns.want(block_hash, tier, request, ())
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """The block is being stored by a worker: pending, until the request's deadline."""
+        """Treat a block that a worker is storing as pending until the request's deadline."""
         if self._store_wait_s is None:
             return LookupState.MISS
         now_s = self._flow.clock()

@@ -20,8 +20,8 @@ from .workers import WorkerTransfers
 from .worth import Worth
 
 MAX_PUT_OFFS = 32
-"""Steps that a request's blocks wait for dirty ones to be written: several times what that takes.
-After that the first of them are taken, as many as there is room for."""
+"""Number of steps that a request's blocks wait for dirty ones to be written. It is several times
+the usual number. After that the first blocks are stored, as many as there is room for."""
 
 
 class Stores:
@@ -40,7 +40,7 @@ class Stores:
         mode: WriteMode,
         offered_once: tuple[bytes, ...],
     ) -> None:
-        """`answers`: hits of this step, which stay; the offers of requests are told to `worth`.
+        """`answers` holds the protected hits of this step; `worth` receives the offers of requests.
 
         `offered_once`: ends of the hashes of blocks that the engine never offers again.
         """
@@ -60,7 +60,7 @@ class Stores:
     def prepare(
         self, block_hashes: Sequence[BlockHash], request: Request | None
     ) -> PrepareStoreOutput | None:
-        """`CascadingOffloadingManager.prepare_store`."""
+        """Implement `CascadingOffloadingManager.prepare_store`."""
         flow, top = self._flow, self._top
         get = top.policy.get
         flow.evicted.clear()
@@ -94,7 +94,7 @@ class Stores:
     def complete(
         self, block_hashes: Collection[BlockHash], success: bool, request: Request | None
     ) -> None:
-        """`CascadingOffloadingManager.complete_store`."""
+        """Implement `CascadingOffloadingManager.complete_store`."""
         flow, top = self._flow, self._top
         stored: list[BlockHash] = []
         slots: list[int] = []
@@ -123,7 +123,7 @@ class Stores:
             self._aging.note(request.in_prompt_order(in_order) if request else in_order)
 
     def end_step(self) -> None:
-        """A step of the scheduler ended."""
+        """End a step of the scheduler."""
         self._workers.end_step()
         if self._worth is not None:
             self._worth.prefill.end_step(self._flow.clock())
@@ -131,7 +131,7 @@ class Stores:
     def _room_for(
         self, new: list[BlockHash], offered: Sequence[BlockHash], request: Request | None
     ) -> int | None:
-        """Slots for the new blocks, evicting; None if waiting a little gives more."""
+        """Make room. Return the number of slots for new blocks; None if a short wait gives more."""
         need, top = len(new), self._top
         if need <= top.backend.get_num_free_blocks():
             return need
@@ -139,7 +139,7 @@ class Stores:
         may_drop = self._below.is_blocked
         if need <= top.capacity and top.make_all_room(need, protected, may_drop):
             return need
-        once = self._offered_once  # an offer of these is one, or one of each KV group
+        once = self._offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
         if request is not None and request.put_offs >= MAX_PUT_OFFS:
@@ -149,7 +149,7 @@ class Stores:
     def _room_under_pressure(
         self, need: int, protected: set[BlockHash], may_drop: bool
     ) -> int | None:
-        """There is not room for all: free slots by writing blocks down, or take what there is."""
+        """Free slots by writing blocks down, or store only as many blocks as there is room for."""
         top, demoter = self._top, self._demoter
         wanted = min(need, top.capacity)
         if not may_drop:
@@ -157,9 +157,9 @@ class Stores:
             collect(self._flow, self._promoter, demoter)
             if demoter.jobs_in_flight or demoter.may_find_room:
                 return None
-            if demoter.was_cut_short:  # the blocks it looked at need not be written
+            if demoter.was_cut_short:  # the inspected blocks need not be written
                 return wanted if top.make_all_room(wanted, protected, False) else None
-            # Nothing below takes anything: better lose the coldest than the newest.
+            # No tier below accepts writes: lose the coldest blocks rather than the newest.
         if top.make_all_room(wanted, protected, may_drop_dirty=True):
             return wanted
         if wanted == need and self._is_busy():
@@ -167,6 +167,6 @@ class Stores:
         return top.make_room(wanted, protected, may_drop_dirty=True)
 
     def _is_busy(self) -> bool:
-        """True if slots of the first tier will be given back by transfers that are under way."""
+        """Return True if transfers in flight will free slots of the first tier."""
         is_moving = self._workers.is_busy or self._promoter.in_flight
         return bool(is_moving or self._demoter.jobs_in_flight)

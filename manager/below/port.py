@@ -1,12 +1,13 @@
 """The port `Below`: everything below the first tier, as the manager sees it.
 
-Keys, not slots; batches, not blocks; outcomes, not exceptions. The manager asks whether a key may
-be below, sends batches of keys with slots of its first tier, and polls for what became of them.
-Slots, eviction policy, index, growth, write budget and breakers of the tiers below stay behind the
-port, and so does the order of several tiers.
+The port takes keys instead of slots and batches instead of blocks, and returns outcomes instead of
+exceptions. The manager asks whether a key may be below. It sends batches of keys with slots of its
+first tier, and polls for the outcomes. The port hides the slots, eviction policy, index, growth,
+write budget and breakers of the tiers below, and their order.
 
-Tiers below are numbered from 1. All methods are called by one thread at a time, under the manager's
-lock; `wait` alone is called without it. No method but `wait`, `flush` and `shutdown` may block.
+Tiers below are numbered from 1. All methods except `wait` are called by one thread at a time, under
+the manager's lock. `wait` is called without the lock. Only `wait`, `flush` and `shutdown` may
+block.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ from ..state import TierState
 
 
 class Put(Enum):
-    """The immediate answer to one key of a `put`."""
+    """Immediate answer to one key of a `put`."""
 
     STARTED = "started"
-    """The block is being written; `poll` says what became of it."""
+    """The write is in flight; `poll` reports its outcome."""
     ALREADY = "already"
-    """The first tier holds the block, or is receiving it."""
+    """Tier 1 holds the block, or is receiving it."""
     LATER = "later"
-    """There is no room now, and some is being made."""
+    """There is no room now, but blocks are being evicted to make room."""
     FULL = "full"
     """There is no room, and none is being made."""
     OVER_BUDGET = "over_budget"
-    """The day's write budget is spent."""
+    """The write budget of the day is spent."""
     RESTING = "resting"
-    """The tier takes no writes for a while, because it failed or stalls."""
+    """The tier accepts no writes for a while, because it failed or stalls."""
     NOT_TAKEN = "not_taken"
     """The transfer could not be started; the tier rests from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What never changes about one tier below."""
+    """Constant properties of one tier below."""
 
     name: str
     medium: str
     block_bytes: int
     capacity: int
-    """Slots."""
+    """Capacity of the tier in slots."""
     is_lasting: bool
     """True if the medium keeps blocks after the process has ended."""
 
@@ -63,46 +64,47 @@ class Ended:
     ticket: int
     is_get: bool
     tier: int
-    """The tier that was read or written."""
+    """Number of the tier that was read or written."""
     outcomes: Sequence[BlockOutcome]
-    """One per key of a `get`, and one per started key of a `put`, in their order."""
+    """Outcomes in key order: one per key of a `get`, or one per started key of a `put`."""
     size_bytes: int = 0
-    """Bytes that were moved."""
+    """Number of bytes transferred."""
     time_s: float = 0.0
-    """Seconds of the transfer itself."""
+    """Duration of the transfer itself in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteState:
-    """Why the first tier takes no writes, and for how long."""
+    """Reason why tier 1 accepts no writes, and the time until it does."""
 
     is_stalled: bool = False
-    """True if writes are under way and none has ended for long."""
+    """True if writes are in flight and none has ended for a long time."""
     rest_left_s: float = 0.0
     """Seconds until writes may be tried again after a failure; 0 if the tier does not rest."""
     may_recover: bool = True
-    """False if the last failure was want of room: trying again is of no use."""
+    """False if the last failure was lack of room: a retry is useless."""
     is_making_room: bool = False
-    """True while writes between the tiers below are under way and go on."""
+    """True while writes between the tiers below are in flight and make progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlushMeans:
-    """What the manager lends to a flush."""
+    """Callbacks and the lock that the manager lends to a flush."""
 
     lock: AbstractContextManager[Any]
-    """Held while anything is looked at, never while waiting."""
+    """Lock held during every access to the manager's state, never during a wait."""
     collect: Callable[[], None]
-    """Takes in the transfers that ended, of every tier."""
+    """Function that collects the ended transfers of every tier."""
     end_step: Callable[[], None]
-    """Upkeep of the tiers. It sees what other processes did, and lets go of everything that is
-    held: a process that held pages of a shared index would keep all others from committing."""
+    """Function that maintains the tiers. It takes in changes by other processes and releases
+    everything held. A process that held pages of a shared index would block all commits by
+    others."""
     in_use: Callable[[], list[BlockHash]]
-    """Pinned blocks of the first tier, tails before heads."""
+    """Function that returns the pinned blocks of the first tier, tails before heads."""
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """Monotonic clock in seconds."""
     pause: Callable[[float], None]
-    """Waits for so many seconds of the clock."""
+    """Function that waits for the given number of seconds of the clock."""
 
 
 class Below(ABC):
@@ -113,78 +115,81 @@ class Below(ABC):
     links: Sequence[LinkCounters]
     """Traffic of each tier. The port counts what transfers do; the manager adds its decisions."""
     departures: Sequence[Departures]
-    """Blocks that left each tier to make room."""
+    """Blocks evicted from each tier to make room."""
 
     # -- keys ------------------------------------------------------------------------------
 
     @abstractmethod
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
-        """Number of the nearest tier that may hold the block; 0 if none does.
+        """Return the number of the nearest tier that may hold the block; 0 if none does.
 
-        In process and without I/O. The answer may be wrong either way. `media`: look only at tiers
-        of these media; None: at all.
+        The call stays in this process and does no I/O. The answer may be wrong either way. `media`
+        limits the search to tiers of these media; None means all tiers.
         """
 
     @abstractmethod
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Read and verify blocks of a tier into slots of the first tier; `poll` answers.
+        """Read and verify blocks of a tier into slots of the first tier; `poll` reports the
+        outcomes.
 
-        `tier` is what `may_hold` said. Keys that are not there end as GONE. A job that could not be
-        started ends as CANCELLED.
+        `tier` is the number that `may_hold` returned. Missing keys end as GONE. A job that could
+        not be started ends as CANCELLED.
         """
 
     @abstractmethod
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        """Write blocks from slots of the first tier to tier 1; one answer per key.
+        """Write blocks from slots of the first tier to tier 1; return one answer per key.
 
-        Keys come in prefix order; if there is not room for all, the first ones are taken. `poll`
-        answers for the keys that were STARTED, if there are any. Slots must keep their bytes until
-        then.
+        Keys come in prefix order; if there is not room for all, the first ones are written. `poll`
+        reports the outcomes of the STARTED keys, if there are any. Slots must keep their bytes
+        until then.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """A use of these blocks in tier 1, in prefix order; unknown ones are ignored."""
+        """Count a use of these blocks in tier 1, in prefix order; unknown blocks are ignored."""
 
     @abstractmethod
     def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Blocks that one request stored bit by bit, in the order of its prompt. Not a use."""
+        """Report blocks that one request stored in several parts, in prompt order. Not a use."""
 
     @abstractmethod
     def chain(self, keys: Sequence[BlockHash]) -> bool:
-        """All blocks of a request that ended, in prefix order.
+        """Report all blocks of a request that ended, in prefix order.
 
-        False if the policy of tier 1 makes no use of it: then `touch` and `settle` say it.
+        Return False if the policy of tier 1 ignores the report. The caller then uses `touch` and
+        `settle`.
         """
 
-    # -- what became of it -----------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     @abstractmethod
     def poll(self) -> Sequence[Ended]:
-        """Transfers that ended since the last call; each is reported exactly once."""
+        """Return the transfers that ended since the last call; each is reported exactly once."""
 
     @abstractmethod
     def take_lost(self) -> list[BlockHash]:
-        """Keys that left a tier since the last call, evicted or found damaged.
+        """Return the keys lost by a tier since the last call, by eviction or damage.
 
-        Blocks of a tier that was reset are not named.
+        Blocks of a tier that was reset are not listed.
         """
 
     @abstractmethod
     def take_events(self) -> list[BlockEvent]:
-        """What was stored in the tiers or removed from them since the last call, in order."""
+        """Return the blocks stored in or removed from the tiers since the last call, in order."""
 
     @abstractmethod
     def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Make events of those blocks, found by an earlier look, that a tier still holds."""
+        """Emit events for those blocks of an earlier look-up that a tier still holds."""
 
     # -- whether it takes anything -----------------------------------------------------------
 
     @abstractmethod
     def room(self, n: int) -> int:
-        """Of `n` blocks, how many the next `put` should bring; 0: some room is being made.
+        """Return how many of `n` blocks the next `put` should bring; 0 while room is being made.
 
-        A tier that can still grow evicts nothing: it takes what there is room for now.
+        A tier that can still grow evicts nothing: it accepts only blocks for which there is room
+        now.
         """
 
     @property
@@ -199,61 +204,63 @@ class Below(ABC):
 
     @abstractmethod
     def rests(self, tier: int) -> bool:
-        """True while nothing may be read from a tier: it failed or stalls."""
+        """Return True while nothing may be read from a tier, because it failed or stalls."""
 
     @abstractmethod
     def write_state(self) -> WriteState:
-        """The state of writes to tier 1."""
+        """Return the state of writes to tier 1."""
 
     # -- upkeep ------------------------------------------------------------------------------
 
     @abstractmethod
     def keep_ahead(self) -> None:
-        """Start the writes between the tiers below that are due. At every step and tick."""
+        """Start the due writes between the tiers below. Called at every step and tick."""
 
     @abstractmethod
     def maintain(self) -> int:
-        """Upkeep at the end of a step, and about every 50 ms in an idle engine.
+        """Maintain the tiers at the end of a step, and about every 50 ms in an idle engine.
 
-        Returns the number of the lowest tier that another process reset; 0 if none was. That tier
-        and all above it below the manager's own are empty then. Nothing shared is held afterwards.
+        Return the number of the lowest tier that another process reset; 0 if none was. That tier,
+        and all tiers between it and the manager's own, are then empty. Nothing shared is held
+        afterwards.
         """
 
     @abstractmethod
     def reset(self) -> None:
         """Make every older block of every tier unreachable.
 
-        Transfers under way end later, and leave nothing behind.
+        Transfers in flight end later, and leave nothing behind.
         """
 
     @abstractmethod
     def wait(self, tickets: set[int], limit_s: float) -> None:
-        """Block until these gets and puts have ended, so long at most; not under the lock.
+        """Block until these gets and puts have ended, or the timeout; call without the lock.
 
-        Without tickets: until the writes between the tiers below have ended.
+        Without tickets: wait until the writes between the tiers below have ended.
         """
 
     @abstractmethod
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Write what would be lost with this process to a tier that lasts; not under the lock.
+        """Write blocks that would be lost with this process to a lasting tier; call without the
+        lock.
 
-        Blocks that are hot in a tier that ends with the process are hot below it, too, afterwards.
+        Blocks that are hot in a tier that ends with the process become hot below it, too.
         """
 
     @abstractmethod
     def shutdown(self, deadline_s: float) -> bool:
         """Stop all transfers by `deadline_s` on the clock; idempotent.
 
-        False if transfers are still under way: what they use must stay open.
+        Return False if transfers are still in flight: the resources that they use must stay open.
         """
 
     @abstractmethod
     def state(self) -> list[TierState]:
-        """How things stand in each tier, nearest first."""
+        """Return the state of each tier, nearest first."""
 
 
 class NoTierBelow(Below):
-    """The port where the first tier is the only one: it holds nothing and takes nothing."""
+    """Port without tiers, for a cascade of one tier: it holds and accepts nothing."""
 
     tiers: Sequence[TierFacts] = ()
     links: Sequence[LinkCounters] = ()
@@ -277,10 +284,10 @@ class NoTierBelow(Below):
         return [Put.FULL] * len(keys)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def settle(self, keys: Sequence[BlockHash]) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         return False
@@ -295,7 +302,7 @@ class NoTierBelow(Below):
         return []
 
     def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def room(self, n: int) -> int:
         return 0
@@ -307,19 +314,19 @@ class NoTierBelow(Below):
         return WriteState(may_recover=False)
 
     def keep_ahead(self) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def maintain(self) -> int:
         return 0
 
     def reset(self) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
-        """Nothing is under way."""
+        """Do nothing: no transfer is in flight."""
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Nothing is there."""
+        """Do nothing: there is no tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         return True

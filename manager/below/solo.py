@@ -1,6 +1,6 @@
 """One tier below, in this process: `SoloTier` implements the port `Below` over a `Backend`.
 
-The slots, their policy, room, growth, write budget and breakers of the tier lie here.
+`SoloTier` owns the slots, eviction policy, room, growth, write budget and breakers of the tier.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .tier_reads import TierReads
 from .tier_writes import STALLED_S, SpecOf, TierWrites, arena_slots
 
 HANDLER_STOP_S = 1.0
-"""Least time that a handler gets to end its transfers at a shutdown."""
+"""Minimum time in seconds that a handler gets to end its transfers at a shutdown."""
 
 
 class SoloTier(Below):
-    """A tier and its two handlers."""
+    """One tier and its two handlers."""
 
     def __init__(
         self,
@@ -38,10 +38,11 @@ class SoloTier(Below):
         spec_of: SpecOf = arena_slots,
         past: PastUses | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds; `stall_s` is the limit for reads that do not end.
+        """`clock` returns monotonic seconds; `stall_s` is the time limit for stalled reads.
 
-        `spec_of`: where the blocks of a `put` lie. A tier that is not the last one evicts only
-        blocks that are in the tier below it, or need not be. For `past` see `UseCounts`.
+        `spec_of` gives the location of the blocks of a `put` in the tier above. A tier that is not
+        the last one evicts only settled blocks: the tier below holds them or does not need them.
+        For `past` see `UseCounts`.
         """
         self.links = (LinkCounters(),)
         self.books = TierBooks(
@@ -57,7 +58,7 @@ class SoloTier(Below):
         )
         self._find = level.policy.get
         self._watch = _watch_of(tier, clock)
-        self.maintain()  # an engine that nobody asks takes no step, which would do it
+        self.maintain()  # an idle engine takes no step, which would maintain it
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class SoloTier(Below):
             policy.note_chain(keys)
         return policy.wants_chains
 
-    # -- what became of it -----------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:
         reads, writes = self.reads, self.writes
@@ -137,7 +138,7 @@ class SoloTier(Below):
     # -- upkeep ------------------------------------------------------------------------------
 
     def keep_ahead(self) -> None:
-        """One tier writes nothing further down."""
+        """Do nothing: one tier writes to no lower tier."""
 
     def maintain(self) -> int:
         if not self.tend():
@@ -146,7 +147,8 @@ class SoloTier(Below):
         return 1
 
     def tend(self) -> bool:
-        """Upkeep; True if another process reset the tier: `forget` comes next."""
+        """Maintain the tier. Return True if another process reset it; the caller then calls
+        `forget`."""
         if self._watch is not None:
             self._watch.check()
         return self.level.maintain()
@@ -155,7 +157,7 @@ class SoloTier(Below):
         self.forget(is_own=True)
 
     def forget(self, others: Sequence[Transfer] = (), *, is_own: bool) -> None:
-        """Drop every block, after a reset of this process or of another one.
+        """Drop every block, after a reset by this process or by another one.
 
         `others`: transfers to a tier below that use slots of this one.
         """
@@ -167,7 +169,7 @@ class SoloTier(Below):
         self.reads.way.wait(tickets, limit_s)
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Nothing is written from the last tier."""
+        """Do nothing: the last tier writes to no lower tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         has_ended = True

@@ -1,7 +1,8 @@
 """Several tiers behind one port: `TierChain` puts one tier above another port.
 
-Writes enter the first tier; blocks that it evicts are written to the rest before. Reads come from
-every tier straight into the slots of the caller: a block that waits is not written on its way.
+Writes enter the first tier. Before it evicts a block, the block is written to the rest. Reads go
+from every tier directly into the slots of the caller. A promoted block is not written to the tiers
+between.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from .solo import SoloTier
 from .tier_writes import SpecOf, arena_slots, slots_of
 
 MAX_AHEAD_BLOCKS = 32 << 10
-"""Of a lower tier the watermarks are shares of so many slots at most: nobody waits there but the
-tier above and what comes up, and each search passes what is clean already, 0.1 µs a block."""
+"""Maximum number of slots of which the watermarks of a lower tier are shares. Only the tier above
+and promoted blocks wait there. Each search also passes over clean blocks, at 0.1 µs a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BelowOptions:
-    """Behaviour of the tiers below that the manager's own options give."""
+    """Options of the tiers below that come from the manager's own options."""
 
     clock: Clock
     stall_s: float
-    """Limit for reads that do not end."""
+    """Time limit for stalled reads in seconds."""
     marks: Watermarks
     with_events: bool
 
@@ -44,7 +45,7 @@ class TierChain(Below):
     def __init__(
         self, first: SoloTier, rest: Below, admission: Admission, options: BelowOptions
     ) -> None:
-        """`admission` to the rest."""
+        """`admission` decides which blocks are written to the rest."""
         self._first = first
         self._rest = rest
         self.tiers = (*first.tiers, *rest.tiers)
@@ -91,7 +92,7 @@ class TierChain(Below):
     def chain(self, keys: Sequence[BlockHash]) -> bool:
         return self._first.chain(keys)
 
-    # -- what became of it -----------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     def poll(self) -> Sequence[Ended]:
         ended = list(self._first.poll())
@@ -144,8 +145,11 @@ class TierChain(Below):
         self.demoter.keep_ahead()
 
     def maintain(self) -> int:
-        """From the bottom up: a process that resets begins at the top, so a tier that is not seen
-        reset after one below it was is this process's to forget."""
+        """Maintain the tiers from the bottom up.
+
+        A process that resets begins at the top. If a lower tier was reset and this one was not seen
+        reset, this process must forget this tier.
+        """
         depth = self._rest.maintain()
         if not self._first.tend() and not depth:
             return 0
@@ -180,8 +184,11 @@ class TierChain(Below):
 
 
 def below_of(tiers: Sequence[Tier], links: Sequence[Link], options: BelowOptions) -> Below:
-    """One port for these tiers, nearest first. `links[i]` belongs to `tiers[i]`: its writes come
-    from the tier above, its reads go to the first tier of the cascade."""
+    """Return one port for these tiers, nearest first.
+
+    `links[i]` belongs to `tiers[i]`: its writes come from the tier above, and its reads go to the
+    first tier of the cascade.
+    """
     if not tiers:
         return NoTierBelow()
     solos: list[SoloTier] = []
@@ -208,5 +215,5 @@ def below_of(tiers: Sequence[Tier], links: Sequence[Link], options: BelowOptions
 
 
 def past_uses(admission: Admission, capacity: int) -> PastUses | None:
-    """For the level above a tier: uses of blocks that the tier refused."""
+    """Return use counts of blocks that the tier refused, for the level above it."""
     return PastUses(capacity) if admission.counts_uses else None

@@ -1,11 +1,11 @@
-"""Jobs of another manager over the port: its stores and loads, answered block by block.
+"""Jobs of another manager over the port: its stores and loads, with one answer per block.
 
 The other manager decides what it offers and when. Admission, room and write budget may refuse
-blocks: those are left out of a store, which does not fail for it. A block that fails to load is a
-miss for `FORGET_FAILED_S`, so that the other manager does not ask for it in a loop. While the tier
-rests, because transfers fail or stall, it takes nothing, and every block is a miss.
+blocks. A store leaves these blocks out and does not fail. A block that fails to load is a miss for
+`FORGET_FAILED_S`, so that the other manager does not ask for it in a loop. While the tier rests,
+because transfers fail or stall, it accepts no writes, and every block is a miss.
 
-Used by one thread; nothing here waits, `drain` and `close` apart.
+Used by one thread. Only `drain` and `close` wait.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from .tier_writes import NOT_WANTED
 
 FORGET_FAILED_S = 30.0
 MAX_FAILED = 65_536
-"""Failed blocks that are remembered; beyond it all are tried again."""
+"""Maximum number of failed blocks that are remembered. Beyond it all are forgotten and tried
+again."""
 DRAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierJobResult:
-    """A job that ended."""
+    """Result of a job that ended."""
 
     job_id: int
     """Number that the other manager gave to the job."""
     loaded: tuple[BlockHash, ...]
     """Blocks of a load that arrived and were verified."""
     is_whole: bool
-    """True if every block of a load arrived, or nothing of a store failed."""
+    """True if every block of a load arrived, or no block of a store failed."""
     size_bytes: int
     time_s: float
 
@@ -45,14 +46,14 @@ class _Asked:
     job_id: int
     keys: list[BlockHash]
     epoch: int
-    """Resets before the job was started."""
+    """Number of resets before the job was started."""
 
 
 class TierJobs:
     """Stores and loads of slots that another manager owns."""
 
     def __init__(self, below: Below, admission: Admission, clock: Callable[[], float]) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self.below = below
         self._admission = admission
         self._clock = clock
@@ -65,11 +66,11 @@ class TierJobs:
 
     @property
     def is_busy(self) -> bool:
-        """True while jobs are under way."""
+        """True while jobs are in flight."""
         return bool(self._jobs)
 
     def has(self, block_hash: BlockHash) -> bool:
-        """True if the block can be loaded."""
+        """Return True if the block can be loaded."""
         if self.below.rests(1):
             return False
         until_s = self._failed.get(block_hash)
@@ -82,9 +83,9 @@ class TierJobs:
     def store(
         self, job_id: int, block_hashes: Sequence[BlockHash], slots: Sequence[int]
     ) -> list[BlockHash]:
-        """Write the blocks that are not here and may come; returns them.
+        """Write the admitted blocks that the tier lacks; return those whose writes started.
 
-        `slots` are the other manager's.
+        `slots` belong to the other manager.
         """
         offered = [
             (h, slot)
@@ -108,13 +109,13 @@ class TierJobs:
         self.below.get(ticket, 1, block_hashes, slots)
 
     def finished(self) -> list[TierJobResult]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def maintain(self) -> None:
-        """Upkeep of the tier; at the end of every step. What other processes did is taken in.
+        """Maintain the tier at the end of every step, and take in changes by other processes.
 
         It is also the end of the last call before an engine idles: nothing of a shared index may be
         held then.
@@ -126,27 +127,29 @@ class TierJobs:
     def finish_request(
         self, block_hashes: Sequence[BlockHash], counted: Container[BlockHash]
     ) -> None:
-        """A request ended: its blocks in prefix order; the use of those in `counted` was noted when
-        they were stored or loaded."""
+        """Report the blocks of a request that ended, in prefix order.
+
+        The use of the blocks in `counted` was counted when they were stored or loaded.
+        """
         if not self.below.chain(block_hashes):
             self.below.settle([h for h in block_hashes if h in counted])
             self.below.touch([h for h in block_hashes if h not in counted])
         self.maintain()
 
     def take_events(self) -> list[BlockEvent]:
-        """What came and went since the last call."""
+        """Return the blocks stored and removed since the last call."""
         events = self.below.take_events()
         self.maintain()
         return events
 
     def drain(self) -> None:
-        """Wait until every job has ended, `DRAIN_S` at most for each direction."""
+        """Wait until every job has ended, at most `DRAIN_S` for each direction."""
         self.below.wait(set(self._jobs), DRAIN_S)
 
     def reset(self) -> None:
-        """Make every older block unreachable; `drain` comes first.
+        """Make every older block unreachable; call `drain` first.
 
-        What is under way after all keeps its slots, and leaves nothing behind.
+        Transfers still in flight keep their slots, and leave nothing behind.
         """
         self._collect()
         self.below.reset()
@@ -154,7 +157,8 @@ class TierJobs:
         self._failed.clear()
 
     def close(self, deadline_s: float) -> bool:
-        """Stop the transfers within so many seconds; False if some are still under way."""
+        """Stop the transfers within `deadline_s` seconds. Return False if some are still in
+        flight."""
         has_ended = self.below.shutdown(self._clock() + deadline_s)
         self.finished()
         return has_ended
@@ -177,7 +181,7 @@ class TierJobs:
         return loaded, len(loaded) == len(came)
 
     def _would_ask_again(self, block_hash: BlockHash, outcome: BlockOutcome) -> bool:
-        """True if a block failed and may still be found."""
+        """Return True if a block failed and may still be found."""
         if outcome is BlockOutcome.GONE:
             return bool(self.below.may_hold(block_hash))
         return outcome is not BlockOutcome.OK
@@ -190,7 +194,10 @@ class TierJobs:
             self._failed[block_hash] = until_s
 
     def _admits(self, block_hash: BlockHash) -> bool:
-        """The other manager offers a block once per request: offers are its uses."""
+        """Return True if the block is admitted.
+
+        The other manager offers a block once per request, so its offers count as uses.
+        """
         uses = 1
         if self._past is not None:
             uses += self._past.of(block_hash)

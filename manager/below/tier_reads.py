@@ -12,16 +12,16 @@ from .tier_books import TierBooks, TierJob, Way, outcomes_of
 from .tier_writes import arena_slots
 
 SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
-"""Outcomes of a read that a failing device gives; every other outcome is about the block."""
+"""Read outcomes caused by a failing device; every other outcome concerns the block."""
 LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
-"""Outcomes of a read after which the block leaves the tier."""
+"""Read outcomes after which the block leaves the tier."""
 
 
 class TierReads:
     """All reads from one tier into slots of the first tier."""
 
     def __init__(self, books: TierBooks, handler: OffloadingHandler, stall_s: float) -> None:
-        """`stall_s`: reads are under way, and none ends for so long: that counts as a failure."""
+        """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
         self._books = books
         self._level = books.level
         self.way = Way(handler, Breaker(books.clock, stall_s))
@@ -29,7 +29,7 @@ class TierReads:
         """Reads that were not started and not reported yet."""
 
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Start reading the blocks that are here."""
+        """Start reading the blocks that the tier holds."""
         level = self._level
         found = list(zip(keys, level.policy.get_many(keys), slots, strict=True))
         present = [(h, s, slot) for h, s, slot in found if s is not None and s.ref_cnt >= 0]
@@ -37,7 +37,7 @@ class TierReads:
         for status in statuses:
             status.ref_cnt += 1
         if hashes:
-            level.policy.touch(hashes)  # now, since what was just found is found again at once
+            level.policy.touch(hashes)  # now, because these blocks are soon looked up again
         job = TierJob(ticket, hashes, statuses, self._books.clock(), keys=keys)
         target = arena_slots(hashes, [slot for _, _, slot in present])
         source = level.backend.get_load_store_spec(hashes, statuses)
@@ -50,7 +50,7 @@ class TierReads:
         self.refused.append(Ended(ticket, True, 1, _in_order(job, cancelled)))
 
     def collect(self) -> list[Ended]:
-        """Take in the reads that ended."""
+        """Collect the reads that ended."""
         ended, self.refused = self.refused, []
         for job, result in self.way.finished():
             ended.append(self._end(job, result))
@@ -67,7 +67,7 @@ class TierReads:
             self._level.release(job)
         else:
             self._land(job, outcomes)
-        # A read failed if nothing of it came; a damaged block does not mean that the device fails.
+        # A read failed if no block arrived; a damaged block does not mean that the device fails.
         self.way.breaker.ended(SILENCE.issuperset(outcomes))
         in_order = _in_order(job, outcomes)
         return Ended(job.ticket, True, 1, in_order, result.size_bytes, result.time_s)
@@ -92,7 +92,7 @@ class TierReads:
 
 
 def _in_order(job: TierJob, outcomes: Sequence[BlockOutcome]) -> Sequence[BlockOutcome]:
-    """One outcome per key that was asked for; blocks that were not here are gone."""
+    """Return one outcome per requested key; blocks that the tier lacks are GONE."""
     if len(job.hashes) == len(job.keys):
         return outcomes
     became = dict(zip(job.hashes, outcomes, strict=True))

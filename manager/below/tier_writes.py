@@ -1,4 +1,4 @@
-"""Writes into one tier below: room, write budget, breaker, and what became of each block."""
+"""Writes into one tier below: room, write budget, breaker, and the outcome of each block."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from .port import Ended, Put
 from .tier_books import TierBooks, TierJob, Way, outcomes_of
 
 STALLED_S = 15.0
-"""Transfers one way are under way, and none ends for so long: that counts as a failure."""
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
 NOT_WANTED = frozenset(
     {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
 )
-"""Outcomes of a write that are no failure, and where trying again is of no use: another process
-stored the block first, the tier was reset, the block was found damaged in the tier above, or it was
-tried several times where other processes keep the room."""
+"""Write outcomes that are no failure, and for which a retry is useless.
+
+There are four cases. Another process stored the block first, or the tier was reset. The block was
+damaged in the tier above. Or several retries failed because other processes keep the room.
+"""
 WRITTEN = NOT_WANTED | {BlockOutcome.OK}
-"""Outcomes of a write but for failures."""
+"""Write outcomes that are no failure."""
 
 SpecOf = Callable[[Sequence[BlockHash], Sequence[int]], LoadStoreSpec]
-"""Where blocks lie in the tier above, from their keys and slots."""
+"""Function that returns the location of blocks in the tier above, from their keys and slots."""
 
 
 def arena_slots(keys: Sequence[BlockHash], slots: Sequence[int]) -> LoadStoreSpec:
-    """Slots of the first tier."""
+    """Return the location of slots of the first tier."""
     return SlotSpec(np.array(slots, dtype=np.int32))
 
 
 def slots_of(upper: Level) -> SpecOf:
-    """Slots of a tier below the first one, for the tier under it."""
+    """Return a function that locates blocks of `upper` for writes to the tier below it."""
 
     def spec(keys: Sequence[BlockHash], slots: Sequence[int]) -> LoadStoreSpec:
         found = upper.policy.get_many(keys)
@@ -47,17 +50,18 @@ class TierWrites:
     """All writes into one tier."""
 
     def __init__(self, books: TierBooks, handler: OffloadingHandler, spec_of: SpecOf) -> None:
-        """`spec_of`: where blocks lie in the tier above."""
+        """`spec_of` returns the location of blocks in the tier above."""
         self._books = books
         self._spec_of = spec_of
         self._level = books.level
         self._budget = books.tier.write_budget
         self.way = Way(handler, Breaker(books.clock, STALLED_S, failures_to_open=1))
         self.may_recover = True
-        """True if what failed last was the device or its process, and not for want of room."""
+        """True if the last failure came from the device or its process, and not from lack of
+        room."""
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        """Start writing as many blocks as there is room and budget for."""
+        """Start writing as many blocks as room and budget allow."""
         if self.way.breaker.is_open:
             return [Put.RESTING] * len(keys)
         holds = self._level.holds
@@ -85,7 +89,7 @@ class TierWrites:
         return answers
 
     def collect(self) -> list[Ended]:
-        """Take in the writes that ended."""
+        """Collect the writes that ended."""
         ended: list[Ended] = []
         for job, result in self.way.finished():
             ended.append(self._end(job, result))
@@ -130,7 +134,7 @@ class TierWrites:
         return Ended(job.ticket, False, 1, outcomes, result.size_bytes, result.time_s)
 
     def _is_failure(self, job: TierJob, outcomes: Sequence[BlockOutcome]) -> bool:
-        """True if blocks could not be written, and there is no other place in the tier to try."""
+        """Return True if blocks could not be written, and the tier has no other place to try."""
         if WRITTEN.issuperset(outcomes):
             return False
         failed = [
