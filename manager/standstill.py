@@ -16,29 +16,30 @@ All calls come from the scheduler's thread.
 from __future__ import annotations
 
 STILL_STEPS = 32
-"""In so many steps an engine may ask in vain. It does so, too, while all that run only decode: then
-a step in which all is put off costs those that wait one step, and those that run nothing."""
+"""Number of steps with lookups but no progress before all lookups of one step are deferred. Steps
+in which all running requests only decode count too. Then the deferral delays waiting requests
+by one step and running requests not at all."""
 
 
 class Standstill:
-    """Says when to put off what is asked."""
+    """Decide when to defer the lookups of a scheduler step."""
 
     def __init__(self) -> None:
         self._steps = 0
-        """In which was asked, since something came of it."""
+        """Consecutive scheduler steps with lookups but no progress."""
         self._has_asked = False
 
     def puts_off(self) -> bool:
-        """True if the questions of this step shall be put off: all of them."""
+        """Return True if all lookups of this step must be deferred."""
         self._has_asked = True
         return self._steps >= STILL_STEPS
 
     def note_progress(self) -> None:
-        """A request began, stored, or ended."""
+        """Reset the step count, because a request began, stored, or ended."""
         self._steps = 0
 
     def end_step(self) -> None:
-        """The next question is the first one of a step."""
+        """End the step; the next lookup belongs to a new step."""
         if self._steps >= STILL_STEPS:
             self._steps = 0
         self._steps += self._has_asked
