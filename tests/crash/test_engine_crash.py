@@ -20,6 +20,8 @@ from support.crash_rig import Engine, Known, Setup, read_all
 from kvcascade.tiers.cpu import sweep
 
 TEST_CYCLES = 10
+CYCLES_FACTOR_MAX = 3
+"""Limit of all cycles, as a multiple of those that are asked for."""
 SOAK_CYCLES = int(os.environ.get("KVCASCADE_CRASH_CYCLES", "200"))
 ROOMY, TIGHT = 512, 64
 """Slots on disk: more than there are blocks, and so few that most of the work is eviction."""
@@ -104,17 +106,23 @@ class Cycles:
 
 
 def run_cycles(cycles: int, first_seed: int, folder: Path, shared: Path) -> None:
-    """So many kills, each with a seed of its own."""
+    """Kill at least `cycles` engines, each with a seed of its own.
+
+    If resets emptied the disk before every look, further engines follow, so that blocks are
+    compared in each run.
+    """
     began_s = time.monotonic()
     done = Cycles(folder, shared)
-    for seed in range(first_seed, first_seed + cycles):
+    for seed in range(first_seed, first_seed + CYCLES_FACTOR_MAX * cycles):
+        if seed >= first_seed + cycles and done.checked_blocks and done.loaded_blocks:
+            break
         try:
             done.run(seed)
         except BaseException:
-            print(f"\ncycle with seed {seed}, of {first_seed}..{first_seed + cycles - 1}")
+            print(f"\ncycle with seed {seed}, of {first_seed} and later")
             raise
     print(
-        f"\n{cycles} kills {done.kills} in {time.monotonic() - began_s:.0f} s: "
+        f"\n{sum(done.kills.values())} kills {done.kills} in {time.monotonic() - began_s:.0f} s: "
         f"{done.checked_blocks} blocks read back from disk, {done.loaded_blocks} loaded by "
         "workers, 0 wrong"
     )
