@@ -15,7 +15,7 @@ from .request import Request, runs_from_the_end
 
 
 class RequestEnds:
-    """What the first tier learns from a request that ended."""
+    """Update the first tier when a request ends."""
 
     def __init__(self, flow: Flow, aging: Aging, mode: WriteMode, *, counts_uses: bool) -> None:
         """`counts_uses`: admission to the tier below goes by uses."""

@@ -1,4 +1,4 @@
-"""What every test runs under: no network, Hypothesis profiles, order, GPU tests skipped."""
+"""Conditions of every test: no network, Hypothesis profiles, order, GPU tests skipped."""
 
 from __future__ import annotations
 

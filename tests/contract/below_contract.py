@@ -1,4 +1,4 @@
-"""What every `Below` must do. Subclass `BelowContract` and give a `rig` fixture.
+"""Contract of every `Below`. Subclass `BelowContract` and give a `rig` fixture.
 
 The port holds nothing at first, its tier 1 has room for `SLOTS` blocks, and `arena` has as many
 slots and more.

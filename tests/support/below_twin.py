@@ -32,7 +32,7 @@ class BelowTwin(Below):
         self._events: list[BlockEvent] = []
         self._epoch = 0
         self.outcome = BlockOutcome.OK
-        """What becomes of every block of a transfer that ends now."""
+        """Outcome of every block of a transfer that ends now."""
         self.answer = Put.STARTED
         """The answer to every put of new blocks."""
         self.is_stalled = False

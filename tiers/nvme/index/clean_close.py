@@ -1,4 +1,4 @@
-"""What a clean close leaves: the slots of the process, and the mark of a whole index.
+"""State that a clean close leaves: the slots of the process, and the mark of a whole index.
 
 The *saved slots* lie in the index. With them the next start of the process reads no entry.
 

@@ -1,4 +1,4 @@
-"""Which processes own a namespace, found without touching their locks.
+"""Find the processes that own a namespace, without touching their locks.
 
 The kernel lists every lock in `/proc/locks`, where a lock is identified by the inode of its file.
 Taking the lock for a moment would be simpler, but could refuse an engine that starts at that time.

@@ -1,4 +1,4 @@
-"""Which block follows which in a prompt: a bounded log beside a tier, for commands that ask by
+"""The order of blocks in a prompt: a bounded log beside a tier, for commands that ask by
 prompt.
 
 A block hash does not tell which blocks came before it. An engine knows when a request ends, and

@@ -1,4 +1,4 @@
-"""What the backend does about failing devices: paths rest, slots are repaired or set aside.
+"""Handle failing devices: paths rest, slots are repaired or set aside.
 
 `RestingPaths`: a path in which a write failed rests for a while, and the other paths take all
 writes. If one device dies, the tier must keep accepting writes. Blocks there are evicted in their
@@ -35,7 +35,7 @@ Begin = Callable[[Set[int], OnEnd], object]
 
 
 class RestingPaths:
-    """Which paths take writes. Segment `n` lies in path `n % paths`."""
+    """Paths that take writes. Segment `n` lies in path `n % paths`."""
 
     def __init__(self, paths: int, slots_per_segment: int, clock: Callable[[], float]) -> None:
         """`clock` returns monotonic seconds."""

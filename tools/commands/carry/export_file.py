@@ -1,8 +1,8 @@
 """`kvcascade export`: write blocks of a cache to one portable file.
 
 Only blocks whose payload matches its checksum are written. The file is written under a temporary
-name and renamed when it is complete and durable. Memory grows by about 870 bytes per block,
-independently of the payload.
+name and renamed when it is complete and durable. Memory grows with the blocks, by about 870 bytes
+each, independently of the payload.
 """
 
 from __future__ import annotations
