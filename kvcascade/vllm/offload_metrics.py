@@ -84,7 +84,8 @@ class MetricsReader:
         elif metric.kind is Kind.HISTOGRAM:
             stats.observe_histogram(name, value, labels)
         else:
-            grown = value - self._last.get((name, labels), 0.0)
-            if grown > 0:
-                stats.increase_counter(name, grown, labels)
+            last = self._last.get((name, labels))
+            if last is None or value > last:
+                # A zero is sent, too: a series that begins with its first error has no increase.
+                stats.increase_counter(name, value - (last or 0.0), labels)
                 self._last[name, labels] = value
