@@ -174,8 +174,9 @@ def cpu_tier_metrics() -> Mapping[str, Any]:
     `observe.metrics.VLLM_METRICS`.
     """
     spec = offered(f"{_BASE}.cpu.spec", "CPUOffloadingSpec")
-    declare = getattr(spec, "build_metric_definitions", lambda extra_config: {})
-    found: Mapping[str, Any] = declare({"store_threshold": 2})
+    if spec is None or not hasattr(spec, "build_metric_definitions"):
+        return {}
+    found: Mapping[str, Any] = spec.build_metric_definitions({"store_threshold": 2})
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 from support.clock import ManualClock
 from support.project import ROOT
 
+from kvcascade.config.environment import misspelt
 from kvcascade.logs import (
     FORMAT_VARIABLE,
     LINES_PER_WINDOW,
@@ -135,3 +136,7 @@ def child_stderr(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+def test_the_variable_is_not_taken_for_a_misspelt_option() -> None:
+    assert not misspelt([FORMAT_VARIABLE])

@@ -144,6 +144,7 @@ def test_a_healthy_engine_raises_no_alert_about_its_disk(prometheus: Prometheus)
 def test_alerts_are_right() -> None:
     assert f"{len(RULES)} rules found" in passes("promtool", "check", "rules", ALERTS)
     passes("promtool", "test", "rules", "alerts-test.yml", cwd=ALERTS.parent)
+    passes("promtool", "check", "config", "prometheus.yml", cwd=ALERTS.parent)
 
 
 def test_every_alert_is_tested_and_asks_for_metrics_that_exist() -> None:

@@ -12,7 +12,7 @@ import configparser
 import re
 import sys
 from collections.abc import Iterable
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, PackageMetadata, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -63,13 +63,16 @@ def _applies(requirement: Requirement) -> bool:
 def licence(package: Distribution) -> str:
     """Return the licence of a package; "unknown" if its metadata does not say."""
     about = package.metadata
-    expression = about.get("License-Expression")
-    if expression:
-        return str(expression)
+    if "License-Expression" in about:
+        return about["License-Expression"]
     classifiers = about.get_all("Classifier") or []
     names = [text.removeprefix(_CLASSIFIER) for text in classifiers if _CLASSIFIER in text]
-    text = " OR ".join(names) or str(about.get("License") or "").strip().partition("\n")[0]
+    text = " OR ".join(names) or _first_line(about)
     return _SHORT.get(text, text) or "unknown"
+
+
+def _first_line(about: PackageMetadata) -> str:
+    return about["License"].strip().partition("\n")[0] if "License" in about else ""
 
 
 def table() -> str:
