@@ -403,6 +403,7 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         assert 0 < driver.metrics["vllm:kvcascade_tier_used_ratio['cpu']"] <= 1
         assert driver.metrics["vllm:kvcascade_promotion_seconds['nvme']"] > 0, "samples arrive"
         assert driver.metrics["vllm:kvcascade_day_written_bytes['nvme']"] > 0
+        assert driver.metrics["vllm:kvcascade_promote_failed_blocks['nvme']"] == 0, "told as zero"
         assert driver.metrics.keys() >= reported_by_vllm(), "dashboards of vLLM's tier stay whole"
         assert driver.metrics["vllm:kvcascade_served_tokens['nvme']"] > 0
         (info,) = driver.manager.config_info()
