@@ -81,7 +81,7 @@ _MODULES = {
     "gpu_engine": "engine.gpu_engine",
 }
 """Modules of all measurements."""
-ASKED_FOR = BARE
+ASKED_FOR = (*BARE, "faults")
 """Measurements that run only if their name is given."""
 
 
