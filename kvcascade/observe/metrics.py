@@ -7,7 +7,7 @@ appends `_total` to counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -313,10 +313,10 @@ VLLM_METRICS: tuple[Metric, ...] = (
 """Metrics of vLLM's own CPU tier, under its names; declared only where vLLM declares them."""
 
 
-def table(metrics: Iterable[Metric] = METRICS) -> str:
-    """Return metrics as a table in Markdown, for the documentation."""
+def table() -> str:
+    """Return all metrics as a table in Markdown, for the documentation."""
     lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
-    for metric in metrics:
+    for metric in (*METRICS, *VLLM_METRICS):
         suffix = "_total" if metric.kind is Kind.COUNTER else ""
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         name = f"`{metric.full_name}{suffix}`"
