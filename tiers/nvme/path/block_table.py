@@ -184,7 +184,11 @@ class BlockTable(Protocol):
         ...
 
     def reset(self, epoch: int) -> Applied:
-        """Remove every block and begin a later epoch, durably. An earlier one is `STALE`."""
+        """Remove every block and begin a later epoch, durably. An earlier one is `STALE`.
+
+        If only the sync fails, the outcome is `IO_ERROR` and there is a journal: the blocks are
+        gone, but a loss of power may bring them back.
+        """
         ...
 
     def last_changes(self) -> Journal | None:
@@ -371,10 +375,13 @@ class LmdbBlockTable:
                 txn.drop(self._slots, delete=False)
                 txn.put(_EPOCH, _U64.pack(epoch), db=self._meta)
                 self._write_meta(txn, journal)
-            self.epoch, self.commit_number = epoch, journal.number
-            self._env.sync(True)
         except lmdb.Error as error:
             return self._failed(error)
+        self.epoch, self.commit_number = epoch, journal.number
+        try:
+            self._env.sync(True)
+        except lmdb.Error as error:
+            return Applied(self._failed(error).outcome, journal=journal)
         return Applied(ApplyOutcome.DONE, journal=journal)
 
     # -- closing -------------------------------------------------------------------------------
