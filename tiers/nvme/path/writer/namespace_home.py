@@ -230,9 +230,7 @@ def _check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> Non
     )
 
 
-def _lock_folders(
-    fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]
-) -> list[FileLock]:
+def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:
     """Create missing directories, and lock all of them against removal."""
     locks: list[FileLock] = []
     try:

@@ -131,9 +131,7 @@ def segment_ages_s(
     """Return the mean time since the last use by segment; infinite for one without blocks."""
     rows = is_used.reshape(-1, slots_per_segment)
     used = np.count_nonzero(rows, axis=1)
-    sums = np.where(rows, last_use.reshape(-1, slots_per_segment), 0).sum(
-        axis=1, dtype=np.float64
-    )
+    sums = np.where(rows, last_use.reshape(-1, slots_per_segment), 0).sum(axis=1, dtype=np.float64)
     ages = np.full(len(used), np.inf)
     np.divide(sums, used, out=ages, where=used > 0)
     return np.where(used > 0, now_s - ages, np.inf)
