@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,8 @@ from ..path_messages import (
     Why,
 )
 from ..presence_table import presence_bytes
-from .namespace_home import make_home
+from .idle_namespaces import IdleNamespaces
+from .namespace_home import NamespaceHome, make_home, open_home, remove_home
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter, Reply, Settled, is_within_limits, slots_of
 from .path_budget import WriteBudget
@@ -123,8 +125,11 @@ class PathWriter:
         self._record = PathRecord(paths, options, {} if record is None else record.min_shares)
         if record is None or record.options != options:
             save_record(means.fs, self.roots[0], self._record)
-        self.space = PathSpace(PathCapacity(means.fs, roots, options, clock), executor, clock)
-        self._budget = WriteBudget(options.write_budget_bytes, clock)
+        capacity = PathCapacity(means.fs, roots, options, clock)
+        idle = IdleNamespaces(means, roots)
+        idle.find(options.capacity_bytes, with_totals=options.write_budget_bytes is not None)
+        self.space = PathSpace(capacity, idle, self._open_idle, executor, clock)
+        self._budget = WriteBudget(options.write_budget_bytes, idle.written_in_day)
         self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
             Hello: self._hello,
             Grant: self._grant,
@@ -161,6 +166,7 @@ class PathWriter:
             namespace = gone.namespace
             self._settle(namespace)  # what it committed before it ended counts
             namespace.leave(client)
+            self._note_use(namespace)
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message of a connection; `step` has the answer."""
@@ -177,7 +183,7 @@ class PathWriter:
             if namespace.waiting or namespace.has_work:
                 self._serve(namespace)
         self._take_segments()
-        self._send_figures()
+        self._upkeep()
         out, self._out = self._out, []
         return out
 
@@ -199,6 +205,7 @@ class PathWriter:
             else:
                 namespace.abandon()
                 self.space.forget(namespace.home.name)
+        self.space.idle.close()
         out, self._out = self._out, []
         return out
 
@@ -330,13 +337,31 @@ class PathWriter:
         if namespace is not None:
             home.close()
         else:
-            namespace = open_namespace_writer(
-                self._means, home, options.policy, is_durable=options.durability == POWER
-            )
-            self.space.add(namespace)
+            namespace = self._open_home(home)
         namespace.home.note_use(self._means.fs)
         self._keep_share(namespace, message.namespace.min_share_bytes)
         return namespace
+
+    def _open_home(self, home: NamespaceHome) -> NamespaceWriter:
+        options = self.options
+        namespace = open_namespace_writer(
+            self._means, home, options.policy, is_durable=options.durability == POWER
+        )
+        namespace.min_share_bytes = self._record.min_shares.get(home.name, 0)
+        self.space.add(namespace)
+        return namespace
+
+    def _open_idle(self, name: str) -> bool:
+        """Open a namespace without a node, because its room is needed."""
+        try:
+            home = open_home(self._means.fs, self.roots, name, self.options.capacity_bytes)
+            if home is not None:
+                self._open_home(home)
+                return True
+        except KVCascadeError as error:
+            _log.warning("the room of %s cannot be taken: %s", name, error)
+        self.space.idle.mark_unusable(name)
+        return False
 
     def _keep_share(self, namespace: NamespaceWriter, asked_bytes: int) -> None:
         """Record what other namespaces may not take from this one."""
@@ -411,11 +436,30 @@ class PathWriter:
         for number in namespace.clients if is_empty else ():
             self._send(number, SegmentsRemoved([taken.number]))
 
-    def _send_figures(self) -> None:
+    def _tidy(self) -> None:
+        """Remove namespaces that lost their last segment while no node has them open."""
+        for namespace in list(self.namespaces.values()):
+            if namespace.clients or self.space.segments_of(namespace.home.name):
+                continue
+            name = namespace.home.name
+            self._budget.removed_written += namespace.table.day_totals().written
+            namespace.abandon()
+            self.space.forget(name)
+            self._record.min_shares.pop(name, None)
+            with suppress(KVCascadeError):  # the next writer finds it again
+                remove_home(self._means.fs, namespace.home)
+                _log.warning("removed %s: its room was needed", name)
+
+    def _upkeep(self) -> None:
+        """Do what is due about once a second."""
         now_s = self._clock()
         if now_s < self._figures_at_s:
             return
         self._figures_at_s = now_s + FIGURES_EVERY_S
+        self._tidy()
+        self._send_figures()
+
+    def _send_figures(self) -> None:
         left = self._budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
             day = namespace.table.day_totals()
@@ -434,12 +478,18 @@ class PathWriter:
 
     def _close_namespace(self, namespace: NamespaceWriter) -> None:
         name = namespace.home.name
+        if namespace.clients:
+            self._note_use(namespace)
         try:
             with os_errors(f"closing {name}"):
                 namespace.close()
         except KVCascadeError as error:
             _log.warning("%s was not closed cleanly: %s", name, error)
         self.space.forget(name)
+
+    def _note_use(self, namespace: NamespaceWriter) -> None:
+        with suppress(KVCascadeError):  # the time of the last use is a hint
+            namespace.home.note_use(self._means.fs)
 
     def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
         return slot // namespace.space.slots_per_segment % len(self.roots)
