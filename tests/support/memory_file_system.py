@@ -98,6 +98,10 @@ class MemoryFileSystem(FileSystem):
                 survived[offset : offset + len(part)] = part
             node.data[:] = survived
             node.durable, node.unsynced = bytes(survived), []
+        self.drop_locks()
+
+    def drop_locks(self) -> None:
+        """Release all locks, as the kernel does when their processes end."""
         self.holders.clear()
         self._byte_owners.clear()
 

@@ -94,6 +94,8 @@ class PathRig:
         )
         self.inboxes: dict[int, deque[FromWriter]] = {}
         self.numbers = count(1)
+        self.asked: dict[tuple[int, int], list[int]] = {}
+        """Keys by client and request of its `Grant`."""
         self.start()
 
     def start(self, options: PathOptions | None = None) -> None:
@@ -191,6 +193,7 @@ class RigNode:
     def ask(self, keys: Sequence[int]) -> int:
         """Ask for slots."""
         request = next(self.requests)
+        self.rig.asked[self.client, request] = list(keys)
         self.rig.send(self.client, Grant(request, [key_of(key) for key in keys]))
         return request
 

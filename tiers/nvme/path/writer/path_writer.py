@@ -161,12 +161,12 @@ class PathWriter:
 
     def disconnect(self, client: int) -> None:
         """Forget a connection that ended. Its grants are free at once."""
-        gone = self._clients.pop(client, None)
+        gone = self._clients.get(client)
         if gone is not None and gone.namespace is not None:
-            namespace = gone.namespace
-            self._settle(namespace)  # what it committed before it ended counts
-            namespace.leave(client)
-            self._note_use(namespace)
+            self._settle(gone.namespace)  # what it committed before it ended counts
+            gone.namespace.leave(client)
+            self._note_use(gone.namespace)
+        self._clients.pop(client, None)
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message of a connection; `step` has the answer."""
@@ -213,6 +213,8 @@ class PathWriter:
 
     def _hello(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Hello)
+        if client.namespace is not None:
+            return  # a node says it once
         client.name = message.name
         if message.protocol != PROTOCOL:
             text = f"the writer of the path speaks protocol {PROTOCOL}, not {message.protocol}; "
