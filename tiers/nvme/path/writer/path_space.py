@@ -128,12 +128,11 @@ class PathSpace:
     def own_bytes(self, path: int) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking."""
         total = self.idle.bytes_in(path)
-        for name, namespace in self.namespaces.items():
-            files = self._files[name]
-            here = sum(number % self.capacity.paths == path for number in files.numbers)
-            total += here * files.file_bytes
-            total += fixed_bytes(namespace.home.slots, path)
-        return total
+        return total + sum(self._bytes_in(name, path) for name in self.namespaces)
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of an open namespace, all that it may take without asking."""
+        return sum(self._bytes_in(name, path) for path in range(self.capacity.paths))
 
     # -- what is done for a need ----------------------------------------------------------------
 
@@ -213,6 +212,11 @@ class PathSpace:
         return taken, removed or [], is_empty
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _bytes_in(self, name: str, path: int) -> int:
+        files, slots = self._files[name], self.namespaces[name].home.slots
+        here = sum(number % self.capacity.paths == path for number in files.numbers)
+        return here * files.file_bytes + fixed_bytes(slots, path)
 
     def _coldest_of(
         self, namespace: NamespaceWriter, paths: set[int], is_forced: bool

@@ -24,6 +24,7 @@ import msgspec
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
+from ...disk.filesystem import FileSystem
 from ..path_messages import (
     PROTOCOL,
     Ask,
@@ -48,7 +49,6 @@ from ..path_messages import (
     SegmentsRemoved,
     Stored,
     TierFigures,
-    Told,
     Touch,
     Welcome,
     Why,
@@ -71,9 +71,12 @@ from .path_options import (
     save_record,
 )
 from .path_space import PathSpace
+from .writer_questions import WriterQuestions
 
 GRANT_WAIT_S = 1.0
 """Longest time in seconds that a grant waits for room that is being made."""
+BUSY_WAIT_S = 0.005
+"""Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
 
@@ -91,6 +94,11 @@ class Client:
     wants_events: bool = False
     figures: TierFigures | None = None
     """Figures that it was sent last."""
+
+    @property
+    def folder(self) -> str | None:
+        """Directory name of its namespace; None if it has none."""
+        return None if self.namespace is None else self.namespace.home.name
 
 
 class PathWriter:
@@ -130,6 +138,7 @@ class PathWriter:
         idle.find(options.capacity_bytes, with_totals=options.write_budget_bytes is not None)
         self.space = PathSpace(capacity, idle, self._open_idle, executor, clock)
         self._budget = WriteBudget(options.write_budget_bytes, idle.written_in_day)
+        self._questions = WriterQuestions(self)
         self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
             Hello: self._hello,
             Grant: self._grant,
@@ -153,6 +162,21 @@ class PathWriter:
         """Open namespaces by the names of their directories."""
         return self.space.namespaces
 
+    @property
+    def fs(self) -> FileSystem:
+        """File system of the path."""
+        return self._means.fs
+
+    @property
+    def clients(self) -> list[Client]:
+        """All connections."""
+        return list(self._clients.values())
+
+    @property
+    def budget_left_bytes(self) -> int | None:
+        """Bytes that may still be written today; None without a budget."""
+        return self._budget.left_bytes(self.namespaces.values())
+
     # -- clients -------------------------------------------------------------------------------
 
     def connect(self, client: int) -> None:
@@ -167,6 +191,7 @@ class PathWriter:
             gone.namespace.leave(client)
             self._note_use(gone.namespace)
         self._clients.pop(client, None)
+        self._questions.forget(client)
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message of a connection; `step` has the answer."""
@@ -183,6 +208,7 @@ class PathWriter:
             if namespace.waiting or namespace.has_work:
                 self._serve(namespace)
         self._take_segments()
+        self._out += self._questions.poll()
         self._upkeep()
         out, self._out = self._out, []
         return out
@@ -191,7 +217,8 @@ class PathWriter:
     def wait_s(self) -> float:
         """Longest time until the next `step`, in seconds."""
         is_waiting = any(n.waiting or n.resets_owed for n in self.namespaces.values())
-        return 0.005 if is_waiting or self.space.has_jobs else FIGURES_EVERY_S
+        is_busy = is_waiting or self.space.has_jobs or self._questions.is_busy
+        return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
     def close(self, *, is_clean: bool = True) -> list[Reply]:
         """Settle what was received, and close all namespaces. Return the last messages.
@@ -311,7 +338,9 @@ class PathWriter:
 
     def _ask(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Ask)
-        self._send(client.number, Told(message.request, b"{}"))
+        told = self._questions.ask(client.number, message)
+        if told is not None:
+            self._send(client.number, told)
 
     def _retire(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Retire)
@@ -443,14 +472,19 @@ class PathWriter:
         for namespace in list(self.namespaces.values()):
             if namespace.clients or self.space.segments_of(namespace.home.name):
                 continue
-            name = namespace.home.name
-            self._budget.removed_written += namespace.table.day_totals().written
-            namespace.abandon()
-            self.space.forget(name)
-            self._record.min_shares.pop(name, None)
-            with suppress(KVCascadeError):  # the next writer finds it again
-                remove_home(self._means.fs, namespace.home)
-                _log.warning("removed %s: its room was needed", name)
+            _log.warning("%s is removed: its room was needed", namespace.home.name)
+            self.drop(namespace)
+
+    def drop(self, namespace: NamespaceWriter) -> None:
+        """Delete an open namespace that no node uses, with all its blocks."""
+        name = namespace.home.name
+        self._budget.removed_written += namespace.table.day_totals().written
+        namespace.abandon()
+        self.space.forget(name)
+        self._record.min_shares.pop(name, None)
+        with suppress(KVCascadeError):  # the next writer finds it again
+            save_record(self._means.fs, self.roots[0], self._record)
+            remove_home(self._means.fs, namespace.home)
 
     def _upkeep(self) -> None:
         """Do what is due about once a second."""
@@ -462,7 +496,7 @@ class PathWriter:
         self._send_figures()
 
     def _send_figures(self) -> None:
-        left = self._budget.left_bytes(self.namespaces.values())
+        left = self.budget_left_bytes
         for namespace in self.namespaces.values():
             day = namespace.table.day_totals()
             figures = TierFigures(
