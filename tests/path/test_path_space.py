@@ -113,7 +113,7 @@ def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
     fill(node, range(0, 48))
     assert segments(rig)["m"] == 6
     home = rig.writer.namespaces[node.welcome.folder].home  # type: ignore[union-attr]
-    taken = rig.writer.space.own_bytes(0)
+    taken = rig.writer.path.space.own_bytes(0)
     less = msgspec.structs.replace(rig.options, capacity_bytes=taken - 2 * home.layout.file_bytes)
     rig.close()
     rig.start(less)

@@ -22,7 +22,6 @@ import msgspec
 
 from .....errors import KVCascadeError
 from ..path_messages import Ask, Told
-from .namespace_home import open_home, remove_home
 
 if TYPE_CHECKING:
     from .path_writer import PathWriter
@@ -79,7 +78,7 @@ class WriterQuestions:
         """Go on with `shrink`; return answers and their clients."""
         if not self._shrinks:
             return []
-        space = self._writer.space
+        space = self._writer.path.space
         taken = self._taken_bytes()
         ended = [each for each in self._shrinks if taken <= each.goal_bytes]
         if len(ended) < len(self._shrinks) and not space.has_jobs:
@@ -95,7 +94,7 @@ class WriterQuestions:
     # -- inside --------------------------------------------------------------------------------
 
     def _taken_bytes(self) -> int:
-        space = self._writer.space
+        space = self._writer.path.space
         return sum(map(space.own_bytes, range(space.capacity.paths)))
 
     def _begin_shrink(self, client: int, request: int, body: Answer) -> Told | None:
@@ -110,15 +109,15 @@ class WriterQuestions:
     def _stat(self, _: Answer) -> Answer:
         writer = self._writer
         return {
-            "paths": list(map(str, writer.roots)),
-            "options": msgspec.to_builtins(writer.options),
+            "paths": list(map(str, writer.path.roots)),
+            "options": msgspec.to_builtins(writer.path.options),
             "bytes": self._taken_bytes(),
             "clients": [{"name": c.name, "namespace": c.folder} for c in writer.clients],
-            "budget_left_bytes": writer.budget_left_bytes,
+            "budget_left_bytes": writer.path.budget.left_bytes(writer.namespaces.values()),
         }
 
     def _list(self, _: Answer) -> Answer:
-        space = self._writer.space
+        space = self._writer.path.space
         found: list[Answer] = [
             {
                 "name": name,
@@ -144,14 +143,12 @@ class WriterQuestions:
         if namespace is not None and namespace.clients:
             return {"error": f"{name} is in use by {len(namespace.clients)} engines; stop them"}
         if namespace is not None:
-            writer.drop(namespace)
+            writer.path.remove(namespace)
             return {"is_removed": True}
-        if all(one.name != name for one in writer.space.idle.all):
+        if all(one.name != name for one in writer.path.space.idle.all):
             return {"error": f"there is no namespace {name}; `list` names them all"}
         try:
-            writer.space.idle.take(name)
-            home = open_home(writer.fs, writer.roots, name, writer.options.capacity_bytes)
-            return {"is_removed": home is None or remove_home(writer.fs, home)}
+            return {"is_removed": writer.path.remove_idle(name)}
         except KVCascadeError as error:
             return {"error": str(error)}
 
