@@ -40,11 +40,23 @@ MAX_EVICTIONS_PER_STEP = 4096
 """Most blocks that one commit evicts; more follow in the next step."""
 Reply = tuple[int, FromWriter]
 """A message and the number of the client that gets it."""
-Waiting = tuple[int, Grant, float]
-"""A client, its request, and the time at which it is answered in any case."""
+MAX_WAITING_PER_CLIENT = 64
+"""Most grants of one client that wait; more are answered without slots."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGrant:
+    """A grant without an answer."""
+
+    client: int
+    message: Grant
+    until_s: float
+    """Time at which it is answered in any case."""
+    need: int
+    """Number of slots that it needs at most."""
 
 
 @dataclass(slots=True)
@@ -88,8 +100,10 @@ class NamespaceWriter:
         self.clients: set[int] = set()
         self.min_share_bytes = 0
         self.evicted_blocks = 0
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[WaitingGrant] = deque()
         """Grants without an answer, oldest first."""
+        self.last_why = Why.GRANTED
+        """Reason of the last grant that got too few slots."""
         self.resets_owed: list[tuple[int, int]] = []
         """(Client, request) of resets that the block table could not take yet."""
         self._presence = presence
@@ -108,6 +122,15 @@ class NamespaceWriter:
         return bool(self._commits or self._bads)
 
     # -- gathering -----------------------------------------------------------------------------
+
+    def add_grant(self, client: int, message: Grant, until_s: float) -> bool:
+        """Let a grant wait for `serve`, at most until `until_s`. Return False if too many wait."""
+        if sum(each.client == client for each in self.waiting) >= MAX_WAITING_PER_CLIENT:
+            return False
+        self.recency.expect(message.keys)
+        need = int(np.count_nonzero(self.presence.find_many(message.keys) < 0))
+        self.waiting.append(WaitingGrant(client, message, until_s, need))
+        return True
 
     def add_commit(self, client: int, message: Commit) -> None:
         """Take a `Commit` into the batch."""
@@ -132,10 +155,10 @@ class NamespaceWriter:
         if slots:
             self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
 
+    @property
     def demand(self) -> int:
-        """Return the number of slots that the waiting grants need."""
-        find = self.presence.find
-        return sum(find(key) < 0 for _, grant, _ in self.waiting for key in grant.keys)
+        """Number of slots that the waiting grants need at most."""
+        return sum(each.need for each in self.waiting)
 
     # -- one commit ----------------------------------------------------------------------------
 
@@ -192,21 +215,23 @@ class NamespaceWriter:
         """
         replies: list[Reply] = []
         while self.waiting:
-            client, grant, until_s = self.waiting[0]
-            held = self._held(grant.keys)
-            absent = [key for key in grant.keys if key not in held]
+            first = self.waiting[0]
+            keys = first.message.keys
+            held = self._held(keys)
+            absent = list(dict.fromkeys(key for key in keys if key not in held))
             free = min(self.space.free(paths) if paths else 0, allowed)
-            if len(absent) > free and may_wait and now_s < until_s:
+            if len(absent) > free and may_wait and now_s < first.until_s:
                 break
             self.waiting.popleft()
             granted = absent[:free]
-            slots = self.space.take(client, self.epoch, granted, paths) if granted else []
+            slots = self.space.take(first.client, self.epoch, granted, paths) if granted else []
             allowed -= len(slots)
             at = dict(zip(granted, slots, strict=True))
-            answer = [ALREADY_SLOT if k in held else at.get(k, NO_SLOT) for k in grant.keys]
-            reason = Why.GRANTED if len(granted) == len(absent) else why
+            answer = [ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in keys]
+            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
             packed = np.array(answer, dtype="<i4").tobytes()
-            replies.append((client, Granted(grant.request, self.epoch, packed, reason)))
+            reply = Granted(first.message.request, self.epoch, packed, self.last_why)
+            replies.append((first.client, reply))
         return replies
 
     def release(self, client: int, slots: Sequence[int]) -> list[int]:
@@ -218,7 +243,7 @@ class NamespaceWriter:
     def leave(self, client: int) -> None:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
-        self.waiting = deque(each for each in self.waiting if each[0] != client)
+        self.waiting = deque(each for each in self.waiting if each.client != client)
         self.resets_owed = [each for each in self.resets_owed if each[0] != client]
         self.space.end_client(client)
 
@@ -264,8 +289,7 @@ class NamespaceWriter:
         """Yield the blocks of the batch whose grants are valid; all other slots are freed."""
         seen: set[int] = set()
         for reply, (client, message) in enumerate(self._commits):
-            slots = np.frombuffer(message.slots, dtype="<i4").tolist()
-            checksums = np.frombuffer(message.checksums, dtype="<u8").tolist()
+            slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
             if not len(slots) == len(checksums) == len(message.keys):
                 self.release(client, slots)
                 continue
@@ -287,8 +311,7 @@ class NamespaceWriter:
         """Return the keys of reported blocks whose entries still say the same."""
         removals: list[bytes] = []
         for bad in self._bads:
-            slots = np.frombuffer(bad.slots, dtype="<i4").tolist()
-            checksums = np.frombuffer(bad.checksums, dtype="<u8").tolist()
+            slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
             entries = self.table.get_many(bad.keys)
             for key, slot, checksum, entry in zip(
                 bad.keys, slots, checksums, entries, strict=False
@@ -367,6 +390,11 @@ class NamespaceWriter:
 def slots_of(data: bytes) -> list[int]:
     """Return the slots of a message. A length that is no multiple of four gives none."""
     return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
+
+
+def checksums_of(data: bytes) -> list[int]:
+    """Return the checksums of a message. A length that is no multiple of eight gives none."""
+    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
 def is_within_limits(keys: Sequence[bytes]) -> bool:
