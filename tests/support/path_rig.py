@@ -185,7 +185,7 @@ class RigNode:
         rig.inboxes[self.client] = deque()
         rig.writer.connect(self.client)
         data = json.dumps({"model": label} if fields is None else fields).encode()
-        spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
+        self.spec = spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
         given = tuple(map(str, rig.roots)) if paths is None else tuple(paths)
         hello = Hello(
             protocol, f"node {self.client}", given, spec, options or rig.options, wants_events
