@@ -9,7 +9,7 @@ Used by the writer's thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -69,16 +69,13 @@ class Settled:
 
 
 @dataclass(slots=True)
-class _Put:
-    """One block of a `Commit` in the batch."""
+class _Puts:
+    """Blocks of the batch whose grants are valid."""
 
-    key: bytes
-    slot: int
-    checksum: int
-    reply: int
-    """Position of its message in the batch."""
-    place: int
-    """Position of the block in its message."""
+    entries: list[tuple[bytes, int, int]] = field(default_factory=list)
+    """Key, slot and checksum of each."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """For each the position of its message in the batch, and its own position in that."""
 
 
 class NamespaceWriter:
@@ -166,11 +163,11 @@ class NamespaceWriter:
         """Commit the batch, with the removal of so many of the coldest blocks."""
         result = Settled()
         codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
-        puts = list(self._puts())
+        puts = self._valid_puts()
         removals = self._damaged()
         victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
-        if puts or removals or victims:
-            applied = self._apply(puts, removals, victims)
+        if puts.entries or removals or victims:
+            applied = self._apply(puts.entries, removals, victims)
             self._record(applied, puts, codes, result)
             if applied.outcome is ApplyOutcome.DONE:
                 self._forget(applied.removed, set(victims), result)
@@ -236,7 +233,7 @@ class NamespaceWriter:
 
     def release(self, client: int, slots: Sequence[int]) -> list[int]:
         """End grants of a client; return those that were its own."""
-        own = [slot for slot in dict.fromkeys(slots) if self.space.is_granted(slot, client)]
+        own = [slot for slot in dict.fromkeys(slots) if self.space.grant_of(slot, client)]
         self.space.give_back(own)
         return own
 
@@ -285,27 +282,29 @@ class NamespaceWriter:
         entries = self.table.get_many(maybe)
         return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
 
-    def _puts(self) -> Iterator[_Put]:
-        """Yield the blocks of the batch whose grants are valid; all other slots are freed."""
-        seen: set[int] = set()
+    def _valid_puts(self) -> _Puts:
+        """Return the blocks of the batch whose grants are valid; all other slots are freed."""
+        puts, seen = _Puts(), set[int]()
+        epoch = -1 if self.resets_owed else self.epoch
+        grant_of = self.space.grant_of
         for reply, (client, message) in enumerate(self._commits):
             slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
             if not len(slots) == len(checksums) == len(message.keys):
                 self.release(client, slots)
                 continue
-            for place, (key, slot, checksum) in enumerate(
-                zip(message.keys, slots, checksums, strict=True)
-            ):
-                if slot in seen or not self.space.is_granted(slot, client):
+            blocks = zip(message.keys, slots, checksums, strict=True)
+            for place, entry in enumerate(blocks):
+                key, slot, _ = entry
+                grant = grant_of(slot, client)
+                if grant is None or slot in seen:
                     continue
-                grant = self.space.grant_of(slot)
-                if self.resets_owed or not grant.epoch == message.epoch == self.epoch:
-                    self.space.give_back([slot])
-                elif grant.key != key:
-                    self.space.give_back([slot])
-                else:
+                if grant.key == key and grant.epoch == message.epoch == epoch:
                     seen.add(slot)
-                    yield _Put(key, slot, checksum, reply, place)
+                    puts.entries.append(entry)
+                    puts.places.append((reply, place))
+                else:
+                    self.space.give_back([slot])
+        return puts
 
     def _damaged(self) -> list[bytes]:
         """Return the keys of reported blocks whose entries still say the same."""
@@ -321,12 +320,15 @@ class NamespaceWriter:
         return removals
 
     def _apply(
-        self, puts: Sequence[_Put], removals: Sequence[bytes], cleared: Sequence[int]
+        self,
+        puts: Sequence[tuple[bytes, int, int]],
+        removals: Sequence[bytes],
+        cleared: Sequence[int],
     ) -> Applied:
         """Commit to the block table, then to the presence table."""
         changes = Changes(
             self.table.epoch,
-            [(put.key, put.slot, put.checksum) for put in puts],
+            puts,
             removals,
             cleared,
             written_bytes=len(puts) * self.home.block_bytes,
@@ -342,24 +344,31 @@ class NamespaceWriter:
         return applied
 
     def _record(
-        self, applied: Applied, puts: Sequence[_Put], codes: list[bytearray], result: Settled
+        self, applied: Applied, puts: _Puts, codes: list[bytearray], result: Settled
     ) -> None:
         """Turn the outcome of a commit into codes, used slots and recency."""
-        failed = None
         if applied.outcome is not ApplyOutcome.DONE:
             failed = _FAILED.get(applied.outcome, Committed.IO_ERROR)
-        fresh: dict[int, list[_Put]] = {}
-        for position, put in enumerate(puts):
-            code = failed or Committed.OK
+            for reply, place in puts.places:
+                codes[reply][place] = failed
+            self.space.give_back([slot for _, slot, _ in puts.entries])
+            return
+        fresh: dict[int, tuple[list[bytes], list[int]]] = {}
+        already: list[int] = []
+        blocks = zip(puts.entries, puts.places, strict=True)
+        for position, ((key, slot, _), (reply, place)) in enumerate(blocks):
             if position in applied.already:
-                code = Committed.ALREADY
-            codes[put.reply][put.place] = code
-            if code is Committed.OK:
-                fresh.setdefault(put.reply, []).append(put)
-            else:
-                self.space.give_back([put.slot])
-        for batch in fresh.values():
-            keys, slots = [put.key for put in batch], [put.slot for put in batch]
+                codes[reply][place] = Committed.ALREADY
+                already.append(slot)
+                continue
+            codes[reply][place] = Committed.OK
+            if reply not in fresh:
+                fresh[reply] = [], []
+            keys, slots = fresh[reply]
+            keys.append(key)
+            slots.append(slot)
+        self.space.give_back(already)
+        for keys, slots in fresh.values():
             self.space.use(slots)
             self.recency.insert(keys, slots)
             result.stored.extend(keys)
