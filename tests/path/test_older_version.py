@@ -22,8 +22,8 @@ FIELDS = {"model": "model"}
 """Fields of the namespace that `RigNode` asks for by default."""
 
 
-def beside(tmp_path: Path, segments: int = 24, **options: object) -> PathRig:
-    return PathRig(segments, roots=(tmp_path,), real=RealFileSystem(), **options)  # type: ignore[arg-type]
+def beside(tmp_path: Path, segments: int = 24) -> PathRig:
+    return PathRig(segments, roots=(tmp_path,), real=RealFileSystem())
 
 
 def used(folder: Path) -> int:
@@ -120,5 +120,6 @@ def test_an_old_namespace_that_nobody_has_open_leaves_when_its_room_is_needed(
     fill(node, 80)
     assert not old.exists()
     assert used(tmp_path) <= rig.options.capacity_bytes
-    document = json.loads((tmp_path / node.welcome.folder / "namespace.json").read_text())  # type: ignore[union-attr]
+    assert node.welcome is not None
+    document = json.loads((tmp_path / node.welcome.folder / "namespace.json").read_text())
     assert document["format_version"] == 3
