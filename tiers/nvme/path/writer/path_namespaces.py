@@ -104,6 +104,30 @@ class PathNamespaces:
             namespace.replace_table(partial(self._means.table_of, is_durable=True))
         self._save()
 
+    def change(self, options: PathOptions) -> list[str]:
+        """Record other options, and put them in force.
+
+        Return the names of those that open namespaces follow only when they are opened again: a
+        larger capacity, since they have no more slots, and a weaker durability. Raises a
+        `KVCascadeError`.
+        """
+        check_options(options)
+        former = self.options
+        if options.durability == POWER != former.durability:
+            self.strengthen()
+        self.record.options = self.space.capacity.options = options
+        self._save()
+        self.budget.limit_bytes = options.write_budget_bytes
+        for namespace in self.open.values() if options.policy != former.policy else ():
+            namespace.recency.close(is_clean=True)
+            namespace.recency = self._means.recency_of(
+                namespace.home, options.policy, namespace.space.is_used
+            )
+            namespace.recency.order_by_last_use()
+        is_larger = options.capacity_bytes > former.capacity_bytes
+        is_weaker = former.durability == POWER != options.durability
+        return ["capacity_bytes"] * is_larger + ["durability"] * is_weaker
+
     def note_use(self, namespace: NamespaceWriter) -> None:
         """Set the time of the last use to now."""
         with suppress(KVCascadeError):  # it is a hint
