@@ -89,11 +89,13 @@ class PathNamespaces:
         else:
             namespace = self._open_home(home)
         self.note_use(namespace)
-        shares = self.record.min_shares
-        if shares.get(home.name, 0) != spec.min_share_bytes:
-            shares[home.name] = spec.min_share_bytes
+        share, shares = spec.min_share_bytes, self.record.min_shares
+        if namespace.clients:  # of several engines the largest share holds
+            share = max(share, namespace.min_share_bytes)
+        if shares.get(home.name, 0) != share:
+            shares[home.name] = share
             self._save()
-        namespace.min_share_bytes = spec.min_share_bytes
+        namespace.min_share_bytes = share
         return namespace
 
     def strengthen(self) -> None:
@@ -101,7 +103,7 @@ class PathNamespaces:
         self.record.options = msgspec.structs.replace(self.options, durability=POWER)
         self.space.capacity.options = self.options
         for namespace in self.open.values():
-            namespace.replace_table(partial(self._means.table_of, is_durable=True))
+            namespace.make_durable(partial(self._means.table_of, is_durable=True))
         self._save()
 
     def change(self, options: PathOptions) -> list[str]:
