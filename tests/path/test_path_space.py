@@ -22,7 +22,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
 
 def shared(**options: object) -> PathRig:
     """A path that has room for two namespaces with about 30 segments, their indexes counted."""
-    return PathRig(60, **options)  # type: ignore[arg-type]
+    return PathRig(120, **options)  # type: ignore[arg-type]
 
 
 def bytes_of(rig: PathRig, root: Path = ROOT) -> int:
@@ -101,7 +101,7 @@ def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() ->
     rig.close()
     rig.start()
     new = RigNode(rig, "new")
-    fill(new, range(1000, 1600))
+    fill(new, range(1000, 2000))
     rig.step(10, seconds=1.0)
     assert segments(rig).keys() == {"new"}
     assert not rig.fs.exists(ROOT / old.welcome.folder)  # type: ignore[union-attr]

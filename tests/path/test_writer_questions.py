@@ -30,7 +30,7 @@ class Tool:
 
 
 def test_stat_and_list_name_engines_and_namespaces() -> None:
-    rig = PathRig(40)
+    rig = PathRig(120)
     RigNode(rig, "idle").store([1])
     rig.close()
     rig.start()
@@ -50,7 +50,7 @@ def test_stat_and_list_name_engines_and_namespaces() -> None:
 
 
 def test_a_namespace_is_removed_unless_an_engine_uses_it() -> None:
-    rig = PathRig(40)
+    rig = PathRig(120)
     node = RigNode(rig)
     node.store([1])
     folder = node.welcome.folder  # type: ignore[union-attr]
