@@ -174,7 +174,7 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """A question of a tool; `Told` answers it."""
+    """A question of a tool; `Told` answers it. It may be sent without a `Hello`."""
 
     request: int
     what: str
@@ -270,7 +270,8 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     evicted_blocks: int
     budget_left_bytes: int | None
     day: tuple[int, int, int] | None = None
-    """Day number, bytes written and bytes read in it; None if unknown."""
+    """1 if the totals cover a whole day and 0 otherwise, then the bytes written and those read in
+    the last 24 hours; None if unknown."""
     why: Why = Why.GRANTED
     """Reason why the last grant was not full."""
 
@@ -280,6 +281,13 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):
 
     request: int
     body: bytes
+
+
+class SegmentsRemoved(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """Segments whose files are deleted. Nodes close what they have open of them at once: a later
+    segment of the same number is another file."""
+
+    numbers: list[int]
 
 
 FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire
@@ -294,6 +302,7 @@ FromWriter = (
     | Moved
     | TierFigures
     | Told
+    | SegmentsRemoved
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

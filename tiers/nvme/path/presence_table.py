@@ -41,7 +41,7 @@ MAX_PROBES = 512
 about 100."""
 TAIL_CELLS = MAX_PROBES
 CELLS_PER_SLOT = 2
-FEW_KEYS = 48
+FEW_KEYS = 512
 """Number of keys up to which single searches are faster than a search with numpy."""
 SCAN_CELLS = 1 << 16
 """Number of cells that `used_slots` reads together; they fit into a processor's cache."""
@@ -147,7 +147,9 @@ class PresenceTable:
     def find_many(self, keys: Sequence[bytes]) -> Slots:
         """Return `find` of every key as int32."""
         if len(keys) <= FEW_KEYS:
-            return np.fromiter(map(self.find, keys), dtype=np.int32, count=len(keys))
+            # A damaged cell may say more than fits into int32.
+            found = np.fromiter(map(self.find, keys), dtype=np.int64, count=len(keys))
+            return found.astype(np.int32)
         return self.find_hashes(hashes_of(keys))
 
     def find_hashes(self, hashes: Words) -> Slots:
