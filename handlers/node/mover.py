@@ -25,8 +25,9 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
+from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import Answer, FrameReader, Ready, WireError, frame, from_mover
+from .mover_wire import Answer, Ready, from_mover
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""

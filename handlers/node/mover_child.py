@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...errors import os_errors
-from .mover_wire import Setup, frame
+from ...tiers.nvme.path.frames import frame
+from .mover_wire import Setup
 
 MODULE = "kvcascade.handlers.node.mover_main"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

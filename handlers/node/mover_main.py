@@ -34,11 +34,11 @@ from ...tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
 from ...tiers.cpu.prefault import PIECE_BYTES, populate
 from ...tiers.nvme.attach import attach
 from ...tiers.nvme.nvme_backend import NvmeSpec
+from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.segments.store import BlockStore
 from .bounce import ArenaBounce
 from .mover_wire import (
     Answer,
-    FrameReader,
     LoadJob,
     Order,
     Ready,
@@ -46,8 +46,6 @@ from .mover_wire import (
     RepairJob,
     Setup,
     StoreJob,
-    WireError,
-    frame,
     pack_outcomes,
     pack_removals,
     to_mover,

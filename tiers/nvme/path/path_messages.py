@@ -284,16 +284,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):
 
 FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire
 FromWriter = (
-    Welcome
-    | Refused
-    | Granted
-    | CommitDone
-    | Epoch
-    | Stored
-    | Removed
-    | Moved
-    | TierFigures
-    | Told
+    Welcome | Refused | Granted | CommitDone | Epoch | Stored | Removed | Moved | TierFigures | Told
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
