@@ -174,7 +174,7 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """A question of a tool; `Told` answers it."""
+    """A question of a tool; `Told` answers it. It may be sent without a `Hello`."""
 
     request: int
     what: str
@@ -282,9 +282,26 @@ class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):
     body: bytes
 
 
+class SegmentsRemoved(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """Segments whose files are deleted. Nodes close what they have open of them at once: a later
+    segment of the same number is another file."""
+
+    numbers: list[int]
+
+
 FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire
 FromWriter = (
-    Welcome | Refused | Granted | CommitDone | Epoch | Stored | Removed | Moved | TierFigures | Told
+    Welcome
+    | Refused
+    | Granted
+    | CommitDone
+    | Epoch
+    | Stored
+    | Removed
+    | Moved
+    | TierFigures
+    | Told
+    | SegmentsRemoved
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
