@@ -53,6 +53,7 @@ from .path_wire import (
     JobDone,
     NodeJoined,
     NodeNote,
+    NodeOrder,
     NodeState,
     PutJob,
     ResetJob,
@@ -77,7 +78,10 @@ FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
 class NodeMeans(Protocol):
     """Sockets, files and threads of a node. No method waits for the writer."""
 
-    workers: Workers
+    @property
+    def workers(self) -> Workers:
+        """Threads that move blocks."""
+        ...
 
     def join(self) -> None:
         """Try to become the writer, or else to connect to it.
@@ -156,7 +160,7 @@ class PathNode:
 
     # -- from the scheduler --------------------------------------------------------------------
 
-    def order(self, message: PutJob | GetJob | ResetJob | UseNote) -> None:
+    def order(self, message: NodeOrder) -> None:
         """Begin a job of the scheduler, or pass on a note."""
         match message:
             case GetJob():

@@ -133,12 +133,14 @@ class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):
     """Options in force."""
 
 
-ToNode = NodeSetup | PutJob | GetJob | ResetJob | UseNote
+NodeOrder = PutJob | GetJob | ResetJob | UseNote
 FromNodeProcess = (
     NodeReady | JobDone | NodeNote | NodeJoined | Removed | Stored | Epoch | TierFigures
 )
 
-to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+to_node: msgspec.msgpack.Decoder[NodeSetup | NodeOrder] = msgspec.msgpack.Decoder(
+    NodeSetup | NodeOrder
+)
 """Decoder of messages to a node."""
 from_node_process: msgspec.msgpack.Decoder[FromNodeProcess] = msgspec.msgpack.Decoder(
     FromNodeProcess

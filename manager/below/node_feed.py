@@ -25,7 +25,7 @@ from ...handlers.node.path_wire import (
 )
 from ...logs import get_logger
 from ...tiers.base import BlockHash
-from ...tiers.nvme.path.path_messages import Epoch, Removed, Stored, TierFigures
+from ...tiers.nvme.path.path_messages import Removed, Stored, TierFigures
 from ...tiers.nvme.path.presence_table import PresenceTable
 from ..base import BlockEvent
 from ..counters import Departures

@@ -163,14 +163,15 @@ class NodeTier(Below):
 
     def reset(self) -> None:
         self.feed.begin_reset()
+        self._coming.clear()
         self._resets_due += 1
         self._send_reset()
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
-        for traffic in (self.writes, self.reads):
-            mine = tickets & traffic.open_tickets
-            if mine:
-                self._client.wait(lambda: mine.isdisjoint(traffic.open_tickets), limit_s)
+        reads, writes = self.reads.open_tickets, self.writes.open_tickets
+        mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
+        if mine:
+            self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
 
     def flush(self, means: FlushMeans, deadline_s: float) -> None:
         """Do nothing: the last tier writes to no lower tier."""

@@ -5,7 +5,7 @@ Used under the manager's lock. Each job is one message to the node and one answe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,9 +30,7 @@ NO_ROOM_PAUSE_S = 0.05
 class NodeClient(Protocol):
     """The scheduler's side of a node."""
 
-    def submit(
-        self, order: Callable[[int], Any], on_end: Callable[[Any], None]
-    ) -> bool:
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         """Send a job, built from its ticket. Return False if it cannot be taken now.
 
         `on_end` gets the answer, or None if the process died. It may be called by any thread that
@@ -88,28 +86,26 @@ class _Traffic:
         self._flow = flow
         self.breaker = breaker
         self.jobs: dict[int, _Going] = {}
-        self.open_tickets: Set[int] = set()
-        """Tickets without an answer from the node."""
+        self.open_tickets: set[int] = set()
+        """Tickets without an answer from the node. Any thread that waits removes some."""
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
-        self._open: set[int] = set()
-        self.open_tickets = self._open
 
     def _submit(self, going: _Going, order: Callable[[int], Any]) -> bool:
         ticket = going.ticket
         self.jobs[ticket] = going
-        self._open.add(ticket)
+        self.open_tickets.add(ticket)
         if self._flow.client.submit(order, partial(self._arrived, going)):
             self.breaker.started()
             return True
         del self.jobs[ticket]
-        self._open.discard(ticket)
+        self.open_tickets.discard(ticket)
         return False
 
     def _arrived(self, going: _Going, done: JobDone | None) -> None:
         """Queue the end of a job; any thread."""
         self._flow.feed.end(partial(self._end, going), done)
-        self._open.discard(going.ticket)
+        self.open_tickets.discard(going.ticket)
 
     def _end(self, going: _Going, done: JobDone | None) -> None:
         """Conclude a job, under the manager's lock."""

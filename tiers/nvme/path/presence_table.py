@@ -13,9 +13,10 @@ All numbers are little endian. The parts follow each other in this order:
 | checksums | u64 × slots | `block_checksum` of the block in the slot |
 | homes | u32 × slots | low half of the hash of the key in the slot |
 
-The hash of a key is xxh3_64 over all of it. Its high half is the tag, its low half the *home*. The
-position of a home is `home * cells >> 32`. A block lies in the first cell from its position on that
-was empty, at most `MAX_PROBES` cells away. The tail takes those beyond the last position.
+`cells` is the first power of two from `CELLS_PER_SLOT` × slots on. The hash of a key is xxh3_64 of
+the whole key. Its high half is the tag, its low half the *home*. The position of a home is the
+remainder of its division by `cells`. A block lies in the first cell from its position on that was
+empty, less than `MAX_PROBES` cells away. The tail takes those beyond the last position.
 
 A removal moves the following cells back, so the table needs no tombstones. A reader that looks at
 the same time may miss a block that is moved. The writer sets checksum and home before the cell, and
@@ -75,8 +76,12 @@ class Journal:
 
 def presence_bytes(slots: int) -> int:
     """Return the size of the presence table of this number of slots, in bytes."""
-    cells = CELLS_PER_SLOT * slots + TAIL_CELLS
-    return HEADER_BYTES + 8 * cells + 12 * slots
+    return HEADER_BYTES + 8 * (_cells_for(slots) + TAIL_CELLS) + 12 * slots
+
+
+def _cells_for(slots: int) -> int:
+    """Return the number of positions: a power of two, so that a position is one operation."""
+    return 1 << (CELLS_PER_SLOT * slots - 1).bit_length()
 
 
 def hash_of(key: bytes) -> int:
@@ -94,13 +99,13 @@ class PresenceTable:
 
     def __init__(self, memory: memoryview, slots: int) -> None:
         """Use the first `presence_bytes(slots)` bytes of `memory`, mapped or private."""
-        cells = CELLS_PER_SLOT * slots
+        cells = _cells_for(slots)
         at_checksums = HEADER_BYTES + 8 * (cells + TAIL_CELLS)
         at_homes = at_checksums + 8 * slots
         self.slots = slots
         """Number of slots; each is from 0 to this number - 1."""
         self.memory = memory
-        self._span = cells
+        self._mask = cells - 1
         self._header = memory[:HEADER_BYTES].cast("B").cast("Q")
         self._cells = memory[HEADER_BYTES:at_checksums].cast("B").cast("Q")
         self._checksums = memory[at_checksums:at_homes].cast("B").cast("Q")
@@ -122,19 +127,18 @@ class PresenceTable:
         32 bits of the hash are compared. A damaged cell may name a slot that does not exist.
         """
         hashed = xxh3_64_intdigest(key)
-        first = (hashed & _LOW) * self._span >> 32
+        first = hashed & self._mask
         cells = self._cells
         cell = cells[first]
         if not cell:
             return -1
-        tag = hashed >> 32
-        if cell >> 32 == tag:
+        if cell ^ hashed <= _LOW:  # the tags are equal
             return (cell & _LOW) - 1
         for at in range(first + 1, first + MAX_PROBES):
             cell = cells[at]
             if not cell:
                 return -1
-            if cell >> 32 == tag:
+            if cell ^ hashed <= _LOW:
                 return (cell & _LOW) - 1
         return -1
 
@@ -147,14 +151,15 @@ class PresenceTable:
     def find_hashes(self, hashes: Words) -> Slots:
         """Return the slot of the block with each hash, or -1, as int32."""
         table = np.frombuffer(self._cells, dtype=np.uint64)
-        at = ((hashes & _LOW) * np.uint64(self._span)) >> np.uint64(32)
+        at = hashes & np.uint64(self._mask)
         found = np.full(len(hashes), -1, dtype=np.int32)
         rest = np.arange(len(hashes))
         for _ in range(MAX_PROBES):
             cells = table[at]
-            is_hit = ((cells ^ hashes[rest]) & np.uint64(_HIGH) == 0) & (cells > 0)
+            is_full = cells > 0
+            is_hit = (cells ^ hashes[rest] <= _LOW) & is_full
             found[rest[is_hit]] = (cells[is_hit] & np.uint64(_LOW)).astype(np.int64) - 1
-            is_open = ~is_hit & (cells > 0)
+            is_open = ~is_hit & is_full
             if not is_open.any():
                 break
             rest, at = rest[is_open], at[is_open] + np.uint64(1)
@@ -226,7 +231,7 @@ class WritablePresence(PresenceTable):
             self.clear(journal.epoch)
         changed = {slot for _, slot in journal.removed} | {slot for _, slot, _ in journal.stored}
         for hashed in [each[0] for each in (*journal.removed, *journal.stored)]:
-            self._rewrite((hashed & _LOW) * self._span >> 32, changed)
+            self._rewrite(hashed & self._mask, changed)
         for hashed, slot, checksum in journal.stored:
             self._insert(hashed, slot, checksum)
         self._header[APPLIED_WORD] = journal.number
@@ -244,11 +249,10 @@ class WritablePresence(PresenceTable):
         is_used[slots] = True
         used = np.flatnonzero(is_used).astype(np.uint64)
         del is_used
-        order = np.sort(homes[used].astype(np.uint64) << np.uint64(32) | used)
-        del used
-        wanted = ((order >> np.uint64(32)) * np.uint64(self._span) >> np.uint64(32)).astype(
-            np.int64
-        )
+        positions = homes[used].astype(np.uint64) & np.uint64(self._mask)
+        order = np.sort(positions << np.uint64(32) | used)
+        del used, positions
+        wanted = (order >> np.uint64(32)).astype(np.int64)
         order &= np.uint64(_LOW)
         ordinals = np.arange(len(order))
         at = np.maximum.accumulate(wanted - ordinals) + ordinals
@@ -262,7 +266,7 @@ class WritablePresence(PresenceTable):
         """Set the first empty cell. Return False if none is within reach."""
         cells = self._cells
         home = hashed & _LOW
-        first = home * self._span >> 32
+        first = hashed & self._mask
         for at in range(first, first + MAX_PROBES):
             if not cells[at]:
                 self._checksums[slot] = checksum
@@ -275,7 +279,7 @@ class WritablePresence(PresenceTable):
         """Remove the cell of a block, and move back the cells behind it."""
         cells = self._cells
         wanted = (hashed >> 32) << 32 | slot + 1
-        first = (hashed & _LOW) * self._span >> 32
+        first = hashed & self._mask
         for at in range(first, first + MAX_PROBES):
             cell = cells[at]
             if cell == wanted:
@@ -300,7 +304,7 @@ class WritablePresence(PresenceTable):
     def _position_of(self, cell: int, at: int) -> int:
         """Return the first position of the block of a cell; `at` if the cell is damaged."""
         slot = (cell & _LOW) - 1
-        return self._homes[slot] * self._span >> 32 if 0 <= slot < self.slots else at
+        return self._homes[slot] & self._mask if 0 <= slot < self.slots else at
 
     def _rewrite(self, at: int, without: set[int]) -> None:
         """Write anew the run of cells around a position, without these slots and doubles."""

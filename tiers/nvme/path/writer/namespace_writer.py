@@ -1,0 +1,374 @@
+"""One namespace as its writer changes it: commits, evictions, resets.
+
+Messages of all nodes are gathered, and `settle` puts them into one commit of the block table. The
+presence table follows, then the replies. A slot is free for the next grant only after that.
+
+Used by the writer's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from .....logs import get_logger
+from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
+from ..path_messages import (
+    ALREADY_SLOT,
+    MAX_KEYS_PER_MESSAGE,
+    NO_SLOT,
+    Bad,
+    Commit,
+    CommitDone,
+    Committed,
+    FromWriter,
+    Grant,
+    Granted,
+    Touch,
+    Why,
+)
+from ..presence_file import OpenPresence
+from .namespace_home import NamespaceHome
+from .recency import Recency
+from .slot_space import SlotSpace
+
+MAX_EVICTIONS_PER_STEP = 4096
+"""Most blocks that one commit evicts; more follow in the next step."""
+Reply = tuple[int, FromWriter]
+"""A message and the number of the client that gets it."""
+Waiting = tuple[int, Grant, float]
+"""A client, its request, and the time at which it is answered in any case."""
+
+_FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Settled:
+    """What one commit did, for the nodes."""
+
+    replies: list[Reply] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Put:
+    """One block of a `Commit` in the batch."""
+
+    key: bytes
+    slot: int
+    checksum: int
+    reply: int
+    """Position of its message in the batch."""
+    place: int
+    """Position of the block in its message."""
+
+
+class NamespaceWriter:
+    """An open namespace. `open_namespace_writer` makes one."""
+
+    def __init__(
+        self,
+        home: NamespaceHome,
+        table: BlockTable,
+        presence: OpenPresence,
+        space: SlotSpace,
+        recency: Recency,
+    ) -> None:
+        self.home = home
+        self.table = table
+        self.presence = presence.table
+        self.space = space
+        self.recency = recency
+        self.clients: set[int] = set()
+        self.min_share_bytes = 0
+        self.evicted_blocks = 0
+        self.waiting: deque[Waiting] = deque()
+        """Grants without an answer, oldest first."""
+        self.resets_owed: list[tuple[int, int]] = []
+        """(Client, request) of resets that the block table could not take yet."""
+        self._presence = presence
+        self._commits: list[tuple[int, Commit]] = []
+        self._bads: list[Bad] = []
+        self._read_bytes = 0
+
+    @property
+    def epoch(self) -> int:
+        """Number of resets."""
+        return self.presence.epoch
+
+    @property
+    def has_work(self) -> bool:
+        """True if `settle` has something to write."""
+        return bool(self._commits or self._bads)
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def add_commit(self, client: int, message: Commit) -> None:
+        """Take a `Commit` into the batch."""
+        self._commits.append((client, message))
+
+    def add_bad(self, message: Bad) -> None:
+        """Take a report of damaged blocks into the batch."""
+        self._bads.append(message)
+
+    def add_read(self, read_bytes: int) -> None:
+        """Count bytes that were read; they are written down with the next commit."""
+        self._read_bytes += max(0, read_bytes)
+
+    def touch(self, message: Touch) -> None:
+        """Note uses of blocks."""
+        found = self.presence.find_many(message.keys).tolist()
+        if message.is_chain and self.recency.wants_chains:
+            here = list(takewhile(self._holds, found))
+            self.recency.chain(here, len(message.keys))
+            return
+        slots = [slot for slot in found if self._holds(slot)]
+        if slots:
+            self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
+
+    def demand(self) -> int:
+        """Return the number of slots that the waiting grants need."""
+        find = self.presence.find
+        return sum(find(key) < 0 for _, grant, _ in self.waiting for key in grant.keys)
+
+    # -- one commit ----------------------------------------------------------------------------
+
+    def settle(self, evictions: int = 0) -> Settled:
+        """Commit the batch, with the removal of so many of the coldest blocks."""
+        result = Settled()
+        codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
+        puts = list(self._puts())
+        removals = self._damaged()
+        victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
+        if puts or removals or victims:
+            applied = self._apply(puts, removals, victims)
+            self._record(applied, puts, codes, result)
+            if applied.outcome is ApplyOutcome.DONE:
+                self._forget(applied.removed, set(victims), result)
+        for (client, message), outcomes in zip(self._commits, codes, strict=True):
+            result.replies.append((client, CommitDone(message.request, bytes(outcomes))))
+        self._commits, self._bads = [], []
+        return result
+
+    def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
+        """Remove the blocks in these slots in one commit. Return their keys; None if it failed."""
+        applied = self._apply([], [], slots)
+        if applied.outcome is not ApplyOutcome.DONE:
+            return None
+        result = Settled()
+        self._forget(applied.removed, set(slots), result)
+        return result.removed
+
+    def reset(self) -> bool:
+        """Begin a new epoch without any block. Return False if that is not durable yet.
+
+        Readers see the new epoch at once in either case, so that no older block is served.
+        """
+        if self.presence.epoch == self.table.epoch:
+            self.presence.clear(self.table.epoch + 1)
+            self.recency.clear()
+            self.space.clear()
+        applied = self.table.reset(self.presence.epoch)
+        if applied.outcome is not ApplyOutcome.DONE or applied.journal is None:
+            return False
+        self.presence.apply(applied.journal)
+        return True
+
+    # -- grants --------------------------------------------------------------------------------
+
+    def serve(
+        self, paths: list[int], allowed: int, why: Why, may_wait: bool, now_s: float
+    ) -> list[Reply]:
+        """Answer waiting grants from the free slots in `paths`, oldest first.
+
+        At most `allowed` slots are granted. `why` is the reason if slots are missing. With
+        `may_wait` a grant that needs more slots than are free stays until its deadline.
+        """
+        replies: list[Reply] = []
+        while self.waiting:
+            client, grant, until_s = self.waiting[0]
+            held = self._held(grant.keys)
+            absent = [key for key in grant.keys if key not in held]
+            free = min(self.space.free(paths) if paths else 0, allowed)
+            if len(absent) > free and may_wait and now_s < until_s:
+                break
+            self.waiting.popleft()
+            granted = absent[:free]
+            slots = self.space.take(client, self.epoch, granted, paths) if granted else []
+            allowed -= len(slots)
+            at = dict(zip(granted, slots, strict=True))
+            answer = [ALREADY_SLOT if k in held else at.get(k, NO_SLOT) for k in grant.keys]
+            reason = Why.GRANTED if len(granted) == len(absent) else why
+            packed = np.array(answer, dtype="<i4").tobytes()
+            replies.append((client, Granted(grant.request, self.epoch, packed, reason)))
+        return replies
+
+    def release(self, client: int, slots: Sequence[int]) -> list[int]:
+        """End grants of a client; return those that were its own."""
+        own = [slot for slot in dict.fromkeys(slots) if self.space.is_granted(slot, client)]
+        self.space.give_back(own)
+        return own
+
+    def leave(self, client: int) -> None:
+        """Forget a client. Its commits in the batch must be settled before."""
+        self.clients.discard(client)
+        self.waiting = deque(each for each in self.waiting if each[0] != client)
+        self.resets_owed = [each for each in self.resets_owed if each[0] != client]
+        self.space.end_client(client)
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
+        self._flush_reads()
+        try:
+            self.table.close()
+            self._presence.close_clean()
+            self.recency.close(is_clean=True)
+        finally:
+            self.home.close()
+
+    def abandon(self) -> None:
+        """Close as a kill would; nothing is synced and nothing marked as clean."""
+        self.table.abandon()
+        self._presence.file.close()
+        self.recency.close(is_clean=False)
+        self.home.close()
+
+    def replace_table(self, reopen: Callable[[NamespaceHome], BlockTable]) -> None:
+        """Close the block table and open it anew, with other durability."""
+        self.table.close()
+        self.table = reopen(self.home)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _holds(self, slot: int) -> bool:
+        return 0 <= slot < len(self.space.is_used) and bool(self.space.is_used[slot])
+
+    def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys that are committed; the block table has the last word."""
+        found = self.presence.find_many(keys).tolist()
+        maybe = [key for key, slot in zip(keys, found, strict=True) if slot >= 0]
+        if not maybe:
+            return frozenset()
+        entries = self.table.get_many(maybe)
+        return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
+
+    def _puts(self) -> Iterator[_Put]:
+        """Yield the blocks of the batch whose grants are valid; all other slots are freed."""
+        seen: set[int] = set()
+        for reply, (client, message) in enumerate(self._commits):
+            slots = np.frombuffer(message.slots, dtype="<i4").tolist()
+            checksums = np.frombuffer(message.checksums, dtype="<u8").tolist()
+            if not len(slots) == len(checksums) == len(message.keys):
+                self.release(client, slots)
+                continue
+            for place, (key, slot, checksum) in enumerate(
+                zip(message.keys, slots, checksums, strict=True)
+            ):
+                if slot in seen or not self.space.is_granted(slot, client):
+                    continue
+                grant = self.space.grant_of(slot)
+                if self.resets_owed or not grant.epoch == message.epoch == self.epoch:
+                    self.space.give_back([slot])
+                elif grant.key != key:
+                    self.space.give_back([slot])
+                else:
+                    seen.add(slot)
+                    yield _Put(key, slot, checksum, reply, place)
+
+    def _damaged(self) -> list[bytes]:
+        """Return the keys of reported blocks whose entries still say the same."""
+        removals: list[bytes] = []
+        for bad in self._bads:
+            slots = np.frombuffer(bad.slots, dtype="<i4").tolist()
+            checksums = np.frombuffer(bad.checksums, dtype="<u8").tolist()
+            entries = self.table.get_many(bad.keys)
+            for key, slot, checksum, entry in zip(
+                bad.keys, slots, checksums, entries, strict=False
+            ):
+                if entry is not None and (entry.slot, entry.checksum) == (slot, checksum):
+                    removals.append(key)
+        return removals
+
+    def _apply(
+        self, puts: Sequence[_Put], removals: Sequence[bytes], cleared: Sequence[int]
+    ) -> Applied:
+        """Commit to the block table, then to the presence table."""
+        changes = Changes(
+            self.table.epoch,
+            [(put.key, put.slot, put.checksum) for put in puts],
+            removals,
+            cleared,
+            written_bytes=len(puts) * self.home.block_bytes,
+            read_bytes=self._read_bytes,
+        )
+        applied = self.table.apply(changes)
+        if applied.outcome is not ApplyOutcome.DONE:
+            _log.warning("%s: the index could not be written (%s)", self.home.name, applied.outcome)
+        else:
+            self._read_bytes = 0
+            if applied.journal is not None:
+                self.presence.apply(applied.journal)
+        return applied
+
+    def _record(
+        self, applied: Applied, puts: Sequence[_Put], codes: list[bytearray], result: Settled
+    ) -> None:
+        """Turn the outcome of a commit into codes, used slots and recency."""
+        failed = None
+        if applied.outcome is not ApplyOutcome.DONE:
+            failed = _FAILED.get(applied.outcome, Committed.IO_ERROR)
+        fresh: dict[int, list[_Put]] = {}
+        for position, put in enumerate(puts):
+            code = failed or Committed.OK
+            if position in applied.already:
+                code = Committed.ALREADY
+            codes[put.reply][put.place] = code
+            if code is Committed.OK:
+                fresh.setdefault(put.reply, []).append(put)
+            else:
+                self.space.give_back([put.slot])
+        for batch in fresh.values():
+            keys, slots = [put.key for put in batch], [put.slot for put in batch]
+            self.space.use(slots)
+            self.recency.insert(keys, slots)
+            result.stored.extend(keys)
+
+    def _forget(
+        self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled
+    ) -> None:
+        """Free the slots of removed blocks."""
+        used = self.space.is_used
+        gone = [(key, slot) for key, slot in removed if used[slot]]
+        left = [(key, slot) for key, slot in gone if slot in victims]
+        other = [slot for _, slot in gone if slot not in victims]
+        if left:
+            self.recency.evicted([key for key, _ in left], [slot for _, slot in left])
+            self.evicted_blocks += len(left)
+        self.recency.remove(other)
+        self.space.unuse([slot for _, slot in gone])
+        nameless = victims - {slot for _, slot in gone}
+        if nameless:  # the index does not say whose they are: they stay in use, and out of order
+            self.recency.remove(sorted(nameless))
+        result.removed.extend(key for key, _ in gone)
+
+    def _flush_reads(self) -> None:
+        if self._read_bytes:
+            self._apply([], [], [])
+
+
+def slots_of(data: bytes) -> list[int]:
+    """Return the slots of a message. A length that is no multiple of four gives none."""
+    return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
+
+
+def is_within_limits(keys: Sequence[bytes]) -> bool:
+    """Return True if a message may have these keys."""
+    return len(keys) <= MAX_KEYS_PER_MESSAGE and all(0 < len(key) <= 64 for key in keys)
