@@ -96,7 +96,8 @@ class NodeJob:
     left: int
     """Number of blocks without an outcome."""
     created_s: float
-    epoch: int = 0
+    epoch: int | None = None
+    """Epoch of the blocks of a put; None if it is that of the last reset."""
     why: Why = Why.GRANTED
 
 
@@ -228,6 +229,8 @@ class PutJobs(_Jobs):
         self._grants: dict[int, _Asked] = {}
         self._commits: dict[int, _Asked] = {}
         self._writing = 0
+        self.reset_epoch: int | None = None
+        """Epoch that the last reset of this engine began; None if there was none."""
         self._link = 0
         """Serial number of the connection to the writer; parts of an older one are void."""
 
@@ -244,6 +247,7 @@ class PutJobs(_Jobs):
     def begin(self, order: PutJob, *, may_write: bool) -> None:
         """Start a job. Without `may_write`, every block is CANCELLED at once."""
         job = self._add(order)
+        job.epoch = order.epoch
         everything = range(len(job.keys))
         if not may_write:
             job.why = Why.RESTING
@@ -256,7 +260,10 @@ class PutJobs(_Jobs):
             self._means.send(Grant(request, [bytes(job.keys[i]) for i in part]))
 
     def granted(self, message: Granted) -> None:
-        """Write the blocks that got slots. Slots of a request that was given up are released."""
+        """Write the blocks that got slots.
+
+        Slots of a request that was given up, or of blocks of another epoch, are released.
+        """
         slots = unpack_slots(message.slots)
         asked = self._grants.pop(message.request, None)
         if asked is None or len(asked.positions) != len(slots):
@@ -265,7 +272,10 @@ class PutJobs(_Jobs):
                 self._all(asked.job, asked.positions, BlockOutcome.CANCELLED)
             return
         job, here = asked.job, list(zip(asked.positions, slots.tolist(), strict=True))
-        job.epoch = message.epoch
+        if message.epoch != (self.reset_epoch if job.epoch is None else job.epoch):
+            self._release(slots[slots >= 0].tolist())
+            self._all(job, asked.positions, BlockOutcome.GONE)
+            return
         going = [(position, slot) for position, slot in here if slot >= 0]
         held = [position for position, slot in here if slot == ALREADY_SLOT]
         none = [position for position, slot in here if slot < 0 and slot != ALREADY_SLOT]

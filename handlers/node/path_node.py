@@ -321,7 +321,9 @@ class PathNode:
 
     def _epoch(self, message: Epoch) -> None:
         self._means.tell(message)
-        for ticket in self._resets.pop(message.request, []):
+        if message.request:
+            self._puts.reset_epoch = message.epoch
+        for ticket in self._resets.pop(message.request, []) if message.request else ():
             self._means.tell(JobDone(ticket))
 
     def _moved(self, message: Moved) -> None:

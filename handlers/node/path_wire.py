@@ -72,6 +72,9 @@ class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):
     ticket: int
     keys: list[bytes]
     arena_slots: bytes
+    epoch: int | None
+    """Epoch that the blocks belong to; None if it is that of the last `ResetJob`, which has not
+    been answered yet."""
 
 
 class GetJob(msgspec.Struct, frozen=True, array_like=True, tag=66):

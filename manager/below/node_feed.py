@@ -25,7 +25,7 @@ from ...handlers.node.path_wire import (
 )
 from ...logs import get_logger
 from ...tiers.base import BlockHash
-from ...tiers.nvme.path.path_messages import Removed, Stored, TierFigures
+from ...tiers.nvme.path.path_messages import Epoch, Removed, Stored, TierFigures
 from ...tiers.nvme.path.presence_table import PresenceTable
 from ..base import BlockEvent
 from ..counters import Departures
@@ -111,9 +111,12 @@ class NodeFeed:
     def end_reset(self) -> None:
         """Find blocks again; those of older epochs are gone."""
         self._is_resetting = False
-        if self._table is not None:
-            self._epoch = self._table.epoch
         self._look()
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of this engine's blocks; None if it is that of a reset that was not answered."""
+        return None if self._is_resetting else self._epoch
 
     def was_reset(self) -> bool:
         """Return True once after another engine reset the namespace."""
@@ -138,6 +141,8 @@ class NodeFeed:
                 self.emit([BlockHash(key) for key in message.keys], removed=False)
             case TierFigures():
                 self._count(message)
+            case Epoch() if self._is_resetting and message.request:
+                self._epoch = message.epoch
             case NodeJoined():
                 self._enter(message.state)
                 folder, slots = message.folder, message.slots
@@ -149,7 +154,7 @@ class NodeFeed:
             case None:
                 self._enter(NodeState.JOINING)
             case _:
-                """`Epoch`: the presence table says so, too; others concern a reset's past."""
+                """Epochs of other resets are in the presence table; the rest is of the past."""
 
     def _count(self, figures: TierFigures) -> None:
         before = self.figures

@@ -218,7 +218,8 @@ class NodeWrites(_Traffic):
     ) -> bool:
         going = _Going(ticket, [keys[at] for at in started], self._flow.clock())
         packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
-        if self._submit(going, lambda number: PutJob(number, list(going.keys), packed)):
+        epoch = self._flow.feed.epoch
+        if self._submit(going, lambda number: PutJob(number, list(going.keys), packed, epoch)):
             self.coming.update(going.keys)
             return True
         self.breaker.trip()

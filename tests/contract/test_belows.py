@@ -95,8 +95,8 @@ class NvmeRig(BelowRig):
 class NodeTierRig(BelowRig):
     """A tier behind a node; another engine on the same path resets it."""
 
-    def __init__(self, engines: int = 2) -> None:
-        self.path = NodesRig()
+    def __init__(self, engines: int = 2, *, is_real: bool = False) -> None:
+        self.path = NodesRig(is_real=is_real)
         self.nodes = [self.path.add() for _ in range(engines)]
         self.below = self.nodes[0].tier
         for node in self.nodes:
@@ -144,6 +144,12 @@ class TestNodeTierOfTwo(BelowContract):
     @pytest.fixture
     def rig(self) -> BelowRig:
         return NodeTierRig()
+
+
+class TestNodeTierWithTheWriter(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return NodeTierRig(is_real=True)
 
 
 def test_the_twin_lies_stalls_and_fails_when_it_is_told_to() -> None:

@@ -88,12 +88,13 @@ def test_short_transfers_go_on(place: Place) -> None:
     assert place.read(keys(4)).outcomes == [OK] * 4
 
 
-def test_a_cell_that_names_another_block_is_no_damage(place: Place) -> None:
-    place.store(keys(1), [3])
-    place.table.remove(key(0), 3)
-    place.table.insert(key(0), 5, place.table.checksum_of(3))
-    done = place.read(keys(1))
-    assert (done.outcomes, done.bad) == ([CORRUPT], [(key(0), 5, place.table.checksum_of(3))])
+def test_a_cell_that_names_another_slot_is_damage(place: Place) -> None:
+    place.store([key(7)], [3])
+    checksum = place.table.checksum_of(3)
+    place.table.remove(key(7), 3)
+    place.table.insert(key(7), 5, checksum)
+    done = place.read([key(7)])
+    assert (done.outcomes, done.bad) == ([CORRUPT], [(key(7), 5, checksum)])
 
 
 def test_a_slot_that_does_not_exist_is_a_miss(place: Place) -> None:

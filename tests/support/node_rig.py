@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import TierFacts
 from kvcascade.tiers.base import BlockHash, SlotArray
 from kvcascade.tiers.nvme.path.block_reader import BlocksRead
+from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.block_writer import BlocksWritten
 from kvcascade.tiers.nvme.path.path_messages import (
     PROTOCOL,
     FromNode,
+    FromWriter,
     Hello,
     PathOptions,
     Welcome,
@@ -29,10 +32,14 @@ from kvcascade.tiers.nvme.path.path_messages import (
     from_writer,
 )
 from kvcascade.tiers.nvme.path.presence_file import map_presence
+from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
+from kvcascade.tiers.nvme.writer.capacity import capacity_for
 
 from .clock import ManualClock
 from .executors import InlineExecutor
 from .memory_backend import MemoryBackend
+from .memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from .memory_file_system import MemoryFileSystem
 from .writer_twin import WriterTwin, namespace_spec
 
@@ -41,19 +48,26 @@ SLOTS = 16
 PER_SEGMENT = 4
 ARENA_SLOTS = 64
 MAX_PUMPS = 100_000
-OPTIONS = PathOptions(capacity_bytes=1 << 30)
+OPTIONS = PathOptions(
+    capacity_bytes=capacity_for(SLOTS // PER_SEGMENT, PER_SEGMENT, BLOCK, 1),
+    segment_bytes=PER_SEGMENT * BLOCK,
+)
 
 
 class NodesRig:
     """A file system in memory, a writer twin, and nodes."""
 
-    def __init__(self, options: PathOptions = OPTIONS, slots: int = SLOTS) -> None:
+    writer: WriterTwin | CoreWriter | None
+
+    def __init__(self, options: PathOptions = OPTIONS, *, is_real: bool = False) -> None:
+        """`is_real`: the writer is a `PathWriter`."""
         self.fs = MemoryFileSystem()
         self.clock = ManualClock()
         self.root = Path("/tier")
-        self.writer: WriterTwin | None = WriterTwin(
-            self.fs, self.root, slots, PER_SEGMENT, BLOCK, options
-        )
+        if is_real:
+            self.writer = CoreWriter(self.fs, self.root, options, self.clock)
+        else:
+            self.writer = WriterTwin(self.fs, self.root, SLOTS, PER_SEGMENT, BLOCK, options)
         self.options = options
         self.nodes: list[NodeTwin] = []
         self.rng: random.Random | None = None
@@ -67,11 +81,16 @@ class NodesRig:
         self.pump()
         return node
 
+    @property
+    def twin(self) -> WriterTwin:
+        """The writer, which is a twin."""
+        assert isinstance(self.writer, WriterTwin)
+        return self.writer
+
     def kill_writer(self) -> WriterTwin:
         """The writer dies; what it has not sent is lost. The nodes see that when they are
         pumped."""
-        writer, self.writer = self.writer, None
-        assert writer is not None
+        writer, self.writer = self.twin, None
         for node in self.nodes:
             node.writer_died()
         return writer
@@ -87,6 +106,8 @@ class NodesRig:
         """Carry out one waiting action; False if there is none."""
         actions = [action for node in self.nodes for action in node.actions()]
         writer = self.writer
+        if isinstance(writer, CoreWriter):
+            actions += writer.actions()
         if writer is not None and writer.outbox and not writer.is_stalled:
             actions.append(self._deliver)
         if not actions:
@@ -100,6 +121,52 @@ class NodesRig:
         for node in self.nodes:
             if node.client == client:
                 node.inbox.append(from_writer.decode(msgspec.msgpack.encode(message)))
+
+
+class CoreWriter:
+    """The real `PathWriter` over block tables in memory, with the face of a `WriterTwin`."""
+
+    def __init__(
+        self, fs: MemoryFileSystem, root: Path, options: PathOptions, clock: ManualClock
+    ) -> None:
+        self.is_stalled = False
+        self.outbox: deque[tuple[int, FromWriter]] = deque()
+        self._clock = clock
+        self._disks: dict[Path, MemoryBlockDisk] = {}
+        self._numbers = count(1)
+        self._is_due = False
+        fs.make_dir(root)
+        means = StartMeans(fs, ManualClock(1_700_000_000.0), self._open_table, b"boot")
+        self.core = PathWriter(means, [root], options, clock, InlineExecutor())
+
+    def connect(self) -> int:
+        """A client comes."""
+        client = next(self._numbers)
+        self.core.connect(client)
+        return client
+
+    def disconnect(self, client: int) -> None:
+        """A client's socket was closed."""
+        self.core.disconnect(client)
+
+    def receive(self, client: int, message: FromNode) -> None:
+        """Take a message."""
+        self.core.receive(client, message)
+        self._is_due = True
+
+    def actions(self) -> list[Callable[[], None]]:
+        """What it may do next."""
+        return [self._step] if self._is_due and not self.is_stalled else []
+
+    def _step(self) -> None:
+        self._is_due = False
+        self._clock.advance(0.01)
+        self.outbox += self.core.step()
+        self._is_due = any(namespace.waiting for namespace in self.core.namespaces.values())
+
+    def _open_table(self, folder: Path, map_bytes: int, identity: bytes, **rest: Any) -> BlockTable:
+        disk = self._disks.setdefault(folder, MemoryBlockDisk())
+        return MemoryBlockTable(disk, identity, is_durable=rest["is_durable"])
 
 
 class NodeTwin:

@@ -145,7 +145,8 @@ class PresenceTable:
     def find_many(self, keys: Sequence[bytes]) -> Slots:
         """Return `find` of every key as int32."""
         if len(keys) <= FEW_KEYS:
-            return np.fromiter(map(self.find, keys), dtype=np.int32, count=len(keys))
+            found = np.fromiter(map(self.find, keys), dtype=np.int64, count=len(keys))
+            return found.astype(np.int32)  # a damaged cell may name any number
         return self.find_hashes(hashes_of(keys))
 
     def find_hashes(self, hashes: Words) -> Slots:
