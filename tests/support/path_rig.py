@@ -82,7 +82,8 @@ class PathRig:
         self.executor = InlineExecutor() if executor is None else executor
         self.disks: dict[Path, MemoryBlockDisk] = {}
         self.boot = b"boot 1"
-        capacity = capacity_for(segments, slots_per_segment, BLOCK_BYTES, len(self.roots))
+        paths = len(self.roots)
+        capacity = capacity_for(segments, slots_per_segment, BLOCK_BYTES, paths) + 4096 * paths
         self.options = PathOptions(
             **{  # type: ignore[arg-type]
                 "capacity_bytes": capacity,
