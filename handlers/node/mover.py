@@ -20,6 +20,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,7 @@ from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import Answer, Ready, from_mover
+from .mover_wire import from_mover
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
@@ -56,8 +57,10 @@ RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
 
-OnEnd = Callable[[Answer | None], None]
+OnEnd = Callable[[Any], None]
 """Callback with the answer to a job, or None if its process died."""
+OnNote = Callable[[Any], None]
+"""Callback with a message that answers no job, or None if the process died."""
 Order = Callable[[int], msgspec.Struct]
 """Builds the message of a job from its ticket."""
 
@@ -72,6 +75,10 @@ class MoverOptions:
     """Monotonic seconds."""
     silence_limit_s: float = SILENCE_LIMIT_S
     starts_per_minute: int = STARTS_PER_MINUTE
+    decode: Callable[[bytes], Any] = from_mover.decode
+    """Decoder of the process's messages. An answer to a job has a `ticket`."""
+    on_note: OnNote | None = None
+    """Called with the other messages; by any thread that calls a method of `Mover`."""
 
 
 class Mover:
@@ -153,6 +160,13 @@ class Mover:
             self._unsent.append(memoryview(frame(order(ticket))))
             self._send()
             return True
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that has no answer; it is lost if the process is not up."""
+        with self._lock:
+            if self.is_up:
+                self._unsent.append(memoryview(frame(message)))
+                self._send()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
@@ -263,22 +277,30 @@ class Mover:
             self._heard_s = self._clock()
             try:
                 for body in self._reader.feed(data):
-                    self._take(from_mover.decode(body))
+                    self._take(self._options.decode(body))
             except (WireError, msgspec.MsgspecError) as error:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return
 
-    def _take(self, message: Ready | Answer) -> None:
-        if isinstance(message, Ready):
+    def _take(self, message: Any) -> None:
+        ticket = getattr(message, "ticket", None)
+        if ticket is None:
+            self._take_note(message)
+            return
+        on_end = self._jobs.get(ticket)
+        if on_end is None:
+            raise WireError(f"an answer to nothing ({ticket})")
+        on_end(message)
+        del self._jobs[ticket]
+
+    def _take_note(self, message: Any) -> None:
+        """The first message without a ticket says that the process is ready."""
+        if self._options.on_note is not None:
+            self._options.on_note(message)
+        if not self._is_ready:
             self._is_ready = True
             self._fruitless = 0
-            return
-        on_end = self._jobs.get(message.ticket)
-        if on_end is None:
-            raise WireError(f"an answer to nothing ({message.ticket})")
-        on_end(message)
-        del self._jobs[message.ticket]
 
     def _is_silent(self) -> bool:
         if self._is_ready and not self._jobs:
@@ -308,6 +330,8 @@ class Mover:
             )
         for on_end in lost.values():
             on_end(None)
+        if self._options.on_note is not None:
+            self._options.on_note(None)
         self._changed.notify_all()
         self._start_if_allowed()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, ResetJob, UseNote
 from ...tiers.base import BlockHash
@@ -26,6 +27,7 @@ from .tier_writes import STALLED_S
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""
+OnNote = Callable[[Any], None]
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -49,9 +51,15 @@ class NodeTier(Below):
     """One tier, whose blocks a node moves."""
 
     def __init__(
-        self, client: NodeClient, options: NodeTierOptions, clock: Callable[[], float]
+        self,
+        client_of: Callable[[OnNote], NodeClient],
+        options: NodeTierOptions,
+        clock: Callable[[], float],
     ) -> None:
-        """`clock` returns monotonic seconds."""
+        """`client_of` makes the client of the node; it calls its argument with the node's notes.
+
+        `clock` returns monotonic seconds.
+        """
         facts = options.facts
         self.tiers = (facts,)
         self.links = (LinkCounters(),)
@@ -59,6 +67,7 @@ class NodeTier(Below):
             facts.name, facts.medium, options.map_table, options.executor, options.with_events
         )
         self.departures = (self.feed.departures,)
+        client = client_of(self.feed.take)
         flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)

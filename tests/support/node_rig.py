@@ -49,9 +49,10 @@ PER_SEGMENT = 4
 ARENA_SLOTS = 64
 MAX_PUMPS = 100_000
 OPTIONS = PathOptions(
-    capacity_bytes=capacity_for(SLOTS // PER_SEGMENT, PER_SEGMENT, BLOCK, 1),
+    capacity_bytes=capacity_for(SLOTS // PER_SEGMENT + 1, PER_SEGMENT, BLOCK, 1),
     segment_bytes=PER_SEGMENT * BLOCK,
 )
+"""The metadata of a path take the room of some of these slots."""
 
 
 class NodesRig:
@@ -193,14 +194,13 @@ class NodeTwin:
             PROTOCOL, f"node {number}", (str(rig.root),), namespace_spec(BLOCK), rig.options, True
         )
         self.node = PathNode(hello, self, rig.clock)
-        self.engine = PumpedClient(self)
         facts = TierFacts("nvme", "NVME", BLOCK, SLOTS, is_lasting=True)
         options = NodeTierOptions(
             facts,
             lambda folder, slots: map_presence(rig.fs, Path(folder), slots),
             InlineExecutor(),
         )
-        self.tier = NodeTier(self.engine, options, rig.clock)
+        self.tier = NodeTier(lambda take: PumpedClient(self, take), options, rig.clock)
 
     @property
     def workers(self) -> NodeTwin:
@@ -323,8 +323,9 @@ class NodeTwin:
 class PumpedClient:
     """The `NodeClient` of an engine: a node in the same rig."""
 
-    def __init__(self, twin: NodeTwin) -> None:
+    def __init__(self, twin: NodeTwin, take: Callable[[Any], None]) -> None:
         self._twin = twin
+        self._take = take
         self._ticket = 0
         self._jobs: dict[int, Callable[[Any], None]] = {}
         self.is_up = True
@@ -346,7 +347,7 @@ class PumpedClient:
             message = from_node_process.decode(msgspec.msgpack.encode(answers.popleft()))
             ticket = getattr(message, "ticket", None)
             if ticket is None:
-                self._twin.tier.feed.take(message)
+                self._take(message)
             else:
                 self._jobs.pop(ticket)(message)
 

@@ -1,0 +1,95 @@
+"""Frames over a stream socket that never block the thread that uses it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, FrameReader, WireError, frame
+
+RECEIVE_BYTES = 256 << 10
+RECEIVES_PER_CALL = 16
+MAX_UNSENT_BYTES = 64 << 20
+"""Longest queue of a peer that does not read; beyond it the connection counts as broken."""
+
+Decode = Callable[[bytes], Any]
+
+
+class FrameSocket:
+    """One connection, registered in a selector. One thread."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Decode,
+        selector: selectors.BaseSelector,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """`decode` turns the body of a frame into a message. `on_ready` is the selector's data."""
+        connection.setblocking(False)
+        self._socket = connection
+        self._decode = decode
+        self._selector = selector
+        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._unsent = bytearray()
+        self._events = selectors.EVENT_READ
+        self._on_ready = on_ready
+        self.is_broken = False
+        """True once the other end closed the connection or sent nonsense."""
+        selector.register(connection, self._events, on_ready)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; `flush` sends it."""
+        if not self.is_broken:
+            self._unsent += frame(message)
+            self.is_broken = len(self._unsent) > MAX_UNSENT_BYTES
+
+    def flush(self) -> None:
+        """Send what the socket takes now; the selector reports when it takes more."""
+        unsent = self._unsent
+        while unsent and not self.is_broken:
+            try:
+                sent = self._socket.send(unsent)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.is_broken = True
+                return
+            del unsent[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        if events != self._events and not self.is_broken:
+            self._events = events
+            self._selector.modify(self._socket, events, self._on_ready)
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that came; then see `is_broken`."""
+        for _ in range(RECEIVES_PER_CALL):
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.is_broken = True
+                return
+            try:
+                for body in self._reader.feed(data):
+                    yield self._decode(body)
+            except (WireError, msgspec.MsgspecError):
+                self.is_broken = True
+                return
+            if len(data) < RECEIVE_BYTES:
+                return
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        self.is_broken = True
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._socket)
+        self._socket.close()
