@@ -7,15 +7,11 @@ broken. It ends the connection. Slots are sent as the bytes of an int32 array.
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
-from ...tiers.base import BlockHash, BlockOutcome, SlotArray
+from ...tiers.base import BlockHash
 from ...tiers.nvme.attach import Attachment
 from ...tiers.nvme.index.index_port import Removal
-from ...tiers.nvme.path.frames import WireError
 
-_OUTCOMES = tuple(BlockOutcome)
-_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _RemovalFields = tuple[bytes, int, int]
 
 
@@ -103,16 +99,6 @@ from_mover: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 """Decoder of messages from a mover."""
 
 
-def pack_slots(slots: SlotArray) -> bytes:
-    """Encode slots for a message."""
-    return slots.astype(np.int32, copy=False).tobytes()
-
-
-def unpack_slots(data: bytes) -> SlotArray:
-    """Decode slots from a message."""
-    return np.frombuffer(data, dtype=np.int32)
-
-
 def pack_removals(removals: list[Removal]) -> tuple[_RemovalFields, ...]:
     """Encode removals for a message."""
     return tuple((removal.key, removal.slot, removal.generation) for removal in removals)
@@ -121,17 +107,3 @@ def pack_removals(removals: list[Removal]) -> tuple[_RemovalFields, ...]:
 def unpack_removals(packed: tuple[_RemovalFields, ...]) -> tuple[Removal, ...]:
     """Decode removals from a message."""
     return tuple(Removal(BlockHash(key), slot, number) for key, slot, number in packed)
-
-
-def pack_outcomes(outcomes: tuple[BlockOutcome, ...]) -> bytes:
-    """Encode outcomes for a message."""
-    return bytes(_CODES[outcome] for outcome in outcomes)
-
-
-def unpack_outcomes(codes: bytes, n: int) -> list[BlockOutcome]:
-    """Decode the outcomes of `n` blocks. Raises `WireError`."""
-    if not codes:
-        return [BlockOutcome.OK] * n
-    if len(codes) != n or max(codes) >= len(_OUTCOMES):
-        raise WireError(f"{len(codes)} outcomes for {n} blocks")
-    return [_OUTCOMES[code] for code in codes]

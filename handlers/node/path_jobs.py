@@ -33,8 +33,7 @@ from ...tiers.nvme.path.path_messages import (
     Release,
     Why,
 )
-from .mover_wire import pack_outcomes, unpack_slots
-from .path_wire import GetJob, JobDone, PutJob
+from .path_wire import GetJob, JobDone, PutJob, pack_outcomes, unpack_slots
 
 PART_BYTES = 8 << 20
 """Bytes of one part of a job, which one thread moves."""

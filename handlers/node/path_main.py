@@ -24,7 +24,7 @@ from ...errors import KVCascadeError
 from ...tiers.cpu.huge_pages import has_huge_pages, map_file
 from ...tiers.nvme.disk.filesystem import RealFileSystem
 from ...tiers.nvme.path.frames import FrameReader, WireError
-from .mover_main import die_with, give_way, prefault
+from .child_start import die_with, give_way, prefault
 from .path_loop import NodeLoop
 from .path_wire import NodeSetup, to_node
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 from enum import Enum
 
 import msgspec
+import numpy as np
 
+from ...tiers.base import BlockOutcome, SlotArray
+from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import (
     Epoch,
     NamespaceSpec,
@@ -21,6 +24,9 @@ from ...tiers.nvme.path.path_messages import (
     TierFigures,
     Why,
 )
+
+_OUTCOMES = tuple(BlockOutcome)
+_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 
 
 class NodeState(Enum):
@@ -149,3 +155,27 @@ from_node_process: msgspec.msgpack.Decoder[FromNodeProcess] = msgspec.msgpack.De
     FromNodeProcess
 )
 """Decoder of messages from a node."""
+
+
+def pack_slots(slots: SlotArray) -> bytes:
+    """Encode slots for a message."""
+    return slots.astype(np.int32, copy=False).tobytes()
+
+
+def unpack_slots(data: bytes) -> SlotArray:
+    """Decode slots from a message."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def pack_outcomes(outcomes: tuple[BlockOutcome, ...]) -> bytes:
+    """Encode outcomes for a message."""
+    return bytes(_CODES[outcome] for outcome in outcomes)
+
+
+def unpack_outcomes(codes: bytes, n: int) -> list[BlockOutcome]:
+    """Decode the outcomes of `n` blocks. Raises `WireError`."""
+    if not codes:
+        return [BlockOutcome.OK] * n
+    if len(codes) != n or max(codes) >= len(_OUTCOMES):
+        raise WireError(f"{len(codes)} outcomes for {n} blocks")
+    return [_OUTCOMES[code] for code in codes]

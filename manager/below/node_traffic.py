@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...handlers.node.mover_wire import unpack_outcomes
-from ...handlers.node.path_wire import GetJob, JobDone, PutJob
+from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.nvme.path.path_messages import Why
 from ..breaker import Breaker

@@ -17,12 +17,14 @@ from kvcascade.handlers.node.mover_wire import (
     Setup,
     StoreJob,
     from_mover,
-    pack_outcomes,
     pack_removals,
-    pack_slots,
     to_mover,
-    unpack_outcomes,
     unpack_removals,
+)
+from kvcascade.handlers.node.path_wire import (
+    pack_outcomes,
+    pack_slots,
+    unpack_outcomes,
     unpack_slots,
 )
 from kvcascade.tiers.base import BlockOutcome

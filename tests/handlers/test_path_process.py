@@ -67,9 +67,10 @@ def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
     one.put(range(8))
     one.kill()
     assert list(two.get(range(8))) == [OK] * 8, "reads need no writer"
-    two.until(lambda: two.state in (NodeState.LEADING, NodeState.FOLLOWING))
+    two.until(lambda: two.state is NodeState.ORPHANED)
     two.until(lambda: two.tier.takes_puts)
     assert list(two.put(range(8, 12))) == [OK] * 4
+    one.until(lambda: one.state is NodeState.FOLLOWING or two.state is NodeState.FOLLOWING)
     one.until(lambda: one.tier.takes_puts)
     assert list(one.get(range(12))) == [OK] * 12
     assert {one.state, two.state} == {NodeState.LEADING, NodeState.FOLLOWING}

@@ -19,9 +19,11 @@ import xxhash
 from ....errors import from_os_error
 from ....logs import get_logger
 from ...base import BlockHash, BlockOutcome
-from ..segments.store import CACHED_BYTES
 from .payload_files import PayloadFiles
 from .presence_table import PresenceTable
+
+CACHED_BYTES = 512 << 10
+"""Bytes that stay in a core's cache between verifying a block and copying it; smaller than most."""
 
 _log = get_logger(__name__)
 
