@@ -198,7 +198,9 @@ class PathNode:
             self._retry_later(text)
 
     def received(self, message: FromWriter) -> None:
-        """Handle a message of the writer."""
+        """Handle a message of the writer; one of a link that was given up is ignored."""
+        if not self._is_linked:
+            return
         self._since.heard_s = self._clock()
         if self.state is NodeState.SILENT:
             self._enter(self._served_state, "the writer of the path answers again")
