@@ -296,6 +296,8 @@ class NodeTwin:
         if self.rig.writer is None:
             self.node.not_linked("there is no writer")
             return
+        self.outbox.clear()  # a new socket has nothing of the former one
+        self.inbox.clear()
         self.client = self.rig.writer.connect()
         self.node.linked(is_leader=False)
 
