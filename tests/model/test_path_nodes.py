@@ -166,11 +166,11 @@ def test_no_block_is_wrong_or_older_than_a_reset_and_every_job_ends(seed: int) -
         assert engine.generation == world.resets
     assert not world.rig.twin.granted, "every grant ended"
     engine = world.engines[seed % 2]
-    engine.put(range(4))
+    new = range(KEYS, KEYS + 4)
+    engine.put(new)
     world.settle()
-    held = [n for n in range(4) if engine.twin.tier.may_hold(BlockHash(key(n)))]
-    assert held == [0, 1, 2, 3]
-    engine.get(held)
+    assert [n for n in new if engine.twin.tier.may_hold(BlockHash(key(n)))] == [*new]
+    engine.get(new)
     world.settle()
     assert engine.counts[BlockOutcome.OK] >= 4
 
