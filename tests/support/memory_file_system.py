@@ -33,7 +33,7 @@ class _Node:
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
     maps: int = 0
     spoiled: list[range] = field(default_factory=list)
-    noted_at: int = 0
+    noted_at: float = 0
     """When it was last noted who holds it as a lock."""
 
     def pass_over(self, offset: int, length: int) -> None:
@@ -66,7 +66,8 @@ class MemoryFileSystem(FileSystem):
         self._folders: set[Path] = set()
         self.holders: dict[_Node, int] = {}
         """File to the number of holders of its lock, -1 for one who is alone."""
-        self._notes = count(1)
+        self.notes: Iterator[float] = count(1)
+        """Times of change of the files that are locked from now on."""
         self._byte_owners: dict[_Node, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
@@ -97,6 +98,10 @@ class MemoryFileSystem(FileSystem):
                 survived[offset : offset + len(part)] = part
             node.data[:] = survived
             node.durable, node.unsynced = bytes(survived), []
+        self.drop_locks()
+
+    def drop_locks(self) -> None:
+        """Release all locks, as the kernel does when their processes end."""
         self.holders.clear()
         self._byte_owners.clear()
 
@@ -187,7 +192,7 @@ class MemoryFileSystem(FileSystem):
             if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path, str(os.getpid())))
             self.holders[node] = holders + 1 if shared else -1
-        lock = _MemoryLock(self, path, node, self._notes if is_noted else None)
+        lock = _MemoryLock(self, path, node, self.notes if is_noted else None)
         lock.note()
         return lock
 
@@ -236,7 +241,7 @@ def _moved(name: Path, source: Path, target: Path) -> Path:
 
 class _MemoryLock(FileLock):
     def __init__(
-        self, fs: MemoryFileSystem, path: Path, node: _Node, notes: Iterator[int] | None
+        self, fs: MemoryFileSystem, path: Path, node: _Node, notes: Iterator[float] | None
     ) -> None:
         self._fs = fs
         self._locked = fs.holders

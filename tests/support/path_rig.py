@@ -34,8 +34,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Welcome,
 )
 from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
-from kvcascade.tiers.nvme.writer.capacity import capacity_for
 
 ROOT = Path("/path")
 BLOCK_BYTES = 4096
@@ -79,11 +79,12 @@ class PathRig:
             self.fs.make_dir(root)
         self.clock = ManualClock()
         self.wall = ManualClock(1_700_000_000.0)
+        self.fs.notes = iter(self.wall, None)
         self.executor = InlineExecutor() if executor is None else executor
         self.disks: dict[Path, MemoryBlockDisk] = {}
         self.boot = b"boot 1"
         paths = len(self.roots)
-        capacity = capacity_for(segments, slots_per_segment, BLOCK_BYTES, paths) + 4096 * paths
+        capacity = capacity_of(segments, slots_per_segment, BLOCK_BYTES, paths)
         self.options = PathOptions(
             **{  # type: ignore[arg-type]
                 "capacity_bytes": capacity,
@@ -93,6 +94,8 @@ class PathRig:
         )
         self.inboxes: dict[int, deque[FromWriter]] = {}
         self.numbers = count(1)
+        self.asked: dict[tuple[int, int], list[int]] = {}
+        """Keys by client and request of its `Grant`."""
         self.start()
 
     def start(self, options: PathOptions | None = None) -> None:
@@ -190,6 +193,7 @@ class RigNode:
     def ask(self, keys: Sequence[int]) -> int:
         """Ask for slots."""
         request = next(self.requests)
+        self.rig.asked[self.client, request] = list(keys)
         self.rig.send(self.client, Grant(request, [key_of(key) for key in keys]))
         return request
 

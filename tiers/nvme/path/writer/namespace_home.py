@@ -32,8 +32,9 @@ from ...segments.format import (
     parse_description,
 )
 from ...segments.segment_files import SegmentSet
-from ...writer.capacity import Plan, metadata_bytes, plan_capacity
+from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
+from .path_plan import SegmentPlan, plan_segments
 
 PATH_FORMAT_VERSION = 3
 """Version of a namespace that the writer of a path keeps."""
@@ -72,11 +73,6 @@ class NamespaceHome:
     def state_folder(self) -> Path:
         """Directory of the arrays of the eviction order."""
         return self.folders[0] / STATE
-
-    @property
-    def metadata_bytes(self) -> int:
-        """Most bytes of everything but segments, in the first path."""
-        return metadata_bytes(self.slots)
 
     def note_use(self, fs: FileSystem) -> None:
         """Set the time of the last use to now."""
@@ -121,7 +117,7 @@ def make_home(
         _check_same(home, key, spec.block_bytes)
         return home
     slots = None if segment_bytes is None else max(1, segment_bytes // spec.block_bytes)
-    plan = plan_capacity(capacity_bytes, spec.block_bytes, len(roots), slots)
+    plan = plan_segments(capacity_bytes, spec.block_bytes, len(roots), slots)
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
     try:
@@ -149,7 +145,7 @@ def open_home(
             f"not 0 of {len(roots)}; give the paths as before or remove that directory"
         )
     size = document["slots_per_segment"]
-    plan = plan_capacity(capacity_bytes, document["block_bytes"], len(roots), size)
+    plan = plan_segments(capacity_bytes, document["block_bytes"], len(roots), size)
     locks = _lock_folders(fs, roots, folders)
     try:
         with os_errors(f"opening {folders[0]}"):
@@ -208,7 +204,7 @@ def _home(
     name: str,
     folders: tuple[Path, ...],
     document: Mapping[str, Any],
-    plan: Plan,
+    plan: SegmentPlan,
     locks: list[FileLock],
 ) -> NamespaceHome:
     fingerprint = NamespaceKey("", document["fields"]).fingerprint
@@ -265,7 +261,7 @@ def _describe(
     folders: Sequence[Path],
     key: NamespaceKey,
     block_bytes: int,
-    plan: Plan,
+    plan: SegmentPlan,
 ) -> Mapping[str, Any]:
     """Create a namespace. Its first directory is described last: it is complete from then on."""
     documents: list[Mapping[str, Any]] = []
@@ -278,7 +274,7 @@ def _describe(
             "fields": dict(key.fields),
             "block_bytes": block_bytes,
             "slots_per_segment": plan.slots_per_segment,
-            "index_bytes": plan.index_bytes,
+            "index_bytes": block_table_bytes(plan.slots),
             "part": part,
             "parts": len(folders),
             "created": datetime.now(UTC).isoformat(),

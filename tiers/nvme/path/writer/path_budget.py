@@ -15,19 +15,20 @@ UNLIMITED_SLOTS = 1 << 31
 
 
 class WriteBudget:
-    """What may still be written. `clock` returns monotonic seconds."""
+    """What may still be written."""
 
-    def __init__(self, limit_bytes: int | None, clock: Callable[[], float]) -> None:
+    def __init__(self, limit_bytes: int | None, idle_written: Callable[[], int]) -> None:
+        """`idle_written` returns the bytes written in a day to namespaces that are not open."""
         self.limit_bytes = limit_bytes
-        self.idle_written: Callable[[], int] = int
-        """Returns the bytes written in a day to namespaces that are not open."""
-        self._clock = clock
+        self.removed_written = 0
+        """Bytes written to namespaces that were removed since the writer started."""
+        self._idle_written = idle_written
 
     def left_bytes(self, namespaces: Iterable[NamespaceWriter]) -> int | None:
         """Return the bytes that may still be granted; None without a budget."""
         if self.limit_bytes is None:
             return None
-        spent = self.idle_written()
+        spent = self._idle_written() + self.removed_written
         for namespace in namespaces:
             spent += namespace.table.day_totals().written
             spent += namespace.space.granted * namespace.home.block_bytes

@@ -24,7 +24,7 @@ from ...namespace import (
     remove_leftovers,
     remove_locked_namespace,
 )
-from ...writer.capacity import BUDGET_LOCK, BUDGET_WAIT_S, SMALL_FILES_BYTES, SpaceBudget
+from ...writer.capacity import BUDGET_LOCK, BUDGET_WAIT_S, SpaceBudget
 from ..path_messages import PathOptions
 
 PATH_REST_S = 5.0
@@ -164,8 +164,3 @@ class PathCapacity:
 
     def _others(self, root: Path, own: frozenset[Path]) -> list[FoundNamespace]:
         return [one for one in namespaces_under(self._fs, root) if one.path not in own]
-
-
-def fixed_bytes(metadata_bytes: int, path: int) -> int:
-    """Return the bytes of a namespace in a path beside its segments."""
-    return metadata_bytes if path == 0 else SMALL_FILES_BYTES

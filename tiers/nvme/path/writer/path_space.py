@@ -21,8 +21,10 @@ import numpy as np
 
 from .....errors import KVCascadeError
 from .....logs import get_logger
+from .idle_namespaces import IdleNamespaces
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
-from .path_capacity import PathCapacity, fixed_bytes
+from .path_capacity import PathCapacity
+from .path_plan import fixed_bytes
 
 PATIENCE_S = 5.0
 """Age of an attempt to make a segment after which blocks are evicted instead."""
@@ -68,35 +70,36 @@ class PathSpace:
     """Segments of all open namespaces of a path."""
 
     def __init__(
-        self, capacity: PathCapacity, executor: Executor, clock: Callable[[], float]
+        self,
+        capacity: PathCapacity,
+        idle: IdleNamespaces,
+        open_idle: Callable[[str], bool],
+        executor: Executor,
+        clock: Callable[[], float],
     ) -> None:
-        """`clock` returns monotonic seconds."""
+        """`open_idle` opens a namespace of `idle`. `clock` returns monotonic seconds."""
         self.capacity = capacity
         self.namespaces: dict[str, NamespaceWriter] = {}
         """Open namespaces by the name of their directories."""
-        self.idle_bytes: dict[str, list[int]] = {}
-        """Bytes in each path of our namespaces that are not open."""
-        self.idle_folders: frozenset[Path] = frozenset()
-        """Directories of our namespaces that are not open."""
-        self.idle_ages_s: Callable[[], dict[str, float]] = dict
-        """Returns the time since the last use of each namespace that is not open."""
-        self.open_idle: Callable[[str], bool] = lambda name: False
-        """Opens a namespace that is not open, to take its segments. Returns False if it cannot."""
+        self.idle = idle
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""
         self._files: dict[str, _Files] = {}
+        self._open_idle = open_idle
         self._executor = executor
         self._clock = clock
         self._done: deque[Callable[[], None]] = deque()
         """What the writer's thread does after a job on an I/O thread."""
         self._ranked_at_s: dict[str, float] = {}
+        self._taken_for: tuple[str, float] = ("", 0.0)
+        """Namespace for which a segment is taken, and the time of the beginning."""
         self._deleting = 0
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count a namespace that was opened."""
         home = namespace.home
         self.namespaces[home.name] = namespace
-        self.idle_bytes.pop(home.name, None)
+        self.idle.take(home.name)
         numbers = set(home.segments.found())
         self._files[home.name] = _Files(numbers, home.layout.file_bytes)
 
@@ -107,11 +110,9 @@ class PathSpace:
         if self.taking is not None and self.taking.name == name:
             self.taking = None
 
-    def is_busy(self, name: str) -> bool:
-        """Return True while a segment of this namespace is being made, emptied or deleted."""
-        files = self._files[name]
-        is_taken = self.taking is not None and self.taking.name == name
-        return is_taken or self._deleting > 0 or files.making_since_s is not None
+    def segments_of(self, name: str) -> int:
+        """Return the number of segment files of a namespace, with those that are being made."""
+        return len(self._files[name].numbers)
 
     @property
     def has_jobs(self) -> bool:
@@ -126,30 +127,28 @@ class PathSpace:
 
     def own_bytes(self, path: int) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking."""
-        total = sum(sizes[path] for sizes in self.idle_bytes.values())
-        for name, namespace in self.namespaces.items():
-            files = self._files[name]
-            here = sum(number % self.capacity.paths == path for number in files.numbers)
-            total += here * files.file_bytes
-            total += fixed_bytes(namespace.home.metadata_bytes, path)
-        return total
+        total = self.idle.bytes_in(path)
+        return total + sum(self._bytes_in(name, path) for name in self.namespaces)
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of an open namespace, all that it may take without asking."""
+        return sum(self._bytes_in(name, path) for path in range(self.capacity.paths))
 
     # -- what is done for a need ----------------------------------------------------------------
 
     def room_for(self, namespace: NamespaceWriter, need: int) -> Room:
         """Find room for `need` slots, and start what takes time."""
-        space, capacity = namespace.space, self.capacity
-        free = space.free(capacity.awake)
-        files = self._files[namespace.home.name]
+        space, name = namespace.space, namespace.home.name
+        free = space.free(self.capacity.awake)
         if free - need < space.slots_per_segment // 2 or not space.segments:
-            self._grow(namespace)
+            if not self._grow(namespace):
+                self._take_colder(namespace)
         if free >= need:
             return Room()
-        since_s = files.making_since_s
-        is_coming = since_s is not None and self._clock() - since_s < PATIENCE_S
-        if not is_coming:
-            is_coming = self._take_colder(namespace) and not space.used
-        if is_coming:
+        since_s = self._files[name].making_since_s
+        if self._taken_for[0] == name:
+            since_s = self._taken_for[1]
+        if since_s is not None and self._clock() - since_s < PATIENCE_S:
             return Room(is_coming=True)
         ahead = min(MAX_EVICTED_AHEAD, space.used // EVICTED_AHEAD_SHARE)
         evictions = min(need - free + ahead, space.used, MAX_EVICTIONS_PER_STEP)
@@ -176,10 +175,9 @@ class PathSpace:
             found = None if name == spared else self._coldest_of(namespace, paths, spared is None)
             if found is not None and (best is None or found[0] > best[0]):
                 best = found[0], name, found[1]
-        ages = {n: age for n, age in self.idle_ages_s().items() if n != spared}
-        oldest = max(ages, key=ages.__getitem__, default=None)
-        if oldest is not None and ages[oldest] > max(least_age_s, best[0] if best else -np.inf):
-            return self.open_idle(oldest)  # its segments are compared from now on
+        oldest = self.idle.oldest(spared)
+        if oldest is not None and oldest[1] > max(least_age_s, best[0] if best else -np.inf):
+            return self._open_idle(oldest[0])  # its segments are compared from now on
         if best is None or best[0] <= least_age_s:
             return False
         _, name, number = best
@@ -215,6 +213,11 @@ class PathSpace:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _bytes_in(self, name: str, path: int) -> int:
+        files, slots = self._files[name], self.namespaces[name].home.slots
+        here = sum(number % self.capacity.paths == path for number in files.numbers)
+        return here * files.file_bytes + fixed_bytes(slots, path)
+
     def _coldest_of(
         self, namespace: NamespaceWriter, paths: set[int], is_forced: bool
     ) -> tuple[float, int] | None:
@@ -231,22 +234,22 @@ class PathSpace:
         number = max(numbers, key=lambda n: (float(ages[n]), n))
         return float(ages[number]), number
 
-    def _take_colder(self, namespace: NamespaceWriter) -> bool:
-        """Take a segment that is colder than this namespace's coldest blocks, if there is one.
-
-        Return True if a segment is on its way.
-        """
-        if self.taking is not None or self._deleting:
-            return True
+    def _take_colder(self, namespace: NamespaceWriter) -> None:
+        """Take a segment that is colder than this namespace's coldest blocks, if there is one."""
         name, now_s = namespace.home.name, self._clock()
+        if self.taking is not None or self._deleting:
+            return
         if now_s < self._ranked_at_s.get(name, -RANK_EVERY_S) + RANK_EVERY_S:
-            return False
+            return
         paths = {path for path in self.capacity.awake if self._missing(namespace, path) is not None}
         if not paths:
-            return False
+            return
         self._ranked_at_s[name] = now_s
         age_s = namespace.recency.coldest_age_s()
-        return self.take_coldest(name, paths, -np.inf if age_s is None else age_s)
+        if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
+            self._taken_for = name, now_s
+            if self.taking is None:  # an idle namespace was opened: compare again at once
+                self._ranked_at_s.pop(name)
 
     def _missing(self, namespace: NamespaceWriter, path: int) -> int | None:
         """Return the lowest number in a path of which the namespace has no segment."""
@@ -254,11 +257,11 @@ class PathSpace:
         total = namespace.home.slots // namespace.space.slots_per_segment
         return next((n for n in range(path, total, paths) if n not in numbers), None)
 
-    def _grow(self, namespace: NamespaceWriter) -> None:
-        """Begin to make a segment, if the capacity of some path allows it."""
+    def _grow(self, namespace: NamespaceWriter) -> bool:
+        """Make a segment if the capacity of some path allows it. Return True while it is made."""
         files, capacity = self._files[namespace.home.name], self.capacity
         if files.making_since_s is not None:
-            return
+            return True
         choices: list[tuple[int, int]] = []
         for path in capacity.awake:
             number = self._missing(namespace, path) if capacity.may_try(path) else None
@@ -268,6 +271,7 @@ class PathSpace:
                 choices.append((number // capacity.paths, number))
         if choices:
             self._make(namespace, min(choices)[1])
+        return bool(choices)
 
     def _make(self, namespace: NamespaceWriter, number: int) -> None:
         home, capacity = namespace.home, self.capacity
@@ -323,9 +327,13 @@ class PathSpace:
             return
         if is_gone:
             files.numbers.discard(number)
-            self._ranked_at_s.clear()
         else:
             namespace.space.add_segment(number)
+        needs = self.namespaces.get(self._taken_for[0])
+        self._taken_for = "", 0.0
+        if needs is not None and is_gone:
+            self._ranked_at_s.pop(needs.home.name, None)
+            self._grow(needs)
 
     def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
         try:
@@ -335,4 +343,4 @@ class PathSpace:
 
     def _own_folders(self) -> frozenset[Path]:
         homes = [namespace.home for namespace in self.namespaces.values()]
-        return self.idle_folders.union(*(home.folders for home in homes))
+        return self.idle.folders.union(*(home.folders for home in homes))

@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from .....errors import KVCascadeError, os_errors
+from .....errors import KVCascadeError
 from .....logs import get_logger
 from ..path_messages import (
     PROTOCOL,
@@ -47,31 +44,21 @@ from ..path_messages import (
     SegmentsRemoved,
     Stored,
     TierFigures,
-    Told,
     Touch,
     Welcome,
     Why,
 )
 from ..presence_table import presence_bytes
-from .namespace_home import make_home
-from .namespace_start import StartMeans, open_namespace_writer
+from .namespace_start import StartMeans
 from .namespace_writer import NamespaceWriter, Reply, Settled, is_within_limits, slots_of
-from .path_budget import WriteBudget
-from .path_capacity import PathCapacity
-from .path_options import (
-    POWER,
-    PathRecord,
-    check_options,
-    check_paths,
-    differences,
-    is_stronger,
-    load_record,
-    save_record,
-)
-from .path_space import PathSpace
+from .path_namespaces import PathNamespaces
+from .path_options import check_paths, differences, is_stronger
+from .writer_questions import WriterQuestions
 
 GRANT_WAIT_S = 1.0
 """Longest time in seconds that a grant waits for room that is being made."""
+BUSY_WAIT_S = 0.005
+"""Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
 
@@ -90,6 +77,11 @@ class Client:
     figures: TierFigures | None = None
     """Figures that it was sent last."""
 
+    @property
+    def folder(self) -> str | None:
+        """Directory name of its namespace; None if it has none."""
+        return None if self.namespace is None else self.namespace.home.name
+
 
 class PathWriter:
     """Writer of all namespaces of a path."""
@@ -107,24 +99,14 @@ class PathWriter:
         `clock` returns monotonic seconds. Raises a `KVCascadeError`, such as `ConfigError` if the
         tier has other paths.
         """
-        check_options(options)
-        self.roots = tuple(roots)
+        self.path = PathNamespaces(means, roots, options, clock, executor)
         self.wants_close = False
         """True once a newer version asked the writer to close."""
-        self._means = means
         self._clock = clock
         self._clients: dict[int, Client] = {}
         self._out: list[Reply] = []
-        self._figures_at_s = clock()
-        paths = tuple(map(str, roots))
-        record = load_record(means.fs, self.roots[0])
-        if record is not None:
-            check_paths(record.paths, paths)
-        self._record = PathRecord(paths, options, {} if record is None else record.min_shares)
-        if record is None or record.options != options:
-            save_record(means.fs, self.roots[0], self._record)
-        self.space = PathSpace(PathCapacity(means.fs, roots, options, clock), executor, clock)
-        self._budget = WriteBudget(options.write_budget_bytes, clock)
+        self._upkeep_at_s = clock()
+        self._questions = WriterQuestions(self)
         self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
             Hello: self._hello,
             Grant: self._grant,
@@ -139,14 +121,14 @@ class PathWriter:
         }
 
     @property
-    def options(self) -> PathOptions:
-        """Options in force."""
-        return self._record.options
-
-    @property
     def namespaces(self) -> dict[str, NamespaceWriter]:
         """Open namespaces by the names of their directories."""
-        return self.space.namespaces
+        return self.path.open
+
+    @property
+    def clients(self) -> list[Client]:
+        """All connections."""
+        return list(self._clients.values())
 
     # -- clients -------------------------------------------------------------------------------
 
@@ -156,11 +138,13 @@ class PathWriter:
 
     def disconnect(self, client: int) -> None:
         """Forget a connection that ended. Its grants are free at once."""
-        gone = self._clients.pop(client, None)
+        gone = self._clients.get(client)
         if gone is not None and gone.namespace is not None:
-            namespace = gone.namespace
-            self._settle(namespace)  # what it committed before it ended counts
-            namespace.leave(client)
+            self._settle(gone.namespace)  # what it committed before it ended counts
+            gone.namespace.leave(client)
+            self.path.note_use(gone.namespace)
+        self._clients.pop(client, None)
+        self._questions.forget(client)
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message of a connection; `step` has the answer."""
@@ -170,14 +154,15 @@ class PathWriter:
 
     def step(self) -> list[Reply]:
         """Do what the messages since the last call ask for; return messages and their clients."""
-        self.space.poll()
+        self.path.space.poll()
         for namespace in list(self.namespaces.values()):
             if namespace.resets_owed:
                 self._pay_resets(namespace)
             if namespace.waiting or namespace.has_work:
                 self._serve(namespace)
         self._take_segments()
-        self._send_figures()
+        self._out += self._questions.poll()
+        self._upkeep()
         out, self._out = self._out, []
         return out
 
@@ -185,20 +170,17 @@ class PathWriter:
     def wait_s(self) -> float:
         """Longest time until the next `step`, in seconds."""
         is_waiting = any(n.waiting or n.resets_owed for n in self.namespaces.values())
-        return 0.005 if is_waiting or self.space.has_jobs else FIGURES_EVERY_S
+        is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
+        return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
     def close(self, *, is_clean: bool = True) -> list[Reply]:
         """Settle what was received, and close all namespaces. Return the last messages.
 
         Without `is_clean` everything is left as a kill would leave it.
         """
-        for namespace in list(self.namespaces.values()):
-            if is_clean:
-                self._settle(namespace)
-                self._close_namespace(namespace)
-            else:
-                namespace.abandon()
-                self.space.forget(namespace.home.name)
+        for namespace in self.namespaces.values() if is_clean else ():
+            self._settle(namespace)
+        self.path.close(is_clean=is_clean)
         out, self._out = self._out, []
         return out
 
@@ -206,6 +188,8 @@ class PathWriter:
 
     def _hello(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Hello)
+        if client.namespace is not None:
+            return  # a node says it once
         client.name = message.name
         if message.protocol != PROTOCOL:
             text = f"the writer of the path speaks protocol {PROTOCOL}, not {message.protocol}; "
@@ -216,15 +200,19 @@ class PathWriter:
             return
         why = RefusedWhy.PATHS
         try:
-            check_paths(self._record.paths, message.paths)
+            check_paths(self.path.record.paths, message.paths)
             why = RefusedWhy.NAMESPACE
-            namespace = self._open(message)
+            if is_stronger(message.options, self.path.options):
+                for each in self.namespaces.values():
+                    self._settle(each)
+                self.path.strengthen()
+            namespace = self.path.open_for(message)
         except KVCascadeError as error:
             self._refuse(client, why, str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
         namespace.clients.add(client.number)
-        notes = differences(message.options, self.options)
+        notes = differences(message.options, self.path.options)
         if notes:
             _log.warning("%s: %s", message.name, notes[0])
         home = namespace.home
@@ -238,7 +226,7 @@ class PathWriter:
                 home.layout.slots,
                 presence_bytes(home.slots),
                 home.slots,
-                self.options,
+                self.path.options,
                 notes,
             ),
         )
@@ -272,9 +260,9 @@ class PathWriter:
         if message.has_failed and own:
             for path in {self._path_of(client.namespace, slot) for slot in own}:
                 _log.warning(
-                    "path %s takes no writes for a while: a write failed", self.roots[path]
+                    "path %s takes no writes for a while: a write failed", self.path.roots[path]
                 )
-                self.space.capacity.rest(path)
+                self.path.space.capacity.rest(path)
 
     def _bad(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Bad)
@@ -302,7 +290,9 @@ class PathWriter:
 
     def _ask(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Ask)
-        self._send(client.number, Told(message.request, b"{}"))
+        told = self._questions.ask(client.number, message)
+        if told is not None:
+            self._send(client.number, told)
 
     def _retire(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Retire)
@@ -314,54 +304,12 @@ class PathWriter:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def _open(self, message: Hello) -> NamespaceWriter:
-        """Return the namespace that a node asks for, opened if it is not yet."""
-        if is_stronger(message.options, self.options):
-            self._strengthen()
-        options = self.options
-        home = make_home(
-            self._means.fs,
-            self.roots,
-            message.namespace,
-            options.capacity_bytes,
-            options.segment_bytes,
-        )
-        namespace = self.namespaces.get(home.name)
-        if namespace is not None:
-            home.close()
-        else:
-            namespace = open_namespace_writer(
-                self._means, home, options.policy, is_durable=options.durability == POWER
-            )
-            self.space.add(namespace)
-        namespace.home.note_use(self._means.fs)
-        self._keep_share(namespace, message.namespace.min_share_bytes)
-        return namespace
-
-    def _keep_share(self, namespace: NamespaceWriter, asked_bytes: int) -> None:
-        """Record what other namespaces may not take from this one."""
-        name, shares = namespace.home.name, self._record.min_shares
-        if shares.get(name, 0) != asked_bytes:
-            shares[name] = asked_bytes
-            save_record(self._means.fs, self.roots[0], self._record)
-        namespace.min_share_bytes = asked_bytes
-
-    def _strengthen(self) -> None:
-        """Make every commit durable from now on, because a node asks for that."""
-        options = msgspec.structs.replace(self.options, durability=POWER)
-        self._record.options = options
-        self.space.capacity.options = options
-        for namespace in self.namespaces.values():
-            self._settle(namespace)
-            namespace.replace_table(partial(self._means.table_of, is_durable=True))
-        save_record(self._means.fs, self.roots[0], self._record)
-
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
-        capacity = self.space.capacity
+        capacity = self.path.space.capacity
         need = namespace.demand() if namespace.waiting else 0
-        allowed = self._budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
-        room = self.space.room_for(namespace, min(need, allowed)) if need else None
+        allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
+        room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
         self._settle(namespace, room.evictions if room is not None else 0)
         awake = capacity.awake
         why = Why.FULL
@@ -401,8 +349,8 @@ class PathWriter:
 
     def _take_segments(self) -> None:
         """Go on with the segment that is taken, and begin with one if too much is stored."""
-        self.space.shrink()
-        emptied = self.space.empty_taken()
+        self.path.space.shrink()
+        emptied = self.path.space.empty_taken()
         if emptied is None:
             return
         taken, removed, is_empty = emptied
@@ -411,12 +359,17 @@ class PathWriter:
         for number in namespace.clients if is_empty else ():
             self._send(number, SegmentsRemoved([taken.number]))
 
-    def _send_figures(self) -> None:
+    def _upkeep(self) -> None:
+        """Do what is due about once a second."""
         now_s = self._clock()
-        if now_s < self._figures_at_s:
+        if now_s < self._upkeep_at_s:
             return
-        self._figures_at_s = now_s + FIGURES_EVERY_S
-        left = self._budget.left_bytes(self.namespaces.values())
+        self._upkeep_at_s = now_s + FIGURES_EVERY_S
+        self.path.remove_empty()
+        self._send_figures()
+
+    def _send_figures(self) -> None:
+        left = self.path.budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
             day = namespace.table.day_totals()
             figures = TierFigures(
@@ -432,17 +385,8 @@ class PathWriter:
                     client.figures = figures
                     self._send(number, figures)
 
-    def _close_namespace(self, namespace: NamespaceWriter) -> None:
-        name = namespace.home.name
-        try:
-            with os_errors(f"closing {name}"):
-                namespace.close()
-        except KVCascadeError as error:
-            _log.warning("%s was not closed cleanly: %s", name, error)
-        self.space.forget(name)
-
     def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
-        return slot // namespace.space.slots_per_segment % len(self.roots)
+        return slot // namespace.space.slots_per_segment % len(self.path.roots)
 
     def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
         _log.warning("%s is refused: %s", client.name, text)
