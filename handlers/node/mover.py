@@ -99,6 +99,7 @@ class Mover:
         self._changed = threading.Condition(self._lock)
         self._connection: Connection | None = None
         self._reader = FrameReader()
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._is_ready = False
         self._is_starting = False
         self._is_closed = False
@@ -264,23 +265,26 @@ class Mover:
     def _receive(self) -> None:
         connection = self._connection
         assert connection is not None
+        buffer = self._received
         for _ in range(RECEIVES_PER_POLL):
             try:
-                data = connection.socket.recv(RECEIVE_BYTES)
+                n = connection.socket.recv_into(buffer)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if not data:
+                n = 0
+            if not n:
                 self._has_hung_up = True
                 return
             self._heard_s = self._clock()
             try:
-                for body in self._reader.feed(data):
+                for body in self._reader.feed(buffer[:n]):
                     self._take(self._options.decode(body))
             except (WireError, msgspec.MsgspecError) as error:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
+                return
+            if n < len(buffer):  # the next call would find nothing
                 return
 
     def _take(self, message: Any) -> None:

@@ -36,6 +36,7 @@ class FrameSocket:
         self._decode = decode
         self._selector = selector
         self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ
         self._on_ready = on_ready
@@ -70,21 +71,21 @@ class FrameSocket:
         """Yield the messages that came; then see `is_broken`."""
         for _ in range(RECEIVES_PER_CALL):
             try:
-                data = self._socket.recv(RECEIVE_BYTES)
+                n = self._socket.recv_into(self._received)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if not data:
+                n = 0
+            if not n:
                 self.is_broken = True
                 return
             try:
-                for body in self._reader.feed(data):
+                for body in self._reader.feed(self._received[:n]):
                     yield self._decode(body)
             except (WireError, msgspec.MsgspecError):
                 self.is_broken = True
                 return
-            if len(data) < RECEIVE_BYTES:
+            if n < RECEIVE_BYTES:  # the next call would find nothing
                 return
 
     def close(self) -> None:

@@ -86,7 +86,9 @@ class NodeTier(Below):
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         if media is not None and self._medium not in media:
             return 0
-        return 1 if self.feed.find(key) >= 0 and key not in self._coming else 0
+        if self.feed.find(key) < 0:
+            return 0
+        return 0 if key in self._coming else 1
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         assert tier == 1, "there is one tier"

@@ -30,7 +30,7 @@ class FrameReader:
         self._limit = max_frame_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield every body that this data completes. Raises `WireError`."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
