@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
 from .mover import Mover, MoverOptions
 from .mover_child import Connection, launch
@@ -49,7 +50,9 @@ def node_thread(
     def start() -> Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        return Connection(ThreadChild(NodeLoop(theirs, setup, arena, fs, has_bounce=False)), ours)
+        has_bounce = has_huge_pages() and not setup.is_arena_huge
+        loop = NodeLoop(theirs, setup, arena, fs, has_bounce=has_bounce)
+        return Connection(ThreadChild(loop), ours)
 
     return _client(start, on_note, options)
 

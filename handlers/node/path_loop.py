@@ -23,7 +23,7 @@ import msgspec
 
 from ...errors import ConfigError, KVCascadeError
 from ...logs import get_logger
-from ...tiers.nvme.disk.filesystem import FileSystem
+from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
 from ...tiers.nvme.path.path_messages import PROTOCOL, FromNode, Hello, Welcome, from_writer
@@ -77,6 +77,8 @@ class NodeLoop:
         self._scheduler = FrameSocket(scheduler, to_node.decode, self._selector, self._ordered)
         self._writer: FrameSocket | None = None
         self._service: WriterService | None = None
+        self._place: PathDoor | None = None
+        """Folder of the tier when it was first found. A mount point without it is another tier."""
         self._may_lead_s = 0.0
         self._is_closing = False
         self._joiner = ThreadPoolExecutor(1, "kvcascade-join")
@@ -216,26 +218,33 @@ class NodeLoop:
         elif service is not None:
             return _Joined(service.connect(), is_leader=True)
         root = self._roots[0]
+        if self._place is not None and not self._place.is_in_place():
+            text = f"{root} was replaced or unmounted; put it back, or restart the engine"
+            return _Joined(None, text=text)
         may_lead = time.monotonic() >= self._may_lead_s
         lock = try_lead(self._fs, root) if may_lead else None
         if lock is not None:
-            try:
-                door = PathDoor(root)
-            except BaseException:
-                lock.release()
-                raise
-            self._service = WriterService(self._fs, self._roots, self._setup.options, lock, door)
-            return _Joined(self._service.connect(), is_leader=True)
-        door = PathDoor(root)
-        try:
-            connection = door.connect(CONNECT_LIMIT_S)
-        finally:
-            door.close()
-        return _Joined(
-            connection,
-            text=f"nobody answers at {root} though its lock is held; stop "
-            "the process that holds it, which may be on another host",
+            return self._lead(lock)
+        if self._place is None:
+            self._place = PathDoor(root)
+        text = (
+            f"nobody answers at {root} though its lock is held; stop the process that holds it, "
+            "which may be on another host"
         )
+        return _Joined(self._place.connect(CONNECT_LIMIT_S), text=text)
+
+    def _lead(self, lock: FileLock) -> _Joined:
+        """Serve the path from this process."""
+        root = self._roots[0]
+        try:
+            if self._place is None:
+                self._place = PathDoor(root)
+            door = PathDoor(root)
+        except BaseException:
+            lock.release()
+            raise
+        self._service = WriterService(self._fs, self._roots, self._setup.options, lock, door)
+        return _Joined(self._service.connect(), is_leader=True)
 
     def _has_joined(self, joined: _Joined) -> None:
         if self._is_closing:
@@ -259,5 +268,7 @@ class NodeLoop:
             self._posted.popleft()()
         if self._service is not None:
             self._service.stop(WRITER_STOP_LIMIT_S)
+        if self._place is not None:
+            self._place.close()
         self._scheduler.close()
         self._selector.close()

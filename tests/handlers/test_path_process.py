@@ -105,6 +105,28 @@ def test_a_reset_reaches_every_engine(engines: Engines) -> None:
     assert two.holds(range(4)) == list(range(4))
 
 
+def test_an_empty_folder_in_place_of_the_tier_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    tier.mkdir()
+    engine = PathEngine([tier], options_for(64), is_thread=True).open()
+    try:
+        assert list(engine.put(range(4))) == [OK] * 4
+        tier.rename(away)
+        tier.mkdir()
+        engine.until(lambda: engine.state is NodeState.ORPHANED)
+        assert list(engine.get(range(4))) == [OK] * 4, "what is open can be read"
+        engine.until(lambda: not list(tier.iterdir()), 1.0)
+        tier.rmdir()
+        away.rename(tier)
+        engine.until(lambda: engine.tier.takes_puts)
+        assert list(engine.put(range(4, 6))) == [OK] * 2
+    finally:
+        engine.close()
+
+
 def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
     long = tmp_path / ("v" * 100) / ("w" * 100)
     long.mkdir(parents=True)

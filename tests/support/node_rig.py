@@ -215,6 +215,8 @@ class NodeTwin:
         self.outbox.append(message)
 
     def hang_up(self) -> None:
+        while self.outbox:  # what was sent before is still received
+            self._send()
         self._unlink()
 
     def tell(self, message: msgspec.Struct) -> None:

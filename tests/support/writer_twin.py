@@ -31,6 +31,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Release,
     Removed,
     Reset,
+    Retire,
     SegmentsRemoved,
     Stored,
     TierFigures,
@@ -77,7 +78,7 @@ class WriterTwin:
         """The answer to every `Hello`."""
         self.why: Why | None = None
         """No grant gets a slot, for this reason."""
-        self.evicted = self.read_bytes = 0
+        self.evicted = self.read_bytes = self.retirements = 0
         self.uses: list[tuple[list[bytes], bool, bool]] = []
         self.fs, self.root, self.slots, self.options = fs, root, slots, options
         self._block_bytes, self._per_segment = block_bytes, per_segment
@@ -180,6 +181,8 @@ class WriterTwin:
                 self.read_bytes += message.read_bytes
             case Reset():
                 self._reset(client, message)
+            case Retire():
+                self.retirements += 1
             case _:
                 raise AssertionError(f"a node never sends {message}")
 
