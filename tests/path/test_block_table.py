@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -13,16 +14,14 @@ from hypothesis import strategies as st
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 
 from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
-from kvcascade.tiers.nvme.path import block_table
 from kvcascade.tiers.nvme.path.block_table import (
     ApplyOutcome,
     BlockTable,
     Changes,
     Entry,
-    LmdbBlockTable,
     block_table_bytes,
-    open_block_table,
 )
+from kvcascade.tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
 from kvcascade.tiers.nvme.path.presence_table import hash_of
 
 SLOTS = 400
@@ -281,7 +280,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(block_table.os, "posix_fallocate", full)
+        patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(NoSpaceError):
             lmdb_at(tmp_path / "blocks")
     filled(tmp_path / "blocks")

@@ -19,8 +19,8 @@ from kvcascade.tiers.nvme.path.block_table import (
     BlockTable,
     Changes,
     block_table_bytes,
-    open_block_table,
 )
+from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.presence_file import (
     PRESENCE,
     OpenPresence,
@@ -221,6 +221,22 @@ def test_damage_is_repaired_or_costs_blocks(seed: int) -> None:
         check(found, table, rig.seen)
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_lost_or_doubled_slot_is_found_by_the_count(change: int) -> None:
+    """A cell that is gone, or names the slot of another, leaves fewer slots in use."""
+    rig = Rig()
+    blocks = [(bytes([slot]) * 36, slot, slot) for slot in range(SLOTS)]
+    applied = rig.table.apply(Changes(0, blocks))
+    assert applied.journal is not None
+    rig.presence.table.apply(applied.journal)
+    cells = np.frombuffer(rig.presence.table.memory, dtype=np.uint64)[HEADER_BYTES // 8 :]
+    at = int(np.flatnonzero(cells)[7])
+    slot = int(cells[at]) & 0xFFFF
+    cells[at] = 0 if change < 0 else int(cells[at]) - slot + slot % SLOTS + 1
+    rig.seen = {key for key, _, _ in blocks}
+    assert rig.open() is PresenceOrigin.REBUILT
+
+
 @pytest.mark.parametrize("operation", ["open", "preallocate", "map", "sync", "rename", "sync_dir"])
 def test_a_failing_device_is_an_error_and_no_damage(operation: str) -> None:
     rig = Rig()
@@ -276,6 +292,7 @@ import random, sys
 from pathlib import Path
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.block_table import *
+from kvcascade.tiers.nvme.path.lmdb_block_table import *
 from kvcascade.tiers.nvme.path.presence_file import *
 folder, seed, slots = Path(sys.argv[1]), int(sys.argv[2]), 500
 fs, rng = RealFileSystem(), random.Random(seed)

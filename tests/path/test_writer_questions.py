@@ -42,7 +42,9 @@ def test_stat_and_list_name_engines_and_namespaces() -> None:
     stat = tool.ask("stat")
     assert stat["paths"] == ["/path"]
     assert stat["options"]["capacity_bytes"] == rig.options.capacity_bytes
-    assert {"name": f"node {node.client}", "namespace": node.welcome.folder} in stat["clients"]  # type: ignore[union-attr]
+    assert node.welcome is not None
+    named = {"name": f"node {node.client}", "namespace": node.welcome.folder}
+    assert named in stat["clients"]
     assert 0 < stat["bytes"] <= rig.options.capacity_bytes
 
 

@@ -141,7 +141,7 @@ class PathModel:
         self.durability = durability
         self.rig = PathRig(segments, executor=DyingExecutor(), durability=durability)
         self.rig.close()
-        self.rig.fs = DyingFileSystem(self.fate)
+        self.rig.fs = self.rig.files = DyingFileSystem(self.fate)
         self.rig.fs.notes = iter(self.rig.wall, None)
         self.rig.fs.make_dir(ROOT)
         self.rig.disks.clear()

@@ -17,6 +17,7 @@ from support.executors import InlineExecutor
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from support.memory_file_system import MemoryFileSystem
 
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.path_messages import (
     PROTOCOL,
@@ -71,12 +72,15 @@ class PathRig:
         slots_per_segment: int = 8,
         roots: Sequence[Path] = (ROOT,),
         executor: Executor | None = None,
+        real: FileSystem | None = None,
         **options: object,
     ) -> None:
+        """`real`: files are kept there instead of in memory; block tables are in memory."""
         self.fs = MemoryFileSystem()
+        self.files = self.fs if real is None else real
         self.roots = tuple(roots)
         for root in self.roots:
-            self.fs.make_dir(root)
+            self.files.make_dir(root)
         self.clock = ManualClock()
         self.wall = ManualClock(1_700_000_000.0)
         self.fs.notes = iter(self.wall, None)
@@ -101,7 +105,7 @@ class PathRig:
     def start(self, options: PathOptions | None = None) -> None:
         """Begin to write the path."""
         self.options = options or self.options
-        means = StartMeans(self.fs, self.wall, self._open_table, self.boot)
+        means = StartMeans(self.files, self.wall, self._open_table, self.boot)
         self.writer = PathWriter(means, self.roots, self.options, self.clock, self.executor)
 
     def kill(self) -> None:
@@ -173,14 +177,15 @@ class RigNode:
         paths: Sequence[str] | None = None,
         min_share_bytes: int = 0,
         wants_events: bool = False,
+        fields: object = None,
     ) -> None:
         self.rig = rig
         self.client = next(rig.numbers)
         self.requests = count(1)
         rig.inboxes[self.client] = deque()
         rig.writer.connect(self.client)
-        fields = json.dumps({"model": label}).encode()
-        spec = NamespaceSpec(label, fields, b"{}", BLOCK_BYTES, min_share_bytes)
+        data = json.dumps({"model": label} if fields is None else fields).encode()
+        self.spec = spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
         given = tuple(map(str, rig.roots)) if paths is None else tuple(paths)
         hello = Hello(
             protocol, f"node {self.client}", given, spec, options or rig.options, wants_events

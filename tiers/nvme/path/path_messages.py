@@ -270,7 +270,8 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     evicted_blocks: int
     budget_left_bytes: int | None
     day: tuple[int, int, int] | None = None
-    """Day number, bytes written and bytes read in it; None if unknown."""
+    """1 if the totals cover a whole day and 0 otherwise, then the bytes written and those read in
+    the last 24 hours; None if unknown."""
     why: Why = Why.GRANTED
     """Reason why the last grant was not full."""
 

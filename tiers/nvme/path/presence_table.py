@@ -41,7 +41,7 @@ MAX_PROBES = 512
 about 100."""
 TAIL_CELLS = MAX_PROBES
 CELLS_PER_SLOT = 2
-FEW_KEYS = 48
+FEW_KEYS = 512
 """Number of keys up to which single searches are faster than a search with numpy."""
 EPOCH_WORD = 16
 """Position of the epoch in the header, in numbers of 64 bits."""

@@ -156,16 +156,22 @@ class SegmentSet:
 
         Raises a `KVCascadeError`; the segment is then `unusable`.
         """
-        path = self.path_of(number)
         self.unusable.add(number)
+        self.mend(number)
+        path = self.path_of(number)
+        with os_errors(f"opening {path}"):
+            self._open[number] = self._open_files(number, path)
+        self.unusable.discard(number)
+
+    def mend(self, number: int) -> None:
+        """Repair size and header of an existing segment if needed. Raises a `KVCascadeError`."""
+        path = self.path_of(number)
         with os_errors(f"opening {path}"):
             file = self._fs.open(path)
             try:
                 self._make_whole(file, number)
             finally:
                 file.close()
-            self._open[number] = self._open_files(number, path)
-        self.unusable.discard(number)
 
     def let_go(self, number: int) -> None:
         """Close a segment, which another process may take. No transfer may be in flight."""

@@ -11,13 +11,8 @@ from pathlib import Path
 from time import perf_counter
 
 from ....tiers.nvme.disk.filesystem import RealFileSystem
-from ....tiers.nvme.path.block_table import (
-    ApplyOutcome,
-    Changes,
-    LmdbBlockTable,
-    block_table_bytes,
-    open_block_table,
-)
+from ....tiers.nvme.path.block_table import ApplyOutcome, Changes, block_table_bytes
+from ....tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
 from ....tiers.nvme.path.presence_file import (
     OpenPresence,
     PresenceOrigin,

@@ -106,8 +106,7 @@ def _usable_segments(home: NamespaceHome) -> list[int]:
         numbers = home.segments.found()
     for number in numbers:
         try:
-            home.segments.open(number)
-            home.segments.let_go(number)
+            home.segments.mend(number)
             usable.append(number)
         except KVCascadeError as error:  # its blocks stay until they are evicted
             _log.warning("a segment is left out: %s", error)

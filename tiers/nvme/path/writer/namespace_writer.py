@@ -9,7 +9,7 @@ Used by the writer's thread only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -40,11 +40,23 @@ MAX_EVICTIONS_PER_STEP = 4096
 """Most blocks that one commit evicts; more follow in the next step."""
 Reply = tuple[int, FromWriter]
 """A message and the number of the client that gets it."""
-Waiting = tuple[int, Grant, float]
-"""A client, its request, and the time at which it is answered in any case."""
+MAX_WAITING_PER_CLIENT = 64
+"""Most grants of one client that wait; more are answered without slots."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGrant:
+    """A grant without an answer."""
+
+    client: int
+    message: Grant
+    until_s: float
+    """Time at which it is answered in any case."""
+    need: int
+    """Number of slots that it needs at most."""
 
 
 @dataclass(slots=True)
@@ -57,16 +69,13 @@ class Settled:
 
 
 @dataclass(slots=True)
-class _Put:
-    """One block of a `Commit` in the batch."""
+class _Puts:
+    """Blocks of the batch whose grants are valid."""
 
-    key: bytes
-    slot: int
-    checksum: int
-    reply: int
-    """Position of its message in the batch."""
-    place: int
-    """Position of the block in its message."""
+    entries: list[tuple[bytes, int, int]] = field(default_factory=list)
+    """Key, slot and checksum of each."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """For each the position of its message in the batch, and its own position in that."""
 
 
 class NamespaceWriter:
@@ -88,8 +97,10 @@ class NamespaceWriter:
         self.clients: set[int] = set()
         self.min_share_bytes = 0
         self.evicted_blocks = 0
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[WaitingGrant] = deque()
         """Grants without an answer, oldest first."""
+        self.last_why = Why.GRANTED
+        """Reason of the last grant that got too few slots."""
         self.resets_owed: list[tuple[int, int]] = []
         """(Client, request) of resets that the block table could not take yet."""
         self._presence = presence
@@ -108,6 +119,15 @@ class NamespaceWriter:
         return bool(self._commits or self._bads)
 
     # -- gathering -----------------------------------------------------------------------------
+
+    def add_grant(self, client: int, message: Grant, until_s: float) -> bool:
+        """Let a grant wait for `serve`, at most until `until_s`. Return False if too many wait."""
+        if sum(each.client == client for each in self.waiting) >= MAX_WAITING_PER_CLIENT:
+            return False
+        self.recency.expect(message.keys)
+        need = int(np.count_nonzero(self.presence.find_many(message.keys) < 0))
+        self.waiting.append(WaitingGrant(client, message, until_s, need))
+        return True
 
     def add_commit(self, client: int, message: Commit) -> None:
         """Take a `Commit` into the batch."""
@@ -132,10 +152,10 @@ class NamespaceWriter:
         if slots:
             self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
 
+    @property
     def demand(self) -> int:
-        """Return the number of slots that the waiting grants need."""
-        find = self.presence.find
-        return sum(find(key) < 0 for _, grant, _ in self.waiting for key in grant.keys)
+        """Number of slots that the waiting grants need at most."""
+        return sum(each.need for each in self.waiting)
 
     # -- one commit ----------------------------------------------------------------------------
 
@@ -143,11 +163,11 @@ class NamespaceWriter:
         """Commit the batch, with the removal of so many of the coldest blocks."""
         result = Settled()
         codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
-        puts = list(self._puts())
+        puts = self._valid_puts()
         removals = self._damaged()
         victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
-        if puts or removals or victims:
-            applied = self._apply(puts, removals, victims)
+        if puts.entries or removals or victims:
+            applied = self._apply(puts.entries, removals, victims)
             self._record(applied, puts, codes, result)
             if applied.outcome is ApplyOutcome.DONE:
                 self._forget(applied.removed, set(victims), result)
@@ -192,33 +212,35 @@ class NamespaceWriter:
         """
         replies: list[Reply] = []
         while self.waiting:
-            client, grant, until_s = self.waiting[0]
-            held = self._held(grant.keys)
-            absent = [key for key in grant.keys if key not in held]
+            first = self.waiting[0]
+            keys = first.message.keys
+            held = self._held(keys)
+            absent = list(dict.fromkeys(key for key in keys if key not in held))
             free = min(self.space.free(paths) if paths else 0, allowed)
-            if len(absent) > free and may_wait and now_s < until_s:
+            if len(absent) > free and may_wait and now_s < first.until_s:
                 break
             self.waiting.popleft()
             granted = absent[:free]
-            slots = self.space.take(client, self.epoch, granted, paths) if granted else []
+            slots = self.space.take(first.client, self.epoch, granted, paths) if granted else []
             allowed -= len(slots)
             at = dict(zip(granted, slots, strict=True))
-            answer = [ALREADY_SLOT if k in held else at.get(k, NO_SLOT) for k in grant.keys]
-            reason = Why.GRANTED if len(granted) == len(absent) else why
+            answer = [ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in keys]
+            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
             packed = np.array(answer, dtype="<i4").tobytes()
-            replies.append((client, Granted(grant.request, self.epoch, packed, reason)))
+            reply = Granted(first.message.request, self.epoch, packed, self.last_why)
+            replies.append((first.client, reply))
         return replies
 
     def release(self, client: int, slots: Sequence[int]) -> list[int]:
         """End grants of a client; return those that were its own."""
-        own = [slot for slot in dict.fromkeys(slots) if self.space.is_granted(slot, client)]
+        own = [slot for slot in dict.fromkeys(slots) if self.space.grant_of(slot, client)]
         self.space.give_back(own)
         return own
 
     def leave(self, client: int) -> None:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
-        self.waiting = deque(each for each in self.waiting if each[0] != client)
+        self.waiting = deque(each for each in self.waiting if each.client != client)
         self.resets_owed = [each for each in self.resets_owed if each[0] != client]
         self.space.end_client(client)
 
@@ -260,35 +282,35 @@ class NamespaceWriter:
         entries = self.table.get_many(maybe)
         return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
 
-    def _puts(self) -> Iterator[_Put]:
-        """Yield the blocks of the batch whose grants are valid; all other slots are freed."""
-        seen: set[int] = set()
+    def _valid_puts(self) -> _Puts:
+        """Return the blocks of the batch whose grants are valid; all other slots are freed."""
+        puts, seen = _Puts(), set[int]()
+        epoch = -1 if self.resets_owed else self.epoch
+        grant_of = self.space.grant_of
         for reply, (client, message) in enumerate(self._commits):
-            slots = np.frombuffer(message.slots, dtype="<i4").tolist()
-            checksums = np.frombuffer(message.checksums, dtype="<u8").tolist()
+            slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
             if not len(slots) == len(checksums) == len(message.keys):
                 self.release(client, slots)
                 continue
-            for place, (key, slot, checksum) in enumerate(
-                zip(message.keys, slots, checksums, strict=True)
-            ):
-                if slot in seen or not self.space.is_granted(slot, client):
+            blocks = zip(message.keys, slots, checksums, strict=True)
+            for place, entry in enumerate(blocks):
+                key, slot, _ = entry
+                grant = grant_of(slot, client)
+                if grant is None or slot in seen:
                     continue
-                grant = self.space.grant_of(slot)
-                if self.resets_owed or not grant.epoch == message.epoch == self.epoch:
-                    self.space.give_back([slot])
-                elif grant.key != key:
-                    self.space.give_back([slot])
-                else:
+                if grant.key == key and grant.epoch == message.epoch == epoch:
                     seen.add(slot)
-                    yield _Put(key, slot, checksum, reply, place)
+                    puts.entries.append(entry)
+                    puts.places.append((reply, place))
+                else:
+                    self.space.give_back([slot])
+        return puts
 
     def _damaged(self) -> list[bytes]:
         """Return the keys of reported blocks whose entries still say the same."""
         removals: list[bytes] = []
         for bad in self._bads:
-            slots = np.frombuffer(bad.slots, dtype="<i4").tolist()
-            checksums = np.frombuffer(bad.checksums, dtype="<u8").tolist()
+            slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
             entries = self.table.get_many(bad.keys)
             for key, slot, checksum, entry in zip(
                 bad.keys, slots, checksums, entries, strict=False
@@ -298,12 +320,15 @@ class NamespaceWriter:
         return removals
 
     def _apply(
-        self, puts: Sequence[_Put], removals: Sequence[bytes], cleared: Sequence[int]
+        self,
+        puts: Sequence[tuple[bytes, int, int]],
+        removals: Sequence[bytes],
+        cleared: Sequence[int],
     ) -> Applied:
         """Commit to the block table, then to the presence table."""
         changes = Changes(
             self.table.epoch,
-            [(put.key, put.slot, put.checksum) for put in puts],
+            puts,
             removals,
             cleared,
             written_bytes=len(puts) * self.home.block_bytes,
@@ -319,24 +344,31 @@ class NamespaceWriter:
         return applied
 
     def _record(
-        self, applied: Applied, puts: Sequence[_Put], codes: list[bytearray], result: Settled
+        self, applied: Applied, puts: _Puts, codes: list[bytearray], result: Settled
     ) -> None:
         """Turn the outcome of a commit into codes, used slots and recency."""
-        failed = None
         if applied.outcome is not ApplyOutcome.DONE:
             failed = _FAILED.get(applied.outcome, Committed.IO_ERROR)
-        fresh: dict[int, list[_Put]] = {}
-        for position, put in enumerate(puts):
-            code = failed or Committed.OK
+            for reply, place in puts.places:
+                codes[reply][place] = failed
+            self.space.give_back([slot for _, slot, _ in puts.entries])
+            return
+        fresh: dict[int, tuple[list[bytes], list[int]]] = {}
+        already: list[int] = []
+        blocks = zip(puts.entries, puts.places, strict=True)
+        for position, ((key, slot, _), (reply, place)) in enumerate(blocks):
             if position in applied.already:
-                code = Committed.ALREADY
-            codes[put.reply][put.place] = code
-            if code is Committed.OK:
-                fresh.setdefault(put.reply, []).append(put)
-            else:
-                self.space.give_back([put.slot])
-        for batch in fresh.values():
-            keys, slots = [put.key for put in batch], [put.slot for put in batch]
+                codes[reply][place] = Committed.ALREADY
+                already.append(slot)
+                continue
+            codes[reply][place] = Committed.OK
+            if reply not in fresh:
+                fresh[reply] = [], []
+            keys, slots = fresh[reply]
+            keys.append(key)
+            slots.append(slot)
+        self.space.give_back(already)
+        for keys, slots in fresh.values():
             self.space.use(slots)
             self.recency.insert(keys, slots)
             result.stored.extend(keys)
@@ -367,6 +399,11 @@ class NamespaceWriter:
 def slots_of(data: bytes) -> list[int]:
     """Return the slots of a message. A length that is no multiple of four gives none."""
     return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
+
+
+def checksums_of(data: bytes) -> list[int]:
+    """Return the checksums of a message. A length that is no multiple of eight gives none."""
+    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
 
 
 def is_within_limits(keys: Sequence[bytes]) -> bool:

@@ -18,9 +18,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .....errors import KVCascadeError
+from .....errors import CorruptionError, KVCascadeError
 from .....logs import get_logger
 from ..path_messages import (
+    NO_SLOT,
     PROTOCOL,
     Ask,
     Bad,
@@ -153,13 +154,22 @@ class PathWriter:
             self._handlers[type(message)](sender, message)
 
     def step(self) -> list[Reply]:
-        """Do what the messages since the last call ask for; return messages and their clients."""
+        """Do what the messages since the last call ask for; return messages and their clients.
+
+        Raises `CorruptionError` if an index failed in a way that only opening it again can repair:
+        the caller closes the writer without `is_clean`, and lets another process lead.
+        """
         self.path.space.poll()
         for namespace in list(self.namespaces.values()):
             if namespace.resets_owed:
                 self._pay_resets(namespace)
             if namespace.waiting or namespace.has_work:
                 self._serve(namespace)
+            if namespace.table.has_panicked:
+                raise CorruptionError(
+                    f"the index of {namespace.home.folders[0]} takes no more changes; the next "
+                    "writer opens it again, and names the remedy if it is damaged"
+                )
         self._take_segments()
         self._out += self._questions.poll()
         self._upkeep()
@@ -233,15 +243,13 @@ class PathWriter:
 
     def _grant(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Grant)
-        if client.namespace is None or not is_within_limits(message.keys):
-            self._send(
-                client.number,
-                Granted(message.request, 0, b"\xfe\xff\xff\xff" * len(message.keys), Why.FULL),
-            )
-            return
-        client.namespace.recency.expect(message.keys)
-        until_s = self._clock() + GRANT_WAIT_S
-        client.namespace.waiting.append((client.number, message, until_s))
+        namespace = client.namespace
+        if namespace is not None and is_within_limits(message.keys):
+            until_s = self._clock() + GRANT_WAIT_S
+            if namespace.add_grant(client.number, message, until_s):
+                return
+        none = NO_SLOT.to_bytes(4, "little", signed=True) * len(message.keys)
+        self._send(client.number, Granted(message.request, 0, none, Why.LATER))
 
     def _commit(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Commit)
@@ -266,12 +274,12 @@ class PathWriter:
 
     def _bad(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Bad)
-        if client.namespace is not None:
+        if client.namespace is not None and is_within_limits(message.keys):
             client.namespace.add_bad(message)
 
     def _touch(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Touch)
-        if client.namespace is not None:
+        if client.namespace is not None and is_within_limits(message.keys):
             client.namespace.touch(message)
 
     def _read(self, client: Client, message: FromNode) -> None:
@@ -307,7 +315,7 @@ class PathWriter:
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
         capacity = self.path.space.capacity
-        need = namespace.demand() if namespace.waiting else 0
+        need = namespace.demand
         allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
         room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
         self._settle(namespace, room.evictions if room is not None else 0)
@@ -378,6 +386,7 @@ class PathWriter:
                 namespace.evicted_blocks,
                 left,
                 (int(day.is_whole_day), day.written, day.read),
+                namespace.last_why,
             )
             for number in namespace.clients:
                 client = self._clients[number]

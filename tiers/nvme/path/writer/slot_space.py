@@ -6,7 +6,7 @@ Used by the writer's thread only. No method does I/O.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,7 @@ from ....base import SlotMask
 from ...segments.extents import ExtentPool, complement
 
 
-@dataclass(frozen=True, slots=True)
-class HeldGrant:
+class HeldGrant(NamedTuple):
     """One slot that a node may write to."""
 
     client: int
@@ -94,13 +93,10 @@ class SlotSpace:
         self._of_client.setdefault(client, set()).update(slots)
         return slots
 
-    def is_granted(self, slot: int, client: int) -> bool:
-        """Return True if this client may write to the slot."""
-        return slot in self._of_client.get(client, ())
-
-    def grant_of(self, slot: int) -> HeldGrant:
-        """Return the grant of a slot that `is_granted`."""
-        return self._grants[slot]
+    def grant_of(self, slot: int, client: int) -> HeldGrant | None:
+        """Return the grant of a slot that this client may write to, or None."""
+        grant = self._grants.get(slot)
+        return grant if grant is not None and grant.client == client else None
 
     def use(self, slots: Sequence[int]) -> None:
         """End grants because their blocks are committed now."""
