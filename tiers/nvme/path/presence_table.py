@@ -43,6 +43,8 @@ TAIL_CELLS = MAX_PROBES
 CELLS_PER_SLOT = 2
 FEW_KEYS = 512
 """Number of keys up to which single searches are faster than a search with numpy."""
+SCAN_CELLS = 1 << 16
+"""Number of cells that `used_slots` reads together; they fit into a processor's cache."""
 EPOCH_WORD = 16
 """Position of the epoch in the header, in numbers of 64 bits."""
 APPLIED_WORD = 17
@@ -180,9 +182,10 @@ class PresenceTable:
     def used_slots(self) -> Mask:
         """Return True for every slot that a cell names: shape `(slots,)`."""
         cells = np.frombuffer(self._cells, dtype=np.uint64)
-        named = (cells & np.uint64(_LOW)).astype(np.uint32)
         is_used = np.zeros(self.slots + 1, dtype=np.bool_)
-        is_used[named[named <= self.slots]] = True
+        for start in range(0, len(cells), SCAN_CELLS):
+            named = cells[start : start + SCAN_CELLS].astype(np.uint32)  # the low half
+            is_used[named[named <= self.slots]] = True
         return is_used[1:]
 
 

@@ -28,7 +28,8 @@ from .measurement import Case, Figures, Measurement, MeasurementSetup, Say
 from .scheduler.reopen_probe import resident_bytes
 
 FILL_BATCH = 4096
-COMMIT_BATCHES = (16, 64, 512)
+COMMIT_BATCHES = (512, 64, 16)
+"""Blocks of a commit. The largest come first: the first touch of each page is a page fault."""
 COMMITS = 64
 """Most commits of each batch size; fewer where these are more blocks than the table has."""
 STRETCH = 500
