@@ -22,7 +22,7 @@ from pathlib import Path
 from ...errors import KVCascadeError
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
-from ...tiers.nvme.path.block_table import open_block_table
+from ...tiers.nvme.path.lmdb_block_table import open_block_table
 from ...tiers.nvme.path.path_lock import PathDoor
 from ...tiers.nvme.path.path_messages import PathOptions, from_node
 from ...tiers.nvme.path.presence_file import boot_id

@@ -169,7 +169,7 @@ def test_a_silent_writer_rests_writes_and_its_late_grant_is_released(
     rig.twin.go_on()
     rig.pump()
     node.tier.maintain()
-    assert node.node.state is NodeState.FOLLOWING and node.tier.takes_puts
+    assert node.tier.feed.state is NodeState.FOLLOWING and node.tier.takes_puts
     assert not rig.twin.granted and len(heard(rig, Release)) == 1
     assert len([m for m in node.told if isinstance(m, NodeNote)]) == 2, "one line each way"
 

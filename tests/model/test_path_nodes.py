@@ -92,6 +92,8 @@ class World:
         self.rig.rng = self.rng
         self.resets = 0
         self.killed = 0
+        self.dead = self.rig.twin
+        """The writer that died last."""
         for engine in self.engines:
             engine.look(0)
 
