@@ -76,6 +76,26 @@ def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
     assert {one.state, two.state} == {NodeState.LEADING, NodeState.FOLLOWING}
 
 
+def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -> None:
+    pair = [engines(), engines()]
+    stored = set(pair[0].put(range(16)) and range(16))
+    for round_number in range(3):
+        leader = next(each for each in pair if each.state is NodeState.LEADING)
+        other = next(each for each in pair if each is not leader)
+        new = range(100 + 16 * round_number, 116 + 16 * round_number)
+        assert BlockOutcome.OK in leader.put(new)
+        leader.kill()
+        while other.state is not NodeState.LEADING:
+            assert set(other.get(sorted(stored)[:16])) <= {OK, GONE}
+            other.put(range(200, 204))
+            other.tier.maintain()
+        other.until(lambda tier=other.tier: tier.takes_puts)
+        stored |= set(other.holds(new))
+        assert len(other.holds(new)) == 16, "what was acknowledged is there"
+        assert list(other.get(list(new))) == [OK] * 16
+        leader.until(lambda each=leader: each.state is NodeState.FOLLOWING)
+
+
 def test_a_stopped_writer_rests_writes_and_goes_on(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ class World:
         return is_due or any(engine.generation != self.resets for engine in self.engines)
 
     def _disturb(self) -> None:
-        """The writer dies, stops, goes on, or deletes a segment."""
+        """The writer dies, stops, goes on, or deletes a segment; or a connection is cut."""
         what, rig = self.rng.random(), self.rig
         if rig.writer is None:
             rig.writer = self.dead.successor()
@@ -137,8 +137,10 @@ class World:
             self.dead = rig.kill_writer()
         elif what < 0.5:
             rig.twin.is_stalled = True
-        elif what < 0.7:
+        elif what < 0.6:
             rig.twin.go_on()
+        elif what < 0.8:
+            self.rng.choice(self.engines).twin.cut()
         elif not rig.twin.is_stalled:
             rig.twin.replace_segment(self.rng.randrange(4))
 

@@ -93,7 +93,7 @@ class NodesRig:
         pumped."""
         writer, self.writer = self.twin, None
         for node in self.nodes:
-            node.writer_died()
+            node.cut()
         return writer
 
     def pump(self) -> None:
@@ -288,7 +288,8 @@ class NodeTwin:
             node.node.tick()
         self.rig.pump()
 
-    def writer_died(self) -> None:
+    def cut(self) -> None:
+        """The connection to the writer ends, and both ends live."""
         if self.client is not None:
             self._unlink()
             self.has_lost = True
