@@ -29,13 +29,17 @@ class FrameSocket:
         decode: Decode,
         selector: selectors.BaseSelector,
         on_ready: Callable[[], None],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        """`decode` turns the body of a frame into a message. `on_ready` is the selector's data."""
+        """`decode` turns the body of a frame into a message. `on_ready` is the selector's data.
+
+        A longer frame than `max_frame_bytes` breaks the connection.
+        """
         connection.setblocking(False)
         self._socket = connection
         self._decode = decode
         self._selector = selector
-        self._reader = FrameReader(MAX_FRAME_BYTES)
+        self._reader = FrameReader(max_frame_bytes)
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ

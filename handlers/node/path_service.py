@@ -24,7 +24,7 @@ from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.lmdb_block_table import open_block_table
 from ...tiers.nvme.path.path_lock import PathDoor
-from ...tiers.nvme.path.path_messages import PathOptions, from_node
+from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
 from ...tiers.nvme.path.presence_file import boot_id
 from ...tiers.nvme.path.writer.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_writer import PathWriter
@@ -145,7 +145,9 @@ class WriterService:
     def _add(self, connection: socket.socket) -> None:
         client = next(self._numbers)
         ready = partial(self._receive, client)
-        self._clients[client] = FrameSocket(connection, from_node.decode, self._selector, ready)
+        self._clients[client] = FrameSocket(
+            connection, from_node.decode, self._selector, ready, MAX_FRAME_BYTES
+        )
         self._writer.connect(client)
 
     def _receive(self, client: int) -> None:

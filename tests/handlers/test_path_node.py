@@ -282,3 +282,21 @@ def test_blocks_from_before_a_reset_are_not_committed_after_it(
     assert node.tier.maintain() == 1
     put(node, range(2), ticket=2)
     assert end(node).outcomes == [OK, OK]
+
+
+def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    put(node, range(2))
+    end(node)
+    put(node, range(4, 6), ticket=2)
+    node.tier.get(3, 1, keys(2), [8, 9])
+    node.tier.reset()
+    node.engine.die()
+    failed = [BlockOutcome.IO_ERROR] * 2
+    assert [list(ended.outcomes) for ended in node.tier.poll()] == [failed, failed]
+    assert node.tier.may_hold(key(0)) == 0 and rig.twin.presence.epoch == 0
+    node.tier.maintain()
+    rig.pump()
+    node.tier.maintain()
+    assert rig.twin.presence.epoch == 1 and not node.tier._resets_due

@@ -200,7 +200,11 @@ class NodeTwin:
             lambda folder, slots: map_presence(rig.fs, Path(folder), slots),
             InlineExecutor(),
         )
-        self.tier = NodeTier(lambda take: PumpedClient(self, take), options, rig.clock)
+        self.tier = NodeTier(self._client_of, options, rig.clock)
+
+    def _client_of(self, take: Callable[[Any], None]) -> PumpedClient:
+        self.engine = PumpedClient(self, take)
+        return self.engine
 
     @property
     def workers(self) -> NodeTwin:
@@ -364,6 +368,15 @@ class PumpedClient:
             self.poll()
             if is_done() or not self._twin.rig.step():
                 return is_done()
+
+    def die(self) -> None:
+        """The node's process dies, and another one is there at once."""
+        lost, self._jobs = self._jobs, {}
+        self._twin.orders.clear()
+        self._twin.answers.clear()
+        for on_end in lost.values():
+            on_end(None)
+        self._take(None)
 
     def kill(self) -> bool:
         return not self._jobs
