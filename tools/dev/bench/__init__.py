@@ -59,6 +59,7 @@ MEASUREMENTS = {
     "path": "lookups, commits and opening of the tables of a path with one writer",
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
+    "faults": "wrong bytes served, and blocks lost, after faults on disk",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "restart": "what a server computes again after a restart, and how it serves a storm",
     "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
@@ -74,6 +75,7 @@ _MODULES = {
     "path": "path_rates",
     "transfers": "transfers",
     "busy": "busy",
+    "faults": "faults",
     "engine": "engine.engine",
     "restart": "engine.restart",
     "gpu": "gpu.gpu",
@@ -81,7 +83,7 @@ _MODULES = {
     "gpu_engine": "engine.gpu_engine",
 }
 """Modules of all measurements."""
-ASKED_FOR = BARE
+ASKED_FOR = (*BARE, "faults")
 """Measurements that run only if their name is given."""
 
 
