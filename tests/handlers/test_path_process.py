@@ -76,9 +76,17 @@ def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
     assert {one.state, two.state} == {NodeState.LEADING, NodeState.FOLLOWING}
 
 
+def wait_until(engine: PathEngine, *, takes_puts: bool) -> None:
+    """Wait until an engine may write, or at least has found the writer."""
+    engine.until(
+        lambda: engine.tier.takes_puts if takes_puts else engine.state is NodeState.FOLLOWING
+    )
+
+
 def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -> None:
     pair = [engines(), engines()]
-    stored = set(pair[0].put(range(16)) and range(16))
+    assert list(pair[0].put(range(16))) == [OK] * 16
+    stored = set(range(16))
     for round_number in range(3):
         leader = next(each for each in pair if each.state is NodeState.LEADING)
         other = next(each for each in pair if each is not leader)
@@ -89,11 +97,11 @@ def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -
             assert set(other.get(sorted(stored)[:16])) <= {OK, GONE}
             other.put(range(200, 204))
             other.tier.maintain()
-        other.until(lambda tier=other.tier: tier.takes_puts)
+        wait_until(other, takes_puts=True)
         stored |= set(other.holds(new))
         assert len(other.holds(new)) == 16, "what was acknowledged is there"
         assert list(other.get(list(new))) == [OK] * 16
-        leader.until(lambda each=leader: each.state is NodeState.FOLLOWING)
+        wait_until(leader, takes_puts=False)
 
 
 def test_a_stopped_writer_rests_writes_and_goes_on(

@@ -15,3 +15,5 @@ def test_what_was_acknowledged_stays_and_nothing_else_appears(seed: int, durabil
     model = PathModel(seed, durability)
     for _ in range(TURNS):
         model.turn()
+    assert sum(oracle.stored_blocks for oracle in model.oracles.values()) > 50
+    assert sum(oracle.removed_blocks for oracle in model.oracles.values()) > 0

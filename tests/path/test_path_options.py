@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 import pytest
 from support.path_rig import ROOT, PathRig, RigNode, key_of
 
 from kvcascade.errors import ConfigError, CorruptionError
-from kvcascade.tiers.nvme.path.path_messages import Touch
+from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 
 
@@ -49,6 +51,22 @@ def test_the_stronger_durability_holds_from_the_node_on_that_asks_for_it() -> No
     assert weak.welcome is not None and weak.welcome.options.durability == "power"
     assert any("durability power instead of process" in note for note in weak.welcome.notes)
     assert weak.held([1, 2]) == [1, 2]
+
+
+def test_what_a_node_that_joined_before_stores_is_synced_by_the_writer() -> None:
+    rig = PathRig(durability="process")
+    weak = RigNode(rig)
+    weak.store([1])
+    strong = RigNode(rig, options=msgspec.structs.replace(rig.options, durability="power"))
+    before = rig.fs.calls["sync"]
+    strong.store([2])
+    assert rig.fs.calls["sync"] == before, "its node syncs its own segments"
+    weak.store([3])
+    assert rig.fs.calls["sync"] == before + 1
+    rig.fs.fail("sync", errno.EIO)
+    assert weak.store([4]) == [Committed.IO_ERROR]
+    assert weak.store([4]) == [Committed.OK]
+    assert weak.held([1, 2, 3, 4]) == [1, 2, 3, 4]
 
 
 def test_another_list_of_paths_is_no_writer() -> None:

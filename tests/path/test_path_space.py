@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
 
 def shared(**options: object) -> PathRig:
     """A path that has room for two namespaces with about 30 segments, their indexes counted."""
-    return PathRig(60, **options)  # type: ignore[arg-type]
+    return PathRig(120, **options)  # type: ignore[arg-type]
 
 
 def bytes_of(rig: PathRig, root: Path = ROOT) -> int:
@@ -100,7 +101,7 @@ def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() ->
     rig.close()
     rig.start()
     new = RigNode(rig, "new")
-    fill(new, range(1000, 1600))
+    fill(new, range(1000, 2000))
     rig.step(10, seconds=1.0)
     assert segments(rig).keys() == {"new"}
     assert not rig.fs.exists(ROOT / old.welcome.folder)  # type: ignore[union-attr]
@@ -201,3 +202,25 @@ def test_a_grant_is_answered_when_no_segment_comes() -> None:
     rig.step(3, seconds=0.6)
     (answer,) = node.grants()
     assert (slots_in(answer), answer.why) == ([-2], Why.LATER)
+
+
+def test_two_engines_of_one_model_hit_as_often_as_one_with_the_whole_tier() -> None:
+    """The load is skewed: one engine asks nine times as often, for its own part of the keys."""
+    ratios = []
+    for engines in (1, 2):
+        rng = random.Random(7)
+        rig = PathRig(segments=8)
+        nodes = [RigNode(rig) for _ in range(engines)]
+        hits = 0
+        for _ in range(3000):
+            is_busy = rng.random() < 0.9
+            key = int(rng.paretovariate(0.6)) % 400 + (0 if is_busy else 1000)
+            node = nodes[-1 if is_busy else 0]
+            if node.held([key]):
+                hits += 1
+                rig.send(node.client, Touch([key_of(key)]))
+            else:
+                node.store([key])
+        ratios.append(hits / 3000)
+    assert 0.3 < ratios[0] < 0.95
+    assert abs(ratios[0] - ratios[1]) < 0.01

@@ -240,7 +240,7 @@ def test_a_newer_version_makes_the_writer_close_and_others_come_back() -> None:
 
 
 def test_a_second_hello_is_ignored() -> None:
-    rig = PathRig(40)
+    rig = PathRig(120)
     node = RigNode(rig)
     assert node.welcome is not None
     spec = RigNode(rig, "second").spec

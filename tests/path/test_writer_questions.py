@@ -6,9 +6,10 @@ import json
 from collections import deque
 from typing import Any
 
-from support.path_rig import ROOT, PathRig, RigNode
+from support.path_rig import ROOT, PathRig, RigNode, key_of
 
-from kvcascade.tiers.nvme.path.path_messages import Ask, SegmentsRemoved, Told
+from kvcascade.tiers.nvme.path.path_messages import Ask, SegmentsRemoved, Told, Touch, Why
+from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
 class Tool:
@@ -29,7 +30,7 @@ class Tool:
 
 
 def test_stat_and_list_name_engines_and_namespaces() -> None:
-    rig = PathRig(40)
+    rig = PathRig(120)
     RigNode(rig, "idle").store([1])
     rig.close()
     rig.start()
@@ -49,7 +50,7 @@ def test_stat_and_list_name_engines_and_namespaces() -> None:
 
 
 def test_a_namespace_is_removed_unless_an_engine_uses_it() -> None:
-    rig = PathRig(40)
+    rig = PathRig(120)
     node = RigNode(rig)
     node.store([1])
     folder = node.welcome.folder  # type: ignore[union-attr]
@@ -90,3 +91,40 @@ def test_a_wrong_question_says_what_to_do() -> None:
     tool = Tool(PathRig())
     assert "use one of" in tool.ask("what")["error"]
     assert "give `bytes`" in tool.ask("shrink", bytes=-1)["error"]
+
+
+def test_options_change_by_a_command_at_once_or_from_the_next_start_on() -> None:
+    rig = PathRig(6)
+    node = RigNode(rig, "m")
+    for start in range(0, 48, 8):
+        node.store(list(range(start, start + 8)))
+    tool = Tool(rig)
+    taken = tool.ask("stat")["bytes"]
+    answer = tool.ask("set", steps=10, capacity_bytes=taken - 70_000, policy="s3fifo")
+    assert answer["later"] == []
+    assert tool.ask("stat", steps=10)["bytes"] <= taken - 70_000
+    assert tool.ask("set", write_budget_bytes=1)["later"] == []
+    node.ask([900])
+    rig.step(3, seconds=1.0)
+    assert [each.why for each in node.grants()] == [Why.BUDGET]
+    assert "unknown options size" in tool.ask("set", size=1)["error"]
+    assert "is unknown" in tool.ask("set", policy="best")["error"]
+    assert "int" in tool.ask("set", capacity_bytes="much")["error"]
+    record = load_record(rig.fs, ROOT)
+    assert record is not None and record.options.policy == "s3fifo"
+
+
+def test_another_policy_begins_with_the_order_of_the_last_use() -> None:
+    rig = PathRig(segments=2, slots_per_segment=32)
+    node = RigNode(rig)
+    node.store(list(range(32)))
+    rig.step(seconds=5.0)
+    node.store(list(range(32, 64)))
+    rig.step(seconds=5.0)
+    rig.send(node.client, Touch([key_of(key) for key in range(16)]))
+    rig.step(seconds=5.0)
+    for policy in ("fifo", "lru"):
+        assert Tool(rig).ask("set", policy=policy)["options"]["policy"] == policy
+    node.store(list(range(100, 124)))
+    assert node.held(list(range(16))) == list(range(16))
+    assert node.held(list(range(16, 32))) == []

@@ -114,6 +114,8 @@ class Oracle:
         """Client by slot, for every grant that may still be written to."""
         self.removed: set[bytes] = set()
         """Keys removed in this step."""
+        self.stored_blocks = self.removed_blocks = 0
+        """Blocks that were acknowledged, and blocks that left, in the whole run."""
 
     def note(self, applied: Applied) -> None:
         """Take in what a commit removed."""
@@ -121,6 +123,7 @@ class Oracle:
             return
         for key, _ in applied.removed:
             self.removed.add(key)
+            self.removed_blocks += 1
             self.acknowledged.pop(number_of(key), None)
         if applied.journal is not None and applied.journal.is_reset:
             self.acknowledged.clear()
@@ -130,7 +133,7 @@ class Oracle:
 class PathModel:
     """One run: `turn` does something at random and checks everything."""
 
-    def __init__(self, seed: int, durability: str, segments: int = 24) -> None:
+    def __init__(self, seed: int, durability: str, segments: int = 78) -> None:
         self.rng = random.Random(seed)
         self.fate = Fate()
         self.oracles = {label: Oracle() for label in LABELS}
@@ -247,7 +250,7 @@ class PathModel:
         self.rig.send(node.client, Commit(request, epoch, keys, int32(slots), sums))
 
     def _reset(self) -> None:
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.1:
             node, _ = self.rng.choice(self.nodes)
             self.rig.send(node.client, Reset(next(node.requests)))
 
@@ -354,6 +357,7 @@ class PathModel:
             if code is Committed.OK and entry is not None and entry.slot == slot:
                 if entry.checksum == checksum:
                     oracle.acknowledged[key] = slot, checksum
+                    oracle.stored_blocks += 1
 
     # -- what must hold ------------------------------------------------------------------------
 

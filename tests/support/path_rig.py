@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from support.clock import ManualClock
@@ -60,7 +60,7 @@ def uint64(checksums: Sequence[int]) -> bytes:
 
 def slots_in(message: Granted) -> list[int]:
     """Slots of an answer."""
-    return np.frombuffer(message.slots, dtype="<i4").tolist()
+    return list(map(int, np.frombuffer(message.slots, dtype="<i4")))
 
 
 class PathRig:
@@ -140,7 +140,7 @@ class PathRig:
     def take(self, client: int, kind: type[Message]) -> list[Message]:
         """Messages of a kind that a node got; the others stay."""
         inbox = self.inboxes[client]
-        found = [message for message in inbox if isinstance(message, kind)]
+        found: list[Any] = [message for message in inbox if isinstance(message, kind)]
         rest = [message for message in inbox if not isinstance(message, kind)]
         inbox.clear()
         inbox.extend(rest)

@@ -147,8 +147,9 @@ class PresenceTable:
     def find_many(self, keys: Sequence[bytes]) -> Slots:
         """Return `find` of every key as int32."""
         if len(keys) <= FEW_KEYS:
+            # A damaged cell may say more than fits into int32.
             found = np.fromiter(map(self.find, keys), dtype=np.int64, count=len(keys))
-            return found.astype(np.int32)  # a damaged cell may name any number
+            return found.astype(np.int32)
         return self.find_hashes(hashes_of(keys))
 
     def find_hashes(self, hashes: Words) -> Slots:

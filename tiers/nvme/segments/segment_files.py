@@ -217,6 +217,14 @@ class SegmentSet:
         """Make everything written to a segment durable."""
         self._segment(number).payload.sync()
 
+    def sync_unopened(self, number: int) -> None:
+        """Make durable what other processes wrote to a segment. Raises `OSError`."""
+        file = self._fs.open(self.path_of(number))
+        try:
+            file.sync()
+        finally:
+            file.close()
+
     def record(self, slot: int) -> SlotRecord | None:
         """Return the record of a slot, read through the mapping; None if unwritten, damaged or
         unreadable."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
+from ....base import SlotMask
 from ...disk.filesystem import FileSystem
 from ...namespace import NamespaceKey
 from ..block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
@@ -53,6 +54,10 @@ class StartMeans:
     boot: bytes
     """`presence_file.boot_id()`."""
 
+    def recency_of(self, home: NamespaceHome, policy: str, is_used: SlotMask) -> Recency:
+        """Open the order of eviction of a namespace. Raises a `KVCascadeError`."""
+        return Recency(self.fs, home.state_folder, policy, is_used, self.wall_clock)
+
     def table_of(self, home: NamespaceHome, *, is_durable: bool) -> BlockTable:
         """Open the block table of a namespace. Raises a `KVCascadeError`."""
         layout = home.layout
@@ -87,7 +92,7 @@ def open_namespace_writer(
         space.used = int(np.count_nonzero(used))
         for number in there:
             space.add_segment(number)
-        recency = Recency(means.fs, home.state_folder, policy, space.is_used, means.wall_clock)
+        recency = means.recency_of(home, policy, space.is_used)
     except BaseException:
         if presence is not None:
             presence.file.close()

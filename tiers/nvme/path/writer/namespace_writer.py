@@ -15,6 +15,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from .....errors import os_errors
 from .....logs import get_logger
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
 from ..path_messages import (
@@ -95,6 +96,8 @@ class NamespaceWriter:
         self.space = space
         self.recency = recency
         self.clients: set[int] = set()
+        self.unsynced_clients: set[int] = set()
+        """Clients that sync no segment before a commit, although every commit is to be durable."""
         self.min_share_bytes = 0
         self.evicted_blocks = 0
         self.waiting: deque[WaitingGrant] = deque()
@@ -164,6 +167,7 @@ class NamespaceWriter:
         result = Settled()
         codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
         puts = self._valid_puts()
+        self._sync_segments(puts, codes)
         removals = self._damaged()
         victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
         if puts.entries or removals or victims:
@@ -240,6 +244,7 @@ class NamespaceWriter:
     def leave(self, client: int) -> None:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
+        self.unsynced_clients.discard(client)
         self.waiting = deque(each for each in self.waiting if each.client != client)
         self.resets_owed = [each for each in self.resets_owed if each[0] != client]
         self.space.end_client(client)
@@ -263,10 +268,17 @@ class NamespaceWriter:
         self.recency.close(is_clean=False)
         self.home.close()
 
-    def replace_table(self, reopen: Callable[[NamespaceHome], BlockTable]) -> None:
-        """Close the block table and open it anew, with other durability."""
+    def make_durable(self, reopen: Callable[[NamespaceHome], BlockTable]) -> None:
+        """Sync all blocks, and open the block table anew, so that every commit is durable.
+
+        Raises a `KVCascadeError`.
+        """
+        with os_errors(f"syncing {self.home.name}"):
+            for number in self.space.segments:
+                self.home.segments.sync_unopened(number)
         self.table.close()
         self.table = reopen(self.home)
+        self.unsynced_clients |= self.clients
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -305,6 +317,28 @@ class NamespaceWriter:
                 else:
                     self.space.give_back([slot])
         return puts
+
+    def _sync_segments(self, puts: _Puts, codes: list[bytearray]) -> None:
+        """Sync what nodes wrote that joined before commits were to be durable.
+
+        Their blocks may be offered by other nodes, to which "held already" means durable.
+        """
+        if not self.unsynced_clients:
+            return
+        unsynced = [client in self.unsynced_clients for client, _ in self._commits]
+        size = self.space.slots_per_segment
+        places = zip(puts.entries, puts.places, strict=True)
+        numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
+        try:
+            for number in numbers:
+                self.home.segments.sync_unopened(number)
+        except OSError as error:
+            _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
+            for reply, place in puts.places:
+                codes[reply][place] = Committed.IO_ERROR
+            self.space.give_back([slot for _, slot, _ in puts.entries])
+            puts.entries.clear()
+            puts.places.clear()
 
     def _damaged(self) -> list[bytes]:
         """Return the keys of reported blocks whose entries still say the same."""

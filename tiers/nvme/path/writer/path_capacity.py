@@ -36,7 +36,7 @@ _log = get_logger(__name__)
 
 
 class PathCapacity:
-    """Space in each path. `files` has (bytes, path) of our files; others are measured."""
+    """Space in each path; callers say what our own files take."""
 
     def __init__(
         self,
@@ -76,15 +76,13 @@ class PathCapacity:
         """Let a path take no writes for a while, because its device failed."""
         self._rests_until_s[path] = self._clock() + PATH_REST_S
 
-    def put_off(self, path: int, foreign: int | None) -> None:
-        """Make no segment in a path for a while. `foreign` are the bytes of others, if known."""
+    def put_off(self, path: int) -> None:
+        """Make no segment in a path for a while."""
         self._retry_at_s[path] = self._clock() + RETRY_AFTER_S
-        self.note_foreign(path, foreign)
 
-    def note_foreign(self, path: int, foreign: int | None) -> None:
+    def note_foreign(self, path: int, foreign: int) -> None:
         """Take in the bytes of older versions in a path."""
-        if foreign is not None:
-            self._foreign[path] = foreign
+        self._foreign[path] = foreign
 
     def may_try(self, path: int) -> bool:
         """Return True if no attempt in this path failed a short time ago."""
@@ -94,15 +92,7 @@ class PathCapacity:
         """Return what is left of the capacity of a path; negative if too much is taken."""
         return self.share_bytes - self._foreign[path] - own_bytes
 
-    def forget_failures(self) -> None:
-        """Let every path be tried again."""
-        self._retry_at_s = [0.0] * self.paths
-
     # -- on an I/O thread ----------------------------------------------------------------------
-
-    def measure(self, path: int, own: frozenset[Path]) -> int:
-        """Return the bytes of everything in a path that the writer does not count itself."""
-        return sum(one.used_bytes for one in self._others(self._roots[path], own))
 
     @contextmanager
     def claim(self, path: int, growth: int, own_bytes: int, own: frozenset[Path]) -> Iterator[int]:

@@ -89,11 +89,13 @@ class PathNamespaces:
         else:
             namespace = self._open_home(home)
         self.note_use(namespace)
-        shares = self.record.min_shares
-        if shares.get(home.name, 0) != spec.min_share_bytes:
-            shares[home.name] = spec.min_share_bytes
+        share, shares = spec.min_share_bytes, self.record.min_shares
+        if namespace.clients:  # of several engines the largest share holds
+            share = max(share, namespace.min_share_bytes)
+        if shares.get(home.name, 0) != share:
+            shares[home.name] = share
             self._save()
-        namespace.min_share_bytes = spec.min_share_bytes
+        namespace.min_share_bytes = share
         return namespace
 
     def strengthen(self) -> None:
@@ -101,8 +103,32 @@ class PathNamespaces:
         self.record.options = msgspec.structs.replace(self.options, durability=POWER)
         self.space.capacity.options = self.options
         for namespace in self.open.values():
-            namespace.replace_table(partial(self._means.table_of, is_durable=True))
+            namespace.make_durable(partial(self._means.table_of, is_durable=True))
         self._save()
+
+    def change(self, options: PathOptions) -> list[str]:
+        """Record other options, and put them in force.
+
+        Return the names of those that open namespaces follow only when they are opened again: a
+        larger capacity, since they have no more slots, and a weaker durability. Raises a
+        `KVCascadeError`.
+        """
+        check_options(options)
+        former = self.options
+        if options.durability == POWER != former.durability:
+            self.strengthen()
+        self.record.options = self.space.capacity.options = options
+        self._save()
+        self.budget.limit_bytes = options.write_budget_bytes
+        for namespace in self.open.values() if options.policy != former.policy else ():
+            namespace.recency.close(is_clean=True)
+            namespace.recency = self._means.recency_of(
+                namespace.home, options.policy, namespace.space.is_used
+            )
+            namespace.recency.order_by_last_use()
+        is_larger = options.capacity_bytes > former.capacity_bytes
+        is_weaker = former.durability == POWER != options.durability
+        return ["capacity_bytes"] * is_larger + ["durability"] * is_weaker
 
     def note_use(self, namespace: NamespaceWriter) -> None:
         """Set the time of the last use to now."""

@@ -18,14 +18,13 @@ from ...writer.capacity import (
     SEGMENT_BYTES,
     SMALL_FILES_BYTES,
 )
+from ..block_table import block_table_bytes
+from ..presence_table import presence_bytes
 
-NAMESPACE_BYTES = 512 << 10
-"""Bytes of a namespace without slots in its first path."""
-METADATA_BYTES_PER_SLOT = 400
-"""Block table (up to 256 with half-full pages), presence table (up to 44) and eviction order."""
-CHURN_BYTES_PER_SLOT = 320
-CHURN_BYTES_MAX = 64 << 20
-"""Room in the block table for pages that the last two commits replaced."""
+STATE_FIXED_BYTES = 256 << 10
+STATE_BYTES_PER_SLOT = 110
+"""Arrays of the eviction order and of the last uses. The largest policy takes 99 bytes; what finds
+no room lives in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ def fixed_bytes(slots: int, path: int) -> int:
     """Return the most bytes of a namespace in a path beside its segments."""
     if path > 0:
         return SMALL_FILES_BYTES
-    churn = min(CHURN_BYTES_MAX, CHURN_BYTES_PER_SLOT * slots)
-    return NAMESPACE_BYTES + METADATA_BYTES_PER_SLOT * slots + churn
+    state = STATE_FIXED_BYTES + STATE_BYTES_PER_SLOT * slots
+    return SMALL_FILES_BYTES + block_table_bytes(slots) + presence_bytes(slots) + state
 
 
 def capacity_of(segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1) -> int:
@@ -71,7 +70,7 @@ def plan_segments(
             f"of {PAGE_BYTES} and at most {MAX_BLOCK_BYTES}"
         )
     if slots_per_segment is None:
-        usable = capacity_bytes // paths - NAMESPACE_BYTES
+        usable = capacity_bytes // paths - fixed_bytes(0, 0)
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
         slots_per_segment = max(1, min(largest, small) // (block_bytes + SLOT_RECORD_BYTES))

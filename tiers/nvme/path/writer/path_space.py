@@ -94,6 +94,8 @@ class PathSpace:
         self._taken_for: tuple[str, float] = ("", 0.0)
         """Namespace for which a segment is taken, and the time of the beginning."""
         self._deleting = 0
+        self._failing: set[int] = set()
+        """Paths in which the last attempt to make a segment failed; each is logged once."""
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count a namespace that was opened."""
@@ -293,15 +295,19 @@ class PathSpace:
         self._submit(make, lambda: self._failed(namespace, number, None))
 
     def _made(self, namespace: NamespaceWriter, number: int, foreign: int) -> None:
-        self.capacity.note_foreign(number % self.capacity.paths, foreign)
+        path = number % self.capacity.paths
+        self._failing.discard(path)
+        self.capacity.note_foreign(path, foreign)
         if self.namespaces.get(namespace.home.name) is namespace:
             self._files[namespace.home.name].making_since_s = None
             namespace.space.add_segment(number)
 
     def _failed(self, namespace: NamespaceWriter, number: int, error: Exception | None) -> None:
-        if error is not None:
-            _log.warning("no segment could be made: %s", error)
-        self.capacity.put_off(number % self.capacity.paths, None)
+        path = number % self.capacity.paths
+        if error is not None and path not in self._failing:
+            self._failing.add(path)
+            _log.warning("no segment can be made for now: %s", error)
+        self.capacity.put_off(path)
         if self.namespaces.get(namespace.home.name) is namespace:
             files = self._files[namespace.home.name]
             files.making_since_s = None

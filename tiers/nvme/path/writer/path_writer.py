@@ -263,7 +263,6 @@ class PathWriter:
         assert isinstance(message, Release)
         if client.namespace is None:
             return
-        self._settle(client.namespace)
         own = client.namespace.release(client.number, slots_of(message.slots))
         if message.has_failed and own:
             for path in {self._path_of(client.namespace, slot) for slot in own}:

@@ -79,6 +79,12 @@ class Recency:
         """Put blocks that were stored in parts into prefix order; this is no use."""
         self._order.settle(slots[::-1])
 
+    def order_by_last_use(self) -> None:
+        """Order the blocks by their last use: what another policy left to this one."""
+        slots = np.flatnonzero(self._is_used)
+        by_use = np.argsort(self._order.last_use[slots], kind="stable")
+        self._order.settle(slots[by_use].tolist())
+
     def chain(self, slots: Sequence[int], blocks: int) -> None:
         """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
         self._order.chain(slots, blocks)

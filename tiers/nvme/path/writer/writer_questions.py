@@ -5,6 +5,7 @@
 | `stat` | | `paths`, `options`, `bytes`, `clients` (name, namespace), `budget_left_bytes` |
 | `list` | | `namespaces`: name, label, bytes, blocks, slots, epoch, clients, last_used_s |
 | `remove` | `name` | `is_removed`, or `error` |
+| `set` | options | `options` recorded, `later`: names that open namespaces do not follow yet |
 | `shrink` | `bytes` | `bytes` that are taken at the end; the coldest segments leave |
 
 An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .....errors import KVCascadeError
-from ..path_messages import Ask, Told
+from .....errors import ConfigError, KVCascadeError
+from ..path_messages import Ask, PathOptions, Told
 
 if TYPE_CHECKING:
     from .path_writer import PathWriter
@@ -50,6 +51,7 @@ class WriterQuestions:
             "stat": self._stat,
             "list": self._list,
             "remove": self._remove,
+            "set": self._set,
         }
 
     @property
@@ -136,6 +138,18 @@ class WriterQuestions:
             more = {"bytes": sum(one.bytes_by_path), "clients": 0, "last_used_s": one.last_used_s}
             found.append({"name": one.name, **rest, **more})
         return {"namespaces": sorted(found, key=lambda each: str(each["name"]))}
+
+    def _set(self, body: Answer) -> Answer:
+        writer = self._writer
+        try:
+            asked = {**msgspec.to_builtins(writer.path.options), **body}
+            options = msgspec.convert(asked, PathOptions)
+            unknown = sorted(body.keys() - set(PathOptions.__struct_fields__))
+            if unknown:
+                raise ConfigError(f"unknown options {', '.join(unknown)}; see `stat`")
+            return {"later": writer.path.change(options), "options": asked}
+        except (KVCascadeError, msgspec.ValidationError) as error:
+            return {"error": str(error)}
 
     def _remove(self, body: Answer) -> Answer:
         writer, name = self._writer, str(body.get("name"))
