@@ -13,7 +13,7 @@ from support.path_engine import PathEngine
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
-from kvcascade.tiers.nvme.writer.capacity import capacity_for
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 
 BLOCK, PER_SEGMENT = 4096, 8
 OK, GONE = BlockOutcome.OK, BlockOutcome.GONE
@@ -21,8 +21,8 @@ Engines = Callable[..., PathEngine]
 
 
 def options_for(slots: int) -> PathOptions:
-    """Options of a path with room for about as many blocks."""
-    capacity = capacity_for(slots // PER_SEGMENT + 2, PER_SEGMENT, BLOCK, 1)
+    """Options of a path with room for so many blocks."""
+    capacity = capacity_of(slots // PER_SEGMENT, PER_SEGMENT, BLOCK)
     return PathOptions(capacity, segment_bytes=PER_SEGMENT * BLOCK)
 
 
@@ -167,13 +167,12 @@ def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
 
 
 class RealRig(BelowRig):
-    """Two engines on one path; the second one resets it."""
+    """Two engines on one path, with nodes on threads; the second one resets it."""
 
-    def __init__(self, path: Path, *, is_thread: bool) -> None:
+    def __init__(self, path: Path) -> None:
         options = options_for(SLOTS)
         self.pair = [
-            PathEngine([path], options, name=name, is_thread=is_thread).open()
-            for name in ("one", "two")
+            PathEngine([path], options, name=name, is_thread=True).open() for name in ("one", "two")
         ]
         self.below = self.pair[0].tier
 
@@ -196,14 +195,6 @@ class RealRig(BelowRig):
 class TestNodeThreads(BelowContract):
     @pytest.fixture
     def rig(self, tmp_path: Path) -> Iterator[BelowRig]:
-        rig = RealRig(tmp_path, is_thread=True)
-        yield rig
-        rig.close()
-
-
-class TestNodeProcesses(BelowContract):
-    @pytest.fixture
-    def rig(self, tmp_path: Path) -> Iterator[BelowRig]:
-        rig = RealRig(tmp_path, is_thread=False)
+        rig = RealRig(tmp_path)
         yield rig
         rig.close()

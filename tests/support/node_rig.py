@@ -33,8 +33,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
 )
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
 from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
-from kvcascade.tiers.nvme.writer.capacity import capacity_for
 
 from .clock import ManualClock
 from .executors import InlineExecutor
@@ -49,10 +49,9 @@ PER_SEGMENT = 4
 ARENA_SLOTS = 64
 MAX_PUMPS = 100_000
 OPTIONS = PathOptions(
-    capacity_bytes=capacity_for(SLOTS // PER_SEGMENT + 1, PER_SEGMENT, BLOCK, 1),
+    capacity_bytes=capacity_of(SLOTS // PER_SEGMENT, PER_SEGMENT, BLOCK),
     segment_bytes=PER_SEGMENT * BLOCK,
 )
-"""The metadata of a path take the room of some of these slots."""
 
 
 class NodesRig:
