@@ -332,8 +332,8 @@ class PathWriter:
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
         if namespace.has_work or evictions:
             result = namespace.settle(evictions)
+            self._tell(namespace, result)  # first: an engine that got its answer knows the rest
             self._out += result.replies
-            self._tell(namespace, result)
 
     def _tell(self, namespace: NamespaceWriter, result: Settled) -> None:
         """Send events of stored and removed blocks."""
