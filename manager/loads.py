@@ -16,7 +16,7 @@ from .workers import WorkerTransfers
 
 
 class Loads:
-    """Blocks that workers read."""
+    """Pin the blocks that workers read."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Loads:
         workers: WorkerTransfers,
         served_end: bytes,
     ) -> None:
-        """`served_end`: end of the hashes of blocks by which tokens are counted."""
+        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
         self._flow = flow
         self._top = flow.top
         self._promoter = promoter
@@ -38,7 +38,7 @@ class Loads:
     def prepare(
         self, block_hashes: Collection[BlockHash], request: Request | None
     ) -> LoadStoreSpec:
-        """`CascadingOffloadingManager.prepare_load`."""
+        """Implement `CascadingOffloadingManager.prepare_load`."""
         hashes = list(block_hashes)
         statuses = self._top.policy.get_many(hashes)
         pinned = self._pin(hashes, statuses, request)
@@ -67,7 +67,7 @@ class Loads:
             pinned.append(status)
             slot = status.block_id
             source = origin[slot]
-            if source:  # its first load is one from below; the second one makes it the tier's own
+            if source:  # the first load counts for the tier below, later ones for the first tier
                 origin[slot] = 0 if source == SPENT else SPENT
                 source = 0 if source == SPENT else source
                 if source and request is not None:

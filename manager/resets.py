@@ -1,4 +1,4 @@
-"""Resets of the cache: this engine's own, and those of other engines that share a tier.
+"""Resets of the cache by this engine, and by other engines that share a tier.
 
 Used under the manager's lock.
 """
@@ -18,7 +18,7 @@ from .workers import WorkerTransfers
 
 
 class Resets:
-    """Makes older blocks unreachable."""
+    """Make older blocks unreachable."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Resets:
         self._on_reset = on_reset
 
     def reset(self) -> None:
-        """`CascadingOffloadingManager.reset_cache`."""
+        """Implement `CascadingOffloadingManager.reset_cache`."""
         self._flow.counters.resets += 1
         if self._on_reset is OnReset.KEEP:
             self._forget_worker_transfers()
@@ -52,7 +52,7 @@ class Resets:
         self._forget_top(is_own=True)
 
     def tend(self) -> None:
-        """Upkeep of every tier. Blocks that another process reset are forgotten, and all above."""
+        """Maintain every tier. Empty the first tier if another process reset one."""
         is_overtaken = self._flow.below.maintain() > 0
         if self._top.maintain() or is_overtaken:
             self._flow.counters.resets_by_others += 1
@@ -65,7 +65,7 @@ class Resets:
             status.ref_cnt = 1
         read = []
         for loading, count in self._workers.loads.values():
-            loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
+            loading.ref_cnt -= count - 1  # the quarantine keeps one pin; workers may still read
             read.append(loading)
         written += [status for status, _ in self._workers.outdated.values()]
         self._workers.forget(written, read)
@@ -73,9 +73,9 @@ class Resets:
     def _forget_top(self, *, is_own: bool) -> None:
         """Empty the first tier.
 
-        `is_own`: the engine asked for it, and will not report what its workers are doing now. If
-        another process reset a tier, the engine knows nothing: it goes on with what it was given,
-        and everything is reported.
+        `is_own`: the engine requested the reset, and reports no completion of transfers in flight.
+        If another process reset a tier, the engine does not know of it. It then continues its
+        transfers and reports all of them.
         """
         self._turns.orphan()
         jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
