@@ -68,7 +68,7 @@ class AnonymousManager:
         self._asked = None
         if not asked:
             return 0
-        if self._standstill.puts_off():
+        if self._standstill.must_defer():
             return None
         if self._unsure_hashes and not self._unsure_hashes.isdisjoint(asked):
             return None

@@ -23,6 +23,7 @@ from .admission import Admission, AdmitAll
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .below.port import Below
 from .below.tier_chain import BelowOptions, below_of, past_uses
+from .claim_queue import ClaimQueue
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow, Link
@@ -37,7 +38,6 @@ from .request_ends import RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
@@ -122,18 +122,18 @@ class CascadingOffloadingManager(OffloadingManager):
         holds = Holds()
         promoter = self._promoter = Promoter(flow, self._demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        turns = self._turns = Turns(
+        claims = self._claims = ClaimQueue(
             flow, promoter, holds, room, worth, deadline_s, options.served_end
         )
         store_wait_s = deadline_s if options.waits_for_stores else None
-        self.lookups = Lookups(self.lock, flow, promoter, turns, workers, worth, store_wait_s)
+        self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
         """Lookups of the current step. Adapters use it to inline the plain hit."""
         answers = self.lookups.answers
         self._stores = Stores(
             flow,
             self._demoter,
             promoter,
-            turns,
+            claims,
             workers,
             answers,
             worth,
@@ -142,13 +142,13 @@ class CascadingOffloadingManager(OffloadingManager):
             options.offered_once,
         )
         self._workers = workers
-        self._loads = Loads(flow, promoter, turns, workers, options.served_end)
+        self._loads = Loads(flow, promoter, claims, workers, options.served_end)
         self._request_ends = RequestEnds(flow, self._aging, mode, counts_uses=admission.counts_uses)
         self._resets = Resets(
             flow,
             self._demoter,
             promoter,
-            turns,
+            claims,
             self.lookups,
             workers,
             self._aging,
@@ -204,7 +204,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """End a request: set the recency of its blocks. Its transfers may still be in flight."""
         with self.lock:
             self.lookups.end_request(request)
-            self._turns.finish(request)
+            self._claims.finish(request)
             self._request_ends.end(request)
 
     def end_step(self) -> None:
@@ -214,7 +214,7 @@ class CascadingOffloadingManager(OffloadingManager):
         """
         with self.lock:
             self._stores.end_step()
-            self._turns.end_step()
+            self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
             self.lookups.end_step()
@@ -232,18 +232,18 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
-        self._turns.release_expired()
+        self._claims.release_expired()
         if may_evict:
-            self._turns.admit()
+            self._claims.admit()
             if self._promoter.is_queued:  # a slot or a job may be free now
                 protected = set(self.lookups.answers.hits())
-                self._promoter.flush(protected, may_displace=self._turns.waiting > 0)
+                self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
         self._demoter.keep_ahead()
         self._flow.below.keep_ahead()
         if self._aging:
             self._demoter.demote_due(self._aging)
         if may_evict:
-            self._resets.tend()
+            self._resets.maintain()
 
     def _collect(self) -> None:
         collect(self._flow, self._promoter, self._demoter)
@@ -252,11 +252,11 @@ class CascadingOffloadingManager(OffloadingManager):
     def waiting_requests(self) -> int:
         """Number of requests whose promotion waits for its turn. Any thread."""
         with self.lock:
-            return self._turns.waiting
+            return self._claims.waiting
 
     def has_pending_work(self) -> bool:
         """Return True if requests wait for progress that further calls make."""
-        return self._turns.is_waited_for
+        return self._claims.is_waited_for
 
     def take_events(self) -> list[BlockEvent]:
         with self.lock:
@@ -286,7 +286,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Dirty blocks in lasting tiers stay there. The call is for shutdown and may block, also while
         a failed tier rests. Return True if no such block is left or in flight.
         """
-        means = self._closing.means(self.lock, self._collect, self._resets.tend)
+        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
         return self._closing.flush_dirty(means, deadline_s)
 
     def shutdown(self) -> bool:
@@ -295,7 +295,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Return False if transfers are still in flight, because a device is too slow.
         """
         deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = self._closing.means(self.lock, self._collect, self._resets.tend)
+        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
         return self._closing.shutdown(means, deadline_s)
 
     # ---- contents of the tiers -----------------------------------------------------------

@@ -304,9 +304,9 @@ class Demoter:
         self._level.dirt.set_settled(settled)
         self._level.dirt.set_dirty(failed)
         if again:
-            self._put_off(again)
+            self._retry_later(again)
 
-    def take_in_lost(self) -> None:
+    def collect_lost(self) -> None:
         """Mark blocks dirty that the port lost. Call it before the level evicts any block."""
         lost = self._below.take_lost()
         if lost:
@@ -316,7 +316,7 @@ class Demoter:
 
     def take_lost(self) -> list[BlockHash]:
         """Return the keys that the port lost since the last call."""
-        self.take_in_lost()
+        self.collect_lost()
         lost, self._lost = self._lost or [], []
         return lost
 
@@ -357,7 +357,7 @@ class Demoter:
     def _may_start(self) -> bool:
         return len(self._jobs) < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
-    def _put_off(self, block_hashes: Iterable[BlockHash]) -> None:
+    def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._aging is not None:
             self._aging.note(block_hashes)
 
@@ -385,7 +385,7 @@ class Demoter:
             self._level.dirt.set_arriving([status.block_id for status in statuses])
             going = [block_hash for block_hash, _ in wanted]
             self._jobs[ticket] = Transfer(ticket, going, statuses, self._clock())
-        self.take_in_lost()  # the port may have evicted blocks
+        self.collect_lost()  # the port may have evicted blocks
         return started if started or Put.ALREADY in answers else None
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:
@@ -395,7 +395,7 @@ class Demoter:
             by_answer[answer].append(pair)
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
         if by_answer[Put.STARTED]:
-            self._put_off([block_hash for block_hash, _ in by_answer[Put.LATER]])
+            self._retry_later([block_hash for block_hash, _ in by_answer[Put.LATER]])
         for answer in (Put.ALREADY, Put.OVER_BUDGET):
             self._level.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]

@@ -81,11 +81,11 @@ class Flow:
             came, left = self.top.take_moved(MAX_MOVED_BLOCKS)
             self.emit(left, removed=True)
             self.emit(came, removed=False)
-        self.take_in_events()
+        self.collect_events()
         events, self.events = self.events, []
         return events
 
-    def take_in_events(self) -> None:
+    def collect_events(self) -> None:
         """Collect the events of the tiers below."""
         if self.with_events:
             self.events += self.below.take_events()

@@ -63,10 +63,10 @@ class Closing:
         self,
         lock: AbstractContextManager[Any],
         collect: Callable[[], None],
-        tend: Callable[[], None],
+        maintain: Callable[[], None],
     ) -> FlushMeans:
         """Return what `flush_dirty` and `shutdown` need. For the parameters see `FlushMeans`."""
-        return FlushMeans(lock, collect, tend, self._in_use, self._flow.clock, self._pause)
+        return FlushMeans(lock, collect, maintain, self._in_use, self._flow.clock, self._pause)
 
     def flush_dirty(self, means: FlushMeans, deadline_s: float) -> bool:
         """Write every dirty block to a tier below that would be lost, until `deadline_s` on the

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
+from .claim_queue import ClaimQueue
 from .flow import Flow
 from .promotion import SPENT, Promoter
 from .request import Request
-from .turns import Turns
 from .workers import WorkerTransfers
 
 
@@ -22,7 +22,7 @@ class Loads:
         self,
         flow: Flow,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         workers: WorkerTransfers,
         served_end: bytes,
     ) -> None:
@@ -30,7 +30,7 @@ class Loads:
         self._flow = flow
         self._top = flow.top
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._workers = workers
         self._served_end = served_end
         self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
@@ -48,7 +48,7 @@ class Loads:
         else:
             request.keys.update(dict.fromkeys(hashes, False))
             if request.claim is not None:
-                self._turns.release(request)
+                self._claims.release(request)
         return self._top.backend.get_load_store_spec(hashes, pinned)
 
     def _pin(

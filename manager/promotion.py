@@ -1,8 +1,8 @@
 """Promotion: read blocks from the tiers below into the first tier.
 
-`Turns` decides which blocks are promoted, and for which requests. `Promoter` queues them, takes
-slots, and reads them in batches. The handler verifies each block. Blocks that arrived are pinned
-for the requests that wait for them.
+`ClaimQueue` decides which blocks are promoted, and for which requests. `Promoter` queues the
+blocks, takes slots, and reads them in batches. The handler verifies each block. Blocks that arrived
+are pinned for the requests that wait for them.
 
 A block is late if its queue or its job makes no progress for `deadline_s`. A late block is a miss
 for every waiting request. If it arrives later, it is a hit for the next lookup.
@@ -195,7 +195,7 @@ class Promoter:
         if self._worth is not None:
             size = self._top.block_size
             speed = self._worth.links[ended.tier - 1]
-            speed.landed(len(job.hashes) * size, arrived * size, now_s)
+            speed.ended(len(job.hashes) * size, arrived * size, now_s)
         if job.is_orphan:
             self._top.release(job)
         else:
@@ -274,7 +274,7 @@ class Promoter:
         self.late_s = min(self.late_s, queue.next_due_s())
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
-            speed.sent(len(present) * self._top.block_size, now_s)
+            speed.started(len(present) * self._top.block_size, now_s)
         self._below.get(ticket, queue.tier, present, [status.block_id for status in targets])
 
     def _fail_all(self, hashes: Iterable[BlockHash], reason: Reason) -> None:
@@ -325,14 +325,14 @@ class Promoter:
 
 def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
     """Collect the transfers that ended below, and the keys that the tiers below lost."""
-    landed = flow.below.poll()
-    for ended in landed:
+    ended_jobs = flow.below.poll()
+    for ended in ended_jobs:
         if ended.is_get:
             promoter.land(ended)
         else:
             demoter.land(ended)
-    demoter.take_in_lost()
-    if landed:
-        flow.take_in_events()
-    if landed or flow.clock() >= promoter.late_s:
+    demoter.collect_lost()
+    if ended_jobs:
+        flow.collect_events()
+    if ended_jobs or flow.clock() >= promoter.late_s:
         promoter.expire()

@@ -65,9 +65,9 @@ class Request:
     """True once computed blocks of the request were stored."""
     counted_blocks: int = 0
     """Number of blocks counted as computed in a deferred store. The engine offers them again."""
-    put_offs: int = 0
+    deferrals: int = 0
     """Number of consecutive stores of this request that were deferred."""
-    put_off: set[BlockHash] = field(default_factory=set)
+    deferred: set[BlockHash] = field(default_factory=set)
     """Blocks of deferred stores that were not offered again. They are lost if the request ends."""
 
     is_plain: bool = True
@@ -118,16 +118,16 @@ class Request:
             noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}
         keys.update(noted)
 
-    def note_put_off(self, block_hashes: Sequence[BlockHash]) -> None:
+    def note_deferred(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record a deferred store. The engine should offer its blocks again.
 
         It never does so for blocks that its sliding window has passed since.
         """
-        self.put_offs += 1
-        self.put_off.update(block_hashes)
+        self.deferrals += 1
+        self.deferred.update(block_hashes)
 
     def note_taken(self, offered: Sequence[BlockHash]) -> None:
         """Record an accepted store. It repeats the deferred ones if it shares a block with them."""
-        if self.put_off and not self.put_off.isdisjoint(offered):
-            self.put_offs = 0
-            self.put_off.difference_update(offered)
+        if self.deferred and not self.deferred.isdisjoint(offered):
+            self.deferrals = 0
+            self.deferred.difference_update(offered)

@@ -31,8 +31,8 @@ class RequestEnds:
         It is set once per request and in the order of its prompt. Tails are thus evicted before
         heads, whatever the number of lookups and the order of stores and transfers.
         """
-        self._flow.counters.store_lost_blocks += len(request.put_off)
-        request.put_off.clear()
+        self._flow.counters.store_lost_blocks += len(request.deferred)
+        request.deferred.clear()
         if not request.keys:
             return
         used, request.keys = request.keys, {}

@@ -9,11 +9,11 @@ from collections import Counter
 from itertools import chain
 
 from ..config.schema import OnReset
+from .claim_queue import ClaimQueue
 from .demotion import Aging, Demoter
 from .flow import Flow
 from .lookup import Lookups
 from .promotion import Promoter
-from .turns import Turns
 from .workers import WorkerTransfers
 
 
@@ -25,7 +25,7 @@ class Resets:
         flow: Flow,
         demoter: Demoter,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         lookups: Lookups,
         workers: WorkerTransfers,
         aging: Aging,
@@ -35,7 +35,7 @@ class Resets:
         self._top = flow.top
         self._demoter = demoter
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._lookups = lookups
         self._workers = workers
         self._aging = aging
@@ -47,11 +47,11 @@ class Resets:
         if self._on_reset is OnReset.KEEP:
             self._forget_worker_transfers()
             return
-        self._flow.take_in_events()
+        self._flow.collect_events()
         self._flow.below.reset()
         self._forget_top(is_own=True)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         """Maintain every tier. Empty the first tier if another process reset one."""
         is_overtaken = self._flow.below.maintain() > 0
         if self._top.maintain() or is_overtaken:
@@ -77,7 +77,7 @@ class Resets:
         If another process reset a tier, the engine does not know of it. It then continues its
         transfers and reports all of them.
         """
-        self._turns.orphan()
+        self._claims.orphan()
         jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
         workers = self._workers.using()
         self._workers.outdate_pinned()

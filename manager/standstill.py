@@ -31,7 +31,7 @@ class Standstill:
         """Consecutive scheduler steps with lookups but no progress."""
         self._has_asked = False
 
-    def puts_off(self) -> bool:
+    def must_defer(self) -> bool:
         """Return True if all lookups of this step must be deferred."""
         self._has_asked = True
         return self._steps >= STILL_STEPS

@@ -86,7 +86,7 @@ class WorkerTransfers:
         if left > 1:
             self.outdated[block_hash] = (status, left - 1)
         else:
-            self._let_go(status)
+            self._drop_count(status)
 
     def outdate_pinned(self) -> None:
         """Free quarantined slots at the end instead of unpinning them, because their blocks leave
@@ -128,9 +128,9 @@ class WorkerTransfers:
         for status in pinned:
             status.ref_cnt -= 1
         for status in statuses:
-            self._let_go(status)
+            self._drop_count(status)
 
-    def _let_go(self, status: BlockStatus) -> None:
+    def _drop_count(self, status: BlockStatus) -> None:
         """Drop one count of a slot, and free the slot at zero."""
         status.ref_cnt -= 1
         if status.ref_cnt == 0:

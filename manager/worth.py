@@ -61,13 +61,13 @@ class LinkSpeed:
         self._since_s = 0.0
         self._arrived_bytes = 0
 
-    def sent(self, size_bytes: int, now_s: float) -> None:
+    def started(self, size_bytes: int, now_s: float) -> None:
         """Count a read that started."""
         if not self.in_flight_bytes:
             self._since_s, self._arrived_bytes = now_s, 0
         self.in_flight_bytes += size_bytes
 
-    def landed(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
+    def ended(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
         """Count a read of `size_bytes` that ended, of which `arrived_bytes` arrived."""
         self.in_flight_bytes -= size_bytes
         self._arrived_bytes += arrived_bytes
@@ -119,7 +119,7 @@ class PrefillSpeed:
         self._since_s: float | None = None
         self._tokens = 0.0
         self._steps_left = 0
-        self._has_put_off = False
+        self._has_deferred = False
         """True if a store of this sample was deferred. The end of all stores then does not end the
         sample."""
 
@@ -128,9 +128,9 @@ class PrefillSpeed:
         if self._is_given:
             return
         if self._since_s is None:
-            self._since_s, self._tokens, self._has_put_off = now_s, 0.0, False
+            self._since_s, self._tokens, self._has_deferred = now_s, 0.0, False
         self._tokens += tokens
-        self._has_put_off |= not is_taken
+        self._has_deferred |= not is_taken
         self._steps_left = STEPS_UNTIL_COMPUTED
 
     def end_step(self, now_s: float) -> None:
@@ -142,7 +142,7 @@ class PrefillSpeed:
 
     def all_stored(self, now_s: float) -> None:
         """End the sample, because all accepted blocks are stored and therefore computed."""
-        if not self._has_put_off:
+        if not self._has_deferred:
             self._end_sample(now_s)
 
     def _end_sample(self, now_s: float) -> None:
@@ -238,7 +238,7 @@ class Worth:
         is accepted depends on the tier below instead. An offer that shares no block with the
         deferred one is not counted.
         """
-        if request.put_off and request.put_off.isdisjoint(offered):
+        if request.deferred and request.deferred.isdisjoint(offered):
             return
         if self._served_end:
             offered = [h for h in offered if h.endswith(self._served_end)]

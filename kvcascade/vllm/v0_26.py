@@ -113,10 +113,10 @@ class CascadeManager(OffloadingManager):
         self._answers = self._lookups.answers
         self._ready_at = self._lookups.answers.ready_at
         self._is_single = self._lookups.is_single
-        self._is_put_off = False
-        """True while lookups are for a request that the engine must ask about again later."""
-        self._put_off_group = b""
-        """KV group of the last key that was looked up for a request that is put off."""
+        self._is_deferred = False
+        """True while lookups are for a request that the engine must look up again later."""
+        self._deferred_group = b""
+        """KV group of the last key that was looked up for such a request."""
         self._served_end = cascade.manager.options.served_end
 
     @property
@@ -128,11 +128,11 @@ class CascadeManager(OffloadingManager):
         # Called for every block of every waiting request at every step. The quick answers of
         # `lookup_block` are repeated inline.
         if req_context is not self._context:
-            if self._standstill is not None and self._standstill.puts_off():
+            if self._standstill is not None and self._standstill.must_defer():
                 return LookupResult.RETRY
             self._switch(req_context, key)
-        if self._is_put_off:
-            return self._put_off(key)
+        if self._is_deferred:
+            return self._defer(key)
         answers = self._answers
         at = answers.at
         if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
@@ -157,18 +157,18 @@ class CascadeManager(OffloadingManager):
             return _HIT
         if state is LookupState.PENDING:
             return _PENDING
-        self._is_put_off, self._put_off_group = True, b""
-        return self._put_off(key)
+        self._is_deferred, self._deferred_group = True, b""
+        return self._defer(key)
 
-    def _put_off(self, key: OffloadKey) -> LookupResult:
+    def _defer(self, key: OffloadKey) -> LookupResult:
         """Return the answer that makes the engine retry the request after the fewest lookups.
 
         One RETRY in each KV group is enough. After it, the search for a prefix ends with the first
         miss. The search for a window ends once all of its blocks are present or in flight.
         """
         group = key[-_GROUP_BYTES:]
-        if group != self._put_off_group:
-            self._put_off_group = group
+        if group != self._deferred_group:
+            self._deferred_group = group
             return LookupResult.RETRY
         return _PENDING if self._served_end and group != self._served_end else _MISS
 
@@ -285,8 +285,8 @@ class CascadeManager(OffloadingManager):
         """
         self._request = self._request_of(context)
         self._context = context
-        self._put_off_group = b""
-        self._is_put_off = self._lookups.begin_asking(self._request, BlockHash(first))
+        self._deferred_group = b""
+        self._is_deferred = self._lookups.begin_asking(self._request, BlockHash(first))
 
 
 class CascadeWorker(OffloadingWorker):
