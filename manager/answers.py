@@ -38,18 +38,17 @@ class Answers:
 
     def begin(self) -> None:
         """Start the lookups of another request."""
-        self.leave_run()
+        self._end_run()
         self._mark = len(self._hits)
 
-    def hit(self, block_hash: BlockHash, next_slot: int | None = None) -> None:
-        """Record a hit found by a search. If `next_slot` is given, a run begins there."""
-        self.leave_run()
+    def hit(self, block_hash: BlockHash, slot: int | None = None) -> None:
+        """Record a hit found by a search. If its slot is given, a run begins behind it."""
+        self._end_run()
         self._hits.append(block_hash)
-        if next_slot is not None:
-            self.at = self._start = min(next_slot, self._nowhere)
+        if slot is not None:
+            self.at = self._start = min(slot + 1, self._nowhere)
 
-    def leave_run(self) -> None:
-        """End the run: the next block is searched."""
+    def _end_run(self) -> None:
         if self.at > self._start:
             self._hits += self.ready_at[self._start : self.at]
         self.at = self._start = self._nowhere
@@ -59,8 +58,9 @@ class Answers:
         return [*self._hits, *self.ready_at[self._start : self.at]]
 
     def of_request(self) -> list[BlockHash]:
-        """Return the hits since `begin`."""
-        return [*self._hits[self._mark :], *self.ready_at[self._start : self.at]]
+        """Return the hits since `begin`, and end the run: the next block is searched."""
+        self._end_run()
+        return self._hits[self._mark :]
 
     def clear(self) -> None:
         """End the step: forget its hits."""

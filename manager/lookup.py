@@ -104,7 +104,7 @@ class Lookups:
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
             if request.is_plain:
-                self.answers.hit(block_hash, status.block_id + 1)
+                self.answers.hit(block_hash, status.block_id)
                 return LookupState.HIT
             if block_hash in request.holds:
                 self.answers.hit(block_hash)
@@ -213,9 +213,7 @@ class Lookups:
         if claim is None or claim.is_admitted:
             if tier == 0 and claim is not None and block_hash in claim.wanted:
                 return LookupState.PENDING
-            found = self.answers.of_request()
-            self.answers.leave_run()  # from now on hits are noted one by one
-            return self._claims.want(block_hash, tier, request, found)
+            return self._claims.want(block_hash, tier, request, self.answers.of_request())
         return self._claims.want(block_hash, tier, request, ())
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
