@@ -70,7 +70,7 @@ _MODULES = {
     "manager": "scheduler.manager_cost",
     "reopening": "scheduler.reopening",
     "lookups": "scheduler.lookups",
-    "transfers": "transfers",
+    "transfers": "transfer_bench",
     "busy": "busy",
     "engine": "engine.engine",
     "restart": "engine.restart",
