@@ -9,6 +9,8 @@ from enum import StrEnum
 
 MAX_LATENCIES = 1024
 """Largest number of samples kept for the metrics. Beyond it, the oldest sample is dropped."""
+MAX_STORE_SIZES = 65_536
+"""Limit on the store sizes kept for the metrics; more than a scheduler offers in a second."""
 
 
 class Reason(StrEnum):
@@ -80,6 +82,8 @@ class Counters:
     served_blocks: list[int] = field(default_factory=list)
     """Number of loaded blocks by which tokens are counted (`served_end`), by tier."""
     stored_blocks: int = 0
+    store_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STORE_SIZES))
+    """Number of slots that each store with new blocks asked for; taken by the metrics."""
     store_refused_busy: int = 0
     """Number of stores that the engine was asked to offer again."""
     store_lost_blocks: int = 0

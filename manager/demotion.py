@@ -282,12 +282,12 @@ class Demoter:
             left -= size
         return left
 
-    def land(self, ended: Ended) -> None:
-        """Take in the outcomes of a write that ended."""
+    def land(self, ended: Ended) -> Transfer:
+        """Take in the outcomes of a write that ended. Return its job."""
         job = self._jobs.pop(ended.ticket)
         if job.is_orphan:
             self._level.release(job)
-            return
+            return job
         settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
@@ -305,6 +305,7 @@ class Demoter:
         self._level.dirt.set_dirty(failed)
         if again:
             self._retry_later(again)
+        return job
 
     def collect_lost(self) -> None:
         """Mark blocks dirty that the port lost. Call it before the level evicts any block."""

@@ -145,6 +145,10 @@ class Promoter:
         """True if `flush` has blocks to read."""
         return any(queue.queued for queue in self.queues)
 
+    def landing_slots(self) -> int:
+        """Return the number of slots of the first tier that blocks from below are read into."""
+        return sum(len(job.statuses) for queue in self.queues for job in queue.jobs.values())
+
     def queued_blocks(self) -> list[int]:
         """Return the number of queued blocks by tier; index 0 stands for the first tier."""
         return [0, *(len(queue.queued) for queue in self.queues)]
@@ -184,8 +188,8 @@ class Promoter:
             if queue.queued:
                 self._flush_queue(queue, protected, may_displace)
 
-    def land(self, ended: Ended) -> None:
-        """Take in a read that ended: measure the tier's speed, and make its blocks ready."""
+    def land(self, ended: Ended) -> ReadJob:
+        """Take in a read that ended: its tier's speed and its blocks. Return its job."""
         queue = self.queues[ended.tier - 1]
         job = queue.jobs.pop(ended.ticket)
         now_s = self._flow.clock()
@@ -200,6 +204,7 @@ class Promoter:
             self._top.release(job)
         else:
             self._land(job, ended)
+        return job
 
     def expire(self) -> None:
         """Turn late blocks into misses, and set `late_s`."""
@@ -327,10 +332,9 @@ def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
     """Collect the transfers that ended below, and the keys that the tiers below lost."""
     ended_jobs = flow.below.poll()
     for ended in ended_jobs:
-        if ended.is_get:
-            promoter.land(ended)
-        else:
-            demoter.land(ended)
+        job: Transfer = (promoter if ended.is_get else demoter).land(ended)
+        if flow.on_transfer is not None:
+            flow.on_transfer(ended, job.created_s)
     demoter.collect_lost()
     if ended_jobs:
         flow.collect_events()

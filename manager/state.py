@@ -18,6 +18,12 @@ class TierState:
     capacity_blocks: int
     dirty_blocks: int
     """Number of blocks that no tier below holds."""
+    writing_blocks: int = 0
+    """Slots of the first tier that receive a block now: a store by a worker, or a read from a tier
+    below."""
+    reading_blocks: int = 0
+    """Slots of the first tier that cannot be evicted because a worker, a write to a tier below or a
+    waiting request needs their bytes."""
     waiting_blocks: int = 0
     """Number of blocks queued for promotion from this tier, or in flight from it."""
     demote_jobs: int = 0

@@ -1,7 +1,8 @@
 """Report the metrics of the cascade as vLLM's offloading metrics.
 
 vLLM refuses a metric that was not declared beforehand. Declarations and values are both made from
-the list in `observe.metrics`.
+the lists in `observe.metrics`. Metrics of vLLM's own CPU tier are reported under its names, with
+its declarations, so dashboards made for that tier stay whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ..manager.cascading import CascadingOffloadingManager
-from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, MetricsSnapshot
+from ..observe.metrics import (
+    LATENCY_BUCKETS_S,
+    METRICS,
+    VLLM_METRICS,
+    Kind,
+    Metric,
+    MetricsSnapshot,
+)
+from .generation import cpu_tier_metrics
 
 STATS_INTERVAL_S = 1.0
 """Shortest time between two reads of the metrics, so that steps stay cheap."""
@@ -27,7 +36,10 @@ STATS_AT_END_S = 0.1
 
 def definitions() -> dict[str, Any]:
     """Return the declarations for `OffloadingSpec.build_metric_definitions`."""
-    return {PREFIX + metric.name: _declared(metric) for metric in METRICS}
+    theirs = cpu_tier_metrics()
+    shared = {metric.full_name for metric in VLLM_METRICS} & theirs.keys()
+    ours = {metric.full_name: _declared(metric) for metric in METRICS}
+    return ours | {name: theirs[name] for name in sorted(shared)}
 
 
 def _declared(metric: Metric) -> Any:
@@ -60,6 +72,9 @@ class MetricsReader:
         self.due_s = 0.0
         """Time at which the next read is due."""
         self._live_requests = 0
+        theirs = cpu_tier_metrics()
+        shared = [metric for metric in VLLM_METRICS if metric.full_name in theirs]
+        self._metrics = (*METRICS, *shared)
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def note_begin(self) -> None:
@@ -92,7 +107,7 @@ class MetricsReader:
             self._tokens_per_block,
             manager.waiting_requests,
         )
-        for metric in METRICS:
+        for metric in self._metrics:
             for labels, value in metric.values(snapshot):
                 self._send(stats, metric, labels, value)
         return stats
@@ -104,13 +119,14 @@ class MetricsReader:
         labels: tuple[str, ...],
         value: float,
     ) -> None:
-        name = PREFIX + metric.name
+        name = metric.full_name
         if metric.kind is Kind.GAUGE:
             stats.set_gauge(name, value, labels)
         elif metric.kind is Kind.HISTOGRAM:
             stats.observe_histogram(name, value, labels)
         else:
-            grown = value - self._last.get((name, labels), 0.0)
-            if grown > 0:
-                stats.increase_counter(name, grown, labels)
+            last = self._last.get((name, labels))
+            if last is None or value > last:
+                # A zero is sent, too: a series that begins with its first error has no increase.
+                stats.increase_counter(name, value - (last or 0.0), labels)
                 self._last[name, labels] = value
