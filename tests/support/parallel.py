@@ -29,7 +29,7 @@ LENGTHY = (
     "handlers/test_movers_link.py",
     "handlers/test_nvme_contract.py",
     "handlers/test_staging.py",
-    "manager/test_turns.py",
+    "manager/test_claim_queue.py",
     "model/test_manager_model.py",
     "model/test_storms.py",
     "nvme/test_clean_mark.py",

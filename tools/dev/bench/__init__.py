@@ -73,7 +73,7 @@ _MODULES = {
     "reopening": "scheduler.reopening",
     "lookups": "scheduler.lookups",
     "path": "path_rates",
-    "transfers": "transfers",
+    "transfers": "transfer_bench",
     "busy": "busy",
     "faults": "faults",
     "engine": "engine.engine",

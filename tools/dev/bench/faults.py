@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...commands.bench.bench_results import KIB, OURS, VLLM, BenchError, Goal, Quantity
 from .measurement import Case, Figures, Measurement, MeasurementSetup
-from .transfers import SEED, TransferBench
+from .transfer_bench import SEED, TransferBench
 
 if TYPE_CHECKING:
     import torch
