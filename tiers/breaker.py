@@ -7,7 +7,7 @@ It opens after failures in a row, or when transfers are under way and none has e
 While it is open nothing is started. After a rest whatever is asked for next is the probe, and its
 end closes the breaker or opens it again; until a stalled transfer ends, it stays open.
 
-Used under the manager's lock only.
+Not thread-safe: its owner guards it with a lock of its own.
 """
 
 from __future__ import annotations
