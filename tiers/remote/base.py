@@ -77,7 +77,7 @@ class PrivateBuffer:
     def allocate(self) -> tuple[memoryview, memoryview]:
         """Return writable memory for the header and the payload."""
         if self._own is None:
-            self._own = memoryview(np.empty(HEADER_BYTES + self.payload_bytes, np.uint8))
+            self._own = np.empty(HEADER_BYTES + self.payload_bytes, np.uint8).data
         self.header, self.payload = self._own[:HEADER_BYTES], self._own[HEADER_BYTES:]
         return self.header, self.payload
 

@@ -130,7 +130,7 @@ class GcmSeal(Seal):
         modes = self._ciphers.modes
         work = self._ciphers.Cipher(self._algorithm, modes.GCM(nonce)).encryptor()
         work.authenticate_additional_data(body)
-        stored = memoryview(np.empty(payload.nbytes, np.uint8))
+        stored = np.empty(payload.nbytes, np.uint8).data
         work.update_into(payload, stored)
         work.finalize()
         return stored, work.tag.ljust(_TAG_BYTES, b"\0")
@@ -142,7 +142,7 @@ class GcmSeal(Seal):
         mode = modes.GCM(nonce, tag[:_GCM_TAG_BYTES])
         work = self._ciphers.Cipher(self._algorithm, mode).decryptor()
         work.authenticate_additional_data(body)
-        plain = memoryview(np.empty(payload.nbytes, np.uint8))
+        plain = np.empty(payload.nbytes, np.uint8).data
         work.update_into(payload, plain)
         try:
             work.finalize()

@@ -236,8 +236,7 @@ class ValkeyEngine(RemoteEngine):
         def delete(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
             connection.send(*([b"UNLINK", *_pair(names[i])] for i in some))
             for i, count in zip(some, connection.integers(len(some)), strict=True):
-                failed = isinstance(count, RespError)
-                answers[i] = _answer(count) if failed else RemoteOutcome.OK
+                answers[i] = RemoteOutcome.OK if isinstance(count, int) else _answer(count)
 
         return self._routed(names, delete, limit_s)
 
