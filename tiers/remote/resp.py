@@ -92,10 +92,10 @@ class RespConnection:
         if login.password is not None:
             user = [login.username.encode()] if login.username else []
             self.send([b"AUTH", *user, login.password.encode()])
-            self.line()
+            self.expect(b"+OK")
         if login.database:
             self.send([b"SELECT", str(login.database).encode()])
-            self.line()
+            self.expect(b"+OK")
 
     def close(self) -> None:
         """Close the socket; idempotent."""
@@ -147,6 +147,13 @@ class RespConnection:
         line = self._line()
         if line[:1] == b"-":
             raise RespError(line[1:])
+        return line
+
+    def expect(self, *replies: bytes) -> bytes:
+        """Return one line, which is one of `replies`. Raises `RespError` for an error."""
+        line = self.line()
+        if line not in replies:
+            raise RespBrokenError("the server sent another reply than the command has")
         return line
 
     def number(self) -> int:

@@ -35,6 +35,8 @@ IDLE_CONNECTIONS_MAX = 16
 TAIL_BYTES = 128
 """Bytes of the payload that lie behind the header."""
 _PAIR = 2
+_NX_REPLIES = (b"+OK", b"$-1")
+"""Replies to SET: written, or there before."""
 _OUTCOMES = {
     "OOM": RemoteOutcome.NO_SPACE,
     "MISCONF": RemoteOutcome.NO_SPACE,
@@ -247,7 +249,7 @@ class ValkeyEngine(RemoteEngine):
             key = name.encode()
             if first is not None:
                 connection.send([b"SET", key, b"%d" % first, b"NX"])
-                connection.line()
+                connection.expect(*_NX_REPLIES)
             connection.send([b"GET", key])
             value = connection.value()
             if value is None:
@@ -266,7 +268,7 @@ class ValkeyEngine(RemoteEngine):
             key = name.encode()
             # The value that another process sets meanwhile is below: both only raise it.
             connection.send([b"SET", key, b"%d" % (at_least - 1), b"NX"])
-            connection.line()
+            connection.expect(*_NX_REPLIES)
             connection.send([b"INCR", key])
             value = connection.number()
             if value < at_least:
@@ -383,9 +385,11 @@ def _presence(count: int | RespError) -> Answer:
 
 def _read_pair(connection: RespConnection, buffer: PrivateBuffer) -> Answer:
     try:
-        connection.length_of_array()
+        count = connection.length_of_array()
     except RespError as error:
         return _answer(error)
+    if count != _PAIR:
+        raise RespBrokenError("the server sent another number of values than was asked for")
     header, payload = buffer.allocate()
     body, tail = _split(payload)
     front = connection.value()
@@ -401,14 +405,16 @@ def _read_pair(connection: RespConnection, buffer: PrivateBuffer) -> Answer:
 def _transaction(connection: RespConnection) -> Answer | None:
     """Read the replies of one transaction; None if only half of the pair was written."""
     error: RespError | None = None
-    for _ in range(3):  # MULTI and two SET
+    for reply in (b"+OK", b"+QUEUED", b"+QUEUED"):  # MULTI and two SET
         try:
-            connection.line()
+            connection.expect(reply)
         except RespError as found:
             error = error or found
     try:
         count = connection.length_of_array()
-        written = [connection.line() == b"+OK" for _ in range(count)]
+        if count != _PAIR:
+            raise RespBrokenError("the server did not carry out a transaction of two commands")
+        written = [connection.expect(*_NX_REPLIES) == b"+OK" for _ in range(count)]
     except RespError as found:
         return _answer(error or found)
     if all(written):
