@@ -37,10 +37,10 @@ def free_port() -> int:
         return port
 
 
-def is_listening(port: int) -> bool:
+def is_listening(port: int, host: str = HOST) -> bool:
     """Whether a connection is accepted."""
     try:
-        socket.create_connection((HOST, port), 1.0).close()
+        socket.create_connection((host, port), 1.0).close()
     except OSError:
         return False
     return True
@@ -50,8 +50,13 @@ class ServerProcess:
     """A server that is killed, stopped and continued by tests."""
 
     def __init__(
-        self, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        host: str = HOST,
     ) -> None:
+        self.host = host
         self.port = port
         self._command = command
         self._environment = {**os.environ, **(environment or {})}
@@ -77,7 +82,7 @@ class ServerProcess:
 
     def _has_started(self) -> bool:
         assert self.process.poll() is None, f"{self._command[0]} ended at its start"
-        return is_listening(self.port)
+        return is_listening(self.port, self.host)
 
     def stop(self) -> None:
         """SIGSTOP: connections stay, nothing answers."""
@@ -93,14 +98,20 @@ class ServerProcess:
         self.process.wait()
 
 
-def redis_server(*options: str, port: int | None = None) -> ServerProcess:
-    """A server without persistence; skips the test where there is none."""
+def redis_server(
+    *options: str, port: int | None = None, host: str = HOST, within: Sequence[str] = ()
+) -> ServerProcess:
+    """A server without persistence; skips the test where there is none.
+
+    `within`: a command that runs it, such as one of a network namespace.
+    """
     binary, libraries = _redis()
     port = free_port() if port is None else port
     listen = ("--port", str(port)) if "--tls-port" not in options else ("--port", "0")
-    fixed = ("--bind", HOST, "--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir())
+    fixed = ("--bind", host, "--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir())
     environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
-    return ServerProcess([binary, *listen, *fixed, *options], port, environment)
+    command = [*within, binary, *listen, *fixed, *options]
+    return ServerProcess(command, port, environment, host)
 
 
 def redis_command(port: int, *words: str) -> bytes:

@@ -1,7 +1,8 @@
 """One direction of a remote tier: a queue, a bound on its threads, a breaker and a rate.
 
 Errands begin in the order in which they were added. An errand that cannot begin in time is given
-up, and while the breaker is open all that wait are: nobody waits for a server that does not answer.
+up, and while the breaker rests all that wait are: nobody waits for a server that does not answer.
+While a probe is under way, errands that were added before it wait for its end.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ class Lane:
         with self._lock:
             self.breaker.look_at_clock()
             now_s = self._clock()
-            resting = self._is_closed or self.breaker.is_open
-            if resting:
+            if self._is_closed or self.breaker.is_resting:
                 given_up += ((errand, RemoteOutcome.RESTING) for errand in self._waiting)
                 self._waiting.clear()
             while self._waiting and self._waiting[0].ends_s <= now_s:

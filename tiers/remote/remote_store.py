@@ -214,6 +214,12 @@ class RemoteStore:
         self._jobs[ticket] = job
         if not keys:
             self._end_read(job)
+            return
+        if not self._reading.is_open:
+            self._link.counters.note(Verb.READ, [RemoteOutcome.RESTING] * n)
+            job.settle(range(n), RemoteOutcome.RESTING)
+            self._end_read(job)
+            return
         part = self._link.engine.names_per_call
         for start in range(0, n, part):
             self._reading.add(self._read_errand(job, range(start, min(start + part, n))))
