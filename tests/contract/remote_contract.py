@@ -63,6 +63,20 @@ class RemoteContract(ABC):
         assert engine.get_into(some, taken, LIMIT_S) == [OK] * 5
         assert all(is_same(b, objects[i]) for b, i in zip(taken, order, strict=True))
 
+    def test_each_object_is_handed_over_when_it_is_complete(self, engine: RemoteEngine) -> None:
+        objects = [an_object(i) for i in range(6)]
+        engine.put(names(6), objects, LIMIT_S)
+        wanted, taken = names(8), buffers(8)
+        handed: dict[int, bool] = {}
+
+        def arrived(number: int) -> None:
+            assert number not in handed
+            handed[number] = is_same(taken[number], objects[number])
+
+        outcomes = engine.get_into(wanted, taken, LIMIT_S, arrived)
+        assert outcomes == [OK] * 6 + [ABSENT] * 2
+        assert handed == dict.fromkeys(range(6), True)
+
     @pytest.mark.parametrize("payload_bytes", [1, 4096, 1 << 20, (1 << 20) + 1])
     def test_sizes(self, engine: RemoteEngine, payload_bytes: int) -> None:
         made = an_object(1, payload_bytes)

@@ -6,7 +6,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -148,12 +148,13 @@ class TestFaults:
         engine = engine_at(own_redis.port, login(timeout_s=0.3))
         assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [OK, OK]
         own_redis.stop()
-        for call in (
+        calls: tuple[Callable[[], list[RemoteOutcome]], ...] = (
             lambda: engine.exist_many(names(2), LIMIT_S),
             lambda: engine.get_into(names(2), buffers(2), LIMIT_S),
             lambda: engine.put(names(2, 5), [an_object(3)] * 2, LIMIT_S),
             lambda: engine.remove(names(2, 7), LIMIT_S),
-        ):
+        )
+        for call in calls:
             begun_s = monotonic()
             assert call() == [TIMED_OUT] * 2
             assert monotonic() - begun_s < 0.3 + SLACK_S

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
+    Arrived,
     CounterAnswer,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    ignore,
 )
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
@@ -62,15 +64,24 @@ class RemoteTwin(RemoteEngine):
             return [self.lies.get(n, OK if n in self.held else ABSENT) for n in names]
 
     def get_into(
-        self, names: Sequence[str], buffers: Sequence[PrivateBuffer], limit_s: float
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         self._called("get_into")
         if self.writes_late:
-            self._late += buffers
+            self._late += (buffers[number] for number in range(len(names)))
             return [RemoteOutcome.TIMED_OUT] * len(names)
         if "get_into" in self.fails:
             return [self.fails["get_into"]] * len(names)
-        return [self._get(n, b) for n, b in zip(names, buffers, strict=True)]
+        outcomes: list[RemoteOutcome] = []
+        for number, name in enumerate(names):
+            outcomes.append(self._get(name, buffers[number]))
+            if outcomes[-1] is OK:
+                arrived(number)
+        return outcomes
 
     def _get(self, name: str, buffer: PrivateBuffer) -> RemoteOutcome:
         with self._lock:

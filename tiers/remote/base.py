@@ -8,7 +8,7 @@ exception. Bytes that an engine reads arrive in private memory (`PrivateBuffer`)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -111,13 +111,20 @@ class CounterAnswer:
     """Value of the counter; 0 unless the outcome is `OK`."""
 
 
+Arrived = Callable[[int], None]
+"""Takes an object that is complete in its buffer, by its number in the call."""
+
+
+def ignore(number: int) -> None:
+    """Do nothing with an object that arrived; it is used when the call has returned."""
+
+
 class RemoteEngine(ABC):
     """One bucket or server. Any thread may call any method, many at a time.
 
     Names are ASCII without spaces and braces. Each call has a limit: it begins nothing after
     `limit_s` seconds, and returns at most the engine's own `timeout_s` later. No method raises for
-    a fault of network, server or object. After a call has returned, the engine writes to no buffer
-    whose outcome is `OK`.
+    a fault of network, server or object.
     """
 
     asks_in_one_trip: bool
@@ -134,11 +141,17 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def get_into(
-        self, names: Sequence[str], buffers: Sequence[PrivateBuffer], limit_s: float
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         """Read objects into private buffers.
 
-        `OK` means that an object of the right length is in the buffer; it is not verified yet.
+        `OK` means that an object of the right length is in the buffer; it is not verified yet. The
+        engine takes `buffers[i]` when object `i` begins to arrive, once, and calls `arrived(i)` as
+        soon as it is complete. From then on it leaves the buffer alone.
         """
 
     @abstractmethod

@@ -22,7 +22,15 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
-from .base import CounterAnswer, PrivateBuffer, RemoteEngine, RemoteObject, RemoteOutcome
+from .base import (
+    Arrived,
+    CounterAnswer,
+    PrivateBuffer,
+    RemoteEngine,
+    RemoteObject,
+    RemoteOutcome,
+    ignore,
+)
 
 REQUESTS_AT_A_TIME = 16
 ADVANCE_TRIES = 16
@@ -139,9 +147,26 @@ class ObjectStoreEngine(RemoteEngine):
         return self._each(self._exists, names, limit_s)
 
     def get_into(
-        self, names: Sequence[str], buffers: Sequence[PrivateBuffer], limit_s: float
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
-        return self._each(self._get, [*zip(names, buffers, strict=True)], limit_s)
+        def get(number: int) -> RemoteOutcome:
+            found: list[memoryview] = []
+
+            def read() -> None:
+                found.append(memoryview(self._obstore.get(self._store, names[number]).bytes()))
+
+            outcome = self._tried(read)
+            if outcome is RemoteOutcome.OK:
+                if not buffers[number].adopt(found[0]):
+                    return RemoteOutcome.CORRUPT
+                arrived(number)
+            return outcome
+
+        return self._each(get, range(len(names)), limit_s)
 
     def put(
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
@@ -201,18 +226,6 @@ class ObjectStoreEngine(RemoteEngine):
 
     def _exists(self, name: str) -> RemoteOutcome:
         return self._tried(lambda: self._obstore.head(self._store, name))
-
-    def _get(self, item: tuple[str, PrivateBuffer]) -> RemoteOutcome:
-        name, buffer = item
-        found: list[memoryview] = []
-
-        def read() -> None:
-            found.append(memoryview(self._obstore.get(self._store, name).bytes()))
-
-        outcome = self._tried(read)
-        if outcome is RemoteOutcome.OK and not buffer.adopt(found[0]):
-            return RemoteOutcome.CORRUPT
-        return outcome
 
     def _put(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
         name, made = item

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class ReadJob:
     def deliver(self, number: int, payload: memoryview) -> bool:
         """Copy a verified payload to its destination, unless the job is over."""
         with self.lock:
-            if not self.is_over:
+            if not self.is_over and self.outcomes[number] is None:
                 target = np.frombuffer(self.destinations[number], np.uint8)
                 target[:] = np.frombuffer(payload, np.uint8)
                 self._set(number, RemoteOutcome.OK)
@@ -74,11 +75,48 @@ class ReadJob:
         return True
 
 
+class _Landing(Sequence[PrivateBuffer]):
+    """Buffers of one call. Each object is verified and copied as soon as it has arrived.
+
+    The buffer is then used for the next one, while its memory is still in the processor's cache.
+    """
+
+    def __init__(self, reads: Reads, job: ReadJob, numbers: Sequence[int], generation: int) -> None:
+        self._reads = reads
+        self._job = job
+        self._numbers = numbers
+        self._generation = generation
+        self._taken: dict[int, PrivateBuffer] = {}
+        self.bad: set[int] = set()
+        """Objects that failed verification, by their number in the call."""
+        self.has_ended = False
+        """True if the job ended with one of these blocks."""
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        buffer = self._taken[at] = self._reads.take()
+        return buffer
+
+    def arrived(self, at: int) -> None:
+        """Verify an object and copy it to its destination."""
+        number, buffer = self._numbers[at], self._taken.pop(at)
+        objects = self._reads.link.objects
+        payload = objects.verified(self._job.keys[number], self._generation, buffer)
+        if payload is None:
+            self.bad.add(at)
+            return
+        if self._job.deliver(number, payload):
+            self.has_ended = True
+        self._reads.give_back(buffer)
+
+
 class Reads:
     """Makes the calls of reads. Any thread."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self._lock = threading.Lock()
         self._spare: list[PrivateBuffer] = []
 
@@ -87,30 +125,25 @@ class Reads:
 
         Runs on a thread.
         """
-        link = self._link
+        link = self.link
         left_s, epoch = job.ends_s - link.clock(), link.memory.epoch
         generation = link.generation.current(max(0.0, left_s))
         if generation.outcome is not RemoteOutcome.OK:
             return generation.outcome, job.settle(numbers, generation.outcome)
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
-        buffers = [self._take() for _ in numbers]
+        landing = _Landing(self, job, numbers, generation.value)
         with self._lock:
             link.speed.began()
         begun_s = link.clock()
-        outcomes = link.engine.get_into(names, buffers, max(0.0, job.ends_s - begun_s))
+        left_s = max(0.0, job.ends_s - begun_s)
+        outcomes = link.engine.get_into(names, landing, left_s, landing.arrived)
         took_s = link.clock() - begun_s
-        ended = False
-        for at, number in enumerate(numbers):
-            if outcomes[at] is not RemoteOutcome.OK:
-                ended |= job.settle([number], outcomes[at])
-                continue
-            payload = link.objects.verified(job.keys[number], generation.value, buffers[at])
-            if payload is None:
-                outcomes[at] = RemoteOutcome.CORRUPT
-                ended |= job.settle([number], RemoteOutcome.CORRUPT)
-            else:
-                ended |= job.deliver(number, payload)
-                self._give_back(buffers[at])
+        for at in landing.bad:
+            outcomes[at] = RemoteOutcome.CORRUPT
+        ended = landing.has_ended
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            if outcome is not RemoteOutcome.OK:
+                ended |= job.settle([number], outcome)
         got_bytes = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
         with self._lock:
             link.speed.ended(got_bytes)
@@ -118,41 +151,40 @@ class Reads:
         link.counters.note(
             Verb.READ, outcomes, requests=requests, payload_bytes=got_bytes, took_s=took_s
         )
-        self._forget_missing(job, numbers, names, outcomes, epoch)
+        if set(outcomes) & {RemoteOutcome.ABSENT, RemoteOutcome.CORRUPT}:
+            keys = [job.keys[number] for number in numbers]
+            self._forget_missing(keys, names, outcomes, epoch)
         return next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK), ended
 
     def _forget_missing(
         self,
-        job: ReadJob,
-        numbers: Sequence[int],
+        keys: Sequence[BlockHash],
         names: Sequence[str],
         outcomes: Sequence[RemoteOutcome],
         epoch: int,
     ) -> None:
         """Remember blocks that are not there, and remove damaged ones from the server."""
-        pairs = [*zip(numbers, names, outcomes, strict=True)]
-        bad = [name for _, name, outcome in pairs if outcome is RemoteOutcome.CORRUPT]
-        missing = [
-            job.keys[number]
-            for number, _, outcome in pairs
-            if outcome in (RemoteOutcome.CORRUPT, RemoteOutcome.ABSENT)
-        ]
-        if missing:
-            self._link.memory.note(epoch, (), missing)
+        link = self.link
+        gone = (RemoteOutcome.CORRUPT, RemoteOutcome.ABSENT)
+        missing = [k for k, outcome in zip(keys, outcomes, strict=True) if outcome in gone]
+        link.memory.note(epoch, (), missing)
+        pairs = zip(names, outcomes, strict=True)
+        bad = [name for name, outcome in pairs if outcome is RemoteOutcome.CORRUPT]
         if bad:
-            begun_s = self._link.clock()
-            removed = self._link.engine.remove(bad, self._link.engine.timeout_s)
-            took_s = self._link.clock() - begun_s
-            self._link.counters.note(Verb.REMOVE, removed, requests=len(bad), took_s=took_s)
+            begun_s = link.clock()
+            removed = link.engine.remove(bad, link.engine.timeout_s)
+            took_s = link.clock() - begun_s
+            link.counters.note(Verb.REMOVE, removed, requests=len(bad), took_s=took_s)
 
-    def _take(self) -> PrivateBuffer:
+    def take(self) -> PrivateBuffer:
+        """Return a buffer for one object."""
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        return PrivateBuffer(self._link.objects.payload_bytes)
+        return PrivateBuffer(self.link.objects.payload_bytes)
 
-    def _give_back(self, buffer: PrivateBuffer) -> None:
-        """Keep a buffer whose read ended with `OK`; any other one could still be written to."""
+    def give_back(self, buffer: PrivateBuffer) -> None:
+        """Keep a buffer whose object was verified; any other one could still be written to."""
         with self._lock:
             if len(self._spare) < SPARE_BUFFERS_MAX:
                 self._spare.append(buffer)

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 
 from .base import (
     HEADER_BYTES,
+    Arrived,
     CounterAnswer,
     PrivateBuffer,
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    ignore,
 )
 from .resp import Address, Argument, Login, RespBrokenError, RespConnection, RespError
 
@@ -173,13 +175,19 @@ class ValkeyEngine(RemoteEngine):
         return self._routed(names, ask, limit_s)
 
     def get_into(
-        self, names: Sequence[str], buffers: Sequence[PrivateBuffer], limit_s: float
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
     ) -> list[RemoteOutcome]:
         def read(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
             pairs = [_pair(names[i]) for i in some]
             connection.send(*([b"MGET", header, payload] for payload, header in pairs))
             for i in some:
-                answers[i] = _read_pair(connection, buffers[i])
+                answers[i] = _read_pair(connection, buffers, i)
+                if answers[i] is RemoteOutcome.OK:
+                    arrived(i)
 
         return self._routed(names, read, limit_s)
 
@@ -383,14 +391,14 @@ def _presence(count: int | RespError) -> Answer:
     return RemoteOutcome.OK if count == _PAIR else RemoteOutcome.ABSENT
 
 
-def _read_pair(connection: RespConnection, buffer: PrivateBuffer) -> Answer:
+def _read_pair(connection: RespConnection, buffers: Sequence[PrivateBuffer], number: int) -> Answer:
     try:
         count = connection.length_of_array()
     except RespError as error:
         return _answer(error)
     if count != _PAIR:
         raise RespBrokenError("the server sent another number of values than was asked for")
-    header, payload = buffer.allocate()
+    header, payload = buffers[number].allocate()
     body, tail = _split(payload)
     front = connection.value()
     body_bytes = connection.value_into(body)
