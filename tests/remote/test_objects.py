@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import struct
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from support.keys import key
@@ -122,3 +126,28 @@ def test_random_headers_are_refused(seal: Seal) -> None:
     for _ in range(200):
         buffer = arrived(os.urandom(HEADER_BYTES), os.urandom(PAYLOAD_BYTES))
         assert fmt(seal).verified(key(1), 7, buffer) is None
+
+
+def test_every_byte_of_a_header_is_as_the_format_says() -> None:
+    generation, secret_key = 77, os.urandom(32)
+    for seal in (None, MacSeal(secret_key)):
+        made = fmt(seal).make(key(5), generation, PAYLOAD)
+        header = made.header
+        label = b"" if seal is None else _hmac(secret_key, b"kvcascade remote mac")
+        named = b"kvcascade remote\0model-1\0" + PAYLOAD_BYTES.to_bytes(8, "little") + label
+        digest = hashlib.sha256(named).digest()
+        assert header[:8] == b"KVCR" + struct.pack("<HH", 1, 0 if seal is None else 1)
+        assert struct.unpack("<QQ", header[8:24]) == (PAYLOAD_BYTES, generation)
+        assert header[24:56] == digest
+        assert header[56:121] == bytes([len(key(5))]) + key(5).ljust(64, b"\0")
+        assert header[121:133] == bytes(12)
+        checksum = xxhash.xxh3_128(PAYLOAD, seed=xxhash.xxh3_64_intdigest(header[:133])).digest()
+        assert header[133:149] == checksum
+        tag = bytes(32) if seal is None else _hmac(secret_key, header[:133] + bytes(PAYLOAD))
+        assert header[149:181] == tag and header[181:] == bytes(11)
+        name = f"{digest[:16].hex()}/{generation:x}/{key(5)[:1].hex()}/{key(5).hex()}"
+        assert fmt(seal).name(key(5), generation) == name
+
+
+def _hmac(secret_key: bytes, data: bytes) -> bytes:
+    return hmac.new(secret_key, data, hashlib.sha256).digest()

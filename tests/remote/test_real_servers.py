@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from typing import Any
 
 import pytest
 from support.clock import ManualClock
@@ -47,7 +48,8 @@ class Host(RemoteRig):
 
     def __init__(self, engine: RemoteEngine, **changes: object) -> None:
         self.threads = ThreadPoolExecutor(THROUGH.threads)
-        super().__init__(engine, self.threads, clock=RealClock(), **changes)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"clock": RealClock(), **changes}
+        super().__init__(engine, self.threads, **given)
         self.engine = engine
 
     def ended(self, ticket: int, kind: EndedKind) -> list[RemoteOutcome]:
@@ -106,7 +108,7 @@ def test_two_hosts_share_blocks_through_redis(redis: ServerProcess, opened: Open
     assert second.look(keys(50)) == [OK] * 40 + [ABSENT] * 10
     assert second.read(keys(40)) == [OK] * 40
     second.store.reset()
-    wait_until(lambda: not second.store.is_reset_pending, ROUNDS, PAUSE_S)
+    wait_until(lambda: not second.store.state().is_reset_pending, ROUNDS, PAUSE_S)
     assert second.read(keys(40)) == [ABSENT] * 40
 
 
@@ -122,7 +124,7 @@ def test_two_hosts_share_blocks_through_s3(s3: S3Server, opened: Open) -> None:
     asked = second.store.counters.verbs
     assert sum(v.requests for v in asked.values()) <= 31 + 20
     second.store.reset()
-    wait_until(lambda: not second.store.is_reset_pending, ROUNDS, PAUSE_S)
+    wait_until(lambda: not second.store.state().is_reset_pending, ROUNDS, PAUSE_S)
     assert second.read(keys(20)) == [ABSENT] * 20
 
 

@@ -272,11 +272,11 @@ class TestWrites:
         rig = RemoteRig(executor=stepping, queue_bytes=5 * PAYLOAD_BYTES)
         ticket, answers = rig.begin_write(keys(8))
         assert answers == [Offer.QUEUED] * 5 + [Offer.FULL] * 3
-        assert rig.store.queued_bytes == 5 * PAYLOAD_BYTES
+        assert rig.store.state().queued_bytes == 5 * PAYLOAD_BYTES
         assert rig.store.counters.unsent[Offer.FULL] == 3
         assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.FULL] * 3
         stepping.run_all()
-        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.store.queued_bytes == 0
+        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.store.state().queued_bytes == 0
         assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.QUEUED] * 3
 
     def test_what_waits_too_long_is_dropped(self) -> None:
@@ -285,7 +285,7 @@ class TestWrites:
         ticket, _ = rig.begin_write(keys(6))
         rig.clock.advance(10.1)
         assert rig.ended(ticket, WRITE) == [DROPPED] * 6
-        assert rig.store.queued_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
+        assert rig.store.state().queued_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
         stepping.run_all()
         assert not rig.twin.held
         assert rig.begin_write(keys(6))[1] == [Offer.QUEUED] * 6, "offered again"
@@ -372,6 +372,16 @@ class TestBreakers:
         run()
         assert waits == [[TIMED_OUT] * 3] + [[RESTING] * 3] * 4
 
+    def test_the_state_says_which_direction_rests(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(1))
+        assert rig.store.state().resting == frozenset()
+        rig.twin.fails["get_into"] = RemoteOutcome.DENIED
+        rig.read(keys(1))
+        state = rig.store.state()
+        assert state.resting == {Verb.READ} and state.openings[Verb.READ] == 1
+        assert state.generation == next(iter(rig.twin.counters.values()))
+
     def test_a_rejected_login_opens_at_once(self) -> None:
         rig = RemoteRig()
         rig.twin.fails["counter"] = RemoteOutcome.DENIED
@@ -399,7 +409,7 @@ class TestResets:
         other = rig.host()
         assert other.look(keys(4)) == [OK] * 4
         other.store.reset()
-        assert not other.store.is_reset_pending
+        assert not other.store.state().is_reset_pending
         assert other.look(keys(4)) == [ABSENT] * 4 and other.read(keys(4)) == [ABSENT] * 4
         rig.clock.advance(5.1)
         assert rig.read(keys(4)) == [ABSENT] * 4, "the first host sees it within seconds"
@@ -412,14 +422,14 @@ class TestResets:
         rig.write(keys(4))
         rig.twin.fails["advance"] = IO_ERROR
         rig.store.reset()
-        assert rig.store.is_reset_pending
+        assert rig.store.state().is_reset_pending
         assert rig.look(keys(4)) == [IO_ERROR] * 4
         assert rig.read(keys(4)) == [IO_ERROR] * 4
         calls = rig.twin.calls["get_into"], rig.twin.calls["exist_many"]
         del rig.twin.fails["advance"]
         rig.clock.advance(REST_S + 0.1)
         rig.store.poll()
-        assert not rig.store.is_reset_pending, "an idle owner tells it too"
+        assert not rig.store.state().is_reset_pending, "an idle owner tells it too"
         assert (rig.twin.calls["get_into"], rig.twin.calls["exist_many"]) == calls
         assert rig.look(keys(4)) == [ABSENT] * 4
 

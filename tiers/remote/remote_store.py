@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
@@ -80,6 +80,22 @@ class RemoteEnded:
     kind: EndedKind
     outcomes: Sequence[RemoteOutcome]
     """One for each block of the call; for `offer`, for each block that was queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteState:
+    """What is under way in a store."""
+
+    generation: int | None
+    """None while it is unknown."""
+    is_reset_pending: bool
+    """True from `reset` until the server is told."""
+    queued_bytes: int
+    """Payload bytes that wait to be written or are being written."""
+    resting: frozenset[Verb]
+    """Directions whose breaker is open."""
+    openings: Mapping[Verb, int]
+    """How often the breaker of each direction opened."""
 
 
 class RemoteStore:
@@ -167,26 +183,27 @@ class RemoteStore:
         asks = [ask for ask in self._gathered if not ask.is_over]
         self._gathered = []
         if asks:
-            ends_s = max(ask.ends_s for ask in asks)
+
+            def give_up(outcome: RemoteOutcome) -> None:
+                for ask in asks:
+                    self._end_unasked(ask, outcome)
+
             self._asking.add(
                 Errand(
-                    ends_s,
+                    max(ask.ends_s for ask in asks),
                     0,
-                    lambda: self._answered(asks, self._lookups.answer(asks)),
-                    lambda outcome: self._not_asked(asks, outcome),
+                    lambda: self._answer(asks),
+                    give_up,
                     lambda: all(ask.is_over for ask in asks),
                 )
             )
         self._pump()
 
-    def _answered(self, asks: Sequence[Ask], worst: RemoteOutcome) -> RemoteOutcome:
+    def _answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
+        worst = self._lookups.answer(asks)
         for ask in asks:
             self._end_ask(ask, ask.answers)
         return worst
-
-    def _not_asked(self, asks: Sequence[Ask], outcome: RemoteOutcome) -> None:
-        for ask in asks:
-            self._end_unasked(ask, outcome)
 
     def _end_unasked(self, ask: Ask, outcome: RemoteOutcome) -> None:
         answers = [outcome] * len(ask.keys)
@@ -329,27 +346,20 @@ class RemoteStore:
         """Totals since the start."""
         return self._link.counters
 
-    @property
-    def is_reset_pending(self) -> bool:
-        """True from `reset` until the server is told."""
-        return self._link.generation.is_reset_pending
-
-    @property
-    def queued_bytes(self) -> int:
-        """Payload bytes that wait to be written or are being written."""
-        return self._uploads.borrowed_bytes
+    def state(self) -> RemoteState:
+        """Return what is under way, for metrics and tools."""
+        lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
+        return RemoteState(
+            self._link.generation.value,
+            self._link.generation.is_reset_pending,
+            self._uploads.borrowed_bytes,
+            frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
+            {verb: lane.breaker.openings for verb, lane in lanes.items()},
+        )
 
     def expected_s(self, n_bytes: int) -> float | None:
         """Return the expected seconds to read so many bytes: latency and rate; None if unknown."""
         return self._link.speed.expected_s(n_bytes)
-
-    def breakers(self) -> dict[Verb, Breaker]:
-        """Return the breaker of each direction, to be read only."""
-        return {
-            Verb.LOOKUP: self._asking.breaker,
-            Verb.READ: self._reading.breaker,
-            Verb.WRITE: self._writing.breaker,
-        }
 
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
@@ -373,7 +383,7 @@ class RemoteStore:
     def _pump(self) -> None:
         for lane in (self._asking, self._reading, self._writing):
             lane.pump()
-        if self.is_reset_pending:
+        if self._link.generation.is_reset_pending:
             self._tell_reset()
 
     def _tell_reset(self) -> None:
