@@ -123,7 +123,7 @@ class Lookups:
             open_searches = []
             for ask, search, blocks in probes:
                 found = {block: answers.get(ask.keys[block]) for block in blocks}
-                failed = [a for a in found.values() if a in FAILURES]
+                failed = [a for a in found.values() if a is not None and a in FAILURES]
                 if failed:
                     worst = _worst(failed)
                     self._end(ask, search.held, failed[0], epoch)

@@ -3,8 +3,9 @@
     python -m kvcascade.tools.dev.bench.remote_rates --out FOLDER
 
 All contenders of a case use the same server, sizes and number of threads, and take turns. Figures
-are medians. "ours" reads into memory that stands for the arena, with every block verified before it
-is copied there, and writes with checksums and headers. "bare" moves the same payload without
+are medians: the rate, and the processor time of this process, which other work on the machine
+changes less. "ours" reads into memory that stands for the arena, with every block verified before
+it is copied there, and writes with checksums and headers. "bare" moves the same payload without
 either: `obstore` alone, or a RESP client of a few lines with `sendmsg` and `recv_into`.
 
 Servers: redis-server or valkey-server on the PATH (or --valkey-binary), moto for S3, and a folder.
@@ -54,6 +55,8 @@ POLL_S = 0.0002
 START_LIMIT_S = 30.0
 OURS, BARE, LIBRARY = "ours", "bare", "valkey-py"
 Contender = Callable[[], None]
+Figure = tuple[float, float]
+"""Rate, and processor time."""
 
 
 @dataclass
@@ -63,6 +66,8 @@ class Row:
     case: str
     unit: str
     samples: dict[str, list[float]] = field(default_factory=dict)
+    cpu_us: dict[str, list[float]] = field(default_factory=dict)
+    """Processor time per MiB of payload, in microseconds."""
     goals: Mapping[str, float] = field(default_factory=dict)
     """Least ratio of ours to another contender."""
 
@@ -75,7 +80,8 @@ class Row:
             if name != OURS and OURS in self.samples
         }
         shown: dict[str, Any] = {"case": self.case, "unit": self.unit, "median": found}
-        return shown | {"ratio": ratios, "goal": dict(self.goals)}
+        cpu = {name: median(values) for name, values in self.cpu_us.items()}
+        return shown | {"ratio": ratios, "goal": dict(self.goals), "cpu_us_per_mib": cpu}
 
 
 class Blocks:
@@ -97,11 +103,13 @@ class Blocks:
         """One destination for each block."""
         return [row.data for row in self.arena]
 
-    def rate(self, work: Contender) -> float:
-        """Return the GB/s of moving all blocks."""
-        begun_s = time.perf_counter()
+    def rate(self, work: Contender) -> Figure:
+        """Return the GB/s of moving all blocks, and the processor time in us per MiB."""
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         work()
-        return self.count * self.size / (time.perf_counter() - begun_s) / 1e9
+        took_s, took_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+        n_bytes = self.count * self.size
+        return n_bytes / took_s / 1e9, took_cpu_s * 1e6 / (n_bytes / (1 << 20))
 
     def check(self) -> None:
         """Raise if the arena does not hold every block."""
@@ -221,12 +229,14 @@ def in_parts(
     list(threads.map(work, [range(i, min(i + width, count)) for i in range(0, count, width)]))
 
 
-def take_turns(contenders: Mapping[str, Callable[[], float]], row: Row, repeats: int) -> Row:
+def take_turns(contenders: Mapping[str, Callable[[], Figure]], row: Row, repeats: int) -> Row:
     """Run each contender `repeats` times; the first of them changes."""
     names = [*contenders]
     for repeat in range(repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            row.samples.setdefault(name, []).append(contenders[name]())
+            rate, cpu_us = contenders[name]()
+            row.samples.setdefault(name, []).append(rate)
+            row.cpu_us.setdefault(name, []).append(cpu_us)
     return row
 
 
@@ -269,21 +279,21 @@ def _valkey_cases(
         client.get_many([names[i] for i in part], [targets[i] for i in part])
         free.append(client)
 
-    def ours_write() -> float:
+    def ours_write() -> Figure:
         blocks.keys = new_keys(count)
         _flush(port, ours)
         return blocks.rate(lambda: ours.write(blocks.keys, sources))
 
-    def other_write(work: Callable[[range], None]) -> float:
+    def other_write(work: Callable[[range], None]) -> Figure:
         _flush(port, ours)
         return blocks.rate(lambda: in_parts(pool, count, PIPELINE, work))
 
-    def ours_read() -> float:
+    def ours_read() -> Figure:
         rate = blocks.rate(lambda: ours.read(blocks.keys, targets))
         blocks.check()
         return rate
 
-    def other_read(work: Callable[[range], None]) -> float:
+    def other_read(work: Callable[[range], None]) -> Figure:
         return blocks.rate(lambda: in_parts(pool, count, PIPELINE, work))
 
     writes = {OURS: ours_write, BARE: lambda: other_write(bare_write)}
@@ -335,7 +345,7 @@ def object_rows(
         sources, targets, store = blocks.sources(), blocks.targets(), engine._store
         names = [f"bare/{uuid.uuid4().hex}" for _ in range(blocks.count)]
 
-        def ours_write(blocks: Blocks = blocks, ours: Ours = ours) -> float:
+        def ours_write(blocks: Blocks = blocks, ours: Ours = ours) -> Figure:
             blocks.keys = new_keys(blocks.count)
             return blocks.rate(lambda: ours.write(blocks.keys, blocks.sources()))
 
@@ -351,13 +361,13 @@ def object_rows(
 
         def bare_write(
             blocks: Blocks = blocks, names: list[str] = names, pool: ThreadPoolExecutor = pool
-        ) -> float:
+        ) -> Figure:
             names[:] = [f"bare/{uuid.uuid4().hex}" for _ in names]
             return blocks.rate(lambda: in_parts(pool, blocks.count, 1, put))
 
         def ours_read(
             blocks: Blocks = blocks, ours: Ours = ours, targets: list[memoryview] = targets
-        ) -> float:
+        ) -> Figure:
             rate = blocks.rate(lambda: ours.read(blocks.keys, targets))
             blocks.check()
             return rate
@@ -366,7 +376,7 @@ def object_rows(
             for i in part:
                 memoryview(obstore.get(store, names[i]).bytes())
 
-        def bare_read(blocks: Blocks = blocks, pool: ThreadPoolExecutor = pool) -> float:
+        def bare_read(blocks: Blocks = blocks, pool: ThreadPoolExecutor = pool) -> Figure:
             return blocks.rate(lambda: in_parts(pool, blocks.count, 1, get))
 
         row = Row(f"{where} write {label}", "GB/s", goals={BARE: 0.85})
@@ -484,7 +494,8 @@ def shown(row: Row) -> str:
         f"{value:.2f} x {name}" + (f" (goal {row.goals[name]:.2f})" if name in row.goals else "")
         for name, value in figures["ratio"].items()
     )
-    return f"| {row.case} | {found} {row.unit} | {ratios} |"
+    cpu = ", ".join(f"{name} {value:.0f}" for name, value in figures["cpu_us_per_mib"].items())
+    return f"| {row.case} | {found} {row.unit} | {ratios} | {cpu} |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -499,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
     rows: list[Row] = []
-    print("| case | median | ours |\n|---|---|---|")
+    print("| case | median | ours | CPU us per MiB |\n|---|---|---|---|")
     for row in measure(options):
         rows.append(row)
         print(shown(row), flush=True)
