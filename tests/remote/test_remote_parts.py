@@ -23,10 +23,10 @@ from kvcascade.tiers.remote.resp import Address, Login
 from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions, hash_slot
 
 
-@given(st.integers(1, 3000), st.integers(0, 3000))
-def test_a_search_finds_the_end_in_few_requests(length: int, held: int) -> None:
+@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
+def test_a_search_finds_the_end_in_few_requests(length: int, held: int, known: int) -> None:
     held = min(held, length)
-    search, asked = ChainSearch(length), 0
+    search, asked = ChainSearch(length, min(known, held)), 0
     while probes := search.probes():
         assert all(0 <= block < length for block in probes) and len(probes) <= presence.WAYS
         asked += len(probes)

@@ -137,6 +137,16 @@ class TestChains:
         assert len(twin.asked) <= (1 if held == 0 else 9 if held == 1000 else 31)
         assert len(set(twin.asked)) == len(twin.asked), "no block is asked for twice"
 
+    def test_the_next_turn_of_a_conversation_costs_one_request(self) -> None:
+        twin = RemoteTwin(asks_in_one_trip=False)
+        rig = RemoteRig(twin)
+        rig.write(keys(40))
+        other = rig.host()
+        assert other.look(keys(40)) == [OK] * 40
+        twin.asked.clear()
+        assert other.look(keys(60)) == [OK] * 40 + [ABSENT] * 20
+        assert len(twin.asked) == 1
+
     def test_chains_are_searched_together(self) -> None:
         twin = RemoteTwin(asks_in_one_trip=False)
         rig = RemoteRig(twin)

@@ -11,7 +11,7 @@ from .base import FAILURES, RemoteEngine, RemoteOutcome
 from .generation import Generation
 from .objects import ObjectFormat
 from .pacing import LinkSpeed
-from .presence import ChainSearch, Presence, PresenceMemory
+from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
 from .remote_counters import RemoteCounters, Verb
 
 NAMES_PER_LOOKUP = 4096
@@ -111,7 +111,10 @@ class Lookups:
         self, asks: Sequence[Ask], generation: int, ends_s: float, epoch: int
     ) -> RemoteOutcome:
         """Search all chains at once: one round of requests narrows each of them."""
-        open_searches = [(ask, ChainSearch(len(ask.keys))) for ask in asks if ask.keys]
+        memory = self._link.memory
+        open_searches = [
+            (ask, ChainSearch(len(ask.keys), held_prefix(memory, ask.keys))) for ask in asks
+        ]
         worst = RemoteOutcome.OK
         while open_searches:
             probes = [(ask, search, search.probes()) for ask, search in open_searches]

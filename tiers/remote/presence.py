@@ -66,15 +66,16 @@ class PresenceMemory:
 class ChainSearch:
     """Search for the end of the part of a prefix chain that is there.
 
-    Blocks are written head first, so the first absent one ends the useful part. The first block is
-    asked for alone: a prompt that nobody had costs one request. Then up to `WAYS` blocks that
-    divide the open part are asked for at a time.
+    Blocks are written head first, so the first absent one ends the useful part. The first block
+    that is not known is asked for alone: a prompt that nobody had costs one request. Then up to
+    `WAYS` blocks that divide the open part are asked for at a time.
     """
 
-    def __init__(self, length: int) -> None:
-        """`length`: number of blocks, at least 1."""
+    def __init__(self, length: int, held: int = 0) -> None:
+        """`length`: number of blocks, at least 1; the first `held` of them are there."""
         self._length = length
-        self._low = -1
+        self._is_new = True
+        self._low = held - 1
         """Last block that is there; -1: none is known."""
         self._high = length
         """First block that is absent; `length`: none is known."""
@@ -86,11 +87,11 @@ class ChainSearch:
 
     def probes(self) -> list[int]:
         """Return the blocks to ask for next; none if the end is known."""
-        if self._low < 0 < self._high:
-            return [0]
         first, last = self._low + 1, self._high - 1
         if first > last:
             return []
+        if self._is_new:
+            return [first]
         if self._high == self._length:  # the last one may be there: then no other is asked for
             parts = min(WAYS, last - first + 1)
             step = (last - self._low) / parts
@@ -101,10 +102,17 @@ class ChainSearch:
 
     def learn(self, is_there: Mapping[int, bool]) -> None:
         """Take the answers to `probes`."""
+        self._is_new = False
         absent = [block for block, there in is_there.items() if not there]
         self._high = min([self._high, *absent])
         below = [block for block, there in is_there.items() if there and block < self._high]
         self._low = max([self._low, *below])
+
+
+def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
+    """Return how many blocks at the begin of a chain are known to be held."""
+    presences = (memory.of(key) for key in keys)
+    return next((n for n, p in enumerate(presences) if p is not Presence.HELD), len(keys))
 
 
 def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import uuid
@@ -51,7 +52,7 @@ TIMEOUT_S = 30.0
 SIZES = {"512 KiB": 512 << 10, "2 MiB": 2 << 20}
 CHAIN, CHAIN_HELD = 1000, 613
 PIPELINE = 4
-POLL_S = 0.0002
+POLL_S = 0.05
 START_LIMIT_S = 30.0
 OURS, BARE, LIBRARY = "ours", "bare", "valkey-py"
 Contender = Callable[[], None]
@@ -137,14 +138,18 @@ class Ours:
         )
         self.threads = ThreadPoolExecutor(options.threads)
         objects = ObjectFormat(f"bench {uuid.uuid4().hex}", size)
-        self.store = RemoteStore(engine, objects, self.threads, options)
+        self._has_news = threading.Event()
+        self.store = RemoteStore(
+            engine, objects, self.threads, options, on_ended=self._has_news.set
+        )
         self._ticket = 0
 
     def _wait(self) -> RemoteEnded:
         while True:
+            self._has_news.clear()
             for ended in self.store.poll():
                 return ended
-            time.sleep(POLL_S)
+            self._has_news.wait(POLL_S)
 
     def _next(self) -> int:
         self._ticket += 1
