@@ -455,28 +455,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield all rows that can be measured here."""
-    total, repeats = options.total_mib << 20, options.repeats
+def of_valkey(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure a Valkey or Redis server, started here."""
     binary = options.valkey_binary or shutil.which("valkey-server") or shutil.which("redis-server")
-    if binary:
-        port = free_port()
-        command = [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
-        with process(command, port):
-            yield from valkey_rows(port, total, repeats, 2)
-            login = Login(TIMEOUT_S, TIMEOUT_S)
-            at = ValkeyOptions(Address(HOST, port), login)
-            yield from lookup_rows("Valkey", lambda: ValkeyEngine(at), repeats)
-    else:
+    if not binary:
         print("left out: Valkey, since no valkey-server or redis-server is on the PATH")
+        return
+    port = free_port()
+    command = [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+    at = ValkeyOptions(Address(HOST, port), Login(TIMEOUT_S, TIMEOUT_S))
+    with process(command, port):
+        yield from valkey_rows(port, options.total_mib << 20, options.repeats, 2)
+        yield from lookup_rows("Valkey", lambda: ValkeyEngine(at), options.repeats)
+
+
+def of_folder(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure a folder, through the page cache."""
     if find_spec("obstore") is None:
-        print("left out: object stores, since obstore is not installed")
+        print("left out: the folder, since obstore is not installed")
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         here = ObjectStoreOptions(Path(folder).as_uri(), TIMEOUT_S, TIMEOUT_S)
-        yield from object_rows("folder", here, total, repeats, 4)
-    if find_spec("moto") is None:
-        print("left out: S3, since moto is not installed")
+        yield from object_rows("folder", here, options.total_mib << 20, options.repeats, 4)
+
+
+def of_s3(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure moto, started here, with a quarter of the payload: it is slow."""
+    if find_spec("obstore") is None or find_spec("moto") is None:
+        print("left out: S3, since obstore or moto is not installed")
         return
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
@@ -487,8 +493,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         secrets = {"access_key_id": "none", "secret_access_key": "none"}
         limits = (TIMEOUT_S, TIMEOUT_S)
         bucket = ObjectStoreOptions("s3://bucket/p", *limits, endpoint, "us-east-1", secrets)
-        yield from object_rows("S3 (moto)", bucket, total // 4, repeats, 8)
-        yield from lookup_rows("S3 (moto)", lambda: open_object_store(bucket), repeats)
+        total_bytes = options.total_mib << 18
+        yield from object_rows("S3 (moto)", bucket, total_bytes, options.repeats, 8)
+        yield from lookup_rows("S3 (moto)", lambda: open_object_store(bucket), options.repeats)
+
+
+PARTS = {"valkey": of_valkey, "folder": of_folder, "s3": of_s3}
 
 
 def shown(row: Row) -> str:
@@ -511,14 +521,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the JSON file")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--valkey-binary", help="path of the server, if it is not on the PATH")
+    parser.add_argument("--only", action="append", choices=[*PARTS], help="repeatable")
     parser.add_argument("--total-mib", type=int, default=256, help="payload of one repetition")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
     rows: list[Row] = []
     print("| case | median | ours | CPU us per MiB |\n|---|---|---|---|")
-    for row in measure(options):
-        rows.append(row)
-        print(shown(row), flush=True)
+    for name in options.only or PARTS:
+        for row in PARTS[name](options):
+            rows.append(row)
+            print(shown(row), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "remote-rates.json"
     described = {"cpus": os.cpu_count(), "rows": [row.figures() for row in rows]}
