@@ -35,7 +35,7 @@ from .options import (
     whole,
     word_or_none,
 )
-from .sizes import Budget, Bytes, Share, Size, WriteAmount
+from .sizes import Budget, Bytes, DeviceShare, FreeShare, Share, Size, WriteAmount
 
 MAX_BLOCKS_PER_CHUNK = 1 << 16
 MAX_TOKENS_PER_CHUNK = 1 << 20
@@ -69,13 +69,14 @@ ELSEWHERE = {
 }
 """Keys of the tiers that come with vLLM, and the corresponding key here."""
 
+PATH_KEY = "path"
+"""Key that stands for a complete list of tiers: a CPU tier, and an NVMe tier on this path."""
 DEFAULT_FLUSH_S = 20.0
 MAX_TIERS = 8
 MAX_IO_THREADS = 64
 
-_SIZE_REMEDY = 'give a size such as "64GiB" or "50%"'
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
-_TIERS_REMEDY = 'give a list that begins with {"type": "cpu", "capacity": "64GiB"}'
+_TIERS_REMEDY = 'give "path": "/mnt/nvme/kv", or a list that begins with {"type": "cpu"}'
 _ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
 
 
@@ -141,8 +142,9 @@ class CpuTierOptions:
 
     key: str
     """Place in the configuration, for messages: "tiers[0]"."""
-    capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
-    """Bytes, or a share of the machine's memory."""
+    capacity: Annotated[Size | DeviceShare, sized(sizes.parse_size)] = DeviceShare(Fraction(4, 10))
+    """Bytes, or a share of the machine's memory; the default is 40 % of the memory, in equal
+    parts for each device of the machine (see `machine.settled`)."""
     policy: Annotated[str, policy_name] = "lru"
     """Name, or "package.module:Class", of the eviction policy."""
     arena_dir: Annotated[Path, folder] = Path("/dev/shm")
@@ -165,10 +167,11 @@ class NvmeTierOptions:
 
     key: str
     """Place in the configuration, for messages: "tiers[1]"."""
-    capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
-    """Bytes over all paths and namespaces, or a share of the disks."""
     path: Annotated[tuple[Path, ...], folders, _PATH_REMEDY]
     """Absolute folders, one per device."""
+    capacity: Annotated[Size | FreeShare, sized(sizes.parse_size)] = FreeShare(Fraction(8, 10))
+    """Bytes over all paths and namespaces, or a share of the disks; the default is 80 % of the
+    space that is free, or used by the tier, beyond `min_free`."""
     policy: Annotated[str, policy_name] = "lru"
     """Name, or "package.module:Class", of the eviction policy."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
@@ -218,7 +221,7 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
 
 def _tier(at: At, value: Any, index: int) -> TierConfig:
     if not isinstance(value, Mapping):
-        raise at.wrong(value, 'is not a tier; write it as {"type": ..., "capacity": ...}')
+        raise at.wrong(value, 'is not a tier; write it as {"type": "cpu"} or {"type": "nvme", ...}')
     if "type" not in value:
         raise at.below("type").missing(_ORDER_REMEDY)
     if value["type"] not in TIER_TYPES:
@@ -307,7 +310,24 @@ def parse(
             if key in ELSEWHERE:
                 remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
                 raise At(key).unknown(value, remedy)
-    return read_options(CascadeConfig, At("", known, noted), ours, also=VLLM_KEYS)
+    with noting(noted):
+        ours = with_tiers(ours)
+    return read_options(CascadeConfig, At("", known, noted), ours, also=(*VLLM_KEYS, PATH_KEY))
+
+
+def with_tiers(options: dict[str, object]) -> dict[str, object]:
+    """Replace `path` by the two tiers that it stands for: one in memory, one in these folders.
+
+    Raises `ConfigError` if the tiers are given, too.
+    """
+    if PATH_KEY not in options:
+        return options
+    path = options[PATH_KEY]
+    if "tiers" in options:
+        problem = "has no effect beside tiers; leave it out, or give it in a tier of type nvme"
+        raise At(PATH_KEY).wrong(path, problem)
+    others = {key: value for key, value in options.items() if key != PATH_KEY}
+    return {**others, "tiers": [{"type": "cpu"}, {"type": "nvme", "path": path}]}
 
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:

@@ -29,8 +29,8 @@ WORDS: dict[type[Any], dict[str, str]] = {
         "prefill_tokens_per_s": "measured",
         "weights_id": "found",
     },
-    CpuTierOptions: {},
-    NvmeTierOptions: {"segment_size": "about 1 GiB"},
+    CpuTierOptions: {"capacity": "40 % of memory by device"},
+    NvmeTierOptions: {"capacity": "80 % of usable disk", "segment_size": "about 1 GiB"},
 }
 """Defaults that README has in words: what null then means."""
 OVERVIEW_LINES_MAX = 200
