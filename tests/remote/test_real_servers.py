@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.network import other_host
+from support.project import ROOT
 from support.remote_rig import PAYLOAD_BYTES, THROUGH, UNTOUCHED, RemoteRig, content
 from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.remote_twin import RemoteTwin
@@ -110,6 +112,21 @@ def test_two_hosts_share_blocks_through_redis(redis: ServerProcess, opened: Open
     second.store.reset()
     wait_until(lambda: not second.store.state().is_reset_pending, ROUNDS, PAUSE_S)
     assert second.read(keys(40)) == [ABSENT] * 40
+
+
+def test_the_lines_of_the_page_open_a_store(redis: ServerProcess) -> None:
+    page = (ROOT / "docs" / "remote.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(lines.replace("127.0.0.1:6379", f"{redis.host}:{redis.port}"), names)
+    store = names["store"]
+    found: list[RemoteEnded] = []
+    block = memoryview(bytes(512 << 10))
+    assert store.offer(1, [key(1)], [block]) == [Offer.QUEUED]
+    wait_until(lambda: bool(found.extend(store.poll()) or found), ROUNDS, PAUSE_S)
+    assert list(found[0].outcomes) == [OK]
+    assert store.close(10.0)
+    names["threads"].shutdown()
 
 
 def test_two_hosts_share_blocks_through_s3(s3: S3Server, opened: Open) -> None:

@@ -382,6 +382,15 @@ class TestBreakers:
         run()
         assert waits == [[TIMED_OUT] * 3] + [[RESTING] * 3] * 4
 
+    def test_what_waits_when_the_breaker_opens_waits_no_longer(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(12))
+        other = rig.host()
+        rig.twin.fails["get_into"] = TIMED_OUT
+        assert other.read(keys(12)) == [TIMED_OUT] * 4 + [RESTING] * 8
+        assert other.read(keys(12)) == [RESTING] * 12
+        assert rig.twin.calls["get_into"] == 1
+
     def test_the_state_says_which_direction_rests(self) -> None:
         rig = RemoteRig()
         rig.write(keys(1))
