@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from support.clock import ManualClock
 from support.keys import key, keys
 from support.remote_servers import HOST
+from support.remote_twin import RemoteTwin
+from support.waiting import wait_until
 
 from kvcascade.tiers.remote import presence
 from kvcascade.tiers.remote.base import PrivateBuffer, RemoteOutcome
+from kvcascade.tiers.remote.generation import Generation
 from kvcascade.tiers.remote.pacing import TokenBucket
 from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
 from kvcascade.tiers.remote.resp import Address, Login
@@ -83,6 +87,28 @@ def test_answers_count_for_their_time_and_their_number_is_bounded(
 def test_hash_slots_are_those_of_the_cluster_specification() -> None:
     assert hash_slot("123456789") == 0x31C3
     assert hash_slot("foo") == 12182
+
+
+def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
+    """Otherwise a stopped server would cost each of them a time-out, one after the other."""
+    twin, begun, goes_on = RemoteTwin(), threading.Event(), threading.Event()
+
+    def stall(method: str) -> None:
+        begun.set()
+        goes_on.wait(10.0)
+
+    twin.before, twin.fails["counter"] = stall, RemoteOutcome.TIMED_OUT
+    generation = Generation(twin, "space/generation", ManualClock(), lambda: 1.0)
+    with ThreadPoolExecutor(5) as threads:
+        first = threads.submit(generation.current, 1.0)
+        assert begun.wait(10.0)
+        others = [threads.submit(generation.current, 1.0) for _ in range(4)]
+        wait_until(lambda: all(other.running() for other in others), 1000, 0.002)
+        goes_on.set()
+        assert {f.result(10.0).outcome for f in (first, *others)} == {RemoteOutcome.TIMED_OUT}
+    assert twin.calls["counter"] < 5, "a thread that had not begun to wait asks for itself"
+    twin.fails.clear()
+    assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
 
 
 Serve = Callable[[socket.socket], None]

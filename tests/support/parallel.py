@@ -31,6 +31,7 @@ LENGTHY = (
     "handlers/test_staging.py",
     "manager/test_turns.py",
     "model/test_manager_model.py",
+    "model/test_remote_model.py",
     "model/test_storms.py",
     "nvme/test_clean_mark.py",
     "nvme/test_process_numbers.py",

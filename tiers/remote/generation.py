@@ -37,6 +37,9 @@ class Generation:
         self._read_s = 0.0
         self._resets_wanted = 0
         self._resets_done = 0
+        self._attempts = 0
+        self._failure: CounterAnswer | None = None
+        """Answer of the last attempt if it failed."""
 
     @property
     def is_reset_pending(self) -> bool:
@@ -55,7 +58,10 @@ class Generation:
 
     def current(self, limit_s: float) -> CounterAnswer:
         """Return the generation; reads or raises it first if that is due."""
+        seen = self._attempts
         with self._lock:
+            if self._attempts != seen and self._failure is not None:
+                return self._failure  # of a call that was waited for: the next one would fail too
             value, wanted = self._value, self._resets_wanted
             is_fresh = self._clock() - self._read_s < GENERATION_FRESH_S
             if value is not None and is_fresh and not self.is_reset_pending:
@@ -65,7 +71,9 @@ class Generation:
                 answer = self._engine.advance(self._name, now, limit_s)
             else:
                 answer = self._engine.counter(self._name, now, limit_s)
-            if answer.outcome is not RemoteOutcome.OK:
+            self._attempts += 1
+            self._failure = None if answer.outcome is RemoteOutcome.OK else answer
+            if self._failure is not None:
                 self._value = None
                 return answer
             self._resets_done = wanted
