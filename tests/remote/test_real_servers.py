@@ -123,7 +123,12 @@ def test_the_lines_of_the_page_open_a_store(redis: ServerProcess) -> None:
     found: list[RemoteEnded] = []
     block = memoryview(bytes(512 << 10))
     assert store.offer(1, [key(1)], [block]) == [Offer.QUEUED]
-    wait_until(lambda: bool(found.extend(store.poll()) or found), ROUNDS, PAUSE_S)
+
+    def has_ended() -> bool:
+        found.extend(store.poll())
+        return bool(found)
+
+    wait_until(has_ended, ROUNDS, PAUSE_S)
     assert list(found[0].outcomes) == [OK]
     assert store.close(10.0)
     names["threads"].shutdown()

@@ -114,8 +114,8 @@ def _store(stores: Any, options: ObjectStoreOptions) -> Any:
     if options.endpoint:
         settings["endpoint"] = options.endpoint
     if parts.scheme == "s3":
-        # TLS and our own checksum protect the payload; signing it too costs half of the rate.
-        settings["unsigned_payload"] = True
+        # Where TLS protects the payload, signing it too would cost half of the rate.
+        settings["unsigned_payload"] = not is_plain
         if options.region:
             settings["region"] = options.region
         if options.endpoint:
