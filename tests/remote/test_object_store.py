@@ -30,7 +30,7 @@ from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obs
 OK, ABSENT, DENIED = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.DENIED
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
 SECRETS = {"access_key_id": "id-in-test", "secret_access_key": "secret-in-test"}
-SLACK_S = 1.0
+SLACK_S = 2.0
 
 
 def bucket_at(
@@ -99,7 +99,7 @@ def test_a_stopped_server_costs_the_timeout_and_no_more() -> None:
     server = S3Server()
     try:
         server.make_bucket("bucket")
-        engine = bucket_at(server.endpoint, "bucket", timeout_s=0.5)
+        engine = bucket_at(server.endpoint, "bucket", timeout_s=1.0)
         assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
         server.stop()
         calls: tuple[Callable[[], list[RemoteOutcome]], ...] = (
@@ -110,10 +110,10 @@ def test_a_stopped_server_costs_the_timeout_and_no_more() -> None:
         for call in calls:
             begun_s = monotonic()
             assert call() == [TIMED_OUT] * 8
-            assert monotonic() - begun_s < 0.5 + SLACK_S, "one timeout, not eight"
+            assert monotonic() - begun_s < 1.0 + SLACK_S, "one timeout, not eight"
         begun_s = monotonic()
         late = engine.exist_many(names(200), 0.1)
-        assert set(late) == {TIMED_OUT} and monotonic() - begun_s < 0.6 + SLACK_S
+        assert set(late) == {TIMED_OUT} and monotonic() - begun_s < 1.1 + SLACK_S
         server.go_on()  # it first answers what nobody waits for any more
         wait_until(lambda: engine.exist_many(names(1), LIMIT_S) == [OK], 60, 0.1)
         engine.close()

@@ -32,7 +32,9 @@ from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 ROUNDS, PAUSE_S = 4000, 0.002
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.0
+SLACK_S = 2.0
+"""Time by which a loaded machine may exceed a limit."""
 
 
 class RealClock(ManualClock):
@@ -158,13 +160,13 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again(
     server.stop()
     begun_s = monotonic()
     assert host.look(keys(100, 104)) == [TIMED_OUT] * 4
-    assert monotonic() - begun_s < TIMEOUT_S + 1.0
+    assert monotonic() - begun_s < TIMEOUT_S + SLACK_S
     wait_until(lambda: not host.store._asking.is_open, ROUNDS, PAUSE_S)
     begun_s = monotonic()
     for start in range(200, 300, 4):
         assert host.look(keys(start, start + 4)) == [RESTING] * 4
         assert host.store.presence(key(start)) is Presence.ABSENT
-    assert monotonic() - begun_s < 0.5, "nobody waits any more"
+    assert monotonic() - begun_s < 5 * TIMEOUT_S, "25 lookups, and nobody waits any more"
     server.go_on()
     wait_until(lambda: host.store._asking.is_idle, ROUNDS, PAUSE_S)
     host.clock.advance(REST_S + 0.1)
@@ -225,14 +227,13 @@ def test_a_slow_link_ends_at_the_deadline() -> None:
         server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
         try:
             host = Host(valkey_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
-            host.clock.advance(0.0)
             assert host.write(keys(64)) == [OK] * 64
             other.limit("100mbit")
             slots, ticket = host.slots(64), host.ticket()
             begun_s = monotonic()
             host.store.get(ticket, keys(64), slots)
             outcomes = host.ended(ticket, EndedKind.READ)
-            assert monotonic() - begun_s < 0.5 + 0.5
+            assert monotonic() - begun_s < 0.5 + SLACK_S
             host.check(keys(64), slots, outcomes)
             assert TIMED_OUT in outcomes
             before = [bytes(slot) for slot in slots]
@@ -251,7 +252,7 @@ def test_a_link_that_is_cut_costs_one_deadline() -> None:
             other.cut()
             begun_s = monotonic()
             assert host.read(keys(4)) == [TIMED_OUT] * 4
-            assert monotonic() - begun_s < TIMEOUT_S + 1.0
+            assert monotonic() - begun_s < TIMEOUT_S + SLACK_S
             other.mend()
             host.clock.advance(REST_S + 0.1)
             assert host.read(keys(4)) == [OK] * 4

@@ -187,7 +187,7 @@ def test_a_peer_that_trickles_costs_the_limit() -> None:
     with peer(serve) as engine:
         begun_s = monotonic()
         assert engine.get_into(["a"], [PrivateBuffer(4096)], 1.0) == [RemoteOutcome.TIMED_OUT]
-        assert monotonic() - begun_s < 2.0
+        assert monotonic() - begun_s < 4.0
         is_over.set()
 
 

@@ -36,7 +36,7 @@ from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, ValkeyOption
 
 OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
 TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
-SLACK_S = 1.0
+SLACK_S = 2.0
 """Time by which a loaded machine may exceed a limit."""
 
 
@@ -145,7 +145,7 @@ def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
 
 class TestFaults:
     def test_a_stopped_server_costs_the_limit_and_no_more(self, own_redis: ServerProcess) -> None:
-        engine = engine_at(own_redis.port, login(timeout_s=0.3))
+        engine = engine_at(own_redis.port, login(timeout_s=1.0))
         assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [OK, OK]
         own_redis.stop()
         calls: tuple[Callable[[], list[RemoteOutcome]], ...] = (
@@ -157,7 +157,7 @@ class TestFaults:
         for call in calls:
             begun_s = monotonic()
             assert call() == [TIMED_OUT] * 2
-            assert monotonic() - begun_s < 0.3 + SLACK_S
+            assert monotonic() - begun_s < 1.0 + SLACK_S
         own_redis.go_on()
         taken = buffers(2)
         assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK], "it recovers by itself"
@@ -327,7 +327,7 @@ class TestCluster:
         engine.close()
 
     def test_a_dead_node_fails_its_own_keys(self, nodes: list[ServerProcess]) -> None:
-        engine = engine_at(nodes[0].port, login(timeout_s=0.3))
+        engine = engine_at(nodes[0].port, login(timeout_s=1.0))
         engine.put(names(12), [an_object(i) for i in range(12)], LIMIT_S)
         nodes[1].stop()
         try:

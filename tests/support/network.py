@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 LIMIT_S = 20
-NETWORK = "10.213.77"
+NETWORK = f"10.213.{os.getpid() % 250}"
 """Addresses of the two ends of the link; they exist on this machine only."""
 
 

@@ -26,7 +26,7 @@ from .waiting import wait_until
 
 PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
 DOWNLOAD_LIMIT_S = 120
-START_ROUNDS, PAUSE_S = 300, 0.05
+START_ROUNDS, PAUSE_S = 1200, 0.05
 HOST = "127.0.0.1"
 
 
