@@ -173,10 +173,19 @@ class RespConnection:
     def integers(self, count: int) -> list[int | RespError]:
         """Return so many integer replies; an error stands where the server sent one."""
         found: list[int | RespError] = []
-        for _ in range(count):
-            line = self._line()
-            found.append(RespError(line[1:]) if line[:1] == b"-" else _number(line, b":"))
+        while len(found) < count:
+            for line in self._lines(count - len(found)):
+                found.append(RespError(line[1:]) if line[:1] == b"-" else _number(line, b":"))
         return found
+
+    def _lines(self, most: int) -> list[bytes]:
+        """Return some lines, at least one: those that are here already, if there are any."""
+        end = self._buffer.rfind(b"\r\n", self._start, self._end)
+        if end < 0:
+            return [self._line()]
+        lines = self._view[self._start : end].tobytes().split(b"\r\n", most)[:most]
+        self._start += sum(map(len, lines)) + 2 * len(lines)
+        return lines
 
     def length_of_array(self) -> int:
         """Return the length of an array reply; -1 for a null one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .base import (
@@ -37,6 +37,8 @@ IDLE_CONNECTIONS_MAX = 16
 TAIL_BYTES = 128
 """Bytes of the payload that lie behind the header."""
 _PAIR = 2
+_EXISTS = b"*3\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
+"""Command about both values of a pair."""
 _NX_REPLIES = (b"+OK", b"$-1")
 """Replies to SET: written, or there before."""
 _OUTCOMES = {
@@ -85,12 +87,16 @@ class Nodes:
         """Empty without a cluster."""
         self._is_closed = False
 
-    def address_of(self, name: str) -> Address:
-        """Return the node to ask for a name."""
+    def places(self, names: Mapping[int, str]) -> dict[Address, list[int]]:
+        """Return the node to ask for each name, as the numbers of the names of each node."""
         with self._lock:
-            if not self._slots:
-                return self._known[0]
-            return self._slots.get(hash_slot(name), self._known[0])
+            slots, first = self._slots, self._known[0]
+        if not slots:
+            return {first: [*names]}
+        found: dict[Address, list[int]] = {}
+        for number, name in names.items():
+            found.setdefault(slots.get(hash_slot(name), first), []).append(number)
+        return found
 
     def borrow(self, address: Address, ends_s: float) -> RespConnection:
         """Return an idle connection or a new one. Raises `OSError` or `RespError`."""
@@ -300,13 +306,15 @@ class ValkeyEngine(RemoteEngine):
         """Do the work at the node of each name, following the cluster's redirections."""
         ends_s = time.monotonic() + limit_s
         answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
-        where = {i: self._nodes.address_of(name) for i, name in enumerate(names)}
+        places = self._nodes.places(dict(enumerate(names)))
         for _ in range(1 + REDIRECTS_MAX):
-            for address in dict.fromkeys(where.values()):
-                some = [i for i, place in where.items() if place == address]
+            for address, some in places.items():
                 self._at(address, names, some, work, answers, ends_s)
-            where = {i: a for i, a in enumerate(answers) if isinstance(a, Address)}
-            if not where:
+            places = {}
+            for number, answer in enumerate(answers):
+                if isinstance(answer, Address):
+                    places.setdefault(answer, []).append(number)
+            if not places:
                 break
         return [RemoteOutcome.BUSY if isinstance(a, Address) else a for a in answers]
 
@@ -381,7 +389,8 @@ def _split(payload: memoryview) -> tuple[memoryview, memoryview]:
 
 def _count(connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
     """Return how many values of each pair are there."""
-    connection.send(*([b"EXISTS", *_pair(name)] for name in names))
+    tags = [b"{%s}" % name.encode() for name in names]
+    connection.send_raw([b"".join(_EXISTS % (len(t), t, len(t) + 2, t) for t in tags)])
     return connection.integers(len(names))
 
 
