@@ -9,11 +9,11 @@ from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.policies import OrderedPolicy
 
 TOKENS = 100

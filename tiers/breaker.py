@@ -7,7 +7,7 @@ The breaker opens after consecutive failures, or if transfers are in flight and 
 too long. While it is open, no transfer is started. After a rest the next transfer is the probe. Its
 end closes the breaker or opens it again. If transfers stall, the breaker stays open until one ends.
 
-Used under the manager's lock only.
+Not thread-safe: its owner guards it with a lock of its own.
 """
 
 from __future__ import annotations
