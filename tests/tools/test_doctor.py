@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.cache_rig import call
 
-from kvcascade.tools.commands.doctor.findings import Facts, Level, PathFacts, findings
-from kvcascade.tools.commands.doctor.machine_facts import has_direct_io
+from kvcascade.tools.commands.doctor.doctor_facts import has_direct_io
+from kvcascade.tools.commands.doctor.findings import Facts, PathFacts, Severity, findings
 
 GIB = 2**30
 GOOD = Facts(
@@ -30,8 +30,10 @@ GOOD = Facts(
 )
 
 
-def worst(facts: Facts) -> dict[str, Level]:
-    return {each.subject: each.level for each in findings(facts) if each.level is not Level.OK}
+def worst(facts: Facts) -> dict[str, Severity]:
+    return {
+        each.subject: each.severity for each in findings(facts) if each.severity is not Severity.OK
+    }
 
 
 def test_nothing_is_wrong_with_a_good_machine() -> None:
@@ -40,40 +42,40 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "subject", "level"),
+    ("change", "subject", "severity"),
     [
-        ({"vllm": None}, "vLLM", Level.PROBLEM),
-        ({"vllm_problem": "is too old"}, "vLLM", Level.PROBLEM),
-        ({"hash_seed_is_needed": True}, "block hashes", Level.PROBLEM),
-        ({"gpu_driver": None}, "GPU", Level.PROBLEM),
-        ({"locked_memory_bytes": 8 << 20}, "locked memory", Level.ADVICE),
-        ({"arena_free_bytes": 64 << 20}, "shared memory", Level.PROBLEM),
-        ({"arena_file_system": "ext4"}, "shared memory", Level.ADVICE),
-        ({"has_shared_huge_pages": False}, "huge pages", Level.ADVICE),
-        ({"open_files": 1024}, "open files", Level.ADVICE),
-        ({"kept_arenas": 2}, "kept arenas", Level.ADVICE),
-        ({"problems": ("tiers is missing.",)}, "configuration", Level.PROBLEM),
-        ({"doubts": ("odd.",)}, "configuration", Level.ADVICE),
-        ({"pinned_bytes": None, "paths": ()}, "configuration", Level.ADVICE),
+        ({"vllm": None}, "vLLM", Severity.PROBLEM),
+        ({"vllm_problem": "is too old"}, "vLLM", Severity.PROBLEM),
+        ({"hash_seed_is_needed": True}, "block hashes", Severity.PROBLEM),
+        ({"gpu_driver": None}, "GPU", Severity.PROBLEM),
+        ({"locked_memory_bytes": 8 << 20}, "locked memory", Severity.ADVICE),
+        ({"arena_free_bytes": 64 << 20}, "shared memory", Severity.PROBLEM),
+        ({"arena_file_system": "ext4"}, "shared memory", Severity.ADVICE),
+        ({"has_shared_huge_pages": False}, "huge pages", Severity.ADVICE),
+        ({"open_files": 1024}, "open files", Severity.ADVICE),
+        ({"kept_arenas": 2}, "kept arenas", Severity.ADVICE),
+        ({"problems": ("tiers is missing.",)}, "configuration", Severity.PROBLEM),
+        ({"doubts": ("odd.",)}, "configuration", Severity.ADVICE),
+        ({"pinned_bytes": None, "paths": ()}, "configuration", Severity.ADVICE),
     ],
 )
-def test_one_thing_is_wrong(change: dict[str, object], subject: str, level: Level) -> None:
+def test_one_thing_is_wrong(change: dict[str, object], subject: str, severity: Severity) -> None:
     facts = replace(GOOD, **change)  # type: ignore[arg-type]
-    assert worst(facts) == {subject: level}
+    assert worst(facts) == {subject: severity}
     for each in findings(facts):
-        if each.level is not Level.OK and each.subject not in ("configuration", "vLLM"):
+        if each.severity is not Severity.OK and each.subject not in ("configuration", "vLLM"):
             assert each.remedy, "a finding says what to do"
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4"])
 def test_a_path_in_the_wrong_place(kind: str) -> None:
     path = replace(GOOD.paths[0], file_system=kind)
-    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Level.ADVICE}
+    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Severity.ADVICE}
 
 
 def test_a_path_without_direct_io() -> None:
     path = replace(GOOD.paths[0], has_direct_io=False)
-    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Level.ADVICE}
+    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Severity.ADVICE}
     unknown = replace(GOOD.paths[0], has_direct_io=None)
     assert worst(replace(GOOD, paths=(unknown,))) == {}
 

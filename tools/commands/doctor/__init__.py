@@ -43,8 +43,8 @@ def doctor(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
         if config is not None and str(config) != "-":
             check_is_file("CONFIG", config)
         with answering_apart(True):  # vLLM prints to standard output
-            from .findings import Level, findings
-            from .machine_facts import look
+            from .doctor_facts import look
+            from .findings import Severity, findings
 
             found = findings(look(config))
         if as_json:
@@ -53,5 +53,5 @@ def doctor(config: ConfigArgument = None, as_json: JsonOption = False) -> None:
             from .doctor_view import print_findings
 
             print_findings(found)
-    has_problem = any(each.level is Level.PROBLEM for each in found)
+    has_problem = any(each.severity is Severity.PROBLEM for each in found)
     finish(ExitCode.PROBLEMS if has_problem else ExitCode.OK)
