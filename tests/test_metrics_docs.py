@@ -6,8 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from kvcascade.manager.counters import Counters
-from kvcascade.observe.metrics import METRICS, PREFIX, Kind, MetricsSnapshot, table
+from kvcascade.observe.metrics import METRICS, PREFIX, Kind, Metric, MetricsSnapshot
+from kvcascade.tools.dev.site import site_pages
+from kvcascade.tools.dev.site.config_reference import UndescribedError
+from kvcascade.tools.dev.site.site_pages import metric_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -18,8 +23,16 @@ def exported() -> set[str]:
     return {PREFIX + metric.name + suffix[metric.kind] for metric in METRICS}
 
 
-def test_the_documented_table_is_the_table() -> None:
-    assert table() in (DOCS / "metrics.md").read_text()
+def test_the_table_of_the_docs_has_every_metric() -> None:
+    shown = re.findall(r"^\| `([^`]+)` \|", metric_table(), re.M)
+    assert sorted(shown) == sorted(name.removesuffix("_bucket") for name in exported())
+
+
+def test_a_metric_without_a_description_is_not_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = (*METRICS, Metric(Kind.GAUGE, "new", " ", (), lambda snapshot: iter(())))
+    monkeypatch.setattr(site_pages, "METRICS", bare)
+    with pytest.raises(UndescribedError, match="new"):
+        metric_table()
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:

@@ -199,7 +199,7 @@ class NvmeTierOptions:
     is a function `function(block_hash, uses) -> bool`, given as "package.module:function"."""
     write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
     """Bytes that all engines together may write in any 24 hours, restarts included: `"500GB"`, or
-    drive writes per day, `"0.3 DWPD"`. Without a value there is no limit."""
+    drive writes per day, `"0.3 DWPD"`."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Disk space that is never used: a size, or a share of the disk."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
@@ -305,7 +305,8 @@ class CascadeConfig:
     """Free-text tag that is added to the fingerprint. Engines with different labels share no
     blocks."""
     weights_id: Annotated[str | None, word_or_none] = None
-    """Identity of the weights, instead of the one that is determined from the model."""
+    """Identity of the weights: a name that changes with them. The default is determined from the
+    model."""
 
     @property
     def cpu(self) -> CpuTierOptions:

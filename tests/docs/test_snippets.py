@@ -124,7 +124,7 @@ def metrics_url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("find", "at_least"), [(commands, 40), (json_objects, 2), (names_in_text, 15)]
+    ("find", "at_least"), [(commands, 40), (json_objects, 4), (names_in_text, 15)]
 )
 def test_what_the_pages_hold_is_found(
     find: Callable[[Path], Collection[str]], at_least: int

@@ -1,8 +1,8 @@
 """Pages of figures, made from the JSON that `kvcascade bench` saves.
 
-    python -m kvcascade.tools.dev.bench.bench_page docs/benchmarks/*.json
+    python -m kvcascade.tools.dev.bench.bench_page docs/benchmarks/2-cores-quick.json
 
-Each page is written beside its JSON. A test compares the committed pages with the committed JSON.
+prints one page. The site makes a page of each JSON file in `docs/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -87,10 +87,9 @@ def _table(head: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def main(paths: Iterable[str]) -> None:
-    """Write the page of each JSON file beside it."""
+    """Print the page of each JSON file."""
     for path in map(Path, paths):
-        text = page(path.name, json.loads(path.read_text()))
-        path.with_suffix(".md").write_text(text)
+        print(page(path.name, json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +40,10 @@ MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
 """When the requests are sent, in order."""
 TTFT, COMPUTED = "TTFT p50", "tokens computed"
 UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
-WARM_UPS = 2
+LAYERS, DOCUMENTS, DEVICE_DOCUMENTS = 8, 6, 2
+"""Largest numbers of layers of the model and of documents; number of documents that the device
+holds."""
+WARM_UPS = 1
 """Number of other prompts that each new server answers first, for the one-time costs."""
 
 
@@ -119,6 +123,16 @@ class Lifetimes:
         return figures
 
 
+def scale_of(scale: RestartScale) -> RestartScale:
+    """Return the sizes of `restart` with a smaller model and fewer documents."""
+    return replace(
+        scale,
+        layers=min(LAYERS, scale.layers),
+        documents=min(DOCUMENTS, scale.documents),
+        device_documents=DEVICE_DOCUMENTS,
+    )
+
+
 def _warm_up(scale: RestartScale, number: int) -> list[Prompt]:
     source = random.Random(f"warm up {number}")
     length = scale.document_blocks * BLOCK_TOKENS
@@ -129,7 +143,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield one case: all contenders with the same documents."""
     from .engine_runs import Servers
 
-    scale = setup.scale.restart
+    scale = scale_of(setup.scale.restart)
     servers = Servers(setup.folder, is_on_cpu(), setup.say)
     lifetimes = Lifetimes(servers, make_model(setup.folder, scale), scale)
     yield Case(
@@ -145,10 +159,10 @@ MEASUREMENT = Measurement(
     "vLLM's OpenAI server with its default flags: without offloading, with vLLM's "
     "TieringOffloadingSpec and its fs tier, and with kvcascade in its default configuration. The "
     "same requests come four times, one at a time; the device holds "
-    f"{RestartScale().device_documents} of the {RestartScale().documents} documents, the CPU tier "
-    "all. After a restart: SIGTERM after 8 s of rest, and a new server. After kill -9: all "
-    "processes of that server are killed after 8 s of rest. A new server answers two other "
-    f"prompts first. Each request has {TAIL_TOKENS} tokens after the document that fill no block.",
+    f"{DEVICE_DOCUMENTS} of the {DOCUMENTS} documents, the CPU tier all of them. After a restart: "
+    "SIGTERM after 8 s of rest, and a new server. After kill -9: all processes of that server are "
+    "killed after 8 s of rest. A new server answers another prompt first. Each request has "
+    f"{TAIL_TOKENS} tokens after the document that fill no block.",
     quantities(),
     cases,
 )
