@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import matplotlib
 import pytest
 import typer
 import yaml
 
 import kvcascade
 from kvcascade.config.schema import BELOW, VLLM_KEYS, CascadeConfig, CpuTierOptions
+from kvcascade.tools.commands.picture import LABEL_GAP, label_lines, new_figure
 from kvcascade.tools.dev.site import command_reference as commands
 from kvcascade.tools.dev.site.command_reference import all_commands, command_reference
 from kvcascade.tools.dev.site.config_reference import (
@@ -22,6 +24,7 @@ from kvcascade.tools.dev.site.config_reference import (
     key_rows,
     vllm_rows,
 )
+from kvcascade.tools.dev.site.figures import SHOWN, TRACES, draw_policies, policy_table
 from kvcascade.tools.dev.site.site_pages import (
     GENERATORS,
     OF_ROOT,
@@ -148,6 +151,29 @@ def test_links_in_code_stay_and_links_to_nothing_end_the_build() -> None:
     for link in ("../Makefile", "nothing.md", "../tests/conftest.py"):
         with pytest.raises(DeadLinkError, match="limits"):
             relinked("limits.md", f"[it]({link})", {*pages()}.__contains__)
+
+
+def test_charts_of_policies_are_drawn_from_the_tables_of_their_page(tmp_path: Path) -> None:
+    page = (DOCS / "policies.md").read_text()
+    for trace, title in TRACES.items():
+        table = policy_table(page, trace)
+        assert {*SHOWN} <= {*table.rows} and all(0 <= r <= 1 for r in table.rows["lru"])
+        draw_policies(table, title, tmp_path / "chart.svg")
+        committed = DOCS / f"policies-{trace}.svg"
+        drawn = (tmp_path / "chart.svg").read_text()
+        if f"v{matplotlib.__version__}," in committed.read_text():
+            assert committed.read_text() == drawn, "run `make figures`"
+    with pytest.raises(ValueError, match="nothing"):
+        policy_table(page, "nothing")
+
+
+def test_names_of_lines_do_not_overlap() -> None:
+    axes = new_figure(5, 4).subplots()
+    axes.set_ylim(0, 1)
+    label_lines(axes, [(str(i), 0.98 + i / 1000, "black") for i in range(5)])
+    heights = sorted(text.xy[1] for text in axes.texts)
+    assert len(heights) == 5 and max(heights) <= 1
+    assert all(b - a > 0.9 * LABEL_GAP for a, b in zip(heights, heights[1:], strict=False))
 
 
 def leaves(part: Any) -> list[str]:
