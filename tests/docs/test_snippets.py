@@ -32,6 +32,8 @@ RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
 DISK = "/mnt/nvme"
+PYTHON_PAGES = ("api.md", "policies.md")
+"""Pages whose examples in Python run by themselves."""
 NOT_RUN = {"bench", "demo"}
 """Commands with tests of their own that take minutes: their arguments are read."""
 
@@ -137,6 +139,14 @@ def test_what_the_pages_hold_is_found(
 def test_every_json_object_is_a_right_configuration(page: Path) -> None:
     for text in json_objects(page):
         check_json(json.loads(text))
+
+
+@pytest.mark.parametrize("name", PYTHON_PAGES)
+def test_python_examples_run(name: str) -> None:
+    blocks = [text for language, text in fenced(ROOT / "docs" / name) if language == "python"]
+    assert blocks
+    for text in blocks:
+        exec(compile(text, name, "exec"), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
