@@ -55,8 +55,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     )  # fmt: skip
     repeats = f"median of {document['repeats']}" if document["repeats"] > 1 else "one run"
     head(figure, TITLE, f"{case}; {repeats}; the device's cache holds a third of them")
-    figure.text(
-        0.015, 0.03, f"{document['command']}: {headline(dict(document))}", fontsize=7.5, color=DIM,
-        parse_math=False,
-    )  # fmt: skip
+    load = document["machine"]["load_average"][0]
+    facts = f"{document['command']}: load {load:.1f} at the start; {headline(dict(document))}"
+    figure.text(0.015, 0.03, facts, fontsize=7.5, color=DIM, parse_math=False)
     save(figure, path)
