@@ -15,7 +15,19 @@ from typing import Annotated
 
 import typer
 
-from .commands import bench, carry, check, gc, inspect, shm, top, verify, version
+from .commands import (
+    bench,
+    carry,
+    check,
+    config,
+    doctor,
+    gc,
+    inspect,
+    shm,
+    top,
+    verify,
+    version,
+)
 from .commands.command_line import ExitCode, complain
 from .commands.output import watched
 from .replay import replay_options
@@ -45,6 +57,8 @@ def _of_checkout() -> dict[str, Callable[..., None]]:
     return dict(import_module(".dev.dev_commands", __package__).COMMANDS)
 
 
+app.command("config")(config.config)
+app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("top")(top.top)
 app.command("verify")(verify.verify)

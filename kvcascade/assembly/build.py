@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import sizes
-from ..config.machine import ThisMachine, cpu_capacity, writing
+from ..config.machine import ThisMachine, cpu_capacity, settled, writing
 from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
@@ -130,6 +130,7 @@ def open_worker(
     """
     from ..handlers.device.staging import torch_layouts
 
+    settings = settled(settings, ThisMachine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     refs = [[PageRef(tensor, size) for tensor, size in group] for group in groups]
     layout = WorkerLayout(
@@ -278,6 +279,7 @@ def open_cascade(
     of the namespace for people; `about` is written beside it. `file_system` returns the file system
     of an NVMe tier. For the rest see `ManagerOptions`. Raises one of our errors.
     """
+    settings = settled(settings, ThisMachine(), geometry.world_size)
     arena_geometry = _arena_geometry(settings, geometry)
     role = ArenaRole.scheduler(expect_workers=expect_workers)
     with ExitStack() as undo:
@@ -412,16 +414,19 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
     settings = cascade.settings
-    policies = [tier.policy for tier in settings.tiers]
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
     fields: dict[str, dict[str, object]] = {}
-    for state, policy, report in zip(cascade.manager.tier_states(), policies, reports, strict=True):
+    states = cascade.manager.tier_states()
+    for state, tier, report in zip(states, settings.tiers, reports, strict=True):
         facts = fields[state.name] = {
             "blocks": state.blocks,
             "capacity_blocks": state.capacity_blocks,
             "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
-            "policy": policy,
+            "policy": tier.policy,
         }
+        share = sizes.share_of(tier.capacity)
+        if share is not None:
+            facts["share"] = share
         if report is None:
             facts["pages"] = "huge" if cascade.arena.is_huge else "small"
         else:

@@ -1,16 +1,21 @@
-"""Resolve names in the configuration: our spec, eviction policies and admission rules."""
+"""Read a configuration, and resolve its names: our spec, eviction policies and admission rules."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.machine import Machine, check_machine, check_nvme
+from ..config.environment import misspelt, with_environment
+from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
 from ..config.schema import AdmissionMode, CascadeConfig, NvmeTierOptions, parse
 from ..errors import ConfigError
+from ..logs import get_logger
 from ..manager.admission import Admission, AdmitAll, AdmitSecondTouch, admission_by_path
 from ..tiers.policies import known_names, order_class
+
+_log = get_logger(__name__)
 
 CONNECTOR = "OffloadingConnector"
 """vLLM's connector for offloading specs."""
@@ -43,14 +48,35 @@ def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
                 admission_rule(tier.admission)
 
 
-def checked(
-    extra_config: Mapping[str, object], machine: Machine, noted: list[str] | None = None
+def configured(
+    extra_config: Mapping[str, object],
+    noted: list[str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> CascadeConfig:
-    """Return the configuration after checking values, names, and whether it fits the machine.
+    """Return the configuration of an engine: what is given, then variables of the environment.
 
     Raises `ConfigError` for the first problem, or collects all in `noted`.
     """
-    config = parse(extra_config, known_names(), noted)
+    for said in misspelt(environment):
+        _log.warning("kvcascade: %s", said)
+    given: Mapping[str, object] = extra_config
+    with noting(noted):
+        given = with_environment(extra_config, environment)
+    return parse(given, known_names(), noted)
+
+
+def checked(
+    extra_config: Mapping[str, object],
+    machine: Machine,
+    noted: list[str] | None = None,
+    workers: int = 1,
+) -> CascadeConfig:
+    """Return the configuration after checking values, names, and whether it fits the machine.
+
+    `workers`: number of workers of the engine. Raises `ConfigError` for the first problem, or
+    collects all in `noted`.
+    """
+    config = settled(configured(extra_config, noted), machine, workers)
     check_names(config, noted)
     check_machine(config, machine, noted)
     return config

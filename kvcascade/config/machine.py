@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import final
@@ -21,7 +21,7 @@ import psutil
 from .cgroup import group_memory
 from .options import At, noting
 from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
-from .sizes import Share, Size, human
+from .sizes import AnySize, DeviceShare, FreeShare, Share, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
 """Pattern of the arenas that outlived their engines, in the folder of arenas."""
@@ -32,6 +32,11 @@ MIN_CAPACITY_BYTES = 8192
 """Smallest capacity that can hold a block: a header and a page."""
 BACK_RATIO = 2
 """Ratio of NVMe to CPU capacity from which on the NVMe tier can copy all of the CPU tier."""
+DEVICES_IF_NONE = 8
+"""Number of engines for which the default share of memory is divided on a machine without GPUs."""
+GPU_FOLDERS = (Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes"))
+"""Folders with one entry per GPU of the machine, in containers too. The second one, of AMD, also
+lists processors, whose `simd_count` is 0."""
 NAMESPACE_FILE = "namespace.json"
 """A folder that holds this file is a namespace of an NVMe tier."""
 
@@ -98,6 +103,10 @@ class Machine(ABC):
         """Return the file system that holds an existing folder."""
 
     @abstractmethod
+    def devices(self) -> int:
+        """Return the number of GPUs of the machine; 0 if there is none, or none can be counted."""
+
+    @abstractmethod
     def used_by_namespaces(self, folder: Path) -> int:
         """Return the bytes of all namespaces in a folder; 0 if the folder does not exist."""
 
@@ -139,9 +148,28 @@ class ThisMachine(Machine):
             free=found.f_bavail * found.f_frsize,
         )
 
+    def devices(self) -> int:
+        nvidia, amd = GPU_FOLDERS
+        if nvidia.is_dir():
+            return len(list(nvidia.iterdir()))
+        return sum(map(_has_compute_units, amd.glob("*/properties")))
+
     def used_by_namespaces(self, folder: Path) -> int:
         namespaces = [found.parent for found in folder.glob(f"*/{NAMESPACE_FILE}")]
         return sum(_bytes_below(namespace) for namespace in namespaces)
+
+
+def settled(config: CascadeConfig, machine: Machine, workers: int) -> CascadeConfig:
+    """Return the configuration with the default share of memory for an engine of `workers`.
+
+    Every process of an engine gets the same result, because only constant facts of the machine
+    count: its memory (or that of its container) and its devices.
+    """
+    if not isinstance(config.cpu.capacity, DeviceShare):
+        return config
+    present = max(workers, machine.devices() or DEVICES_IF_NONE)
+    share = replace(config.cpu.capacity, used=workers, present=present)
+    return replace(config, tiers=(replace(config.cpu, capacity=share), *config.tiers[1:]))
 
 
 def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
@@ -246,7 +274,12 @@ def cpu_capacity(tier: CpuTierOptions, machine: Machine) -> int:
 
 def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the tier's capacity in bytes, over all its paths."""
-    return tier.capacity.of(nvme_disk_bytes(tier, machine))
+    if not isinstance(tier.capacity, FreeShare):
+        return tier.capacity.of(nvme_disk_bytes(tier, machine))
+    disks = _disks(tier, machine)
+    own = sum(machine.used_by_namespaces(path) for path in tier.path)
+    reserve = sum(tier.min_free.of(disk.total) for disk in disks)
+    return tier.capacity.of(max(0, sum(disk.free for disk in disks) + own - reserve))
 
 
 def file_system_of(directory: str) -> str:
@@ -282,7 +315,7 @@ def _check_cpu(tier: CpuTierOptions, machine: Machine) -> None:
         raise at.wrong(_written(tier.capacity, capacity), problem)
 
 
-def _check_enough(at: At, size: Size, count: int, where: str) -> None:
+def _check_enough(at: At, size: AnySize, count: int, where: str) -> None:
     if not count:
         raise at.wrong(str(size), f"is 0 bytes on {where}; raise it")
     if count < MIN_CAPACITY_BYTES:
@@ -355,9 +388,19 @@ def _nearest(path: Path, machine: Machine) -> Path:
     return path
 
 
-def _written(size: Size, count: int) -> str:
+def _written(size: AnySize, count: int) -> str:
     """Return a size as the user wrote it; a share also in bytes."""
-    return f"{size} = {human(count)}" if isinstance(size, Share) else str(size)
+    is_share = isinstance(size, Share | DeviceShare | FreeShare)
+    return f"{size} = {human(count)}" if is_share else str(size)
+
+
+def _has_compute_units(properties: Path) -> bool:
+    """Return True if a node of AMD's topology is a GPU."""
+    try:
+        lines = properties.read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("simd_count ") and not line.endswith(" 0") for line in lines)
 
 
 def _bytes_below(folder: Path) -> int:

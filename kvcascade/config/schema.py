@@ -35,7 +35,7 @@ from .options import (
     whole,
     word_or_none,
 )
-from .sizes import Budget, Bytes, Share, Size, WriteAmount
+from .sizes import Budget, Bytes, DeviceShare, FreeShare, Share, Size, WriteAmount
 
 MAX_BLOCKS_PER_CHUNK = 1 << 16
 MAX_TOKENS_PER_CHUNK = 1 << 20
@@ -84,13 +84,14 @@ ELSEWHERE = {
 }
 """Keys of the tiers that come with vLLM, and the corresponding key here."""
 
+PATH_KEY = "path"
+"""Key that stands for a complete list of tiers: a CPU tier, and an NVMe tier on this path."""
 DEFAULT_FLUSH_S = 20.0
 MAX_TIERS = 8
 MAX_IO_THREADS = 64
 
-_SIZE_REMEDY = 'give a size such as "64GiB" or "50%"'
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
-_TIERS_REMEDY = 'give a list that begins with {"type": "cpu", "capacity": "64GiB"}'
+_TIERS_REMEDY = 'give "path": "/mnt/nvme/kv", or a list that begins with {"type": "cpu"}'
 _ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
 
 
@@ -156,9 +157,10 @@ class CpuTierOptions:
 
     key: str
     """Place in the configuration, for messages: "tiers[0]"."""
-    capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
-    """Memory of the arena, over all ranks: a size, or a share of the memory limit of the machine or
-    of its container."""
+    capacity: Annotated[Size | DeviceShare, sized(sizes.parse_size)] = DeviceShare(Fraction(4, 10))
+    """Memory of the arena, over all ranks: a size, or a share of the memory of the machine or of
+    its container. The default is 40 % of that memory, divided by the devices of the machine and
+    multiplied by those of the engine; without GPUs, an eighth of it."""
     policy: Annotated[str, policy_name] = "lru"
     """Eviction policy: a built-in name, the name of an entry point of the group
     `kvcascade.policies`, or "package.module:Class"."""
@@ -185,11 +187,11 @@ class NvmeTierOptions:
 
     key: str
     """Place in the configuration, for messages: "tiers[1]"."""
-    capacity: Annotated[Size, sized(sizes.parse_size), _SIZE_REMEDY]
-    """Disk space over all paths and all models in them, index included: a size, or a share of the
-    disks."""
     path: Annotated[tuple[Path, ...], folders, _PATH_REMEDY]
     """Absolute folder, or a list of folders on several devices, whose bandwidth adds up."""
+    capacity: Annotated[Size | FreeShare, sized(sizes.parse_size)] = FreeShare(Fraction(8, 10))
+    """Disk space over all paths and all models in them, index included: a size, or a share of the
+    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`."""
     policy: Annotated[str, policy_name] = "lru"
     """Eviction policy, as for the CPU tier."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
@@ -245,7 +247,7 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
 
 def _tier(at: At, value: Any, index: int) -> TierConfig:
     if not isinstance(value, Mapping):
-        raise at.wrong(value, 'is not a tier; write it as {"type": ..., "capacity": ...}')
+        raise at.wrong(value, 'is not a tier; write it as {"type": "cpu"} or {"type": "nvme", ...}')
     if "type" not in value:
         raise at.below("type").missing(_ORDER_REMEDY)
     if value["type"] not in TIER_TYPES:
@@ -272,7 +274,8 @@ class CascadeConfig:
     key: str
     """Empty, because the options are at the top level."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
-    """The tiers, fastest first: one `cpu` tier, then `nvme` tiers; 8 at most."""
+    """The tiers, fastest first: one `cpu` tier, then `nvme` tiers; 8 at most. A key `path` instead
+    of it stands for a `cpu` tier and an `nvme` tier on that path, with default capacities."""
     write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
     """When a block is written down: when it leaves the CPU tier or at shutdown (`"demote"`), also
     `dirty_age_s` after it was stored (`"back"`), or at once (`"through"`). The default is
@@ -344,7 +347,24 @@ def parse(
             if key in ELSEWHERE:
                 remedy = f" of the tiers in vLLM itself; use {ELSEWHERE[key]} here"
                 raise At(key).unknown(value, remedy)
-    return read_options(CascadeConfig, At("", known, noted), ours, also=VLLM_KEYS)
+    with noting(noted):
+        ours = with_tiers(ours)
+    return read_options(CascadeConfig, At("", known, noted), ours, also=(*VLLM_KEYS, PATH_KEY))
+
+
+def with_tiers(options: dict[str, object]) -> dict[str, object]:
+    """Replace `path` by the two tiers that it stands for: one in memory, one in these folders.
+
+    Raises `ConfigError` if the tiers are given, too.
+    """
+    if PATH_KEY not in options:
+        return options
+    path = options[PATH_KEY]
+    if "tiers" in options:
+        problem = "has no effect beside tiers; leave it out, or give it in a tier of type nvme"
+        raise At(PATH_KEY).wrong(path, problem)
+    others = {key: value for key, value in options.items() if key != PATH_KEY}
+    return {**others, "tiers": [{"type": "cpu"}, {"type": "nvme", "path": path}]}
 
 
 def check_vllm_keys(extra_config: Mapping[str, object], noted: list[str] | None = None) -> None:

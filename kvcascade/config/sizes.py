@@ -90,8 +90,54 @@ class DriveWrites:
         return self.text or f"{_decimal(self.times)} DWPD"
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """A share of the memory for each device of the machine, as large as the engine has devices.
+
+    Engines that together use all devices take the share together, however they are started.
+    """
+
+    part: Fraction
+    """Share for all devices of the machine, from 0 to 1."""
+    used: int = 1
+    """Devices that the engine uses: its workers."""
+    present: int = 1
+    """Devices of the machine."""
+
+    def of(self, total: int) -> int:
+        """This share of `total`, rounded down."""
+        return int(total * self.part * min(self.used, self.present) / self.present)
+
+    def __str__(self) -> str:
+        return f"{_decimal(self.part * 100)}% for {self.present} devices, {self.used} used"
+
+
+@dataclass(frozen=True, slots=True)
+class FreeShare:
+    """A share of the disk space that is free or already used by the tier."""
+
+    part: Fraction
+    """From 0 to 1."""
+
+    def of(self, total: int) -> int:
+        """This share of `total`, the usable space, rounded down."""
+        return int(total * self.part)
+
+    def __str__(self) -> str:
+        return f"{_decimal(self.part * 100)}% of the usable space"
+
+
 Size = Bytes | Share
-"""Types of a capacity."""
+"""Types of a capacity as users write it."""
+AnySize = Size | DeviceShare | FreeShare
+"""Types of a capacity, defaults included."""
+
+
+def share_of(capacity: AnySize) -> str | None:
+    """Return the share of the machine that a default capacity takes; None if it was given."""
+    return str(capacity) if isinstance(capacity, DeviceShare | FreeShare) else None
+
+
 WriteAmount = Bytes | DriveWrites
 """Types of a daily write budget."""
 Budget = Bytes | Share | Blocks

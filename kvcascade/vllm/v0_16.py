@@ -35,13 +35,13 @@ from vllm.v1.kv_offload.spec import OffloadingSpec
 from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
 from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker
-from ..config.schema import CascadeConfig, parse
+from ..assembly.named import configured
+from ..config.schema import CascadeConfig
 from ..errors import ConfigError
 from ..handlers.device.copier import GpuBlocks
 from ..logs import get_logger
 from ..manager.anonymous import AnonymousManager
 from ..tiers.base import SlotSpec
-from ..tiers.policies import known_names
 from . import engine_facts, kv_pages
 from .kv_layers import group_specs
 from .packing import group_facts, packing_of_layers
@@ -171,7 +171,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, kv_cache_config)
-        self._settings: CascadeConfig = parse(dict(self.extra_config), known_names())
+        self._settings: CascadeConfig = configured(self.extra_config)
         _check_what_is_missing(self._settings, self.extra_config)
         self._apply_blocks_per_chunk()
         self._geometry = self._make_geometry()

@@ -32,13 +32,13 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ..assembly.build import Cascade, Geometry, WorkerSide, open_worker, real_file_system
-from ..config.schema import CascadeConfig, parse
+from ..assembly.named import configured
+from ..config.schema import CascadeConfig
 from ..handlers.device.copier import GpuBlocks
 from ..manager.base import BlockEvent, LookupState
 from ..manager.request import Request
 from ..manager.standstill import Standstill
 from ..tiers.base import BlockHash, SlotSpec
-from ..tiers.policies import known_names
 from . import engine_facts, offload_metrics
 from .engine_facts import kv_cache_config
 from .generation import (
@@ -359,7 +359,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         self._set_up(config)
 
     def _set_up(self, config: OffloadingConfig) -> None:
-        self._settings: CascadeConfig = parse(dict(config.extra_config), known_names())
+        self._settings: CascadeConfig = configured(config.extra_config)
         refuse_wrong_stores(config)
         self._engine_config = engine_facts.engine_config()
         self._geometry = _geometry(config)

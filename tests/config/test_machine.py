@@ -18,9 +18,11 @@ from kvcascade.config.machine import (
     PathKind,
     ThisMachine,
     check_machine,
+    check_nvme,
     cpu_capacity,
     doubts,
     nvme_capacity,
+    settled,
     writing,
 )
 from kvcascade.config.schema import parse
@@ -45,6 +47,7 @@ class Twin(Machine):
     used: dict[Path, int] = field(default_factory=dict)
     kept: int = 0
     arena_lies_on: str = "tmpfs"
+    gpus: int = 0
 
     def memory(self) -> Memory:
         return Memory(total=64 * GIB, available=self.available)
@@ -71,6 +74,9 @@ class Twin(Machine):
 
     def kept_by_arenas(self, folder: Path) -> int:
         return self.kept
+
+    def devices(self) -> int:
+        return self.gpus
 
     def used_by_namespaces(self, folder: Path) -> int:
         return self.used.get(folder, 0)
@@ -398,3 +404,37 @@ def test_only_namespaces_count_as_used(tmp_path: Path) -> None:
         (folder / "deep" / "data").write_bytes(os.urandom(1 << 20))
     (namespace / "namespace.json").write_text(json.dumps({}))
     assert 1 << 20 <= machine.used_by_namespaces(tmp_path) < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "share"),
+    [(8, 1, 8), (8, 8, 1), (8, 2, 4), (0, 1, 8), (1, 1, 1), (4, 8, 1)],
+)
+def test_the_default_share_of_memory_is_divided_by_devices(
+    gpus: int, workers: int, share: int
+) -> None:
+    twin = Twin(gpus=gpus)
+    config = settled(parse({"path": "/mnt/0/kv"}), twin, workers)
+    assert cpu_capacity(config.cpu, twin) == 64 * GIB * 4 // 10 // share
+    assert share * cpu_capacity(config.cpu, twin) <= twin.available, "engines on all devices fit"
+    check_machine(config, twin)
+
+
+def test_a_given_capacity_does_not_depend_on_devices() -> None:
+    config = configured()
+    assert settled(config, Twin(gpus=8), 1) == config
+
+
+def test_the_default_share_of_the_disk_leaves_room_for_what_is_there() -> None:
+    twin = Twin(used={Path("/mnt/0/kv"): 100 * GIB})
+    config = parse({"path": "/mnt/0/kv"})
+    reserve = 1024 * GIB * 5 // 100
+    assert nvme_capacity(config.nvme[0], twin) == (500 * GIB + 100 * GIB - reserve) * 8 // 10
+    check_nvme(config, twin)
+    full = Twin(disk_free=1 * GIB)
+    assert nvme_capacity(config.nvme[0], full) == 0
+    assert "is 0 bytes" in message(config, full)
+
+
+def test_this_machine_counts_its_devices() -> None:
+    assert ThisMachine().devices() >= 0

@@ -56,7 +56,7 @@ def commands(page: Path) -> list[str]:
         if language not in ("", "sh", "bash", "console"):
             continue
         for line in _joined(text):
-            words = line.split("  #")[0].strip().removeprefix("$ ")
+            words = re.split(r"  +#| > ", line)[0].strip().removeprefix("$ ")
             if re.match(r"(kvcascade|make|vllm|PYTHONHASHSEED)\b", words):
                 found.append(words)
     return found

@@ -61,7 +61,7 @@ def there_and_back(rig: Rig, arena: Arena, link: Link) -> None:
 def test_by_a_process(arena: Arena, tmp_path: Path, has_prefault: bool, is_huge: bool) -> None:
     arena.is_huge = is_huge
     rig = Rig(config_for([tmp_path], slots=32))
-    options = NvmeTierOptions("tiers[1]", Share(Fraction(1, 2)), (tmp_path,))
+    options = NvmeTierOptions("tiers[1]", (tmp_path,), Share(Fraction(1, 2)))
     mover = open_mover(arena, rig.tier, options, has_prefault)
     there_and_back(rig, arena, link_by_process(rig.tier, mover))
     assert mover.close() and mover.pid is None

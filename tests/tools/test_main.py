@@ -16,7 +16,7 @@ from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.command_line import ExitCode, answering_apart, emit
 
 OURS = (
-    *("inspect", "top", "verify", "gc", "export", "import", "check"),
+    *("config", "doctor", "inspect", "top", "verify", "gc", "export", "import", "check"),
     *("replay", "bench", "demo", "version"),
 )
 

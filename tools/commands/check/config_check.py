@@ -18,6 +18,7 @@ from ....assembly.nvme_parts import slots_of_segment
 from ....config.machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
 from ....config.options import noting
 from ....config.schema import CascadeConfig, NvmeTierOptions
+from ....config.sizes import share_of
 from ....errors import os_errors
 from ....tiers.cpu import ArenaGeometry
 from ....tiers.cpu.arena_limits import probe_machine
@@ -72,6 +73,8 @@ class TierReport:
     blocks: int | None = None
     tokens: int | None = None
     segments: int | None = None
+    share: str | None = None
+    """Share of the machine that a default capacity takes; None if the capacity was given."""
 
 
 @dataclass(slots=True)
@@ -136,7 +139,8 @@ def check(
     if not given.extra:
         return report
     with noting(report.problems):
-        settings = checked(given.extra, machine, report.problems)
+        workers = 1 if shape is None else shape.world_size
+        settings = checked(given.extra, machine, report.problems, workers)
         if not report.problems:
             report.doubts += doubts(settings, machine)
             _fill(report, settings, machine, shape)
@@ -198,7 +202,15 @@ def _fill(
     blocks = None if arena is None else arena.slots
     where = str(settings.cpu.arena_dir)
     report.tiers.append(
-        TierReport("cpu", where, capacity, settings.cpu.policy, blocks, _tokens(blocks, shape))
+        TierReport(
+            "cpu",
+            where,
+            capacity,
+            settings.cpu.policy,
+            blocks,
+            _tokens(blocks, shape),
+            share=share_of(settings.cpu.capacity),
+        )
     )
     report.tiers += [_nvme(tier, machine, report.block_bytes, shape) for tier in settings.nvme]
 
@@ -243,7 +255,8 @@ def _nvme(
         plan = plan_capacity(capacity, block_bytes, len(tier.path), slots)
         blocks, segments = plan.slots, plan.segments
     tokens = _tokens(blocks, shape)
-    return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments)
+    share = share_of(tier.capacity)
+    return TierReport(tier.type, where, capacity, tier.policy, blocks, tokens, segments, share)
 
 
 def _tokens(blocks: int | None, shape: BlockShape | None) -> int | None:
@@ -277,7 +290,8 @@ def print_checked(report: CheckReport) -> None:
         shown = [show.NOTHING if count is None else f"{count:,}" for count in counts]
         table.add_row(tier.tier, tier.where, tier.policy, show.size(tier.capacity_bytes), *shown)
     console.print(table)
-    rows = [("pinned memory", show.size(report.pinned_bytes))]
+    rows = [(f"{tier.tier} takes", tier.share) for tier in report.tiers if tier.share is not None]
+    rows.append(("pinned memory", show.size(report.pinned_bytes)))
     if report.block_bytes is not None:
         rows.insert(0, ("block", f"{report.tokens_per_block} tokens, {report.block_bytes:,} bytes"))
         rows.insert(0, ("KV per token", f"{report.bytes_per_token:,} bytes"))

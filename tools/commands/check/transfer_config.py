@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from ....assembly.named import CONNECTOR, SPEC_NAME, TIER_NAME, TIERING_SPEC_NAME, checked_tier
 from ....config.machine import Machine
 from ....config.options import At, did_you_mean, flag, noting, optional, read_options, text, whole
-from ....config.schema import VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
+from ....config.schema import PATH_KEY, VLLM_KEYS, CascadeConfig, NvmeTierOptions, check_vllm_keys
 from ....config.sizes import human
 from ....errors import ConfigError
 from ....tiers.policies.named_object import named_object
@@ -51,7 +51,7 @@ TIERING_KEYS = (
     "enable_telemetry",
 )
 """Keys that vLLM reads if it keeps its own manager."""
-OPTIONS = frozenset({*TIERING_KEYS, *CascadeConfig.__slots__} - {"key"})
+OPTIONS = frozenset({*TIERING_KEYS, *CascadeConfig.__slots__, PATH_KEY} - {"key"})
 """All keys that are valid in `kv_connector_extra_config`."""
 
 

@@ -24,7 +24,7 @@ from ....config.schema import (
     DirectIO,
     TierConfig,
 )
-from ....config.sizes import Blocks, Bytes, DriveWrites, Share
+from ....config.sizes import Blocks, Bytes, DeviceShare, DriveWrites, FreeShare, Share
 
 NOT_A_KEY = "key"
 """Field that holds an option's place in the configuration."""
@@ -42,6 +42,8 @@ _VALUES: dict[Any, str] = {
     Share: "share",
     Blocks: "number of blocks",
     DriveWrites: "drive writes per day",
+    DeviceShare: "",
+    FreeShare: "",
     DirectIO: '`"auto"`, `true`, `false`',
 }
 
@@ -117,7 +119,8 @@ def _values(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return ", ".join(f'`"{word}"`' for word in hint)
     if get_origin(hint) in (Union, UnionType):
-        return ", ".join(_values(part) for part in get_args(hint) if part is not NoneType)
+        shown = (_values(part) for part in get_args(hint) if part is not NoneType)
+        return ", ".join(filter(None, shown))
     raise UndescribedError(f"values of type {hint} have no name in _VALUES")
 
 
@@ -125,7 +128,7 @@ def _default(option: Field[Any], meaning: str) -> str:
     value = option.default
     if value is MISSING:
         return "**required**"
-    if value is None:
+    if value is None or isinstance(value, DeviceShare | FreeShare):
         return "automatic" if EXPLAINED in meaning else "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

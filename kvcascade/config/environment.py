@@ -1,0 +1,100 @@
+"""Options from environment variables, for container images.
+
+A variable is named after its option: `KVCASCADE_WRITE_MODE` for `write_mode`,
+`KVCASCADE_CPU_POLICY` for an option of the CPU tier, and `KVCASCADE_NVME_CAPACITY` for one of the
+first NVMe tier. A value is JSON, or text if it is no valid JSON. Options in the configuration have
+precedence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from .schema import PATH_KEY, CascadeConfig, CpuTierOptions, NvmeTierOptions, with_tiers
+
+PREFIX = "KVCASCADE_"
+MIN_LIKENESS = 0.8
+"""Likeness from which on an unknown variable is taken for a misspelt one. Others may belong to
+somebody else: Kubernetes sets such variables for a service that is named kvcascade."""
+
+
+def _names(cls: type[Any]) -> list[str]:
+    return [each.name for each in fields(cls) if each.name != "key"]
+
+
+TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH_KEY)}
+"""Options at the top level, by variable."""
+OF_TIER = {
+    f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
+    for kind, cls in (("cpu", CpuTierOptions), ("nvme", NvmeTierOptions))
+    for name in _names(cls)
+}
+"""Tier type and option, by variable."""
+
+
+def with_environment(
+    extra_config: Mapping[str, object], environment: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the configuration, completed by the variables. Raises `ConfigError`.
+
+    Only a list of tiers that is given, or that `path` stands for, is completed with options of
+    tiers.
+    """
+    found: dict[str, object] = dict(extra_config)
+    has_tiers = not {"tiers", PATH_KEY}.isdisjoint(found)
+    for variable, name in TOP.items():
+        is_other_way = has_tiers and name in ("tiers", PATH_KEY)
+        if variable in environment and not is_other_way:
+            found.setdefault(name, _value(environment[variable]))
+    options = {
+        place: _value(environment[variable])
+        for variable, place in OF_TIER.items()
+        if variable in environment
+    }
+    found = with_tiers(found)
+    tiers = found.get("tiers")
+    if options and isinstance(tiers, list | tuple):
+        found["tiers"] = list(_completed(tiers, options))
+    return found
+
+
+def misspelt(environment: Collection[str]) -> list[str]:
+    """Return a sentence for each variable that is no option, and nearly named like one."""
+    known = [variable.removeprefix(PREFIX) for variable in (*TOP, *OF_TIER)]
+    said: list[str] = []
+    for variable in environment:
+        if variable.startswith(PREFIX) and variable not in TOP and variable not in OF_TIER:
+            name = variable.removeprefix(PREFIX)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
+            if close:
+                said.append(
+                    f"the environment variable {variable} is not known; if {PREFIX}{close[0]} "
+                    "is meant, rename it"
+                )
+    return said
+
+
+def _completed(
+    tiers: Sequence[object], options: Mapping[tuple[str, str], object]
+) -> Iterator[object]:
+    """Yield the tiers; the first one of each type has the options that it lacks."""
+    seen: set[object] = set()
+    for tier in tiers:
+        kind = tier.get("type") if isinstance(tier, Mapping) else None
+        if not isinstance(tier, Mapping) or kind in seen:
+            yield tier
+            continue
+        seen.add(kind)
+        own = {name: value for (of, name), value in options.items() if of == kind}
+        yield {**own, **tier}
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,79 @@
+"""Options from environment variables, and the list of tiers that `path` stands for."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kvcascade.config.environment import OF_TIER, PREFIX, TOP, misspelt, with_environment
+from kvcascade.config.schema import CascadeConfig, WriteMode, parse
+from kvcascade.config.sizes import Bytes, DeviceShare, FreeShare
+from kvcascade.errors import ConfigError
+
+
+def read(given: dict[str, Any], **variables: str) -> CascadeConfig:
+    named = {f"{PREFIX}{name.upper()}": value for name, value in variables.items()}
+    return parse(with_environment(given, named))
+
+
+def test_a_path_is_a_complete_configuration() -> None:
+    config = parse({"spec_name": "CascadeOffloadingSpec", "path": "/mnt/nvme/kv"})
+    assert config == parse({"tiers": [{"type": "cpu"}, {"type": "nvme", "path": "/mnt/nvme/kv"}]})
+    assert config.cpu.capacity == DeviceShare(Fraction(4, 10))
+    assert config.nvme[0].capacity == FreeShare(Fraction(8, 10))
+
+
+def test_path_and_tiers_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"^path: .* beside tiers"):
+        parse({"path": "/mnt/nvme/kv", "tiers": [{"type": "cpu"}]})
+
+
+def test_the_environment_alone_configures_an_engine() -> None:
+    config = read(
+        {}, path="/mnt/nvme/kv", cpu_capacity="8GiB", nvme_policy="sieve", write_mode="through"
+    )
+    assert config.cpu.capacity == Bytes(8 * 2**30)
+    assert config.nvme[0].policy == "sieve" and config.write_mode is WriteMode.THROUGH
+
+
+def test_values_are_json_where_they_can_be() -> None:
+    config = read(
+        {"path": "/mnt/0"}, cpu_prefault="false", dirty_age_s="2.5", nvme_path='["/mnt/1"]'
+    )
+    assert config.cpu.prefault is False and config.dirty_age_s == 2.5
+    assert [str(path) for path in config.nvme[0].path] == ["/mnt/0"], "the configuration wins"
+
+
+def test_the_configuration_has_precedence() -> None:
+    given = {"tiers": [{"type": "cpu", "capacity": "1GiB"}], "label": "mine"}
+    config = read(given, cpu_capacity="8GiB", cpu_policy="arc", label="other", path="/mnt/0")
+    assert config.cpu.capacity == Bytes(2**30) and config.cpu.policy == "arc"
+    assert config.label == "mine" and not config.nvme
+
+
+def test_only_the_first_tier_of_a_type_is_completed() -> None:
+    disks = [{"type": "nvme", "path": "/mnt/0"}, {"type": "nvme", "path": "/mnt/1"}]
+    config = read({"tiers": [{"type": "cpu"}, *disks]}, nvme_capacity="9GiB")
+    assert config.nvme[0].capacity == Bytes(9 * 2**30)
+    assert config.nvme[1].capacity == FreeShare(Fraction(8, 10))
+
+
+def test_what_is_no_list_of_tiers_is_reported_as_given() -> None:
+    with pytest.raises(ConfigError, match=r"^tiers: \"/mnt\" is not a list of tiers"):
+        read({"tiers": "/mnt"}, cpu_capacity="8GiB")
+    with pytest.raises(ConfigError, match=r"^tiers is missing"):
+        read({}, cpu_capacity="8GiB")
+
+
+def test_every_option_has_a_variable_of_its_own() -> None:
+    assert TOP.keys().isdisjoint(OF_TIER)
+    assert {"KVCASCADE_PATH", "KVCASCADE_TIERS", "KVCASCADE_ON_RESET"} <= TOP.keys()
+    assert {"KVCASCADE_CPU_CAPACITY", "KVCASCADE_NVME_PATH"} <= OF_TIER.keys()
+
+
+def test_misspelt_variables_are_named_and_those_of_others_are_not() -> None:
+    variables = ["KVCASCADE_CPU_CAPACTY", "KVCASCADE_SERVICE_HOST", "KVCASCADE_PORT", "HOME"]
+    (said,) = misspelt([*variables, "KVCASCADE_PATH"])
+    assert "KVCASCADE_CPU_CAPACTY" in said and "KVCASCADE_CPU_CAPACITY" in said

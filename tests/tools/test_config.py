@@ -1,0 +1,59 @@
+"""`kvcascade config`: its output is a configuration that the parser and `check` accept."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+from support.cache_rig import call
+
+from kvcascade.config.schema import parse
+from kvcascade.tools.commands.config import FLUSH_TIMEOUT_S, has_shutdown_timeout
+
+
+def extra_of(transfer: dict[str, Any]) -> dict[str, Any]:
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    return dict(transfer["kv_connector_extra_config"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--path", "/mnt/nvme/kv"],
+        ["--path", "/mnt/a", "--path", "/mnt/b", "--disk", "2TiB"],
+        ["--path", "/mnt/nvme/kv", "--cpu", "25%", "--set", "write_mode=through"],
+        ["--path", "/mnt/it's", "--set", "dirty_age_s=2.5", "--set", "label=a b"],
+    ],
+)
+def test_all_forms_are_the_same_configuration(options: list[str]) -> None:
+    document = json.loads(call("config", *options, "--json").out)
+    extra = extra_of(document["kv_transfer_config"])
+    parse(extra)
+    words = shlex.split(call("config", *options).out.replace("\\\n", ""))
+    assert words[0] == "--kv-transfer-config" and extra_of(json.loads(words[1])) == extra
+    line = call("config", *options, "--yaml").out.splitlines()[0]
+    quoted = line.removeprefix("kv-transfer-config: ")
+    assert quoted[0] == quoted[-1] == "'"
+    assert extra_of(json.loads(quoted[1:-1].replace("''", "'"))) == extra
+
+
+def test_the_timeout_is_given_to_a_vllm_that_has_it() -> None:
+    document = json.loads(call("config", "--path", "/mnt/nvme/kv", "--json").out)
+    assert document["shutdown_timeout"] == (FLUSH_TIMEOUT_S if has_shutdown_timeout() else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--path"),
+        (["--path", "relative"], "absolute"),
+        (["--path", "/mnt", "--cpu", "64G"], "GiB or GB"),
+        (["--path", "/mnt", "--set", "nonsense"], "KEY=VALUE"),
+        (["--path", "/mnt", "--set", "write_mod=back"], "write_mode"),
+    ],
+)
+def test_wrong_calls(options: list[str], said: str) -> None:
+    answer = call("config", *options)
+    assert answer.code == 2 and said in answer.err and answer.out == ""

@@ -1,0 +1,115 @@
+"""`kvcascade doctor`: what it finds on machines that are wrong in one way, and on this one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cache_rig import call
+
+from kvcascade.tools.commands.doctor.findings import Facts, Level, PathFacts, findings
+from kvcascade.tools.commands.doctor.machine_facts import has_direct_io
+
+GIB = 2**30
+GOOD = Facts(
+    vllm="0.32.0",
+    vllm_problem=None,
+    hash_seed_is_needed=False,
+    gpus=8,
+    gpu_driver="NVRM 580",
+    locked_memory_bytes=None,
+    open_files=65536,
+    arena_dir="/dev/shm",
+    arena_file_system="tmpfs",
+    arena_free_bytes=100 * GIB,
+    has_shared_huge_pages=True,
+    pinned_bytes=64 * GIB,
+    paths=(PathFacts("/mnt/nvme/kv", "xfs", 900 * GIB, True),),
+)
+
+
+def worst(facts: Facts) -> dict[str, Level]:
+    return {each.subject: each.level for each in findings(facts) if each.level is not Level.OK}
+
+
+def test_nothing_is_wrong_with_a_good_machine() -> None:
+    assert worst(GOOD) == {}
+    assert {each.remedy for each in findings(GOOD)} == {""}
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "level"),
+    [
+        ({"vllm": None}, "vLLM", Level.PROBLEM),
+        ({"vllm_problem": "is too old"}, "vLLM", Level.PROBLEM),
+        ({"hash_seed_is_needed": True}, "block hashes", Level.PROBLEM),
+        ({"gpu_driver": None}, "GPU", Level.PROBLEM),
+        ({"locked_memory_bytes": 8 << 20}, "locked memory", Level.ADVICE),
+        ({"arena_free_bytes": 64 << 20}, "shared memory", Level.PROBLEM),
+        ({"arena_file_system": "ext4"}, "shared memory", Level.ADVICE),
+        ({"has_shared_huge_pages": False}, "huge pages", Level.ADVICE),
+        ({"open_files": 1024}, "open files", Level.ADVICE),
+        ({"kept_arenas": 2}, "kept arenas", Level.ADVICE),
+        ({"problems": ("tiers is missing.",)}, "configuration", Level.PROBLEM),
+        ({"doubts": ("odd.",)}, "configuration", Level.ADVICE),
+        ({"pinned_bytes": None, "paths": ()}, "configuration", Level.ADVICE),
+    ],
+)
+def test_one_thing_is_wrong(change: dict[str, object], subject: str, level: Level) -> None:
+    facts = replace(GOOD, **change)  # type: ignore[arg-type]
+    assert worst(facts) == {subject: level}
+    for each in findings(facts):
+        if each.level is not Level.OK and each.subject not in ("configuration", "vLLM"):
+            assert each.remedy, "a finding says what to do"
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay", "nfs4"])
+def test_a_path_in_the_wrong_place(kind: str) -> None:
+    path = replace(GOOD.paths[0], file_system=kind)
+    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Level.ADVICE}
+
+
+def test_a_path_without_direct_io() -> None:
+    path = replace(GOOD.paths[0], has_direct_io=False)
+    assert worst(replace(GOOD, paths=(path,))) == {"path /mnt/nvme/kv": Level.ADVICE}
+    unknown = replace(GOOD.paths[0], has_direct_io=None)
+    assert worst(replace(GOOD, paths=(unknown,))) == {}
+
+
+def test_a_limit_of_locked_memory_does_not_matter_without_a_gpu() -> None:
+    assert worst(replace(GOOD, gpus=0, gpu_driver=None, locked_memory_bytes=8 << 20)) == {}
+
+
+def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert has_direct_io(tmp_path) in (True, False)
+    assert list(tmp_path.iterdir()) == []
+    assert has_direct_io(tmp_path / "nowhere") is None
+
+
+def test_this_machine_with_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    extra = {
+        "spec_name": "CascadeOffloadingSpec",
+        "tiers": [
+            {"type": "cpu", "capacity": "16MiB"},
+            {"type": "nvme", "capacity": "64MiB", "path": str(tmp_path / "kv"), "min_free": 0},
+        ],
+    }
+    document = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    path.write_text(json.dumps({**document, "kv_connector_extra_config": extra}))
+    answer = call("doctor", str(path), "--json")
+    found = json.loads(answer.out)["findings"]
+    assert {"configuration", "vLLM", "GPU", "shared memory"} <= {each["subject"] for each in found}
+    assert any(each["subject"] == f"path {tmp_path / 'kv'}" for each in found)
+    assert not (tmp_path / "kv").exists(), "nothing was created"
+
+
+def test_a_wrong_configuration_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    path.write_text('{"kv_connector_extra_config": {"tiers": []}}')
+    answer = call("doctor", str(path), "--json")
+    found = json.loads(answer.out)["findings"]
+    assert answer.code == 1
+    assert any(e["subject"] == "configuration" and e["level"] == "problem" for e in found)

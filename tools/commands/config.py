@@ -1,0 +1,134 @@
+"""`kvcascade config`: write a configuration for `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from .command_line import CommandError, ExitCode, JsonOption, answering, emit
+from .version import ENGINES
+
+FLUSH_TIMEOUT_S = 22
+"""`--shutdown-timeout` with which an engine writes its dirty blocks at a stop, by default."""
+FIRST_WITH_TIMEOUT = (0, 32)
+"""First vLLM that has `--shutdown-timeout`."""
+
+FolderOption = Annotated[
+    list[str] | None,
+    typer.Option("--path", metavar="FOLDER", help="Folder on the NVMe device (repeatable)."),
+]
+CpuOption = Annotated[
+    str | None, typer.Option("--cpu", metavar="SIZE", help='CPU tier, such as 64GiB or "40%".')
+]
+DiskOption = Annotated[
+    str | None, typer.Option("--disk", metavar="SIZE", help='NVMe tier, such as 2TiB or "80%".')
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other top-level key (repeatable)."),
+]
+YamlOption = Annotated[
+    bool, typer.Option("--yaml", help="Print lines for the file of `vllm serve --config`.")
+]
+
+
+def config(
+    path: FolderOption = None,
+    cpu: CpuOption = None,
+    disk: DiskOption = None,
+    others: SetOption = None,
+    as_yaml: YamlOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the options of `vllm serve` that switch kvcascade on.
+
+    Without --path, the command asks for it on a terminal. Sizes that are not given are shares of
+    the machine; `kvcascade check` shows them.
+
+    Examples:
+
+        kvcascade config --path /mnt/nvme/kv
+
+        kvcascade config --path /mnt/a/kv --path /mnt/b/kv --cpu 64GiB --disk 2TiB --yaml
+
+        kvcascade config --path /mnt/nvme/kv --set write_mode=through --json | kvcascade check -
+    """
+    with answering(as_json):
+        if not path:
+            path, cpu, disk = _asked(cpu, disk)
+        transfer = transfer_config(path, cpu, disk, others or ())
+        _check(transfer["kv_connector_extra_config"])
+        timeout_s = FLUSH_TIMEOUT_S if has_shutdown_timeout() else None
+        if as_json:
+            emit("config", {"kv_transfer_config": transfer, "shutdown_timeout": timeout_s})
+        elif as_yaml:
+            quoted = json.dumps(transfer).replace("'", "''")
+            print(f"kv-transfer-config: '{quoted}'")
+            if timeout_s is not None:
+                print(f"shutdown-timeout: {timeout_s}")
+        else:
+            quoted = json.dumps(transfer, indent=2).replace("'", "'\\''")
+            last = "" if timeout_s is None else f" \\\n--shutdown-timeout {timeout_s}"
+            print(f"--kv-transfer-config '{quoted}'{last}")
+
+
+def transfer_config(
+    path: list[str], cpu: str | None, disk: str | None, others: Sequence[str]
+) -> dict[str, Any]:
+    """Return vLLM's KV transfer configuration. Raises `CommandError` for a malformed KEY=VALUE."""
+    folders: str | list[str] = path[0] if len(path) == 1 else path
+    extra: dict[str, Any] = {"spec_name": "CascadeOffloadingSpec"}
+    if cpu is None and disk is None:
+        extra["path"] = folders
+    else:
+        memory = {"type": "cpu"} | ({} if cpu is None else {"capacity": cpu})
+        storage = {"type": "nvme", "path": folders} | ({} if disk is None else {"capacity": disk})
+        extra["tiers"] = [memory, storage]
+    for pair in others:
+        key, is_pair, value = pair.partition("=")
+        if not key or not is_pair:
+            raise CommandError(f'--set: "{pair}" is not KEY=VALUE', ExitCode.USAGE)
+        extra[key] = _value(value)
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def has_shutdown_timeout() -> bool:
+    """Return True if the installed vLLM has `--shutdown-timeout`, or if none is installed."""
+    for name in ENGINES:
+        try:
+            major, minor = version(name).split(".")[:2]
+        except (PackageNotFoundError, ValueError):
+            continue
+        return not minor.isdigit() or (int(major), int(minor)) >= FIRST_WITH_TIMEOUT
+    return True
+
+
+def _asked(cpu: str | None, disk: str | None) -> tuple[list[str], str | None, str | None]:
+    if not sys.stdin.isatty():
+        raise CommandError("give --path, a folder on the NVMe device", ExitCode.USAGE)
+    path = typer.prompt("Folder on the NVMe device", default="/mnt/nvme/kv", err=True)
+    cpu = cpu or typer.prompt("CPU tier (empty: a share)", default="", err=True) or None
+    disk = disk or typer.prompt("NVMe tier (empty: a share)", default="", err=True) or None
+    return [path], cpu, disk
+
+
+def _check(extra: dict[str, Any]) -> None:
+    from ...config.schema import parse
+
+    parse(extra)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,206 @@
+"""Judge the facts about a machine and a configuration: `Facts` to `Finding`s. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ....config.sizes import human
+
+MIN_OPEN_FILES = 4096
+"""Open files that an engine with large NVMe tiers needs beside those of vLLM: two per segment."""
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.glusterfs"}
+)
+LAYERED_FILE_SYSTEMS = frozenset({"overlay", "aufs"})
+
+
+class Level(StrEnum):
+    """Weight of a finding."""
+
+    OK = "ok"
+    ADVICE = "advice"
+    """It works; the remedy makes it faster or safer."""
+    PROBLEM = "problem"
+    """The engine does not start, or the cache is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact, judged."""
+
+    subject: str
+    level: Level
+    found: str
+    """Fact as a clause."""
+    remedy: str = ""
+    """What to do; empty if nothing is to be done."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as a JSON object."""
+        return {
+            "subject": self.subject,
+            "level": str(self.level),
+            "found": self.found,
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PathFacts:
+    """Facts about one folder of an NVMe tier."""
+
+    path: str
+    file_system: str
+    """Type of the file system of the folder, or of its nearest parent that exists."""
+    free_bytes: int
+    has_direct_io: bool | None
+    """Whether files may bypass the page cache; None if that could not be tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about a machine and a configuration, as far as they could be found."""
+
+    vllm: str | None
+    """Version of the installed vLLM; None if there is none."""
+    vllm_problem: str | None
+    """Reason why the installed vLLM is not supported."""
+    hash_seed_is_needed: bool
+    """True if block hashes change with every start of this vLLM, as the environment is now."""
+    gpus: int
+    gpu_driver: str | None
+    locked_memory_bytes: int | None
+    """Limit of locked memory; None means no limit."""
+    open_files: int
+    """Highest number of open files that a process may have."""
+    arena_dir: str
+    arena_file_system: str
+    arena_free_bytes: int
+    has_shared_huge_pages: bool
+    pinned_bytes: int | None = None
+    """Size of the CPU tier; None without a configuration."""
+    paths: tuple[PathFacts, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Problems of the configuration, as `kvcascade check` finds them."""
+    doubts: tuple[str, ...] = ()
+    kept_arenas: int = 0
+    """Arenas in shared memory whose engines have ended."""
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return all findings, in the order in which they should be read."""
+    found = [
+        *_configuration(facts),
+        *_vllm(facts),
+        *_device(facts),
+        *_memory(facts),
+        *_limits(facts),
+    ]
+    for path in facts.paths:
+        found += _disk(path)
+    return found
+
+
+def _configuration(facts: Facts) -> Iterator[Finding]:
+    for problem in facts.problems:
+        yield Finding("configuration", Level.PROBLEM, problem)
+    for doubt in facts.doubts:
+        yield Finding("configuration", Level.ADVICE, doubt)
+    if facts.pinned_bytes is None and not facts.problems:
+        remedy = "give its file, or make one with `kvcascade config`"
+        yield Finding("configuration", Level.ADVICE, "none was given", remedy)
+    elif not facts.problems:
+        yield Finding("configuration", Level.OK, "fits this machine")
+
+
+def _vllm(facts: Facts) -> Iterator[Finding]:
+    if facts.vllm is None:
+        remedy = "install vllm into the environment of kvcascade"
+        yield Finding("vLLM", Level.PROBLEM, "is not installed here", remedy)
+        return
+    if facts.vllm_problem is not None:
+        yield Finding("vLLM", Level.PROBLEM, f"{facts.vllm}: {facts.vllm_problem}")
+        return
+    yield Finding("vLLM", Level.OK, f"{facts.vllm} is supported")
+    if facts.hash_seed_is_needed:
+        found = "this vLLM draws a new seed of block hashes at every start: no block is found again"
+        remedy = "set the environment variable PYTHONHASHSEED=0 for the engine"
+        yield Finding("block hashes", Level.PROBLEM, found, remedy)
+    else:
+        yield Finding("block hashes", Level.OK, "are the same at every start")
+
+
+def _device(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and facts.gpu_driver is None:
+        found = f"{facts.gpus} GPUs, but their driver does not answer"
+        remedy = "start the container with the GPUs (docker: --gpus all), or load the driver"
+        yield Finding("GPU", Level.PROBLEM, found, remedy)
+    elif facts.gpus:
+        yield Finding("GPU", Level.OK, f"{facts.gpus}, driver {facts.gpu_driver}")
+    else:
+        yield Finding("GPU", Level.OK, "none; blocks are copied by the CPU")
+    limit = facts.locked_memory_bytes
+    pinned = facts.pinned_bytes or 0
+    if facts.gpus and limit is not None and limit < max(pinned, 1):
+        found = f"limited to {human(limit)}, and the CPU tier is pinned for the GPU"
+        remedy = "raise it: `ulimit -l unlimited`, or docker --ulimit memlock=-1"
+        yield Finding("locked memory", Level.ADVICE, found, remedy)
+    else:
+        shown = "no limit" if limit is None else f"limit {human(limit)}"
+        yield Finding("locked memory", Level.OK, shown)
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    free, folder = human(facts.arena_free_bytes), facts.arena_dir
+    pinned = facts.pinned_bytes
+    if pinned is not None and pinned > facts.arena_free_bytes:
+        remedy = f"docker: --shm-size={human(pinned).replace(' ', '')}, or `mount -o remount,size=`"
+        found = f"{folder} has {free} free, and the CPU tier takes {human(pinned)}"
+        yield Finding("shared memory", Level.PROBLEM, found, remedy)
+    elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS | {"hugetlbfs"}:
+        found = f"{folder} is on {facts.arena_file_system}, so memory is also written to a disk"
+        remedy = "set arena_dir to a folder in shared memory"
+        yield Finding("shared memory", Level.ADVICE, found, remedy)
+    else:
+        yield Finding("shared memory", Level.OK, f"{folder} has {free} free")
+    if facts.has_shared_huge_pages or facts.arena_file_system == "hugetlbfs":
+        yield Finding("huge pages", Level.OK, "shared memory may use them")
+    else:
+        found = "the kernel gives none for shared memory, which makes direct I/O slower"
+        remedy = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield Finding("huge pages", Level.ADVICE, found, remedy)
+    if facts.kept_arenas:
+        found = f"{facts.kept_arenas} arenas of ended engines hold memory"
+        remedy = "`kvcascade shm ls` lists them, `kvcascade shm drop` frees them"
+        yield Finding("kept arenas", Level.ADVICE, found, remedy)
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    if facts.open_files < MIN_OPEN_FILES:
+        remedy = f"raise it: `ulimit -n {MIN_OPEN_FILES * 4}`, docker --ulimit nofile="
+        found = f"a process may open {facts.open_files} files"
+        yield Finding("open files", Level.ADVICE, found, f"{remedy}{MIN_OPEN_FILES * 4}")
+    else:
+        yield Finding("open files", Level.OK, f"limit {facts.open_files}")
+
+
+def _disk(path: PathFacts) -> Iterator[Finding]:
+    subject, kind = f"path {path.path}", path.file_system
+    if kind in MEMORY_FILE_SYSTEMS:
+        found = f"is on {kind}: it takes memory, and is lost at a reboot"
+        yield Finding(subject, Level.ADVICE, found, "give a folder on an NVMe device")
+    elif kind in LAYERED_FILE_SYSTEMS:
+        found = f"is on {kind}, the container's own layer: it is lost with the container"
+        yield Finding(subject, Level.ADVICE, found, "mount a volume, and give a folder in it")
+    elif kind in NETWORK_FILE_SYSTEMS:
+        found = f"is on {kind}: a tier on a network disk is slow, and one host only may use it"
+        yield Finding(subject, Level.ADVICE, found, "give a folder on a local NVMe device")
+    elif not path.has_direct_io and path.has_direct_io is not None:
+        found = f"{kind or 'its file system'} has no direct I/O: blocks also fill the page cache"
+        yield Finding(subject, Level.ADVICE, found, "use ext4 or xfs on a local NVMe device")
+    else:
+        yield Finding(subject, Level.OK, f"{kind}, {human(path.free_bytes)} free")
