@@ -16,8 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import kvcascade
-
+from .... import __all__ as public_names
 from ....observe.metrics import METRICS, table
 from ..bench.bench_page import page
 from ..versions import tables
@@ -53,7 +52,7 @@ def metric_table() -> str:
 
 def api() -> str:
     """Return a directive of mkdocstrings for each public name; errors come last."""
-    names = [name for name in kvcascade.__all__ if not name.startswith("_")]
+    names = [name for name in public_names if not name.startswith("_")]
     names.sort(key=lambda name: (name.endswith("Error") or name == "ErrorKind", name))
     return "\n\n".join(f"::: kvcascade.{name}" for name in names)
 
