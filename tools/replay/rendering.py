@@ -172,7 +172,7 @@ def write_png(points: Sequence[SweepPoint], path: Path) -> None:
         axes.plot(at, [ratios[size] for size in at], **style.options)
         ends.append((policy, ratios[at[-1]], style.colour))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes_bytes, [sizes.human(size) for size in sizes_bytes])
+    axes.set_xticks(sizes_bytes, [f"{size / (1 << 30):g} GiB" for size in sizes_bytes])
     axes.minorticks_off()
     top = max(point.report.hit_ratio for point in points)
     axes.set_ylim(0, 1.06 * top or 1)
