@@ -58,6 +58,7 @@ MEASUREMENTS = {
     "lookups": "what a question about a block on NVMe costs the scheduler's thread",
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
+    "faults": "wrong bytes served, and blocks lost, after faults on disk",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
     "first_token": "time to the first token cold, warm, after a restart and after kill -9",
     "restart": "what a server computes again after a restart, and how it serves a storm",
@@ -73,6 +74,7 @@ _MODULES = {
     "lookups": "scheduler.lookups",
     "transfers": "transfers",
     "busy": "busy",
+    "faults": "faults",
     "engine": "engine.engine",
     "first_token": "engine.first_token",
     "restart": "engine.restart",
@@ -81,7 +83,7 @@ _MODULES = {
     "gpu_engine": "engine.gpu_engine",
 }
 """Modules of all measurements."""
-ASKED_FOR = BARE
+ASKED_FOR = (*BARE, "faults")
 """Measurements that run only if their name is given."""
 
 

@@ -99,11 +99,13 @@ class TransferBench:
         fill_pattern(made, SEED)
         return made
 
-    def ours(self, device: torch.Tensor) -> OurEngine:
-        """Return our engine over this device."""
+    def ours(self, device: torch.Tensor, weights: str = "bench") -> OurEngine:
+        """Return our engine over this device, for weights of this name."""
         from .vllm_engines import OurEngine
 
-        return OurEngine(device, self._cpu_blocks, self.folders, self._disk_bytes, self._options)
+        return OurEngine(
+            device, self._cpu_blocks, self.folders, self._disk_bytes, self._options, weights
+        )
 
     def vllm(self, device: torch.Tensor) -> VllmEngine:
         """Return vLLM's engine over this device."""

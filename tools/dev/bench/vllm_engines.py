@@ -86,8 +86,10 @@ class OurEngine(Engine):
         folders: Sequence[Path],
         disk_bytes: int,
         options: Mapping[str, Any],
+        weights: str = "bench",
     ) -> None:
-        """Open the engine; `options` are further options of the NVMe tier."""
+        """Open the engine; `options` are further options of the NVMe tier, `weights` names the
+        weights."""
         super().__init__(device)
         block_bytes = device.shape[1]
         extra = {
@@ -102,7 +104,7 @@ class OurEngine(Engine):
                 },
             ],
             "write_mode": "through",
-            "weights_id": "bench",
+            "weights_id": weights,
         }
         config = offloading_config(block_bytes, extra)
         pages = CanonicalKVCaches(
