@@ -148,7 +148,10 @@ def test_links_of_the_repository_become_links_of_the_site(name: str, link: str, 
 def test_links_in_code_stay_and_links_to_nothing_end_the_build() -> None:
     code = "```\n[it](../nothing.md)\n```\n"
     assert relinked("limits.md", code, lambda name: False) == code
-    for link in ("../Makefile", "nothing.md", "../tests/conftest.py"):
+    assert (
+        relinked("limits.md", "by [the file](../Makefile).", lambda name: False) == "by the file."
+    )
+    for link in ("../nothing", "nothing.md", "../../elsewhere.md"):
         with pytest.raises(DeadLinkError, match="limits"):
             relinked("limits.md", f"[it]({link})", {*pages()}.__contains__)
 

@@ -35,11 +35,11 @@ OF_ROOT: Mapping[str, str] = {
 
 _MARKED = re.compile(r"<!-- generated: ([\w ]+) -->\n(.*?)<!-- end -->", re.S)
 _FENCED = re.compile(r"(^```.*?^```\n)", re.M | re.S)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 class DeadLinkError(Exception):
-    """A page links to a file that the site does not have; the message names both."""
+    """A page links to a file that does not exist; the message names both."""
 
 
 def metric_table() -> str:
@@ -113,22 +113,24 @@ def virtual_pages() -> dict[str, str]:
 def relinked(name: str, text: str, known: Callable[[str], bool]) -> str:
     """Return a page with links that are true on the site; they are true in the repository before.
 
-    `name`: of the page, on the site. `known` says whether the site has a file of a name. Raises
-    `DeadLinkError`.
+    Of a link to a file that only the repository has, the text stays. `name`: of the page, on the
+    site. `known` says whether the site has a file of a name. Raises `DeadLinkError`.
     """
     source = OF_ROOT.get(name, DOCS + name)
     names = {path: each for each, path in OF_ROOT.items()}
 
     def replaced(match: re.Match[str]) -> str:
-        link, mark, section = match[1].partition("#")
-        if not link or "://" in match[1] or match[1].startswith("mailto:"):
+        text, (link, mark, section) = match[1], match[2].partition("#")
+        if not link or "://" in match[2] or link.startswith("mailto:"):
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
         target = names.get(path) or path.removeprefix(DOCS)
-        if not (path in names or path.startswith(DOCS)) or not known(target):
-            raise DeadLinkError(f"{source} links to {path}, which the site does not have")
-        here = posixpath.relpath(target, posixpath.dirname(name) or ".")
-        return f"]({here}{mark}{section})"
+        if (path in names or path.startswith(DOCS)) and known(target):
+            here = posixpath.relpath(target, posixpath.dirname(name) or ".")
+            return f"[{text}]({here}{mark}{section})"
+        if path.startswith("..") or not (ROOT / path).exists():
+            raise DeadLinkError(f"{source} links to {path}, which does not exist")
+        return text
 
     parts = _FENCED.split(text)
     return "".join(p if p.startswith("```") else _LINK.sub(replaced, p) for p in parts)
