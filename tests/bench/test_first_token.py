@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 
 from kvcascade.tools.commands.bench.bench_results import NONE, OURS, VLLM, Row, Table, document
-from kvcascade.tools.dev.bench.engine.engine_runs import Servers
+from kvcascade.tools.dev.bench.engine.engine_runs import IDLE_AFTER_S, Servers
 from kvcascade.tools.dev.bench.engine.first_token import (
     MEASUREMENT,
     MOMENTS,
+    ORDER,
     UNLIKE,
     WARM_UPS,
     Lifetimes,
@@ -32,6 +33,7 @@ SCALE = scale_of(SMOKE.restart)
 class Remembering:
     """A server that knows which prompts it, or another one over the same folder, has answered."""
 
+    name: str
     seen: set[tuple[int, ...]]
     events: list[str]
     tokens: tuple[int, ...] = (1, 2)
@@ -40,7 +42,8 @@ class Remembering:
     def complete_all(
         self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
     ) -> list[Completion]:
-        self.events.append(f"{len(prompts)} requests")
+        assert len(prompts) == clients == 1
+        self.events.append(self.name)
         found: list[Completion] = []
         for prompt in map(tuple, prompts):
             is_known = prompt in self.seen
@@ -68,49 +71,67 @@ class RememberingServers(Servers):
 
     def __post_init__(self) -> None:
         super().__init__(self.folder, True, lambda line: None)
-        self.seen: set[tuple[int, ...]] = set()
+        self.seen: dict[str, set[tuple[int, ...]]] = {name: set() for name in ORDER}
 
     @contextmanager
     def running(
         self, contender: str, options: dict[str, Any], warm_up: Sequence[list[int]] = ()
     ) -> Iterator[ServerProcess]:
-        seen = set[tuple[int, ...]]() if contender == NONE else self.seen
-        server = Remembering(seen, self.events, self.tokens)
+        seen = set[tuple[int, ...]]() if contender == NONE else self.seen[contender]
+        server = Remembering(contender, seen, self.events, self.tokens)
         assert len(warm_up) == WARM_UPS and not {*map(tuple, warm_up)} & seen
         yield cast(ServerProcess, server)
 
 
 def lifetimes(servers: RememberingServers) -> Lifetimes:
     def rest(seconds: float) -> None:
-        servers.events.append("rest")
+        if seconds > IDLE_AFTER_S:
+            servers.events.append("rest")
 
     return Lifetimes(servers, servers.folder / "model", SCALE, rest)
 
 
-def test_three_servers_get_the_same_requests(tmp_path: Path) -> None:
+def test_three_servers_over_each_cache_get_the_same_requests(tmp_path: Path) -> None:
     servers = RememberingServers(tmp_path)
-    figures = lifetimes(servers).run(OURS)
-    requests = f"{SCALE.documents} requests"
-    twice = [requests, requests, "rest", "stop"]
-    assert servers.events == [*twice, requests, "rest", "kill", requests, "rest", "kill"]
-    times = [figures[f"{moment}: TTFT p50"] for moment in MOMENTS]
-    assert times == [2000, 100, 100, 100]
+    figures = lifetimes(servers).figures(OURS)
+    one_pass = SCALE.documents * [*ORDER]
+    ends = [["stop"] * len(ORDER), *2 * [["kill"] * len(ORDER)]]
+    assert sorted(servers.events[: len(one_pass)]) == sorted(one_pass)
+    others = [event for event in servers.events if event not in ORDER]
+    assert others == ["rest", *ends[0], "rest", *ends[1], "rest", *ends[2]]
+    assert len(servers.events) == len(others) + len(MOMENTS) * len(one_pass)
+    assert [figures[f"{moment}: TTFT p50"] for moment in MOMENTS] == [2000, 100, 100, 100]
     computed = [figures[f"{moment}: tokens computed"] for moment in MOMENTS]
     assert computed[1:] == [12 * SCALE.documents] * 3
     assert {*figures} == {quantity.name for quantity in MEASUREMENT.quantities}
 
 
-def test_an_engine_without_a_cache_computes_after_each_start(tmp_path: Path) -> None:
-    figures = lifetimes(RememberingServers(tmp_path)).run(NONE)
-    assert [figures[f"{moment}: TTFT p50"] for moment in MOMENTS] == [2000, 100, 2000, 2000]
+def test_one_run_serves_every_contender_once(tmp_path: Path) -> None:
+    servers = RememberingServers(tmp_path)
+    asked = lifetimes(servers)
+    none = asked.figures(NONE)
+    events = len(servers.events)
+    assert [none[f"{moment}: TTFT p50"] for moment in MOMENTS] == [2000, 100, 2000, 2000]
+    asked.figures(OURS)
+    assert len(servers.events) == events
+    asked.figures(OURS)
+    assert len(servers.events) == 2 * events
+
+
+def test_requests_reach_the_contenders_in_rotating_order(tmp_path: Path) -> None:
+    servers = RememberingServers(tmp_path)
+    lifetimes(servers).figures(NONE)
+    first, second = servers.events[: len(ORDER)], servers.events[len(ORDER) : 2 * len(ORDER)]
+    assert first == [*ORDER] and second == [*ORDER[1:], ORDER[0]]
 
 
 def test_answers_are_compared_with_those_of_the_first_engine(tmp_path: Path) -> None:
     servers = RememberingServers(tmp_path)
     asked = lifetimes(servers)
-    assert asked.run(NONE)[UNLIKE.name] == 0
+    assert asked.figures(NONE)[UNLIKE.name] == 0
     servers.tokens = (1, 3)
-    assert asked.run(OURS)[UNLIKE.name] == len(MOMENTS) * SCALE.documents
+    asked.figures(VLLM), asked.figures(OURS)
+    assert asked.figures(OURS)[UNLIKE.name] == len(MOMENTS) * SCALE.documents
 
 
 def test_documents_are_more_than_the_device_holds() -> None:

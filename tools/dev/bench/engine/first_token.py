@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity, quantile
-from ...server import is_on_cpu
+from ...server import Completion, ServerProcess, is_on_cpu
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from ..scale import BLOCK_TOKENS, RestartScale
 from .restart import (
@@ -32,19 +33,27 @@ from .restart import (
 )
 
 if TYPE_CHECKING:
-    from ...server import Completion, ServerProcess
     from .engine_runs import Servers
 
 NAME = "first_token"
 MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
 """When the requests are sent, in order."""
 TTFT, COMPUTED = "TTFT p50", "tokens computed"
+ORDER = (NONE, VLLM, OURS)
+"""Contenders, in the order in which they start."""
 UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
 LAYERS, DOCUMENTS, DEVICE_DOCUMENTS = 8, 6, 2
 """Largest numbers of layers of the model and of documents; number of documents that the device
 holds."""
 WARM_UPS = 1
 """Number of other prompts that each new server answers first, for the one-time costs."""
+
+LIVES: tuple[tuple[int, Callable[[ServerProcess], object]], ...] = (
+    (2, stop_server),
+    (1, kill_server),
+    (1, kill_server),
+)
+"""For each server over a cache, in turn: passes over all requests, and the way it ends."""
 
 
 def quantities() -> tuple[Quantity, ...]:
@@ -58,7 +67,11 @@ def quantities() -> tuple[Quantity, ...]:
 
 
 class Lifetimes:
-    """Three servers in turn over one cache; all of them get the same requests."""
+    """Servers of all contenders side by side, three in turn over each cache.
+
+    All of them get the same requests, one at a time, each request all contenders in turn: if the
+    machine's speed changes, all are affected alike.
+    """
 
     def __init__(
         self,
@@ -74,37 +87,65 @@ class Lifetimes:
         self._prompts = [with_tail(text, f"tail {i}") for i, text in enumerate(documents(scale))]
         self._expected: Sequence[Sequence[int]] = ()
         """Answers of the first server of all."""
+        self._found: dict[str, Figures] = {}
+        """Figures of the last run that nobody has taken."""
 
-    def run(self, contender: str) -> Figures:
-        """Send the requests at all `MOMENTS`; return times, computed and differing tokens."""
+    def figures(self, contender: str) -> Figures:
+        """Return times, computed and differing tokens; one run serves each contender once."""
+        if contender not in self._found:
+            self._found = self._run()
+        return self._found.pop(contender)
+
+    def _run(self) -> dict[str, Figures]:
+        """Send the requests at all `MOMENTS`."""
         from .engine_runs import REST_S
 
-        passes: list[list[Completion]] = []
-        scale = self._scale
-        with self._servers.disk(contender) as folder:
-            nvme = {"capacity": 4 * max(scale.large_cpu_bytes, self._stored_bytes)}
-            options = self._servers.options(
-                self._model,
-                scale.prompt_tokens_max,
-                scale.device_documents * (scale.document_blocks + 2),
-                self._servers.offloading(contender, folder, scale.large_cpu_bytes, nvme),
-            )
-            for number, (rounds, end) in enumerate(
-                ((2, stop_server), (1, kill_server), (1, kill_server))
-            ):
-                warm_up = _warm_up(scale, number)
-                with self._servers.running(contender, options, warm_up) as server:
-                    passes += [self._ask(server) for _ in range(rounds)]
+        passes: dict[str, list[list[Completion]]] = {name: [] for name in ORDER}
+        with ExitStack() as disks:
+            options = {
+                name: self._options(name, disks.enter_context(self._servers.disk(name)))
+                for name in ORDER
+            }
+            for number, (rounds, end) in enumerate(LIVES):
+                warm_up = _warm_up(self._scale, number)
+                with ExitStack() as running:
+                    servers = {
+                        name: running.enter_context(
+                            self._servers.running(name, options[name], warm_up)
+                        )
+                        for name in ORDER
+                    }
+                    for _ in range(rounds):
+                        for name, answers in self._ask(servers).items():
+                            passes[name].append(answers)
                     self._sleep(REST_S)
-                    end(server)
-        return self._figures(passes)
+                    for server in servers.values():
+                        end(server)
+        return {name: self._figures(found) for name, found in passes.items()}
 
-    @property
-    def _stored_bytes(self) -> int:
-        return self._scale.documents * self._scale.document_bytes
+    def _options(self, contender: str, folder: Path) -> dict[str, Any]:
+        scale = self._scale
+        stored_bytes = scale.documents * scale.document_bytes
+        nvme = {"capacity": 4 * max(scale.large_cpu_bytes, stored_bytes)}
+        return self._servers.options(
+            self._model,
+            scale.prompt_tokens_max,
+            scale.device_documents * (scale.document_blocks + 2),
+            self._servers.offloading(contender, folder, scale.large_cpu_bytes, nvme),
+        )
 
-    def _ask(self, server: ServerProcess) -> list[Completion]:
-        return server.complete_all(self._prompts, ANSWER_TOKENS, 1)
+    def _ask(self, servers: Mapping[str, ServerProcess]) -> dict[str, list[Completion]]:
+        """Send each request to one server after another, the others being idle."""
+        from .engine_runs import IDLE_AFTER_S
+
+        answers: dict[str, list[Completion]] = {name: [] for name in servers}
+        names = list(servers)
+        for number, prompt in enumerate(self._prompts):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                self._sleep(IDLE_AFTER_S)
+                answers[name] += servers[name].complete_all([prompt], ANSWER_TOKENS, 1)
+        return answers
 
     def _figures(self, passes: Sequence[Sequence[Completion]]) -> Figures:
         self._expected = self._expected or [answer.tokens for answer in passes[0]]
@@ -148,7 +189,7 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     lifetimes = Lifetimes(servers, make_model(setup.folder, scale), scale)
     yield Case(
         f"{scale.documents} documents of {scale.document_blocks * BLOCK_TOKENS:,} tokens",
-        {name: partial(lifetimes.run, name) for name in (NONE, VLLM, OURS)},
+        {name: partial(lifetimes.figures, name) for name in ORDER},
         repeats=setup.scale.engine_repeats,
     )
 
@@ -157,8 +198,9 @@ MEASUREMENT = Measurement(
     NAME,
     "Time to the first token: cold, warm, after a restart, after kill -9",
     "vLLM's OpenAI server with its default flags: without offloading, with vLLM's "
-    "TieringOffloadingSpec and its fs tier, and with kvcascade in its default configuration. The "
-    "same requests come four times, one at a time; the device holds "
+    "TieringOffloadingSpec and its fs tier, and with kvcascade in its default configuration, side "
+    "by side. The same requests come four times, one at a time, and each goes to all three in "
+    "turn, while the others are idle; the device holds "
     f"{DEVICE_DOCUMENTS} of the {DOCUMENTS} documents, the CPU tier all of them. After a restart: "
     "SIGTERM after 8 s of rest, and a new server. After kill -9: all processes of that server are "
     "killed after 8 s of rest. A new server answers another prompt first. Each request has "
