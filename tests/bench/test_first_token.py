@@ -130,7 +130,8 @@ def test_answers_are_compared_with_those_of_the_first_engine(tmp_path: Path) -> 
     asked = lifetimes(servers)
     assert asked.figures(NONE)[UNLIKE.name] == 0
     servers.tokens = (1, 3)
-    asked.figures(VLLM), asked.figures(OURS)
+    for name in (VLLM, OURS):
+        asked.figures(name)
     assert asked.figures(OURS)[UNLIKE.name] == len(MOMENTS) * SCALE.documents
 
 
