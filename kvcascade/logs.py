@@ -1,16 +1,25 @@
-"""Rate-limited loggers: each kind of line is logged a few times a minute at most.
+"""Rate-limited loggers, and lines as JSON.
 
-Lines are of one kind if they come from one place in the code with the same text before formatting.
-The first line after a pause states how many were left out.
+Each kind of line is logged a few times a minute at most. Lines are of one kind if they come from
+one place in the code with the same text before formatting. The first line after a pause states how
+many were left out.
+
+With the environment variable `KVCASCADE_LOG_FORMAT=json`, every line of every process is one JSON
+object.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TextIO
 
+FORMAT_VARIABLE = "KVCASCADE_LOG_FORMAT"
 WINDOW_S = 60.0
 LINES_PER_WINDOW = 5
 MAX_KINDS = 1000
@@ -41,6 +50,54 @@ class RateLimit(logging.Filter):
         if left_out:
             record.msg = f"{record.msg} (and {left_out} more like it before)"
         return lines < LINES_PER_WINDOW
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, process, message, and any exception.
+
+    Also for `logging.config` files, as those of `VLLM_LOGGING_CONFIG_PATH`: vLLM's own lines then
+    have the same form.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its end."""
+        found: dict[str, str | int] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process or 0,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+def wants_json() -> bool:
+    """Return True if the environment asks for log lines as JSON; warn of an unknown format."""
+    asked = os.environ.get(FORMAT_VARIABLE, "text").lower()
+    if asked not in ("text", "json"):
+        get_logger(__name__).warning(
+            'kvcascade: %s is "%s"; it must be "text" or "json", so lines stay text',
+            FORMAT_VARIABLE,
+            asked,
+        )
+    return asked == "json"
+
+
+def json_handler(stream: TextIO | None = None) -> logging.Handler:
+    """Return a handler that writes JSON lines to a stream; None means standard error."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    return handler
+
+
+def log_to_stderr(prefix: str) -> None:
+    """Set up a child process: warnings go to standard error, as JSON or after `prefix`."""
+    handler = json_handler() if wants_json() else logging.StreamHandler()
+    if not isinstance(handler.formatter, JsonFormatter):
+        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 _limit = RateLimit()

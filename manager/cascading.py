@@ -20,7 +20,7 @@ from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
 from .admission import Admission, AdmitAll
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
-from .below.port import Below
+from .below.port import Below, Ended
 from .below.tier_chain import BelowOptions, below_of, past_uses
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
@@ -135,7 +135,7 @@ class CascadingOffloadingManager(OffloadingManager):
             mode,
             options.offered_once,
         )
-        self._workers = workers
+        self._workers, self._holds = workers, holds
         self._loads = Loads(flow, promoter, turns, workers, options.served_end)
         self._request_ends = RequestEnds(flow, self._aging, mode, counts_uses=admission.counts_uses)
         self._resets = Resets(
@@ -245,6 +245,15 @@ class CascadingOffloadingManager(OffloadingManager):
         with self.lock:
             return self._turns.waiting
 
+    def trace_transfers(self, on_transfer: Callable[[Ended, float], None]) -> None:
+        """Report each job between the first tier and a tier below to a function when it has ended.
+
+        `on_transfer` receives the outcome and the time at which the job began on the manager's
+        clock. It is called under the manager's lock by the scheduler thread or the ticker, and must
+        not wait.
+        """
+        self._flow.on_transfer = on_transfer
+
     def has_pending_work(self) -> bool:
         """True if calls are needed for progress that requests wait for."""
         return self._turns.is_waited_for
@@ -312,9 +321,17 @@ class CascadingOffloadingManager(OffloadingManager):
                 blocks=len(top.policy),
                 capacity_blocks=top.capacity,
                 dirty_blocks=top.dirt.dirty_blocks,
+                writing_blocks=len(self._workers.stores) + self._promoter.landing_slots(),
+                reading_blocks=self._reading_slots(),
             )
             below = zip(self._flow.below.state(), self._promoter.queues, strict=True)
             return [first, *(replace(state, waiting_blocks=queue.blocks) for state, queue in below)]
+
+    def _reading_slots(self) -> int:
+        """Return the number of slots of the first tier that are pinned for reads."""
+        loads = {status.block_id for status, _ in self._workers.loads.values()}
+        writes = (status.block_id for job in self._demoter.jobs for status in job.statuses)
+        return len(loads.union(self._holds.slots(), writes))
 
 
 def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:

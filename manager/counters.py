@@ -9,6 +9,8 @@ from enum import StrEnum
 
 MAX_LATENCIES = 1024
 """Samples that are kept until somebody takes them; the oldest go first."""
+MAX_STORE_SIZES = 65_536
+"""Limit on the store sizes kept for the metrics; more than a scheduler offers in a second."""
 
 
 class Reason(StrEnum):
@@ -80,6 +82,8 @@ class Counters:
     served_blocks: list[int] = field(default_factory=list)
     """Those of them by which the tokens that need not be computed are counted."""
     stored_blocks: int = 0
+    store_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STORE_SIZES))
+    """Number of slots that each store with new blocks asked for; taken by the metrics."""
     store_refused_busy: int = 0
     """Calls answered "offer again"."""
     store_lost_blocks: int = 0

@@ -280,12 +280,12 @@ class Demoter:
             left -= size
         return left
 
-    def land(self, ended: Ended) -> None:
-        """A copy ended."""
+    def land(self, ended: Ended) -> Transfer:
+        """A copy ended. Returns its job."""
         job = self._jobs.pop(ended.ticket)
         if job.is_orphan:
             self._level.release(job)
-            return
+            return job
         settled: list[int] = []
         failed: list[int] = []
         again: list[BlockHash] = []
@@ -303,6 +303,7 @@ class Demoter:
         self._level.dirt.set_dirty(failed)
         if again:
             self._put_off(again)
+        return job
 
     def take_in_lost(self) -> None:
         """Blocks that left the port are dirty again. At once, before anything leaves the level."""

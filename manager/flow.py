@@ -13,7 +13,7 @@ from ..handlers.base import OffloadingHandler
 from ..tiers.base import BlockHash
 from .admission import PastUses
 from .base import BlockEvent
-from .below.port import Below
+from .below.port import Below, Ended
 from .counters import Counters, Departures
 from .level import Level, Pairs, Tier
 
@@ -63,6 +63,9 @@ class Flow:
         )
         self.tickets = itertools.count(1)
         self.events: list[BlockEvent] = []
+        self.on_transfer: Callable[[Ended, float], None] | None = None
+        """Receives each job between the first tier and one below when it has ended, and the time at
+        which it began on `clock`. None: nobody traces them."""
         self.evicted: list[BlockHash] = []
         """Blocks that left the first tier since the last store."""
 

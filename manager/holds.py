@@ -6,7 +6,7 @@ promotion budget all the same. Used under the manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 from ..tiers.base import BlockHash, BlockStatus
 from .request import Request
@@ -26,6 +26,10 @@ class Holds:
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._users
+
+    def slots(self) -> KeysView[int]:
+        """Return the held slots, each once."""
+        return self._users.keys()
 
     def pin(self, request: Request, block_hash: BlockHash, status: BlockStatus) -> None:
         """Keep a ready block until the request loads it; no effect if the request holds it."""

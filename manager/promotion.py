@@ -143,6 +143,10 @@ class Promoter:
         """True if `flush` has something to start."""
         return any(queue.queued for queue in self.queues)
 
+    def landing_slots(self) -> int:
+        """Return the number of slots of the first tier that blocks from below are read into."""
+        return sum(len(job.statuses) for queue in self.queues for job in queue.jobs.values())
+
     def queued_blocks(self) -> list[int]:
         """Blocks that are not sent yet, by tier; the first number stands for the first tier."""
         return [0, *(len(queue.queued) for queue in self.queues)]
@@ -181,8 +185,8 @@ class Promoter:
             if queue.queued:
                 self._flush_queue(queue, protected, may_displace)
 
-    def land(self, ended: Ended) -> None:
-        """A read ended: the speed of its tier, and its blocks."""
+    def land(self, ended: Ended) -> ReadJob:
+        """A read ended: the speed of its tier, and its blocks. Returns its job."""
         queue = self.queues[ended.tier - 1]
         job = queue.jobs.pop(ended.ticket)
         now_s = self._flow.clock()
@@ -197,6 +201,7 @@ class Promoter:
             self._top.release(job)
         else:
             self._land(job, ended)
+        return job
 
     def expire(self) -> None:
         """Give up what is late, and find out when something may be late next."""
@@ -324,10 +329,9 @@ def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
     """Take in what ended below, and the keys that left a tier there."""
     landed = flow.below.poll()
     for ended in landed:
-        if ended.is_get:
-            promoter.land(ended)
-        else:
-            demoter.land(ended)
+        job: Transfer = (promoter if ended.is_get else demoter).land(ended)
+        if flow.on_transfer is not None:
+            flow.on_transfer(ended, job.created_s)
     demoter.take_in_lost()
     if landed:
         flow.take_in_events()

@@ -18,6 +18,12 @@ class TierState:
     capacity_blocks: int
     dirty_blocks: int
     """Blocks that are in no tier below."""
+    writing_blocks: int = 0
+    """Slots of the first tier that receive a block now: a store by a worker, or a read from a tier
+    below."""
+    reading_blocks: int = 0
+    """Slots of the first tier that cannot be evicted because a worker, a write to a tier below or a
+    waiting request needs their bytes."""
     waiting_blocks: int = 0
     """Blocks that are queued or on their way up from here."""
     demote_jobs: int = 0

@@ -69,6 +69,8 @@ class Stores:
             new = list(dict.fromkeys(new))
         if self._workers.outdated:
             new = [h for h in new if h not in self._workers.outdated]
+        if new:
+            flow.counters.store_sizes.append(len(new))
         top.policy.expect(new)
         room = self._room_for(new, block_hashes, request)
         if self._worth is not None and request is not None:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvcascade.manager.counters import Counters
-from kvcascade.observe.metrics import METRICS, PREFIX, Kind, Metric, MetricsSnapshot
+from kvcascade.manager.state import TierState
+from kvcascade.observe.metrics import (
+    METRICS,
+    PREFIX,
+    VLLM_METRICS,
+    Kind,
+    Metric,
+    MetricsSnapshot,
+)
 from kvcascade.tools.dev.site import site_pages
 from kvcascade.tools.dev.site.config_reference import UndescribedError
 from kvcascade.tools.dev.site.site_pages import metric_table
@@ -24,8 +32,8 @@ def exported() -> set[str]:
 
 
 def test_the_table_of_the_docs_has_every_metric() -> None:
-    shown = re.findall(r"^\| `([^`]+)` \|", metric_table(), re.M)
-    assert sorted(shown) == sorted(name.removesuffix("_bucket") for name in exported())
+    shown = re.findall(r"^\| `([^`]+?)(?:_total)?` \|", metric_table(), re.M)
+    assert shown == [metric.full_name for metric in (*METRICS, *VLLM_METRICS)]
 
 
 def test_a_metric_without_a_description_is_not_documented(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +52,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
-    names = [metric.name for metric in METRICS]
+    names = [metric.full_name.removeprefix("vllm:") for metric in (*METRICS, *VLLM_METRICS)]
     assert len(set(names)) == len(names)
     for name in names:
         assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", name)
@@ -57,3 +65,22 @@ def test_what_one_tier_serves_those_above_it_missed() -> None:
     (metric,) = (metric for metric in METRICS if metric.name == "tier_misses")
     missed = {tier: value for (tier,), value in metric.values(MetricsSnapshot(counters, []))}
     assert missed == {"cpu": 30, "nvme": 10, "slow": 7}
+
+
+def test_shares_of_the_first_tier_are_shares_of_its_slots() -> None:
+    counters = Counters.for_tiers(("cpu", "nvme"))
+    counters.links[0].demote_refused_blocks = 4
+    counters.store_sizes.extend([3, 2])
+    first = TierState("cpu", "CPU", 64, 10, 16, 0, writing_blocks=4, reading_blocks=8)
+    found = {
+        metric.name: [value for _, value in metric.values(MetricsSnapshot(counters, [first]))]
+        for metric in VLLM_METRICS
+    }
+    assert found == {
+        "cpu_cache_usage_perc": [0.75],
+        "cpu_cache_write_usage_perc": [0.25],
+        "cpu_cache_read_usage_perc": [0.5],
+        "cpu_allocation_size": [3, 2],
+        "stores_skipped": [4],
+    }
+    assert not counters.store_sizes, "each sample is reported once"

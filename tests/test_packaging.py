@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+from support.checkers import checker
 from support.project import FOLDERS, ROOT, module_files, python_files_outside_tests
+
+import kvcascade
+from kvcascade.tools.dev import licences
 
 CARRIED = ("kvcascade", *FOLDERS, "tests", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE")
 OPTIONAL = ("README.md", "ARCHITECTURE.md", "FORMAT.md", "CHANGELOG.md", "Makefile", "docs", ".ci")
@@ -34,6 +42,21 @@ assert importlib.util.find_spec("kvcascade.tools.dev") is None
 assert kvcascade.tools.__main__.main(["demo"]) == kvcascade.tools.__main__.main(["bench"]) == 2
 sys.exit(kvcascade.tools.__main__.main(["version"]))
 """
+
+
+BARE = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+sys.argv = ["kvcascade", *sys.argv[3:]]
+from kvcascade.tools.__main__ import main
+sys.exit(main())
+"""
+"""Runs the command line from two folders, and otherwise the standard library alone."""
+PLACES_OF_THE_VERSION = {
+    "CITATION.cff": r"(?m)^version: (\S+)$",
+    "docs/deploy/helm/Chart.yaml": r'(?m)^appVersion: "(\S+)"$',
+}
+"""Files that must repeat the version, since other tools read them."""
 
 
 def setup_cfg() -> configparser.ConfigParser:
@@ -161,3 +184,81 @@ def test_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
 
 def test_sdist_works_elsewhere(sdist: Path, tmp_path: Path) -> None:
     assert "kvcascade 0." in install(sdist, tmp_path / "site", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Python with the wheel and with the packages that it requires, and with no others."""
+    site = tmp_path_factory.mktemp("bare") / "site"
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--target", site, wheel, cwd=site.parent)
+    needed = site.parent / "needed"
+    needed.mkdir()
+    for package in licences.closure(licences.required()).values():
+        tops = {path.parts[0] for path in package.files or () if path.parts[0] != ".."}
+        for top in tops - {"__pycache__"}:
+            if not (needed / top).exists():
+                (needed / top).symlink_to(Path(str(package.locate_file(top))))
+    return ["-I", "-S", "-c", BARE, str(site), str(needed)]
+
+
+def test_the_command_line_needs_what_the_metadata_names_and_nothing_else(
+    bare: list[str], tmp_path: Path
+) -> None:
+    assert f"kvcascade {kvcascade.__version__}" in run(*bare, "version", cwd=tmp_path)
+    listed = run(*bare, "--help", cwd=tmp_path)
+    assert all(command in listed for command in ("inspect", "verify", "check", "replay"))
+    config = {"tiers": [{"type": "cpu", "capacity": "64MiB"}]}
+    (tmp_path / "kv.json").write_text(json.dumps(config))
+    shape = ("--kv-bytes-per-token", "65536")
+    assert "cpu" in run(*bare, "check", "kv.json", *shape, cwd=tmp_path)
+
+
+def test_the_version_is_written_once() -> None:
+    assert setup_cfg()["metadata"]["version"] == "attr: kvcascade.__version__"
+    for name, pattern in PLACES_OF_THE_VERSION.items():
+        (found,) = re.findall(pattern, (ROOT / name).read_text())
+        assert found == kvcascade.__version__, name
+    assert f"\n## {kvcascade.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_metadata_finds_readers(wheel: Path) -> None:
+    (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA")]
+    about = message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    assert about["License-Expression"] == "Apache-2.0" and about["Author"]
+    assert "kv-cache" in about["Keywords"].split(",")
+    topics = [text for text in about.get_all("Classifier") or () if text.startswith("Topic ::")]
+    assert "Topic :: Scientific/Engineering :: Artificial Intelligence" in topics
+    required = [text for text in about.get_all("Requires-Dist") or () if "extra ==" not in text]
+    assert sorted(required) == sorted(licences.required())
+
+
+def test_an_index_takes_both_files(wheel: Path, sdist: Path) -> None:
+    twine = checker("twine")
+    done = subprocess.run(
+        [twine, "check", "--strict", str(wheel), str(sdist)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_uv_installs_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    uv = checker("uv")
+    target = tmp_path / "site"
+    options = ("--no-deps", "--no-index", "--offline", "--no-config", "--python", sys.executable)
+    done = subprocess.run(
+        [uv, "pip", "install", *options, "--target", str(target), str(wheel)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "UV_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0, done.stderr
+    path = f"import sys; sys.path.insert(0, {str(target)!r})"
+    assert "kvcascade 0." in run("-P", "-c", f"{path}\n{PROBE}", target, cwd=tmp_path)
+
+
+def test_licences_of_what_an_installation_brings_are_listed() -> None:
+    page = (ROOT / "docs" / "licences.md").read_text()
+    assert licences.between_marks(page) == licences.table(), "run the command in the page"
+    assert "unknown" not in licences.table()
+    assert {canonicalize_name(name) for name in licences.closure(["numpy"])} == {"numpy"}

@@ -13,7 +13,7 @@ from support.project import FOLDERS, PACKAGE, ROOT, files, python_files_outside_
 PACKAGE_FOLDERS = (PACKAGE, *FOLDERS)
 ROOT_ENTRIES = {
     *PACKAGE_FOLDERS,
-    *("tests", "docs", ".ci"),
+    *("tests", "docs", ".ci", ".github", "CITATION.cff"),
     *("setup.cfg", "pyproject.toml", "MANIFEST.in", "Makefile", ".gitignore", "LICENSE"),
     *("README.md", "ARCHITECTURE.md", "FORMAT.md", "CHANGELOG.md"),
 }

@@ -29,6 +29,7 @@ from dataclasses import asdict
 import msgspec
 
 from ...errors import KVCascadeError, TierIOError
+from ...logs import log_to_stderr
 from ...tiers.base import BlockHash, SlotSpec
 from ...tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
 from ...tiers.cpu.prefault import PIECE_BYTES, populate
@@ -258,7 +259,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     die_with(parent_pid)
     give_way()
-    logging.basicConfig(level=logging.WARNING, format="kvcascade mover: %(message)s")
+    log_to_stderr("kvcascade mover: ")
     try:
         serve(socket.socket(fileno=socket_fd), arena_fd)
     except (KVCascadeError, OSError, WireError) as error:

@@ -15,6 +15,8 @@ from ..manager.counters import Counters, LinkCounters
 from ..manager.state import TierState
 
 PREFIX = "vllm:kvcascade_"
+VLLM_PREFIX = "vllm:kv_offload_"
+"""Prefix of the metrics that vLLM's own CPU tier reports, and that this one reports like it."""
 
 LATENCY_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0,
@@ -47,13 +49,19 @@ Values = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; `name` is without the prefix."""
+    """One metric; `name` is without `prefix`."""
 
     kind: Kind
     name: str
     documentation: str
     labels: tuple[str, ...]
     values: Callable[[MetricsSnapshot], Values]
+    prefix: str = PREFIX
+
+    @property
+    def full_name(self) -> str:
+        """Name as vLLM is told it."""
+        return self.prefix + self.name
 
 
 def _total(field: str) -> Callable[[MetricsSnapshot], Values]:
@@ -265,12 +273,52 @@ METRICS: tuple[Metric, ...] = (
 """Every metric."""
 
 
+def _store_sizes(snapshot: MetricsSnapshot) -> Values:
+    sizes = snapshot.counters.store_sizes
+    while sizes:
+        yield (), float(sizes.popleft())
+
+
+def _refused(snapshot: MetricsSnapshot) -> Values:
+    yield (), float(sum(link.demote_refused_blocks for link in snapshot.counters.links))
+
+
+def _pinned(blocks: Callable[[TierState], int]) -> Callable[[MetricsSnapshot], Values]:
+    """Return a reader of a share of the first tier's slots."""
+
+    def read(snapshot: MetricsSnapshot) -> Values:
+        first = snapshot.tiers[0]
+        yield (), blocks(first) / first.capacity_blocks
+
+    return read
+
+
+VLLM_METRICS: tuple[Metric, ...] = (
+    Metric(Kind.GAUGE, "cpu_cache_usage_perc",
+           "Share of the CPU tier's slots that transfers or waiting requests use now (0 to 1).", (),
+           _pinned(lambda s: s.writing_blocks + s.reading_blocks), VLLM_PREFIX),
+    Metric(Kind.GAUGE, "cpu_cache_write_usage_perc",
+           "Share of the CPU tier's slots that receive a block now (0 to 1).", (),
+           _pinned(lambda s: s.writing_blocks), VLLM_PREFIX),
+    Metric(Kind.GAUGE, "cpu_cache_read_usage_perc",
+           "Share of the CPU tier's slots whose block is being read or is kept for a waiting "
+           "request (0 to 1).", (), _pinned(lambda s: s.reading_blocks), VLLM_PREFIX),
+    Metric(Kind.HISTOGRAM, "cpu_allocation_size",
+           "Number of slots of the CPU tier that each store asked for.", (), _store_sizes,
+           VLLM_PREFIX),
+    Metric(Kind.COUNTER, "stores_skipped",
+           "Blocks that admission kept out of a tier below, such as blocks used only once.", (),
+           _refused, VLLM_PREFIX),
+)  # fmt: skip
+"""Metrics of vLLM's own CPU tier, under its names; declared only where vLLM declares them."""
+
+
 def table() -> str:
     """Return all metrics as a table in Markdown, for the documentation."""
     lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
-    for metric in METRICS:
+    for metric in (*METRICS, *VLLM_METRICS):
         suffix = "_total" if metric.kind is Kind.COUNTER else ""
         labels = ", ".join(f"`{label}`" for label in metric.labels)
-        name = f"`{PREFIX}{metric.name}{suffix}`"
+        name = f"`{metric.full_name}{suffix}`"
         lines.append(f"| {name} | {metric.kind.value} | {labels} | {metric.documentation} |")
     return "\n".join(lines)

@@ -218,6 +218,12 @@ def seconds_to_stop(config: Any | None) -> int | None:
     return getattr(config, "shutdown_timeout", None)
 
 
+def is_traced(config: Any | None) -> bool:
+    """Return True if vLLM sends trace spans to an endpoint."""
+    observability = getattr(config, "observability_config", None)
+    return bool(getattr(observability, "otlp_traces_endpoint", None))
+
+
 def hashes_change_at_restart(config: Any | None) -> bool:
     """Return True if block hashes differ in every process, so that blocks are not found again."""
     if os.environ.get("PYTHONHASHSEED") not in (None, "", "random"):

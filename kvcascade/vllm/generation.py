@@ -166,6 +166,27 @@ def has_tiering_spec(name: str) -> bool:
         return False
 
 
+@cache
+def cpu_tier_metrics() -> Mapping[str, Any]:
+    """Return the metrics that vLLM's own CPU tier declares, by name.
+
+    0.24 and 0.25 know the share in use and the skipped stores; 0.26 and later know all five of
+    `observe.metrics.VLLM_METRICS`.
+    """
+    spec = offered(f"{_BASE}.cpu.spec", "CPUOffloadingSpec")
+    if spec is None or not hasattr(spec, "build_metric_definitions"):
+        return {}
+    found: Mapping[str, Any] = spec.build_metric_definitions({"store_threshold": 2})
+    return found
+
+
+def span_maker() -> EmitSpan | None:
+    """Return vLLM's function that makes a finished trace span; None without OpenTelemetry."""
+    if not (offered("vllm.tracing", "is_tracing_available") or bool)():
+        return None
+    return cast("EmitSpan | None", offered("vllm.tracing", "instrument_manual"))
+
+
 def import_tier_class(tier: Mapping[str, Any]) -> None:
     """Let vLLM import the class of a secondary tier; early versions cannot, and import nothing.
 
@@ -194,6 +215,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.base import TierFilter as TierFilter
     from vllm.v1.kv_offload.base import TransferResult as TransferResult
+
+    from ..observe.tracing import EmitSpan
 else:
 
     class _Medium(StrEnum):

@@ -1,7 +1,8 @@
 """Report the metrics of the cascade as vLLM's offloading metrics.
 
 vLLM refuses a metric that was not declared beforehand. Declarations and values are both made from
-the list in `observe.metrics`.
+the lists in `observe.metrics`. Metrics of vLLM's own CPU tier are reported under its names, with
+its declarations, so dashboards made for that tier stay whole.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ from vllm.v1.kv_offload.base import (
 )
 
 from ..manager.cascading import CascadingOffloadingManager
-from ..observe.metrics import LATENCY_BUCKETS_S, METRICS, PREFIX, Kind, Metric, MetricsSnapshot
+from ..observe.metrics import (
+    LATENCY_BUCKETS_S,
+    METRICS,
+    VLLM_METRICS,
+    Kind,
+    Metric,
+    MetricsSnapshot,
+)
+from .generation import cpu_tier_metrics
 
 
 def definitions() -> dict[str, Any]:
     """Return the declarations for `OffloadingSpec.build_metric_definitions`."""
-    return {PREFIX + metric.name: _declared(metric) for metric in METRICS}
+    theirs = cpu_tier_metrics()
+    shared = {metric.full_name for metric in VLLM_METRICS} & theirs.keys()
+    ours = {metric.full_name: _declared(metric) for metric in METRICS}
+    return ours | {name: theirs[name] for name in sorted(shared)}
 
 
 def _declared(metric: Metric) -> Any:
@@ -39,6 +51,9 @@ class MetricsReader:
         """`tokens_per_block`: prompt tokens that one served block saves."""
         self._manager = manager
         self._tokens_per_block = tokens_per_block
+        theirs = cpu_tier_metrics()
+        shared = [metric for metric in VLLM_METRICS if metric.full_name in theirs]
+        self._metrics = (*METRICS, *shared)
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def read(self) -> OffloadingConnectorStats:
@@ -51,7 +66,7 @@ class MetricsReader:
             self._tokens_per_block,
             manager.waiting_requests,
         )
-        for metric in METRICS:
+        for metric in self._metrics:
             for labels, value in metric.values(snapshot):
                 self._send(stats, metric, labels, value)
         return stats
@@ -63,13 +78,14 @@ class MetricsReader:
         labels: tuple[str, ...],
         value: float,
     ) -> None:
-        name = PREFIX + metric.name
+        name = metric.full_name
         if metric.kind is Kind.GAUGE:
             stats.set_gauge(name, value, labels)
         elif metric.kind is Kind.HISTOGRAM:
             stats.observe_histogram(name, value, labels)
         else:
-            grown = value - self._last.get((name, labels), 0.0)
-            if grown > 0:
-                stats.increase_counter(name, grown, labels)
+            last = self._last.get((name, labels))
+            if last is None or value > last:
+                # A zero is sent, too: a series that begins with its first error has no increase.
+                stats.increase_counter(name, value - (last or 0.0), labels)
                 self._last[name, labels] = value

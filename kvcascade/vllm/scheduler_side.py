@@ -11,9 +11,10 @@ from typing import Any
 from ..assembly.build import Cascade, FileSystemOf, Geometry, open_cascade, real_file_system
 from ..config.schema import DEFAULT_FLUSH_S, CascadeConfig
 from ..identity import is_shareable, private_identity, weights_identity
-from ..logs import get_logger
+from ..logs import get_logger, json_handler, wants_json
+from ..observe.tracing import TransferSpans
 from . import engine_facts, packing
-from .generation import vllm_version
+from .generation import span_maker, vllm_version
 from .refusals import refuse_useless
 
 logger = get_logger(__name__)
@@ -23,10 +24,17 @@ STOP_S = 2.0
 
 
 def log_beside_vllm() -> None:
-    """Add the handlers of vLLM's logger to ours, since vLLM sets up handlers for its own only."""
+    """Add the handlers of vLLM's logger to ours, since vLLM sets up handlers for its own only.
+
+    If lines shall be JSON, they go to the same stream through a handler of our own.
+    """
     ours, theirs = logging.getLogger("kvcascade"), logging.getLogger("vllm")
     if not ours.handlers:
-        for handler in theirs.handlers:
+        handlers = theirs.handlers
+        if wants_json():
+            streams = [h.stream for h in handlers if isinstance(h, logging.StreamHandler)]
+            handlers = [json_handler(streams[0] if streams else None)]
+        for handler in handlers:
             ours.addHandler(handler)
         ours.setLevel(theirs.getEffectiveLevel())
 
@@ -129,7 +137,7 @@ def open_scheduler_side(
     settings, said = with_time_to_flush(settings, engine_config)
     if said is not None:
         logger.info(said)
-    return open_cascade(
+    cascade = open_cascade(
         settings,
         geometry,
         engine_id,
@@ -141,3 +149,13 @@ def open_scheduler_side(
         about=about,
         file_system=file_system,
     )
+    _trace(cascade, engine_config)
+    return cascade
+
+
+def _trace(cascade: Cascade, engine_config: Any | None) -> None:
+    """Report transfers as spans if vLLM was started with `--otlp-traces-endpoint`."""
+    emit = span_maker() if engine_facts.is_traced(engine_config) else None
+    if emit is not None:
+        manager = cascade.manager
+        manager.trace_transfers(TransferSpans(manager.counters.tier_names, emit))

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
+import subprocess
+import sys
+from datetime import datetime
 
 import pytest
 from support.clock import ManualClock
+from support.project import ROOT
 
-from kvcascade.logs import LINES_PER_WINDOW, MAX_KINDS, WINDOW_S, RateLimit
+from kvcascade.config.environment import misspelt
+from kvcascade.logs import (
+    FORMAT_VARIABLE,
+    LINES_PER_WINDOW,
+    MAX_KINDS,
+    WINDOW_S,
+    RateLimit,
+    json_handler,
+    wants_json,
+)
 
 
 class Lines(logging.Handler):
@@ -68,3 +83,60 @@ def test_what_is_remembered_is_bounded(logger: logging.Logger, lines: Lines) -> 
     for number in range(MAX_KINDS + 50):
         logger.warning(f"kind {number}")  # noqa: G004 - as careless code would
     assert len(lines.texts) == MAX_KINDS + 50
+
+
+def test_a_json_line_is_one_object_whatever_the_message_holds() -> None:
+    stream = io.StringIO()
+    logger = logging.Logger("kvcascade.json")
+    logger.addHandler(json_handler(stream))
+    try:
+        raise OSError(5, "read failed")
+    except OSError:
+        logger.exception('disk "%s" failed\nat once', "/mnt/ä")
+    logger.info("second")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["message"] == 'disk "/mnt/ä" failed\nat once'
+    assert first["level"] == "ERROR" and first["logger"] == "kvcascade.json"
+    assert first["exception"].endswith("OSError: [Errno 5] read failed")
+    assert datetime.fromisoformat(first["time"]).utcoffset() is not None
+    assert "exception" not in second and second["process"] > 0
+
+
+@pytest.mark.parametrize(("value", "is_json"), [("json", True), ("JSON", True), ("text", False)])
+def test_the_environment_chooses_the_format(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_json: bool
+) -> None:
+    monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
+    assert not wants_json()
+    monkeypatch.setenv(FORMAT_VARIABLE, value)
+    assert wants_json() is is_json
+
+
+def test_an_unknown_format_is_text_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(FORMAT_VARIABLE, "yaml")
+    assert not wants_json()
+    assert FORMAT_VARIABLE in caplog.text and "yaml" in caplog.text
+
+
+def test_a_child_process_writes_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import logging; from kvcascade.logs import log_to_stderr; "
+        "log_to_stderr('kvcascade mover: '); logging.getLogger('x').warning('the disk %s', 'rests')"
+    )
+    monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
+    assert child_stderr(code) == "kvcascade mover: the disk rests\n"
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+    assert json.loads(child_stderr(code))["message"] == "the disk rests"
+
+
+def child_stderr(code: str) -> str:
+    """Run Python code in a process of its own; returns its standard error."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_the_variable_is_not_taken_for_a_misspelt_option() -> None:
+    assert not misspelt([FORMAT_VARIABLE])

@@ -384,6 +384,12 @@ def test_served_tokens_are_those_of_the_prompt_with_several_groups() -> None:
         assert (options.tokens_per_block, options.served_end) == (16, b"\0" * 4)
 
 
+def reported_by_vllm() -> set[str]:
+    """Metrics that vLLM's own CPU tier reports without a threshold for stores."""
+    spec = pytest.importorskip("vllm.v1.kv_offload.cpu.spec").CPUOffloadingSpec
+    return set(spec.build_metric_definitions({}))
+
+
 def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
     shape = Shape()
     with Driver(shape, tiers(shape, tmp_path, cpu=8, nvme=64)) as driver:
@@ -397,6 +403,8 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         assert 0 < driver.metrics["vllm:kvcascade_tier_used_ratio['cpu']"] <= 1
         assert driver.metrics["vllm:kvcascade_promotion_seconds['nvme']"] > 0, "samples arrive"
         assert driver.metrics["vllm:kvcascade_day_written_bytes['nvme']"] > 0
+        assert driver.metrics["vllm:kvcascade_promote_failed_blocks['nvme']"] == 0, "told as zero"
+        assert driver.metrics.keys() >= reported_by_vllm(), "dashboards of vLLM's tier stay whole"
         assert driver.metrics["vllm:kvcascade_served_tokens['nvme']"] > 0
         (info,) = driver.manager.config_info()
         assert set(info) == {"kvcascade_tiers", "kvcascade_write_mode"}

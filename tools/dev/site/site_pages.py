@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .... import __all__ as public_names
-from ....observe.metrics import METRICS, table
+from ....observe.metrics import METRICS, VLLM_METRICS, table
 from ..bench.bench_page import page
 from ..versions import tables
 from .command_reference import all_commands, command_reference
@@ -44,7 +44,7 @@ class DeadLinkError(Exception):
 
 def metric_table() -> str:
     """Return the table of all metrics. Raises `UndescribedError`."""
-    for metric in METRICS:
+    for metric in (*METRICS, *VLLM_METRICS):
         if not metric.documentation.strip():
             raise UndescribedError(f"the metric {metric.name} has no documentation")
     return table()

@@ -1,0 +1,156 @@
+"""Record the metrics of a real engine, as the history that dashboards and alerts are tested with.
+
+    python -m kvcascade.tools.dev.record_metrics tests/data/metrics-run.txt.gz
+
+A server with a small model serves prompts that fit neither its device cache nor its CPU tier, and
+is scraped meanwhile. The file is in the OpenMetrics format with the time of every scrape, so
+`promtool tsdb create-blocks-from openmetrics` turns it into a database.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from .model import make_llama
+from .server import CPU_ENVIRONMENT, ENVIRONMENT, ServerProcess, is_on_cpu, write_tokenizer
+
+VOCABULARY = 1024
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * 4 * 2 * BLOCK_TOKENS * 32 * 4
+"""Layers, KV heads, key and value, tokens, size of a head, and bytes of a float32."""
+PROMPTS = 12
+PROMPT_TOKENS = 640
+CLIENTS = 2
+SCRAPES = 24
+SCRAPE_INTERVAL_S = 5.0
+KEPT = ("vllm:",)
+"""Prefixes of the metrics that are kept; those of Python and of the HTTP server are not."""
+
+Scrape = tuple[float, str]
+"""Seconds since the epoch, and the text of `/metrics`."""
+
+
+def configuration(disk: Path) -> dict[str, Any]:
+    """Return the arguments of the server: caches far smaller than the prompts."""
+    tiers = [
+        {"type": "cpu", "capacity": 64 * BLOCK_BYTES},
+        {
+            "type": "nvme",
+            "capacity": 200 * BLOCK_BYTES,
+            "path": str(disk),
+            "min_free": 0,
+            "write_budget": "1GiB",
+        },
+    ]
+    extra = {
+        "spec_name": "CascadeOffloadingSpec",
+        "spec_module_path": "kvcascade.spec",
+        "write_mode": "through",
+        "tiers": tiers,
+    }
+    return {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "num_gpu_blocks_override": 80,
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
+def scrapes_of(server: ServerProcess) -> list[Scrape]:
+    """Serve prompts in random order, and scrape until there are `SCRAPES`."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    found: list[Scrape] = []
+    due_s = time.monotonic()
+    while len(found) < SCRAPES:
+        if time.monotonic() >= due_s:
+            due_s += SCRAPE_INTERVAL_S
+            found.append((time.time(), server.fetch("/metrics").decode()))
+            print(f"scrape {len(found)} of {SCRAPES}", flush=True)
+        server.complete_all([rng.choice(prompts) for _ in range(CLIENTS)], 4, CLIENTS)
+    return found
+
+
+def history(scrapes: Sequence[Scrape]) -> str:
+    """Return the scrapes as one text in the OpenMetrics format, family by family."""
+    families: dict[str, Metric] = {}
+    for at_s, text in scrapes:
+        for family in text_string_to_metric_families(text):
+            if not family.name.startswith(KEPT):
+                continue
+            kept = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    kept.add_sample(sample.name, sample.labels, sample.value, at_s)
+    lines: list[str] = []
+    for family in families.values():
+        lines.append(f"# TYPE {family.name} {family.type}")
+        lines += [_line(*sample[:4]) for sample in sorted(family.samples, key=_series)]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _series(sample: Any) -> tuple[Any, ...]:
+    return sample.name, sorted(sample.labels.items()), sample.timestamp
+
+
+def _line(name: str, labels: Mapping[str, str], value: float, at_s: Any) -> str:
+    # Labels that Prometheus adds itself; the file is read without it.
+    all_labels = {**labels, "job": "vllm", "instance": "localhost:8000"}
+    inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in all_labels.items())
+    return f"{name}{{{inner}}} {value!r} {at_s:.3f}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def record(folder: Path) -> list[Scrape]:
+    """Run the server in an empty folder, and return its scrapes."""
+    model = make_llama(folder / "model", seed=5, vocab=VOCABULARY)
+    write_tokenizer(model, VOCABULARY)
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_on_cpu() else {})}
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    options = {"model": str(model), **configuration(folder / "disk")}
+    with ServerProcess(folder / "server.log", options, environment) as server:
+        print(f"ready after {server.ready():.0f} s", flush=True)
+        return scrapes_of(server)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file that is named; return the exit status."""
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        scrapes = record(Path(folder))
+    text = history(scrapes)
+    target = Path(arguments[0])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{target}: {len(scrapes)} scrapes, {text.count(chr(10))} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
