@@ -1,4 +1,4 @@
-"""Which blocks are worth writing to a lower tier: admission and the write budget."""
+"""Admission to a lower tier, its write budget, and the warning about useless writes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from ..tiers.policies.tags import NONE, TagTable
 logger = get_logger(__name__)
 
 PAST_MIN = 65_536
-"""Blocks that are remembered at least, so that a small tier also learns what comes back."""
+"""Smallest number of blocks whose past uses are kept. A small tier thus also recognises blocks that
+come back."""
 USES_MAX = 255
 
 AdmissionFunction = Callable[[BlockHash, int], bool]
-"""`(block_hash, uses) -> bool`. The scheduler thread calls it: it must wait for nothing."""
+"""`(block_hash, uses) -> bool`. The scheduler's thread calls it, so it must not block."""
 
 
 class Admission(ABC):
-    """Asked for every dirty block before it is written down."""
+    """Decide for every dirty block whether it is written to the tier below."""
 
     counts_uses = True
-    """False if the answer never depends on how often a block was used."""
+    """False if the decision never depends on the number of uses."""
 
     @abstractmethod
     def admits(self, block_hash: BlockHash, uses: int) -> bool:
-        """`uses`: how often the block was used, its first store included.
+        """Return True if the block should be written.
 
-        Counted while it is in the tier above, and on from there if it was refused and comes back.
+        `uses`: number of uses, including the first store. They are counted while the block is in
+        the tier above. The count continues if the block is refused and comes back.
         """
 
 
 class AdmitAll(Admission):
-    """Every block."""
+    """Admission that accepts every block."""
 
     counts_uses = False
 
@@ -48,14 +50,14 @@ class AdmitAll(Admission):
 
 
 class AdmitSecondTouch(Admission):
-    """Only blocks that were used again."""
+    """Admission that accepts only blocks with at least two uses."""
 
     def admits(self, block_hash: BlockHash, uses: int) -> bool:
         return uses >= 2
 
 
 class AdmitBy(Admission):
-    """What a function of the user says. One that raises is asked no more: all are admitted."""
+    """Admission by a function of the user. Once the function raises, every block is accepted."""
 
     def __init__(self, function: AdmissionFunction, name: str) -> None:
         self._function: AdmissionFunction | None = function
@@ -77,7 +79,10 @@ class AdmitBy(Admission):
 
 
 def admission_by_path(path: str) -> AdmitBy:
-    """The function at `"package.module:function"`. Raises `ConfigError`."""
+    """Return the admission for the function at `"package.module:function"`.
+
+    Raises `ConfigError` if there is no such function.
+    """
     function = named_object("admission", path, path)
     if not callable(function):
         raise ConfigError(f"admission {path!r} is no function; make it (block_hash, uses) -> bool")
@@ -85,29 +90,30 @@ def admission_by_path(path: str) -> AdmitBy:
 
 
 class PastUses:
-    """How often blocks were used that may not be here any more; the first that came are forgotten.
+    """Use counts of blocks that may have left the tier above. The oldest entry is replaced first.
 
-    As many as the tier has slots: so far back it would have reached had it taken everything. 17 to
-    21 bytes each, and 1.4 MB in small tiers; pages of it that were never needed take no memory.
+    There is one entry per slot of the tier below. It thus remembers as many blocks as the tier
+    would hold if it accepted all. An entry takes 17 to 21 bytes, a small table 1.4 MB. Pages that
+    were never used take no memory.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` of the tier, in slots."""
+        """`capacity`: slots of the tier below."""
         self._tags = TagTable("past_uses", max(PAST_MIN, capacity))
         self._uses = bytearray(self._tags.entries)
         self._oldest = 0
 
     def of(self, block_hash: BlockHash) -> int:
-        """Uses that were noted; 0 if none were, or too long ago."""
+        """Return the use count of a block; 0 if it is unknown."""
         entry = self._tags.find(tag_of(block_hash))
         return 0 if entry == NONE else self._uses[entry]
 
     def note(self, block_hash: BlockHash, uses: int) -> None:
-        """The block was used so often up to now."""
+        """Set the use count of a block."""
         tag = tag_of(block_hash)
         entry = self._tags.find(tag)
         if entry == NONE:
-            if len(self._tags) == self._tags.entries:  # entries are a ring: this one is used again
+            if len(self._tags) == self._tags.entries:  # the ring is full: replace the oldest entry
                 self._tags.drop(self._oldest)
                 self._oldest = (self._oldest + 1) % self._tags.entries
             entry = self._tags.add(tag)
@@ -115,47 +121,47 @@ class PastUses:
 
 
 class WriteBudget:
-    """At most `bytes_per_day` over any sliding day, by all who write to the tier together.
+    """Limit of `bytes_per_day` over any sliding day, for all writers of the tier together.
 
-    The tier's own record says what was written, so the budget survives restarts; what is on its
-    way is added until it has landed.
+    The tier records the bytes written, so the budget survives restarts. Writes in flight count in
+    addition until they end.
     """
 
     def __init__(self, bytes_per_day: int, totals: Callable[[], DayTotals]) -> None:
-        """`totals`: what the tier's record says now."""
+        """`totals` returns the tier's recorded totals of the last day."""
         self._bytes_per_day = bytes_per_day
         self._totals = totals
         self._in_flight_bytes = 0
 
     def left_bytes(self) -> int:
-        """What may be written now."""
+        """Return the number of bytes that may be written now."""
         return max(0, self._bytes_per_day - self._totals().written - self._in_flight_bytes)
 
     def started(self, size_bytes: int) -> None:
-        """A write is on its way."""
+        """Count a write that started."""
         self._in_flight_bytes += size_bytes
 
     def ended(self, size_bytes: int) -> None:
-        """It has landed, and is in the tier's record, or failed."""
+        """Count a write that ended: it failed, or the tier has recorded it."""
         self._in_flight_bytes -= size_bytes
 
 
 class EnduranceWatch:
-    """Warns once if a whole day's writes to a tier were never read back."""
+    """Warning, given once, that no block written in a whole day was read back."""
 
     CHECK_S = 900.0
 
     def __init__(
         self, tier: str, totals: Callable[[], DayTotals], clock: Callable[[], float]
     ) -> None:
-        """`clock` gives monotonic seconds."""
+        """`clock` returns monotonic seconds."""
         self._tier = tier
         self._totals = totals
         self._clock = clock
         self._due_s = clock() + self.CHECK_S
 
     def check(self) -> None:
-        """Look, if it is time to; a comparison otherwise."""
+        """Check the totals, at most once in `CHECK_S` seconds. Other calls cost one comparison."""
         if self._clock() < self._due_s:
             return
         self._due_s = self._clock() + self.CHECK_S

@@ -1,19 +1,19 @@
-"""The manager for an engine that hands over block hashes and nothing else.
+"""Manager for an engine that passes block hashes only.
 
-Such an engine (vLLM 0.16 to 0.19) names no requests, and says neither when one ends nor when a step
-does. What the manager wants to know is made out of what there is:
+Such an engine (vLLM 0.16 to 0.19) identifies no requests. It reports neither the end of a request
+nor the end of a step. The missing facts are derived from its calls:
 
-- A request that waits for blocks is known by the last hash of its list, which is the hash of all it
-  asks for. It is remembered until it loads, or does not ask again for twice the deadline.
-- A load follows the lookup of the same request at once, so nobody relies on hits beyond the next
-  lookup, and every lookup that queued something may start it: no promotion waits for a step's end.
-- Events are asked for once per step, when the step's results are in: that is its end.
-- The recency of a prefix is set when a request comes, and again with everything it stores.
+- The last hash of a lookup covers the whole prefix, so it identifies a waiting request. The request
+  is kept until it loads, or until it has not asked again for twice the deadline.
+- A load directly follows the lookup of the same request. Hits are therefore valid until the next
+  lookup only, and a lookup starts the promotions that it queued.
+- The engine fetches events once per step, after the results of the step: that ends the step.
+- The recency of a prefix is set when the request arrives, and again after each of its stores.
 
-A preempted request's stores are called complete before the workers have done them. Until they
-certainly have, their blocks are neither hits nor written anywhere.
+If a request is preempted, the engine reports its stores as complete before the workers have written
+the blocks. Such blocks become hits, and are written back, some steps later.
 
-Threads: all calls come from the scheduler's thread; `close` from any.
+All calls come from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .request import Request
 from .standstill import Standstill
 
 WAITING_MAX = 4096
-"""Requests that are remembered while they wait; the oldest is forgotten for one more."""
+"""Largest number of waiting requests. Beyond it, the oldest request is forgotten."""
 
 
 class AnonymousManager:
-    """Calls about hashes, answered by the cascade."""
+    """Adapter from calls with hashes only to `CascadingOffloadingManager`."""
 
     def __init__(
         self,
@@ -42,30 +42,33 @@ class AnonymousManager:
         steps_until_done: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`steps_until_done`: ends of steps after which workers have done what was asked before."""
+        """`steps_until_done`: number of steps after which every worker has finished the transfers
+        that were started before."""
         self._manager = manager
         self._steps_until_done = steps_until_done
         self._clock = clock
         self._forget_after_s = 2 * manager.options.promotion_deadline_s
         self._waiting: dict[BlockHash, tuple[float, Request]] = {}
-        """By last hash: when it asked last, and its state; the one that asked first comes first."""
+        """Waiting requests by their last hash, with the time of their last lookup. The oldest
+        lookup comes first."""
         self._asked: tuple[BlockHash, Request] | None = None
-        """The last lookup that was answered with hits."""
+        """Last hash and request of the previous lookup, if it found hits."""
         self._arrived: BlockHash | None = None
         self._stored: BlockHash | None = None
         self._unsure: deque[tuple[int, list[BlockHash]]] = deque()
-        """Stores that may still be under way, with the step after which they are not."""
+        """Stores that may still be in flight, with the step at which they have certainly ended."""
         self._unsure_hashes: set[BlockHash] = set()
         self._steps = 0
         self._standstill = Standstill()
 
     def lookup(self, block_hashes: Iterable[BlockHash]) -> int | None:
-        """Blocks from the first that can be loaded; None: ask again, at most until the deadline."""
+        """Return the length of the longest prefix of hits. None: ask again, at most until the
+        deadline."""
         asked = list(block_hashes)
         self._asked = None
         if not asked:
             return 0
-        if self._standstill.puts_off():
+        if self._standstill.must_defer():
             return None
         if self._unsure_hashes and not self._unsure_hashes.isdisjoint(asked):
             return None
@@ -85,22 +88,22 @@ class AnonymousManager:
         return hits
 
     def prepare_load(self, block_hashes: Iterable[BlockHash]) -> LoadStoreSpec:
-        """Pin blocks of the lookup just answered; returns where the worker finds them."""
+        """Pin blocks of the previous lookup. Return the slots that the worker reads."""
         self._standstill.note_progress()
         key, request = self._asked or (None, Request())
         spec = self._manager.prepare_load(list(block_hashes), request)
-        request.keys.clear()  # their use was counted when the request came
+        request.keys.clear()  # their use was counted when the request arrived
         if key is not None:
             self._forget(key)
         self._asked = None
         return spec
 
     def complete_load(self, block_hashes: Iterable[BlockHash]) -> None:
-        """The worker has read them."""
+        """Unpin blocks that the worker has read."""
         self._manager.complete_load(list(block_hashes))
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """All blocks of a request, which came, waits, or stored the last of them just now."""
+        """Set the recency of a request's blocks: it arrived, waits, or stored its last block."""
         touched = list(block_hashes)
         if not touched:
             return
@@ -113,7 +116,8 @@ class AnonymousManager:
             self._settle(touched, is_new=False)
 
     def prepare_store(self, block_hashes: Iterable[BlockHash]) -> PrepareStoreOutput | None:
-        """As the cascade's. What is returned may lack the end of the list."""
+        """Take slots for the blocks, as `CascadingOffloadingManager.prepare_store` does. The output
+        may lack the end of the list."""
         self._standstill.note_progress()
         offered = list(block_hashes)
         output = self._manager.prepare_store(offered)
@@ -123,7 +127,8 @@ class AnonymousManager:
     def complete_store(
         self, block_hashes: Iterable[BlockHash], success: bool = True, *, is_done: bool = True
     ) -> None:
-        """The workers wrote them, or, if not `is_done`, will have within the steps it takes."""
+        """Complete a store. If not `is_done`, the workers may still write the blocks for
+        `steps_until_done` steps."""
         stored = list(block_hashes)
         if is_done or not success:
             self._manager.complete_store(stored, success)
@@ -132,7 +137,7 @@ class AnonymousManager:
         self._unsure_hashes.update(stored)
 
     def take_events(self) -> list[BlockEvent]:
-        """What came and went since the last call; the end of a step."""
+        """End the step. Return the blocks stored or removed since the last call."""
         self._steps += 1
         self._standstill.end_step()
         while self._unsure and self._unsure[0][0] <= self._steps:
@@ -147,7 +152,7 @@ class AnonymousManager:
         return self._manager.take_events()
 
     def workers_ended(self) -> None:
-        """No worker transfer is under way any more: the engine stops."""
+        """Complete all stores, because the engine stops and no worker transfer is in flight."""
         while self._unsure:
             self._complete_oldest()
 

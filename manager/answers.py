@@ -1,11 +1,11 @@
-"""The hits that were answered in a step, and where the next one is likely to be.
+"""Hits of one scheduler step, and the slot in which the next hit is likely.
 
-A prefix is stored into adjacent slots, in order, so the hit on one block says where the next one
-lies: comparing a hash with the one in that slot is cheaper than looking it up, and costs no more in
-a tier of a million blocks. Such hits are not noted one by one: a run is known by its ends.
+A prefix is stored into adjacent slots, in order. After a hit, the next block is therefore expected
+in the next slot. Comparing its hash with that slot's is cheaper than a search of the dictionary,
+and its cost does not grow with the tier. The hits of such a run are recorded by its two ends only.
 
-Written by the scheduler's thread. A background thread may read it under the manager's lock, if no
-request is asking at that time.
+The scheduler's thread writes these objects. A background thread may read them under the manager's
+lock while no request is asking.
 """
 
 from __future__ import annotations
@@ -14,54 +14,56 @@ from ..tiers.base import BlockHash
 
 
 class Answers:
-    """What lookups answered in this step. The adapter of vLLM inlines the hit in a run:
+    """Hits and misses of the lookups of one step.
 
-    if `ready_at[at]` equals the hash, add one to `at`, and it is a hit.
+    The adapter of vLLM inlines the hit in a run: if `ready_at[at]` equals the hash, the block is a
+    hit, and `at` grows by one.
     """
 
     __slots__ = ("_hits", "_mark", "_nowhere", "_start", "at", "misses", "ready_at")
 
     def __init__(self, ready_at: list[BlockHash] | None) -> None:
-        """`ready_at`: see `CachePolicy`; without it every hit is looked up."""
+        """For `ready_at` see `CachePolicy`. If it is None, every hit is searched."""
         self.ready_at: list[BlockHash] = [BlockHash(b"")] if ready_at is None else ready_at
-        """An empty hash, in the last place too, stands for no block."""
+        """Hash of the ready block in each slot. An empty hash means no block; the last entry is
+        always empty."""
         self._nowhere = len(self.ready_at) - 1
         self.at = self._nowhere
-        """The slot after that of the last hit."""
+        """Slot after the slot of the last hit."""
         self.misses = 0
-        """Misses that were answered and not counted yet."""
+        """Number of misses that the counters do not contain yet."""
         self._start = self._nowhere
         self._hits: list[BlockHash] = []
         self._mark = 0
 
     def begin(self) -> None:
-        """The lookups that follow are another request's."""
-        self.leave_run()
+        """Start the lookups of another request."""
+        self._end_run()
         self._mark = len(self._hits)
 
-    def hit(self, block_hash: BlockHash, next_slot: int | None = None) -> None:
-        """A hit that was looked up; a run begins if the slot after it is given."""
-        self.leave_run()
+    def hit(self, block_hash: BlockHash, slot: int | None = None) -> None:
+        """Record a hit found by a search. If its slot is given, a run begins behind it."""
+        self._end_run()
         self._hits.append(block_hash)
-        if next_slot is not None:
-            self.at = self._start = min(next_slot, self._nowhere)
+        if slot is not None:
+            self.at = self._start = min(slot + 1, self._nowhere)
 
-    def leave_run(self) -> None:
-        """The next block is looked up, wherever it lies."""
+    def _end_run(self) -> None:
         if self.at > self._start:
             self._hits += self.ready_at[self._start : self.at]
         self.at = self._start = self._nowhere
 
     def hits(self) -> list[BlockHash]:
-        """All hits of this step; they stay until its end."""
+        """Return all hits of this step. These blocks must stay until the step ends."""
         return [*self._hits, *self.ready_at[self._start : self.at]]
 
     def of_request(self) -> list[BlockHash]:
-        """Those since `begin`."""
-        return [*self._hits[self._mark :], *self.ready_at[self._start : self.at]]
+        """Return the hits since `begin`, and end the run: the next block is searched."""
+        self._end_run()
+        return self._hits[self._mark :]
 
     def clear(self) -> None:
-        """The step is over."""
+        """End the step: forget its hits."""
         self.at = self._start = self._nowhere
         self._hits.clear()
         self._mark = 0

@@ -1,7 +1,7 @@
-"""The contract of the manager: what is where, and what moves next. No I/O, no torch.
+"""Contract of the manager, which decides where each block is stored and which one moves next.
 
-Names and semantics follow vLLM's `OffloadingManager`. All methods are called by one thread, the
-scheduler's, unless a method says otherwise.
+The manager does no I/O and does not use torch. Names and semantics follow vLLM's
+`OffloadingManager`. The scheduler's thread calls all methods, unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from ..tiers.base import BlockHash, LoadStoreSpec
 
 
 class LookupState(Enum):
-    """The answer to "is this block there?"."""
+    """State of a block that was looked up."""
 
     MISS = "miss"
     HIT = "hit"
-    """Loadable now, and until the end of this step."""
+    """The block can be loaded until the end of this step."""
     PENDING = "pending"
-    """Known and on its way; ask again. Ends as HIT or MISS by a deadline."""
+    """The block is in flight to the first tier; ask again. It becomes a HIT or MISS by a deadline.
+    """
     RETRY = "retry"
-    """Known, but its way up is not free yet; ask again. Ends by a deadline."""
+    """The block is below, and its promotion cannot start yet; ask again. This ends by a deadline.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What a worker shall store, and where."""
+    """Blocks that a worker should store, and their slots."""
 
     block_hashes_to_store: list[BlockHash]
-    """A subset of what was offered, in its order."""
+    """Hashes of the blocks to store: a subset of the offered ones, in the same order."""
     store_spec: LoadStoreSpec
-    """Where they go, in the same order."""
+    """Slots of these blocks, in the same order."""
     block_hashes_evicted: list[BlockHash]
-    """What left the first tier to make room."""
+    """Hashes of the blocks that were evicted from the first tier to make room."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Blocks that came to, or left, a medium."""
+    """Blocks that were stored on a medium, or removed from it."""
 
     block_hashes: tuple[BlockHash, ...]
     medium: str
@@ -50,39 +52,39 @@ class BlockEvent:
 
 
 class OffloadingManager(ABC):
-    """Decides where blocks live."""
+    """Decide where each block is stored."""
 
     @abstractmethod
     def lookup(self, block_hashes: Iterable[BlockHash]) -> int | None:
-        """Length of the longest run of consecutive blocks, from the first, that can be loaded.
+        """Return the length of the longest prefix of blocks that can be loaded.
 
-        None: blocks of the run are on their way, ask again.
+        None: blocks of this prefix are in flight; ask again.
         """
 
     @abstractmethod
     def prepare_load(self, block_hashes: Collection[BlockHash]) -> LoadStoreSpec:
-        """Pin blocks that were answered as hits; returns where the worker finds them."""
+        """Pin blocks that were hits. Return the slots that the worker reads."""
 
     @abstractmethod
     def complete_load(self, block_hashes: Collection[BlockHash]) -> None:
-        """The worker has read them: undo one `prepare_load`."""
+        """Undo one `prepare_load`, because the worker has read the blocks."""
 
     @abstractmethod
     def prepare_store(self, block_hashes: Sequence[BlockHash]) -> PrepareStoreOutput | None:
-        """Take slots for the blocks that are not present, evicting if need be.
+        """Take slots for the blocks that are absent, and evict others if necessary.
 
-        None: slots are busy and waiting a little helps; offer the same list again. A list that
-        can never fit is taken as far as it fits, from its start.
+        None: no slot is free now, but some will be soon; offer the same list again. Of a list that
+        can never fit, as many of the first blocks are taken as fit.
         """
 
     @abstractmethod
     def complete_store(self, block_hashes: Collection[BlockHash], success: bool = True) -> None:
-        """The worker wrote them: they become loadable; if not `success`, they are removed."""
+        """Make blocks loadable that the worker wrote; if not `success`, remove them."""
 
     @abstractmethod
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
-        """A use without a read, in prefix order; heads outlive tails."""
+        """Count a use without a read. The blocks come in prefix order; tails are evicted first."""
 
     @abstractmethod
     def take_events(self) -> list[BlockEvent]:
-        """Everything that was stored or removed since the last call, in order."""
+        """Return the blocks stored or removed since the last call, in order."""

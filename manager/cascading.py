@@ -1,11 +1,12 @@
-"""`CascadingOffloadingManager`: a first tier and whatever lies below it.
+"""`CascadingOffloadingManager`: a first tier and the tiers below it.
 
-Blocks enter at the top, are demoted ahead of demand, and come up again when a lookup finds them
-below. The manager knows the first tier's slots and, of everything under it, the port `Below`.
+Blocks are stored into the first tier and demoted ahead of demand. If a lookup finds a block below,
+the block is promoted. The manager knows the slots of the first tier. It reaches all other tiers
+through the port `Below`.
 
-Threads: one lock guards everything that changes state. The scheduler thread calls the contract; a
-background thread may call `maintain` so that demotion goes on while the engine is idle. Nothing
-under the lock waits for a file: it only starts transfers and takes in finished ones. Lookups of
+Threads: one lock guards every change of state. The scheduler's thread calls the contract. A
+background thread may call `maintain`, so that demotion goes on while the engine is idle. The holder
+of the lock never waits for a file: it only starts transfers and collects the ended ones. Lookups of
 blocks in the first tier take no lock (`Lookups`).
 """
 
@@ -22,6 +23,7 @@ from .admission import Admission, AdmitAll
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .below.port import Below, Ended
 from .below.tier_chain import BelowOptions, below_of, past_uses
+from .claim_queue import ClaimQueue
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow, Link
@@ -36,48 +38,52 @@ from .request_ends import RequestEnds
 from .resets import Resets
 from .state import TierState
 from .stores import Stores
-from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import PrefillSpeed, Worth
 
 STEPS_UNTIL_FLUSHED = 8
-"""Steps after a reset by which every worker has finished the transfers from before it: the depth
-of the engine's pipeline (stages + 2) with room to spare; engines that say so need not wait."""
+"""Number of steps after a reset until every worker has finished its earlier transfers. It exceeds
+the depth of the engine's pipeline (stages + 2). An engine that calls `on_reset_flushed` need not
+wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
-    """Behaviour of the cascade; watermarks are shares of the upper tier of two."""
+    """Behaviour of the cascade."""
 
     write_mode: WriteMode = WriteMode.DEMOTE
     on_reset: OnReset = OnReset.INVALIDATE
     low_watermark: float = 0.4
+    """Share of the upper tier of a link whose coldest slots are clean before demotion starts."""
     high_watermark: float = 0.5
+    """Share of the upper tier of a link whose coldest slots are clean after demotion."""
     dirty_age_s: float = 5.0
+    """Seconds after its store at which a dirty block is written, with the write mode "back"."""
     promotion_budget_slots: int | None = None
-    """Slots of the first tier that promotions may take or hold; None: those that are not dirty, but
-    for a reserve, and half of them at least."""
+    """Slots of the first tier that promotions may take or hold. None: the clean slots without a
+    reserve, but at least half of all slots."""
     promotion_deadline_s: float = 10.0
+    """Seconds without progress after which a promotion is late and its blocks are misses."""
     load_or_recompute: bool = True
-    """Bring blocks up only where that is expected to be faster than computing them again."""
+    """True: promote blocks only if that is expected to be faster than computing them again."""
     prefill_tokens_per_s: float | None = None
-    """Speed of computing; None: measured."""
+    """Prefill speed; None: it is measured."""
     tokens_per_block: float = 0.0
-    """Tokens that a block stands for; 0: unknown, everything is brought up."""
+    """Number of tokens that a block holds; 0: unknown, and every block is promoted."""
     served_end: bytes = b""
-    """End of the hashes of those blocks by which tokens are counted; empty: all are."""
+    """Last bytes of the hashes of those blocks by which tokens are counted; empty: all blocks."""
     offered_once: tuple[bytes, ...] = ()
-    """Ends of the hashes of blocks that the engine never offers again, whatever the answer."""
+    """Last bytes of the hashes of blocks that the engine offers only once, whatever the result."""
     shutdown_flush_s: float = 20.0
     steps_until_flushed: int = STEPS_UNTIL_FLUSHED
     waits_for_stores: bool = True
-    """True: a block that a worker is storing is pending; False: a miss, for an engine that reports
-    stores only when their request ends."""
+    """True: a block that a worker is storing is pending. False: it is a miss, because the engine
+    reports stores only at the end of their request."""
     with_events: bool = True
 
 
 class CascadingOffloadingManager(OffloadingManager):
-    """The cascade: one `Level` over the slots of the first tier, and a `Below`."""
+    """Manager of a cascade: one `Level` over the slots of the first tier, and a `Below`."""
 
     def __init__(
         self,
@@ -88,9 +94,9 @@ class CascadingOffloadingManager(OffloadingManager):
         pause: Callable[[float], None] = time.sleep,
         admission: Admission | None = None,
     ) -> None:
-        """`admission` decides which blocks are put below; None: all.
+        """`admission` decides which blocks are written to tier 1; None: all.
 
-        `pause` waits for seconds of the clock, in a shutdown only.
+        `pause` waits for the given seconds of the clock. Only a flush calls it.
         """
         self.options = options = options or ManagerOptions()
         self.lock = threading.RLock()
@@ -116,18 +122,18 @@ class CascadingOffloadingManager(OffloadingManager):
         holds = Holds()
         promoter = self._promoter = Promoter(flow, self._demoter, holds, workers, deadline_s, worth)
         room = PromotionRoom(flow.top, promoter, holds, workers, options.promotion_budget_slots)
-        turns = self._turns = Turns(
+        claims = self._claims = ClaimQueue(
             flow, promoter, holds, room, worth, deadline_s, options.served_end
         )
         store_wait_s = deadline_s if options.waits_for_stores else None
-        self.lookups = Lookups(self.lock, flow, promoter, turns, workers, worth, store_wait_s)
-        """The questions of a step; for adapters that inline what can be answered at once."""
+        self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
+        """Lookups of the current step. Adapters use it to inline the plain hit."""
         answers = self.lookups.answers
         self._stores = Stores(
             flow,
             self._demoter,
             promoter,
-            turns,
+            claims,
             workers,
             answers,
             worth,
@@ -136,13 +142,13 @@ class CascadingOffloadingManager(OffloadingManager):
             options.offered_once,
         )
         self._workers, self._holds = workers, holds
-        self._loads = Loads(flow, promoter, turns, workers, options.served_end)
+        self._loads = Loads(flow, promoter, claims, workers, options.served_end)
         self._request_ends = RequestEnds(flow, self._aging, mode, counts_uses=admission.counts_uses)
         self._resets = Resets(
             flow,
             self._demoter,
             promoter,
-            turns,
+            claims,
             self.lookups,
             workers,
             self._aging,
@@ -158,7 +164,7 @@ class CascadingOffloadingManager(OffloadingManager):
         return self.lookups.lookup(block_hashes, request or Request())
 
     def lookup_block(self, block_hash: BlockHash, request: Request) -> LookupState:
-        """The state of one block: `Lookups.lookup_block`."""
+        """Return the state of one block: `Lookups.lookup_block`."""
         return self.lookups.lookup_block(block_hash, request)
 
     # ---- loads and stores ------------------------------------------------------------------
@@ -195,26 +201,29 @@ class CascadingOffloadingManager(OffloadingManager):
             self._flow.top.policy.touch(block_hashes)
 
     def finish_request(self, request: Request) -> None:
-        """The request ended (transfers may still be under way): set the recency of its blocks."""
+        """End a request: set the recency of its blocks. Its transfers may still be in flight."""
         with self.lock:
             self.lookups.end_request(request)
-            self._turns.finish(request)
+            self._claims.finish(request)
             self._request_ends.end(request)
 
     def end_step(self) -> None:
-        """The scheduler made its decisions: start what was queued, take in what finished.
+        """End a step of the scheduler: start queued transfers and collect the ended ones.
 
-        Call it after the last lookup of a step; when exactly does not matter otherwise.
+        Call it at any time after the last lookup of the step.
         """
         with self.lock:
             self._stores.end_step()
-            self._turns.end_step()
+            self._claims.end_step()
             self._maintain()
             self._flow.evicted.clear()
             self.lookups.end_step()
 
     def maintain(self) -> None:
-        """Demotion, completions, expiry. Any thread; returns at once if the lock is taken."""
+        """Demote blocks, collect ended transfers, and drop expired pins.
+
+        Any thread may call it. It returns at once if the lock is taken.
+        """
         if self.lock.acquire(blocking=False):
             try:
                 self._maintain(may_evict=not self.lookups.is_asking)
@@ -223,27 +232,27 @@ class CascadingOffloadingManager(OffloadingManager):
 
     def _maintain(self, may_evict: bool = True) -> None:
         self._collect()
-        self._turns.release_expired()
+        self._claims.release_expired()
         if may_evict:
-            self._turns.admit()
-            if self._promoter.is_queued:  # slots or jobs may have become free
+            self._claims.admit()
+            if self._promoter.is_queued:  # a slot or a job may be free now
                 protected = set(self.lookups.answers.hits())
-                self._promoter.flush(protected, may_displace=self._turns.waiting > 0)
+                self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
         self._demoter.keep_ahead()
         self._flow.below.keep_ahead()
         if self._aging:
             self._demoter.demote_due(self._aging)
         if may_evict:
-            self._resets.tend()
+            self._resets.maintain()
 
     def _collect(self) -> None:
         collect(self._flow, self._promoter, self._demoter)
 
     @property
     def waiting_requests(self) -> int:
-        """Requests that wait for their turn to have blocks brought up. Any thread."""
+        """Number of requests whose promotion waits for its turn. Any thread."""
         with self.lock:
-            return self._turns.waiting
+            return self._claims.waiting
 
     def trace_transfers(self, on_transfer: Callable[[Ended, float], None]) -> None:
         """Report each job between the first tier and a tier below to a function when it has ended.
@@ -255,8 +264,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self._flow.on_transfer = on_transfer
 
     def has_pending_work(self) -> bool:
-        """True if calls are needed for progress that requests wait for."""
-        return self._turns.is_waited_for
+        """Return True if requests wait for progress that further calls make."""
+        return self._claims.is_waited_for
 
     def take_events(self) -> list[BlockEvent]:
         with self.lock:
@@ -265,53 +274,55 @@ class CascadingOffloadingManager(OffloadingManager):
     # ---- reset and shutdown --------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Make every older block unreachable, or with `on_reset` "keep" only what is under way.
+        """Make every older block unreachable, or with `on_reset` "keep" only those in flight.
 
-        No completion will be reported for earlier worker transfers, yet workers may go on writing
-        their slots: those stay out of use until `on_reset_flushed`, or for `steps_until_flushed`
+        The engine reports no completion of earlier worker transfers. Workers may still write their
+        slots, so these stay out of use until `on_reset_flushed`, or for `steps_until_flushed`
         steps.
         """
         with self.lock:
             self._resets.reset()
 
     def on_reset_flushed(self) -> None:
-        """The workers have ended every transfer from before the last reset."""
+        """End the quarantine: all worker transfers from before the last reset have ended."""
         with self.lock:
             self._workers.all_flushed()
 
     def flush_dirty(self, deadline_s: float) -> bool:
-        """Write every dirty block down that would be lost, until `deadline_s` on the clock.
+        """Write every dirty block to a tier below that would be lost, until `deadline_s` on the
+        clock.
 
-        Those of tiers that last are at the next start what they are now. May block, also while a
-        tier rests that failed; for shutdown. True if none is left, nor on its way.
+        Dirty blocks in lasting tiers stay there. The call is for shutdown and may block, also while
+        a failed tier rests. Return True if no such block is left or in flight.
         """
-        means = self._closing.means(self.lock, self._collect, self._resets.tend)
+        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
         return self._closing.flush_dirty(means, deadline_s)
 
     def shutdown(self) -> bool:
-        """Write what is dirty within `shutdown_flush_s`, then stop all transfers. Idempotent.
+        """Write dirty blocks within `shutdown_flush_s`, then stop all transfers. Idempotent.
 
-        False if a device is so slow that transfers are still under way.
+        Return False if transfers are still in flight, because a device is too slow.
         """
         deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = self._closing.means(self.lock, self._collect, self._resets.tend)
+        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
         return self._closing.shutdown(means, deadline_s)
 
-    # ---- what is where -------------------------------------------------------------------
+    # ---- contents of the tiers -----------------------------------------------------------
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
-        """The first tier holds these complete blocks already; before the first request."""
+        """Insert complete blocks that the first tier holds already. Call it before the first
+        request."""
         with self.lock:
             self._flow.top.adopt(block_hashes, statuses)
             self._flow.emit(block_hashes, removed=False)
 
     def announce(self, tier: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Make events of those blocks, found by an earlier look, that a tier below still holds."""
+        """Emit events for those blocks of an earlier look-up that a tier below still holds."""
         with self.lock:
             self._flow.below.announce(tier, block_hashes)
 
     def tier_states(self) -> list[TierState]:
-        """How things stand in each tier, top first. Any thread."""
+        """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:
             top = self._flow.top
             first = TierState(
@@ -349,7 +360,10 @@ def build_cascade(
     clock: Clock = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> CascadingOffloadingManager:
-    """A manager over tiers in this process, top first. `links[i]` belongs to `tiers[i + 1]`."""
+    """Return a manager of tiers in this process; the first tier comes first.
+
+    `links[i]` belongs to `tiers[i + 1]`.
+    """
     assert tiers and len(links) == len(tiers) - 1, "one link for each tier below the first"
     options = options or ManagerOptions()
     below = below_of(

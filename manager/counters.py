@@ -1,4 +1,4 @@
-"""What the manager counts. Plain integers that only grow, read by metrics and tools."""
+"""Counters of the manager. They are plain numbers that only grow; metrics and tools read them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 MAX_LATENCIES = 1024
-"""Samples that are kept until somebody takes them; the oldest go first."""
+"""Largest number of samples kept for the metrics. Beyond it, the oldest sample is dropped."""
 MAX_STORE_SIZES = 65_536
 """Limit on the store sizes kept for the metrics; more than a scheduler offers in a second."""
 
 
 class Reason(StrEnum):
-    """Why a request computed blocks that a lower tier held."""
+    """Reason why a request computed blocks that a lower tier held."""
 
     BUDGET = "budget"
-    """Its prefix is larger than the room for promotions, or no room could be made."""
+    """The prefix is larger than the promotion budget, or no room could be made."""
     DEADLINE = "deadline"
-    """The tier, or the worker that stored the block, did not move for `promotion_deadline_s`."""
+    """The tier, or the worker storing the block, made no progress for `promotion_deadline_s`."""
     NOT_WORTH = "not_worth"
-    """Computing was expected to be faster."""
+    """Computing was expected to be faster than reading."""
 
 
 def _latencies() -> deque[float]:
@@ -30,31 +30,31 @@ def _latencies() -> deque[float]:
 
 @dataclass(slots=True)
 class Departures:
-    """Blocks that left one tier to make room."""
+    """Evictions from one tier."""
 
     evicted_blocks: int = 0
     lost_dirty_blocks: int = 0
-    """Evicted blocks that no tier below held; none in the last tier."""
+    """Number of evicted blocks that no tier below held; 0 for the last tier."""
 
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Traffic between two neighbouring tiers."""
+    """Traffic between one tier and the tier above it."""
 
     demoted_blocks: int = 0
     demoted_bytes: int = 0
     demote_s: float = 0.0
     demote_failed_blocks: int = 0
     demote_refused_blocks: int = 0
-    """Not taken by admission."""
+    """Number of blocks that admission refused."""
     demote_over_budget_blocks: int = 0
-    """Not taken because the day's write budget was spent."""
+    """Number of blocks refused because the day's write budget was spent."""
     demote_openings: int = 0
-    """How often the tier took no writes for a while: it failed or stalled."""
+    """Number of times the breaker of writes opened, because the tier failed or stalled."""
     demote_no_space_blocks: int = 0
-    """Not written because the tier was full, or its index for the moment."""
+    """Number of blocks not written because the tier or its index was full."""
     demote_held_blocks: int = 0
-    """Not kept: another engine had stored the same block there first."""
+    """Number of written blocks not kept, because another engine had stored them first."""
     promoted_blocks: int = 0
     promoted_bytes: int = 0
     promote_s: float = 0.0
@@ -62,55 +62,56 @@ class LinkCounters:
     promote_corrupt_blocks: int = 0
     promote_failed_blocks: int = 0
     promote_openings: int = 0
-    """How often nothing was read from the tier for a while: it failed or stalled."""
+    """Number of times the breaker of reads opened, because the tier failed or stalled."""
     promote_refused_blocks: int = 0
-    """Lookups that were answered as misses meanwhile."""
+    """Number of lookups that missed because the breaker of reads was open."""
     demote_latencies_s: deque[float] = field(default_factory=_latencies)
-    """Seconds from the start of each write to its end, queues included; taken by the metrics."""
+    """Seconds from start to end of each write, including queues; the metrics remove them."""
     promote_latencies_s: deque[float] = field(default_factory=_latencies)
-    """The same of each read."""
+    """Seconds from start to end of each read, including queues; the metrics remove them."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Everything since the manager was made."""
+    """Counters since the start of the manager."""
 
     tier_names: tuple[str, ...]
     lookup_misses: int = 0
     loaded_blocks: list[int] = field(default_factory=list)
-    """Blocks that requests loaded, by the tier they came from."""
+    """Number of blocks that requests loaded, by the tier from which they were read."""
     served_blocks: list[int] = field(default_factory=list)
-    """Those of them by which the tokens that need not be computed are counted."""
+    """Number of loaded blocks by which tokens are counted (`served_end`), by tier."""
     stored_blocks: int = 0
     store_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STORE_SIZES))
     """Number of slots that each store with new blocks asked for; taken by the metrics."""
     store_refused_busy: int = 0
-    """Calls answered "offer again"."""
+    """Number of stores that the engine was asked to offer again."""
     store_lost_blocks: int = 0
-    """Blocks for which that was the last answer to their request."""
+    """Number of blocks whose request ended before the engine offered them again."""
     store_truncated_blocks: int = 0
-    """Offered blocks that were not taken because they could not fit."""
+    """Number of offered blocks not stored because they could not fit."""
     recomputed_blocks: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    """Blocks that requests computed although a tier held them."""
+    """Number of blocks that requests computed although a tier held them."""
     turn_waits: int = 0
-    """Requests that waited for their turn to have blocks brought up."""
+    """Number of requests whose promotion waited for its turn."""
     turn_waits_s: deque[float] = field(default_factory=_latencies)
-    """Seconds that each of them waited; taken by the metrics."""
+    """Seconds that each of these requests waited; the metrics remove them."""
     promotions_worth: int = 0
-    """Requests for which bringing blocks up was expected to be faster than computing them."""
+    """Number of requests for which reading was expected to be faster than computing."""
     promotions_not_worth: int = 0
-    """Requests that computed instead."""
+    """Number of requests for which computing was expected to be faster than reading."""
     recorded_requests: int = 0
     record_dropped_requests: int = 0
-    """Requests that did not fit into the recording's queue, or came after it had failed."""
+    """Number of requests missing in the recording: its queue was full, or it had failed."""
     promotion_probes: int = 0
-    """Reads that nobody waited for, to see whether a slow tier has recovered."""
+    """Number of reads without a waiting request, which measure whether a slow tier recovered."""
     departures: list[Departures] = field(default_factory=list)
-    """Blocks that left each tier to make room."""
+    """Evictions from each tier."""
     resets: int = 0
     resets_by_others: int = 0
-    """Resets of a shared tier by other engines."""
+    """Number of resets of a shared tier by other engines."""
     links: list[LinkCounters] = field(default_factory=list)
+    """Traffic of each tier below the first."""
 
     @classmethod
     def for_tiers(
@@ -119,7 +120,7 @@ class Counters:
         links: Sequence[LinkCounters] | None = None,
         departures: Sequence[Departures] | None = None,
     ) -> Counters:
-        """Zeros for a cascade; the tiers below count `links` and `departures` if they are given."""
+        """Return zeros for a cascade. The tiers below update `links` and `departures` if given."""
         return cls(
             tier_names=names,
             loaded_blocks=[0] * len(names),
@@ -130,11 +131,10 @@ class Counters:
 
     @property
     def evicted_blocks(self) -> list[int]:
-        """Blocks that left each tier to make room."""
+        """Number of blocks evicted from each tier."""
         return [tier.evicted_blocks for tier in self.departures]
 
     @property
     def dropped_dirty_blocks(self) -> int:
-        """Blocks that left the last place that held them without a copy below, except in the
-        last."""
+        """Number of blocks evicted without a copy in a tier below, except from the last tier."""
         return sum(tier.lost_dirty_blocks for tier in self.departures)

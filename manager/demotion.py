@@ -1,13 +1,12 @@
-"""Writing dirty blocks down, ahead of demand.
+"""Demotion: write dirty blocks to the tier below, ahead of demand.
 
-The demoter takes the coldest dirty blocks of a level in batches, and puts them below. When the copy
-has landed, the block above is settled: it stays readable until its slot is needed, and then leaves
-at no cost. A block that could not be written stays dirty and is offered again while it is still
-there.
+The demoter writes the coldest dirty blocks of a level in batches. After the write, the block above
+is settled: it stays readable, and its eviction costs nothing. A block whose write failed stays
+dirty. It is written again later if it is still in the level.
 
-A block that the tier below evicts later is dirty again, and is written once more when it is among
-the coldest here, in every write mode. Age alone does not queue it a second time: where the tier
-below is the smaller one, an idle engine would go on writing for ever.
+If the tier below evicts a block, the block above becomes dirty again. In every write mode it is
+written again once it is among the coldest. Its age does not cause a second write. Otherwise an idle
+engine above a smaller tier would write for ever.
 """
 
 from __future__ import annotations
@@ -25,28 +24,30 @@ from .flow import MAX_JOBS_IN_FLIGHT, Clock, batch_blocks
 from .level import Level, Pairs, Transfer
 
 MAX_SETTLED = 512
-"""Blocks that one step may find not to need writing, at a few microseconds each: after a restart,
-or where little is admitted, that is most of the tier."""
+"""Largest number of blocks that one step settles without a write, at a few microseconds each. After
+a restart, or with strict admission, most blocks of the tier are such."""
 AGING_PER_SLOT = 2
-"""Stored blocks per slot whose age is known: enough unless nothing could be written meanwhile."""
+"""Entries per slot of the queue of stored blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of a level that are kept clean: a search starts below `low` and ends at `high`."""
+    """Shares of a level's coldest slots that are kept clean."""
 
     low: float
+    """A search starts if fewer than this share are clean."""
     high: float
+    """The search ends when this share is clean."""
 
 
 class Aging:
-    """Stored blocks and when they were stored, oldest first.
+    """Queue of stored blocks with the times of their stores, oldest first.
 
-    Blocks beyond the limit are written as they leave.
+    If the queue is full, its oldest blocks are dropped. They are written before their eviction.
     """
 
     def __init__(self, clock: Clock, slots: int, age_s: float) -> None:
-        """Blocks are due once they are `age_s` old; `slots` of the level."""
+        """Blocks are due once they are `age_s` old. `slots`: capacity of the level."""
         self._clock = clock
         self._age_s = age_s
         self._stored: deque[tuple[float, BlockHash]] = deque(maxlen=AGING_PER_SLOT * slots)
@@ -55,12 +56,12 @@ class Aging:
         return len(self._stored)
 
     def note(self, block_hashes: Iterable[BlockHash]) -> None:
-        """These blocks are dirty from now on."""
+        """Append blocks that are dirty from now on."""
         now_s = self._clock()
         self._stored.extend((now_s, block_hash) for block_hash in block_hashes)
 
     def take_due(self, n: int) -> list[BlockHash]:
-        """Up to `n` blocks that are due, each once."""
+        """Remove and return up to `n` due blocks, without duplicates."""
         due_s = self._clock() - self._age_s
         due: list[BlockHash] = []
         while len(due) < n and self._stored and self._stored[0][0] <= due_s:
@@ -68,20 +69,20 @@ class Aging:
         return list(dict.fromkeys(due))
 
     def put_back(self, block_hashes: Sequence[BlockHash]) -> None:
-        """These blocks were due, and could not be written yet."""
+        """Return due blocks that could not be written yet to the front of the queue."""
         due_s = self._clock() - self._age_s
         self._stored.extendleft((due_s, block_hash) for block_hash in reversed(block_hashes))
 
     def clear(self) -> None:
-        """The level was reset."""
+        """Forget all blocks, because the level was reset."""
         self._stored.clear()
 
 
 class ColdSearch:
-    """Finds the coldest dirty blocks of a level, and says when a look ahead is due."""
+    """Find the coldest dirty blocks of a level, and decide when the next scan is due."""
 
     def __init__(self, level: Level, marks: Watermarks, slots: int) -> None:
-        """Watermarks are shares of `slots`."""
+        """The watermarks `marks` are shares of `slots`."""
         self._level = level
         self._ahead = MAX_JOBS_IN_FLIGHT * batch_blocks(level.block_size)
         self._window = max(1, round(marks.high * slots))
@@ -89,32 +90,33 @@ class ColdSearch:
         self._taken_at_scan = -self._slack
         self._started_by_scan = 0
         self._found: list[BlockHash] = []
-        """Blocks that the last search found beyond the job it was for, coldest first."""
+        """Blocks that the last search found beyond the limit of its caller, coldest first."""
 
     @property
     def is_due(self) -> bool:
-        """True if the low watermark may have been crossed since the last look ended."""
+        """True if the level may have passed the low watermark since the last scan ended."""
         return self._level.taken_blocks - self._taken_at_scan >= self._slack
 
     def window(self) -> tuple[int, int]:
-        """How many of the coldest blocks shall be clean, and how many this look may still write."""
+        """Return the number of coldest blocks to keep clean, and how many this scan may still
+        write."""
         window = self._window - self._level.backend.get_num_possible_blocks()
         return window, window - self._started_by_scan
 
     def note_started(self, n: int) -> None:
-        """The look wrote so many blocks."""
+        """Count blocks that the scan wrote."""
         self._started_by_scan += n
 
     def end(self) -> None:
-        """The look is over."""
+        """End the scan."""
         self._taken_at_scan = self._level.taken_blocks
         self._started_by_scan = 0
 
     def next_cold(self, limit: int, window: int | None) -> Pairs:
-        """Up to `limit` of the coldest dirty blocks; none if there are no more.
+        """Return up to `limit` of the coldest dirty blocks; an empty list if there are no more.
 
-        A search in a window first passes all that is clean already. So it is for several jobs, and
-        the blocks that one of them leaves over come first next time, if they are still dirty.
+        A search in a window skips all clean blocks first, so it collects blocks for several jobs.
+        The next calls return the blocks left over, if they are still dirty.
         """
         while self._found:
             part, self._found = self._found[:limit], self._found[limit:]
@@ -126,7 +128,7 @@ class ColdSearch:
         return found[:limit]
 
     def dirty_among(self, block_hashes: Iterable[BlockHash]) -> Pairs:
-        """Those of the blocks that are here, ready and dirty."""
+        """Return those blocks that are in the level, ready and dirty."""
         level = self._level
         found = ((block_hash, level.policy.get(block_hash)) for block_hash in block_hashes)
         return [
@@ -136,9 +138,9 @@ class ColdSearch:
         ]
 
     def most_useful(self, n: int, in_use: Sequence[BlockHash]) -> list[BlockHash]:
-        """Up to `n` dirty blocks, those first that are worth most at the next start.
+        """Return up to `n` dirty blocks, the most useful for the next start first.
 
-        No search finds pinned blocks: `in_use` names them, tails before heads.
+        `in_use`: pinned blocks, tails before heads. Searches do not find pinned blocks.
         """
         level = self._level
         if n <= 0:
@@ -149,7 +151,7 @@ class ColdSearch:
 
 
 class Demoter:
-    """Moves dirty blocks from one level to the port below it. Under the manager's lock."""
+    """Write dirty blocks of one level to the port below it. Used under the manager's lock."""
 
     def __init__(
         self,
@@ -164,10 +166,10 @@ class Demoter:
         aging: Aging | None = None,
         forwards_lost: bool = False,
     ) -> None:
-        """Watermarks are shares of `slots`. Blocks that were not written and should be tried again
-        go to `aging`: their device failed, or there was room for a part of their job.
+        """The watermarks `marks` are shares of `slots`.
 
-        `forwards_lost`: keys that left the port are kept for the caller of `take_lost`.
+        `aging` receives the blocks to try again: their device failed, or only a part of their job
+        had room. `forwards_lost`: True keeps the keys lost below for `take_lost`.
         """
         self._level = level
         self._below = below
@@ -180,9 +182,9 @@ class Demoter:
         self._jobs: dict[int, Transfer] = {}
         self._lost: list[BlockHash] | None = [] if forwards_lost else None
         self.was_cut_short = False
-        """True if the last look ended before it came to the last dirty block."""
+        """True if the last scan ended because it had settled too many blocks."""
         self.may_find_room = False
-        """True if the last look ended for want of room below, and there will be some."""
+        """True if the last scan ended for lack of room below, and room is being made."""
 
     @property
     def counters(self) -> LinkCounters:
@@ -191,43 +193,43 @@ class Demoter:
 
     @property
     def jobs(self) -> list[Transfer]:
-        """Copies under way."""
+        """Writes in flight."""
         return list(self._jobs.values())
 
     @property
     def job_ids(self) -> set[int]:
-        """Tickets of the copies under way."""
+        """Tickets of the writes in flight."""
         return set(self._jobs)
 
     @property
     def jobs_in_flight(self) -> int:
-        """Number of copies under way."""
+        """Number of writes in flight."""
         return len(self._jobs)
 
     @property
     def is_moving(self) -> bool:
-        """True if copies are under way and they end."""
+        """True if writes are in flight and make progress."""
         return bool(self._jobs) and not self._below.write_state().is_stalled
 
     @property
     def losable_blocks(self) -> int:
-        """Blocks in the level that the tier below has place for; 0 if their medium keeps them."""
+        """Number of blocks that the tier below could hold and this process would lose."""
         if self._level.is_lasting or not self._below.tiers:
             return 0
         return min(len(self._level.policy), self._below.tiers[0].capacity)
 
     @property
     def room_blocks(self) -> int:
-        """How many blocks could be sent down now."""
+        """Largest number of blocks whose write could start now."""
         return (MAX_JOBS_IN_FLIGHT - len(self._jobs)) * self._batch if self._may_start() else 0
 
     def keep_ahead(self) -> None:
-        """Make the cold end of the level clean if the low watermark may have been crossed.
+        """Clean the coldest blocks of the level if the low watermark may have been passed.
 
-        Looks once per `high - low` slots taken, so a store pays for a constant number of looks, and
-        writes no more than the window each time: where the tier below is smaller than that, the
-        blocks that it evicts are dirty again here, and an idle engine would go on for ever. A look
-        that settles many blocks goes on at the next step.
+        There is one scan for each `high - low` slots taken, so the cost per store is constant. A
+        scan writes at most as many blocks as the window has. Without this limit, an idle engine
+        above a smaller tier would write for ever, because evictions there make blocks dirty again.
+        A scan that settles many blocks continues in the next step.
         """
         search = self.search
         if not search.is_due or self._level.is_last:
@@ -241,34 +243,34 @@ class Demoter:
             search.end()
 
     def demote_coldest(self, n: int) -> int:
-        """Start writing up to `n` of the coldest dirty blocks; returns how many are on their way.
+        """Start writing up to `n` of the coldest dirty blocks. Return the number started.
 
-        Blocks that are below already, or not admitted, are settled instead: that may be nearly all
-        of the level, so a look ends when it settled `n` blocks, or `MAX_SETTLED`
-        (`was_cut_short`).
+        Blocks that the tier below holds, or that admission refuses, are settled instead. These may
+        be nearly all blocks of the level. A scan therefore ends after `n` or `MAX_SETTLED` settled
+        blocks, whichever is more (`was_cut_short`).
         """
         return self._demote_coldest(n, None, max(n, MAX_SETTLED))
 
     def clean_ahead(self, n: int) -> bool:
-        """Write `n` more of the coldest blocks down; True if clean slots are on their way."""
+        """Write `n` more of the coldest blocks. Return True if some slots will be clean soon."""
         if self._level.is_last:
             return False
         self.demote_coldest(n)
         if self.is_moving or self.was_cut_short or self.may_find_room:
             return True
-        # blocks that were found to lie below already can leave at once
+        # settled blocks can be evicted at once
         return bool(self._level.policy.coldest(1, (), self._level.dirt.settled_mask))
 
     def demote_due(self, aging: Aging) -> None:
-        """Start writing the blocks that have come of age."""
-        due = aging.take_due(self.room_blocks)  # a long queue is not turned over at every step
+        """Start writing the due blocks."""
+        due = aging.take_due(self.room_blocks)  # bounds the work of one step
         left = self.demote(due) if due else 0
         aging.put_back(due[len(due) - left :])
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Start writing these blocks if they are here, ready and dirty; returns how many are left.
+        """Start writing those blocks that are in the level, ready and dirty.
 
-        Those left are at the end of the list: offer them again.
+        Return the number of blocks left for another call. They are the last ones of the list.
         """
         self.may_find_room = False
         left = len(block_hashes)
@@ -281,7 +283,7 @@ class Demoter:
         return left
 
     def land(self, ended: Ended) -> Transfer:
-        """A copy ended. Returns its job."""
+        """Take in the outcomes of a write that ended. Return its job."""
         job = self._jobs.pop(ended.ticket)
         if job.is_orphan:
             self._level.release(job)
@@ -302,11 +304,11 @@ class Demoter:
         self._level.dirt.set_settled(settled)
         self._level.dirt.set_dirty(failed)
         if again:
-            self._put_off(again)
+            self._retry_later(again)
         return job
 
-    def take_in_lost(self) -> None:
-        """Blocks that left the port are dirty again. At once, before anything leaves the level."""
+    def collect_lost(self) -> None:
+        """Mark blocks dirty that the port lost. Call it before the level evicts any block."""
         lost = self._below.take_lost()
         if lost:
             self._level.note_lost_below(lost)
@@ -314,13 +316,13 @@ class Demoter:
                 self._lost += lost
 
     def take_lost(self) -> list[BlockHash]:
-        """Keys that left the port since the last call."""
-        self.take_in_lost()
+        """Return the keys that the port lost since the last call."""
+        self.collect_lost()
         lost, self._lost = self._lost or [], []
         return lost
 
     def orphan(self) -> list[Transfer]:
-        """The level was reset: nothing of its copies is kept when they end."""
+        """Mark all writes in flight as orphans, because the level was reset. Return them."""
         for job in self._jobs.values():
             job.is_orphan = True
         if self._lost:
@@ -328,7 +330,7 @@ class Demoter:
         return self.jobs
 
     def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
-        """`window`: look only among that many of the coldest blocks."""
+        """Search only the `window` coldest blocks; None: all."""
         started = settled = 0
         self.was_cut_short = self.may_find_room = False
         while started < n and self._may_start():
@@ -347,7 +349,7 @@ class Demoter:
         return started
 
     def _next_size(self, n: int) -> int:
-        """How many of `n` blocks the next job may take; with 0 the rest is for a later step."""
+        """Return how many of `n` blocks the next job may contain; 0: try again in a later step."""
         n = min(n, self._batch)
         room = self._below.room(n)
         self.may_find_room = room == 0
@@ -356,12 +358,16 @@ class Demoter:
     def _may_start(self) -> bool:
         return len(self._jobs) < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
-    def _put_off(self, block_hashes: Iterable[BlockHash]) -> None:
+    def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._aging is not None:
             self._aging.note(block_hashes)
 
     def _send(self, cold: Pairs) -> int | None:
-        """Start one job. Coldest first in, prefix order out. None: no job can start now."""
+        """Start one job. Return the number of blocks in it; None: no job can start now.
+
+        `cold` has the coldest block first. The port gets the blocks in the opposite order, which is
+        prefix order.
+        """
         wanted = self._filter(cold)
         if not wanted:
             return 0
@@ -380,17 +386,17 @@ class Demoter:
             self._level.dirt.set_arriving([status.block_id for status in statuses])
             going = [block_hash for block_hash, _ in wanted]
             self._jobs[ticket] = Transfer(ticket, going, statuses, self._clock())
-        self.take_in_lost()  # the port may have made room
+        self.collect_lost()  # the port may have evicted blocks
         return started if started or Put.ALREADY in answers else None
 
     def _sort(self, wanted: Pairs, answers: Sequence[Put]) -> Pairs:
-        """Some blocks were not taken. Returns those that are on their way."""
+        """Settle or defer the blocks that the port refused. Return those whose write started."""
         by_answer: dict[Put, Pairs] = {answer: [] for answer in Put}
         for pair, answer in zip(wanted, answers, strict=True):
             by_answer[answer].append(pair)
         self.may_find_room = Put.LATER in answers and not by_answer[Put.STARTED]
         if by_answer[Put.STARTED]:
-            self._put_off([block_hash for block_hash, _ in by_answer[Put.LATER]])
+            self._retry_later([block_hash for block_hash, _ in by_answer[Put.LATER]])
         for answer in (Put.ALREADY, Put.OVER_BUDGET):
             self._level.dirt.set_settled([s.block_id for _, s in by_answer[answer]])
         return by_answer[Put.STARTED]

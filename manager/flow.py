@@ -1,4 +1,4 @@
-"""The first tier, the port below it, and their common books: events, evictions, tickets.
+"""The first tier, the port below it, and their shared state: events, evictions, tickets.
 
 Used under the manager's lock only.
 """
@@ -21,24 +21,27 @@ Clock = Callable[[], float]
 """Monotonic seconds."""
 
 BATCH_BYTES = 32 << 20
-"""Aim for this much per job: large vectored calls, yet several jobs to overlap."""
+"""Target size of a job: large enough for vectored calls, small enough for several jobs to overlap.
+"""
 MAX_BATCH_BLOCKS = 512
 MAX_JOBS_IN_FLIGHT = 4
-"""Per tier and direction."""
+"""Largest number of jobs in flight for each tier and direction."""
 MAX_MOVED_BLOCKS = 512
-"""Per tier and step: blocks that moved without the manager's doing and become events."""
+"""Largest number of blocks moved by other processes that one step turns into events, per tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The two handlers of one tier below: writes from the tier above it, reads to the first."""
+    """The two handlers of one tier below."""
 
     down: OffloadingHandler
+    """Handler of writes from the tier directly above."""
     up: OffloadingHandler
+    """Handler of reads into the first tier."""
 
 
 class Flow:
-    """The first tier in its place above the port."""
+    """State that the parts of the manager share: the first tier, the port, events and tickets."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Flow:
         *,
         with_events: bool,
     ) -> None:
-        """`past`: for `UseCounts` of the first tier."""
+        """`past` is for the `UseCounts` of the first tier."""
         self.below = below
         self.clock = clock
         self.with_events = with_events
@@ -67,26 +70,26 @@ class Flow:
         """Receives each job between the first tier and one below when it has ended, and the time at
         which it began on `clock`. None: nobody traces them."""
         self.evicted: list[BlockHash] = []
-        """Blocks that left the first tier since the last store."""
+        """Hashes evicted from the first tier since the last store."""
 
     def emit(self, block_hashes: Sequence[BlockHash], removed: bool) -> None:
-        """Note that blocks came to the first tier or left it."""
+        """Record an event: blocks were stored in the first tier or removed from it."""
         if self.with_events and block_hashes:
             event = BlockEvent(tuple(block_hashes), self.top.medium, removed, self.top.name)
             self.events.append(event)
 
     def take_events(self) -> list[BlockEvent]:
-        """Everything that was noted since the last call, in order."""
+        """Return the events since the last call, in order."""
         if self.with_events:
             came, left = self.top.take_moved(MAX_MOVED_BLOCKS)
             self.emit(left, removed=True)
             self.emit(came, removed=False)
-        self.take_in_events()
+        self.collect_events()
         events, self.events = self.events, []
         return events
 
-    def take_in_events(self) -> None:
-        """Take in what was noted below."""
+    def collect_events(self) -> None:
+        """Collect the events of the tiers below."""
         if self.with_events:
             self.events += self.below.take_events()
 
@@ -105,5 +108,5 @@ class Flow:
 
 
 def batch_blocks(block_size: int) -> int:
-    """How many blocks of this size make one job."""
+    """Return the number of blocks of this size in one job."""
     return max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_size))

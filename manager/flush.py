@@ -1,14 +1,14 @@
-"""Writing down all that is dirty while there is time: what a shutdown does.
+"""Shutdown: write dirty blocks to the tiers below until a deadline, then stop all transfers.
 
-A write that fails makes the tier below rest for some seconds, which is right while requests are
-served and would lose everything here: so a flush waits until the tier may be tried again, where
-that can help. It does not help where there is no room, or where a transfer never ends.
+A failed write makes the tier below rest for some seconds. A flush waits until the tier may be tried
+again, because otherwise all remaining blocks would be lost. It does not wait if the tier is full or
+if a transfer never ends.
 
-What workers load and waiting requests hold is written like the rest: an engine that is stopped at
-work shall not lose what it used last. Blocks that were used often come first, and heads of prompts
-before their ends: if time runs out, what was written is of use.
+Pinned blocks are written, too: an engine that is stopped at work must not lose the blocks that it
+used last. Blocks with many uses come first, and heads of prompts before their tails. If the time
+runs out, the written blocks are thus useful.
 
-Of a tier that lasts, only what makes room for the blocks above is written: its own are not lost.
+Blocks in a lasting tier are not lost. They are written only to make room for blocks above.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from .level import Level
 from .workers import WorkerTransfers
 
 RESTS_AT_MOST = 2
-"""In a row, without a block written meanwhile. The process that moves blocks is up again after one;
-a device that fails three times is not waited for."""
+"""Largest number of consecutive rests without a written block. The mover process restarts within
+one. A device that fails three times is given up."""
 MAX_REFRESHED_BLOCKS = 1 << 17
-"""Of a tier that ends with its process the hottest, at 5 µs each where the collector was frozen and
-15 where it was not; the others are as hot below as when they were written there."""
+"""Largest number of blocks whose recency below a shutdown refreshes, hottest first. Each takes 5 µs
+with a frozen garbage collector and 15 µs otherwise. The other blocks keep the recency below that
+they had when they were written."""
 ROOM_POLL_S = 0.001
-"""Between two looks at whether a tier that grows has room by now."""
+"""Seconds between two checks whether a growing tier has room."""
 PASSES_PER_LINK = 2
-"""A level that found no room below is flushed again once the next one has made some."""
+"""Passes of a flush for each tier below. A level that found no room below is flushed again once the
+next tier has made some."""
 
 
 class Closing:
-    """Flushes and stops a cascade."""
+    """Flush and stop a cascade."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Closing:
         holds: Holds,
         pause: Callable[[float], None],
     ) -> None:
-        """`pause` waits for seconds of the clock."""
+        """`pause` waits for the given number of seconds of the clock."""
         self._flow = flow
         self._demoter = demoter
         self._workers = workers
@@ -61,15 +63,16 @@ class Closing:
         self,
         lock: AbstractContextManager[Any],
         collect: Callable[[], None],
-        tend: Callable[[], None],
+        maintain: Callable[[], None],
     ) -> FlushMeans:
-        """For `flush_dirty` and `shutdown`; for the arguments see `FlushMeans`."""
-        return FlushMeans(lock, collect, tend, self._in_use, self._flow.clock, self._pause)
+        """Return what `flush_dirty` and `shutdown` need. For the parameters see `FlushMeans`."""
+        return FlushMeans(lock, collect, maintain, self._in_use, self._flow.clock, self._pause)
 
     def flush_dirty(self, means: FlushMeans, deadline_s: float) -> bool:
-        """Write every dirty block down that would be lost, until `deadline_s` on the clock.
+        """Write every dirty block to a tier below that would be lost, until `deadline_s` on the
+        clock.
 
-        True if none is left, nor on its way.
+        Return True if no such block is left or in flight.
         """
         flow, below = self._flow, self._flow.below
         for _ in range(PASSES_PER_LINK * len(below.tiers)):
@@ -88,19 +91,20 @@ class Closing:
             return not any(losable) and not any(state.demote_jobs for state in states)
 
     def shutdown(self, means: FlushMeans, deadline_s: float) -> bool:
-        """Flush, and stop all transfers; idempotent. False if transfers are still under way."""
+        """Flush, and stop all transfers; idempotent. Return False if transfers are in flight."""
         flow = self._flow
-        if not self._is_shut_down:  # else no handler takes anything: it would be waited for in vain
+        if not self._is_shut_down:  # handlers that were stopped accept nothing
             self.flush_dirty(means, deadline_s)
         self._is_shut_down = True
         with means.lock:
             if not flow.top.is_lasting and not flow.is_single:
                 flow.below.touch(hottest(flow.top, self._in_use()))
-            means.end_step()  # nothing of them is held while the rest takes its time
+            means.end_step()  # release shared state before the shutdown, which may take long
         return flow.below.shutdown(deadline_s)
 
     def _in_use(self) -> list[BlockHash]:
-        """Blocks of the first tier that workers load or requests hold, tails before heads."""
+        """Return the blocks of the first tier that workers load or requests hold, tails before
+        heads."""
         in_use = dict.fromkeys(chain(self._workers.loads, self._holds.blocks()))
         return list(reversed(in_use))
 
@@ -110,10 +114,11 @@ def _written(below: Below) -> int:
 
 
 def flush_level(demoter: Demoter, below: Below, means: FlushMeans, deadline_s: float) -> None:
-    """Write the dirty blocks of one level to the port below it; tiers behind it may make room."""
+    """Write the dirty blocks of one level to the port below it. Tiers behind the port may make
+    room."""
     counters = demoter.counters
-    # As many as would be lost and no more, for blocks that a smaller tier below evicts are dirty
-    # again; those that fail are sent anew.
+    # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again. Blocks
+    # whose write failed are sent again, so the limit grows by them.
     limit = demoter.losable_blocks - counters.demote_failed_blocks
     sent = rests = written = 0
     order: list[BlockHash] = []
@@ -136,7 +141,7 @@ def flush_level(demoter: Demoter, below: Below, means: FlushMeans, deadline_s: f
             below.wait(waiting, left_s)
         elif not waiting and rests < RESTS_AT_MOST and may_recover:
             rests += 1
-            below.wait(set(), state.rest_left_s)  # the tiers behind the port go on meanwhile
+            below.wait(set(), state.rest_left_s)  # writes between the tiers below make progress
             with means.lock:
                 rest_left_s = below.write_state().rest_left_s
             means.pause(rest_left_s)
@@ -147,10 +152,10 @@ def flush_level(demoter: Demoter, below: Below, means: FlushMeans, deadline_s: f
 
 
 def hottest(level: Level, in_use: Sequence[BlockHash]) -> list[BlockHash]:
-    """Blocks that are hot in a level that ends with the process, the hottest first.
+    """Return the hottest blocks of a level that ends with the process, hottest first.
 
-    They shall be hot below when the next process starts there. `in_use`: pinned blocks, tails
-    before heads. A tier that lasts keeps its own recency, and may hold millions of blocks.
+    They become hot in the tier below, for the next process. `in_use`: pinned blocks, tails before
+    heads. A lasting tier does not need this, because it keeps its own recency.
     """
     idle = [block_hash for block_hash, _ in level.policy.coldest(len(level.policy))]
     return [*idle, *in_use][-MAX_REFRESHED_BLOCKS:][::-1]

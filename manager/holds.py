@@ -1,7 +1,7 @@
 """Pins of ready blocks of the first tier, for requests that wait for the rest of their prefix.
 
-A held block cannot be evicted. Several requests may hold the same block; it takes one slot of the
-promotion budget all the same. Used under the manager's lock.
+A held block cannot be evicted. A block that several requests hold takes one slot of the promotion
+budget. Used under the manager's lock.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from .request import Request
 
 
 class Holds:
-    """Who holds what. `len` is the number of slots that are held."""
+    """Pinned blocks by request. `len` returns the number of held slots."""
 
     def __init__(self) -> None:
         self._users: dict[int, int] = {}
-        """Slot to the number of requests that hold it."""
+        """Number of requests that hold each slot."""
         self._requests: dict[Request, None] = {}
-        """Requests that hold something, in the order in which they began."""
+        """Requests that hold a block, in the order of their first pin."""
 
     def __len__(self) -> int:
         return len(self._users)
@@ -32,7 +32,7 @@ class Holds:
         return self._users.keys()
 
     def pin(self, request: Request, block_hash: BlockHash, status: BlockStatus) -> None:
-        """Keep a ready block until the request loads it; no effect if the request holds it."""
+        """Pin a ready block until the request loads it. No effect if the request holds it."""
         if block_hash not in request.holds:
             status.ref_cnt += 1
             request.holds[block_hash] = status
@@ -40,7 +40,7 @@ class Holds:
             self._users[status.block_id] = self._users.get(status.block_id, 0) + 1
 
     def release(self, request: Request) -> None:
-        """Unpin everything that the request holds."""
+        """Unpin all blocks that the request holds."""
         if not request.holds:
             return
         for status in request.holds.values():
@@ -51,12 +51,13 @@ class Holds:
         self._forget(request)
 
     def blocks(self) -> Iterator[BlockHash]:
-        """Held blocks in prefix order; those of several requests come more than once."""
+        """Yield the held blocks in prefix order. A block held by several requests comes several
+        times."""
         for request in self._requests:
             yield from request.holds
 
     def forget_all(self) -> None:
-        """The first tier was reset: nobody holds anything, and no pin is undone."""
+        """Forget every hold without unpinning, because the first tier was reset."""
         self._users.clear()
         for request in list(self._requests):
             self._forget(request)

@@ -213,14 +213,14 @@ class Level:
         missing = n - self.backend.get_num_free_blocks()
         if missing <= 0:
             return True
-        mask = self._may_leave(may_drop_dirty)
+        mask = self._evictable(may_drop_dirty)
         if mask is not None and self._was_short and np.count_nonzero(mask) < missing:
             return False
         evicted = self.policy.evict(missing, protected, mask)
         self._was_short = evicted is None
         if evicted is None:
             return False
-        self._leave(evicted)
+        self._free_evicted(evicted)
         return self.backend.get_num_free_blocks() >= n
 
     def make_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> int:
@@ -228,7 +228,7 @@ class Level:
         `n`."""
         if not self.make_all_room(n, protected, may_drop_dirty):
             free = self.backend.get_num_free_blocks()
-            mask = self._may_leave(may_drop_dirty)
+            mask = self._evictable(may_drop_dirty)
             possible = len(self.policy.coldest(n - free, protected, mask))
             self.make_all_room(free + possible, protected, may_drop_dirty)
         return min(n, self.backend.get_num_free_blocks())
@@ -241,13 +241,13 @@ class Level:
         found = len(self.policy.coldest(missing, protected, mask)) if missing > 0 else 0
         evicted = self.policy.evict(found, protected, mask) if found else None
         if evicted is not None:
-            self._leave(evicted)
+            self._free_evicted(evicted)
 
-    def _leave(self, evicted: Pairs) -> None:
+    def _free_evicted(self, evicted: Pairs) -> None:
         self.on_evicted(evicted)
         self.backend.free_many([status for _, status in evicted])
 
-    def _may_leave(self, may_drop_dirty: bool) -> SlotMask | None:
+    def _evictable(self, may_drop_dirty: bool) -> SlotMask | None:
         return None if may_drop_dirty or self.is_last else self.dirt.settled_mask
 
     def take(self, block_hashes: Sequence[BlockHash], depth: int = 0) -> list[BlockStatus]:

@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
+from .claim_queue import ClaimQueue
 from .flow import Flow
 from .promotion import SPENT, Promoter
 from .request import Request
-from .turns import Turns
 from .workers import WorkerTransfers
 
 
 class Loads:
-    """Blocks that workers read."""
+    """Pin the blocks that workers read."""
 
     def __init__(
         self,
         flow: Flow,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         workers: WorkerTransfers,
         served_end: bytes,
     ) -> None:
-        """`served_end`: end of the hashes of blocks by which tokens are counted."""
+        """`served_end`: last bytes of the hashes of those blocks by which tokens are counted."""
         self._flow = flow
         self._top = flow.top
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._workers = workers
         self._served_end = served_end
         self._media = [flow.top.medium, *(facts.medium for facts in flow.below.tiers)]
@@ -38,7 +38,7 @@ class Loads:
     def prepare(
         self, block_hashes: Collection[BlockHash], request: Request | None
     ) -> LoadStoreSpec:
-        """`CascadingOffloadingManager.prepare_load`."""
+        """Implement `CascadingOffloadingManager.prepare_load`."""
         hashes = list(block_hashes)
         statuses = self._top.policy.get_many(hashes)
         pinned = self._pin(hashes, statuses, request)
@@ -48,7 +48,7 @@ class Loads:
         else:
             request.keys.update(dict.fromkeys(hashes, False))
             if request.claim is not None:
-                self._turns.release(request)
+                self._claims.release(request)
         return self._top.backend.get_load_store_spec(hashes, pinned)
 
     def _pin(
@@ -67,7 +67,7 @@ class Loads:
             pinned.append(status)
             slot = status.block_id
             source = origin[slot]
-            if source:  # its first load is one from below; the second one makes it the tier's own
+            if source:  # the first load counts for the tier below, later ones for the first tier
                 origin[slot] = 0 if source == SPENT else SPENT
                 source = 0 if source == SPENT else source
                 if source and request is not None:

@@ -2,10 +2,9 @@
 
 A hit in the first tier takes no lock. While a request is asking, only the scheduler's own calls
 remove blocks from that tier. Asking begins under the lock. Blocks missing there are searched below,
-and claimed for the request (`Turns`).
+and claimed for the request (`ClaimQueue`).
 
-While a request waits, no new search starts: the request is *put off*, and its answers come from
-memory.
+While a request waits, no new search starts, and its answers come from memory.
 
 The scheduler's thread calls these methods. The manager's lock is held where state changes.
 """
@@ -19,11 +18,11 @@ from typing import Any
 from ..tiers.base import BlockHash, BlockStatus
 from .answers import Answers
 from .base import LookupState
+from .claim_queue import ClaimQueue
 from .counters import Reason
 from .flow import Flow
 from .promotion import Promoter
 from .request import Request
-from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import Worth
 
@@ -41,7 +40,7 @@ class Lookups:
         lock: AbstractContextManager[Any],
         flow: Flow,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         workers: WorkerTransfers,
         worth: Worth | None,
         store_wait_s: float | None,
@@ -54,7 +53,7 @@ class Lookups:
         self._lock = lock
         self._flow = flow
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._workers = workers
         self._worth = worth
         self._store_wait_s = store_wait_s
@@ -66,7 +65,7 @@ class Lookups:
         the plain hit."""
         self.answers = Answers(flow.top.policy.ready_at)
         self._asking: Request | None = None
-        self._is_put_off = False
+        self._is_waiting = False
         """True if the request that is asking waits for an earlier lookup."""
         self._looks = 0
         """Number of blocks searched below in this step."""
@@ -83,7 +82,7 @@ class Lookups:
         hits, is_waiting = 0, False
         for block_hash in block_hashes:
             state = self.lookup_block(block_hash, request)
-            if self._is_put_off:
+            if self._is_waiting:
                 return None
             if state is LookupState.MISS:
                 break
@@ -105,7 +104,7 @@ class Lookups:
         status = self.top_get(block_hash)
         if status is not None and status.ref_cnt >= 0:
             if request.is_plain:
-                self.answers.hit(block_hash, status.block_id + 1)
+                self.answers.hit(block_hash, status.block_id)
                 return LookupState.HIT
             if block_hash in request.holds:
                 self.answers.hit(block_hash)
@@ -117,23 +116,23 @@ class Lookups:
     def begin_asking(self, request: Request, first: BlockHash) -> bool:
         """Start the lookups of this request, which last until the end of the step.
 
-        `first` is the first block. Return True if the request is put off, because it still waits
-        for blocks of an earlier step. Every answer then makes the engine ask again.
+        `first` is the first block. Return True if the request still waits for blocks of an earlier
+        step. Every answer then makes the engine ask again.
         """
         with self._lock:  # from here on, the background removes no block of the first tier
             self._asking = request
         request.missed_at = None
         self.answers.begin()
         claim = request.claim
-        self._is_put_off = claim is not None and self._puts_off(request, first)
-        return self._is_put_off
+        self._is_waiting = claim is not None and self._must_wait(request, first)
+        return self._is_waiting
 
     def look_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
         """Look up a block that is no plain hit; `status` is the result of `top_get`.
 
-        RETRY means that the whole request is put off; it need not be looked up again in this step.
+        RETRY means that the whole request waits; it need not be looked up again in this step.
         """
         if status is None and self.is_single:
             self.answers.misses += 1
@@ -171,10 +170,10 @@ class Lookups:
             if is_first and not request.is_computing:
                 self._missing.append(request)
 
-    def _puts_off(self, request: Request, first: BlockHash) -> bool:
+    def _must_wait(self, request: Request, first: BlockHash) -> bool:
         assert request.claim is not None
         with self._lock:
-            return self._turns.puts_off(request.claim, first)
+            return self._claims.must_wait(request.claim, first)
 
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
@@ -182,10 +181,10 @@ class Lookups:
         may_read_top = request.may_read(self._flow.top.medium)
         if status is not None and status.ref_cnt >= 0 and may_read_top:
             self.answers.hit(block_hash)
-            self._turns.note_hit(block_hash, request)
+            self._claims.note_hit(block_hash, request)
             return LookupState.HIT
-        if self._is_put_off:
-            return self._state_put_off(block_hash, request)
+        if self._is_waiting:
+            return self._state_while_waiting(block_hash, request)
         if block_hash in request.missed or block_hash in self._workers.outdated:
             return LookupState.MISS
         pending = self._promoter.find(block_hash)
@@ -202,7 +201,7 @@ class Lookups:
         tier = self._below.may_hold(block_hash, request.allowed_media)
         return self._want(block_hash, tier, request) if tier else LookupState.MISS
 
-    def _state_put_off(self, block_hash: BlockHash, request: Request) -> LookupState:
+    def _state_while_waiting(self, block_hash: BlockHash, request: Request) -> LookupState:
         if block_hash in request.pending:
             return LookupState.PENDING
         claim = request.claim
@@ -214,10 +213,8 @@ class Lookups:
         if claim is None or claim.is_admitted:
             if tier == 0 and claim is not None and block_hash in claim.wanted:
                 return LookupState.PENDING
-            found = self.answers.of_request()
-            self.answers.leave_run()  # from now on hits are noted one by one
-            return self._turns.want(block_hash, tier, request, found)
-        return self._turns.want(block_hash, tier, request, ())
+            return self._claims.want(block_hash, tier, request, self.answers.of_request())
+        return self._claims.want(block_hash, tier, request, ())
 
     def _wait_for_store(self, block_hash: BlockHash, request: Request) -> LookupState:
         """Treat a block that a worker is storing as pending until the request's deadline."""

@@ -1,11 +1,11 @@
-"""Moving blocks up to the first tier: queues, jobs, and what became of each block.
+"""Promotion: read blocks from the tiers below into the first tier.
 
-`Turns` decides which blocks come up, and for whom. Here they are queued, given slots, read in
-batches, verified by the handler, and pinned for the requests that wait for them.
+`ClaimQueue` decides which blocks are promoted, and for which requests. `Promoter` queues the
+blocks, takes slots, and reads them in batches. The handler verifies each block. Blocks that arrived
+are pinned for the requests that wait for them.
 
-A wait ends when nothing moves: a queued block that is not sent, or a job that does not end, for
-`deadline_s` is late. A late block is a miss for everybody who waits for it. If it arrives after
-all, it is a hit for whoever asks next.
+A block is late if its queue or its job makes no progress for `deadline_s`. A late block is a miss
+for every waiting request. If it arrives later, it is a hit for the next lookup.
 
 Used under the manager's lock.
 """
@@ -30,70 +30,72 @@ from .workers import WorkerTransfers
 from .worth import Worth
 
 SPENT = 255
-"""Origin of a block that came from below and was loaded: it lies on the device and below."""
+"""Origin of a promoted block that a request has loaded. Copies are on the device and below."""
 DEADLINES_PER_JOB = 3
-"""A job that does not end for so many deadlines is late even if others of its tier do end."""
+"""Number of deadlines after which a job is late even if other jobs of its tier end."""
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """One block on its way up."""
+    """A block that is queued for promotion or in flight to the first tier."""
 
     tier: int
-    """The tier where the lookup found it."""
+    """Number of the tier in which the lookup found the block."""
     waiters: dict[Request, None] = field(default_factory=dict)
+    """Requests that wait for the block."""
     is_probe: bool = False
-    """True if it is read to measure the tier, whether anybody waits or not."""
+    """True if the block is read to measure the tier, even without a waiting request."""
     is_late: bool = False
 
 
 @dataclass(slots=True)
 class ReadJob(Transfer):
-    """Blocks on their way from a tier into slots of the first one."""
+    """Read of blocks from a tier below into slots of the first tier."""
 
     is_late: bool = False
-    """True once nobody waits for it any more, since it took too long."""
+    """True once the job took too long. No request waits for its blocks any more."""
 
 
 class ReadQueue:
-    """Blocks of one tier that are queued or on their way up."""
+    """Blocks of one tier that are queued for promotion or in flight."""
 
     def __init__(self, tier: int, deadline_s: float) -> None:
         self.tier = tier
         self._deadline_s = deadline_s
         self.queued: list[BlockHash] = []
-        """Blocks that are not sent yet."""
+        """Blocks whose read has not started."""
         self.moved_s = -math.inf
-        """When a block was last sent or arrived, or the queue began."""
+        """Time of the last progress: a read started, blocks arrived, or the queue became non-empty.
+        """
         self.jobs: dict[int, ReadJob] = {}
 
     @property
     def blocks(self) -> int:
-        """Blocks that are queued or on their way."""
+        """Number of blocks that are queued or in flight."""
         return len(self.queued) + sum(len(job.hashes) for job in self.jobs.values())
 
     def add(self, block_hash: BlockHash, now_s: float) -> None:
-        """Queue a block."""
+        """Append a block to the queue."""
         if not self.queued:
             self.moved_s = now_s
         self.queued.append(block_hash)
 
     def take_late(self, now_s: float) -> list[BlockHash]:
-        """Queued blocks that are late: all of them, or none."""
+        """Remove and return the queued blocks that are late: all of them, or none."""
         if not self.queued or now_s < self.moved_s + self._deadline_s:
             return []
         late, self.queued = self.queued, []
         return late
 
     def late_jobs(self, now_s: float) -> Iterator[ReadJob]:
-        """Jobs that are late and were not before."""
+        """Mark and yield the jobs that have become late."""
         for job in self.jobs.values():
             if not job.is_late and now_s >= self._due_s(job):
                 job.is_late = True
                 yield job
 
     def next_due_s(self) -> float:
-        """Before this time nothing more can become late."""
+        """Return the earliest time at which a block or job may become late."""
         due_s = self.moved_s + self._deadline_s if self.queued else math.inf
         return min([due_s, *(self._due_s(job) for job in self.jobs.values() if not job.is_late)])
 
@@ -104,7 +106,7 @@ class ReadQueue:
 
 
 class Promoter:
-    """All movement up to the first tier."""
+    """Read blocks from the tiers below into the first tier."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Promoter:
         deadline_s: float,
         worth: Worth | None,
     ) -> None:
-        """`demoter` makes room; speeds of the tiers are reported to `worth`."""
+        """`demoter` makes room in the first tier; `worth` measures the speeds of the tiers."""
         self._flow = flow
         self._below = flow.below
         self._demoter = demoter
@@ -125,22 +127,22 @@ class Promoter:
         self._top = flow.top
         self._pending: dict[BlockHash, Pending] = {}
         self.queues = [ReadQueue(tier, deadline_s) for tier in range(1, 1 + len(flow.below.tiers))]
-        """One per tier below, nearest first."""
+        """One queue for each tier below, nearest first."""
         self.late_s = math.inf
-        """Before this time nothing can become late."""
+        """Earliest time at which a block or job may become late."""
         self.origin = bytearray(self._top.capacity)
-        """Per slot of the first tier: the tier its block was read from; `SPENT` once a request has
-        loaded it; 0 if a worker stored it or it was loaded twice."""
+        """For each slot of the first tier, the tier from which its block was read. `SPENT` once a
+        request has loaded the block; 0 if a worker stored it, or after its second load."""
         self._origin_of = np.frombuffer(self.origin, dtype=np.uint8)
 
     @property
     def in_flight(self) -> int:
-        """Blocks queued or on their way."""
+        """Number of blocks that are queued or in flight."""
         return len(self._pending)
 
     @property
     def is_queued(self) -> bool:
-        """True if `flush` has something to start."""
+        """True if `flush` has blocks to read."""
         return any(queue.queued for queue in self.queues)
 
     def landing_slots(self) -> int:
@@ -148,15 +150,15 @@ class Promoter:
         return sum(len(job.statuses) for queue in self.queues for job in queue.jobs.values())
 
     def queued_blocks(self) -> list[int]:
-        """Blocks that are not sent yet, by tier; the first number stands for the first tier."""
+        """Return the number of queued blocks by tier; index 0 stands for the first tier."""
         return [0, *(len(queue.queued) for queue in self.queues)]
 
     def find(self, block_hash: BlockHash) -> Pending | None:
-        """The block's way up; None if it is not on its way."""
+        """Return the state of the block's promotion; None if it is not being promoted."""
         return self._pending.get(block_hash)
 
     def begin(self, block_hash: BlockHash, tier: int, request: Request | None) -> None:
-        """Queue a block that lies in `tier`; without a request it is a probe."""
+        """Queue a block that `tier` holds. Without a request the read is a probe."""
         pending = self._pending[block_hash] = Pending(tier, is_probe=request is None)
         if request is not None:
             self.join(block_hash, pending, request)
@@ -166,27 +168,28 @@ class Promoter:
             self.late_s = min(self.late_s, queue.next_due_s())
 
     def join(self, block_hash: BlockHash, pending: Pending, request: Request) -> None:
-        """The request waits for a block that is on its way."""
+        """Let the request wait for a block that is being promoted."""
         pending.waiters[request] = None
         request.pending.add(block_hash)
 
     def leave(self, request: Request) -> None:
-        """The request waits no more; blocks that nobody waits for are not sent."""
+        """End the request's waits. Queued blocks without a waiting request are not read."""
         for block_hash in request.pending:
             self._pending[block_hash].waiters.pop(request, None)
         request.pending.clear()
 
     def flush(self, protected: Container[BlockHash], may_displace: bool) -> None:
-        """Give slots to queued blocks, and start reading. Never evicts what is protected.
+        """Take slots for queued blocks, and start reading. Protected blocks are never evicted.
 
-        `may_displace`: requests wait for room, so blocks that were loaded already leave first.
+        `may_displace`: True evicts promoted blocks first that were loaded already. Use it if
+        requests wait for room.
         """
         for queue in self.queues:
             if queue.queued:
                 self._flush_queue(queue, protected, may_displace)
 
     def land(self, ended: Ended) -> ReadJob:
-        """A read ended: the speed of its tier, and its blocks. Returns its job."""
+        """Take in a read that ended: its tier's speed and its blocks. Return its job."""
         queue = self.queues[ended.tier - 1]
         job = queue.jobs.pop(ended.ticket)
         now_s = self._flow.clock()
@@ -196,7 +199,7 @@ class Promoter:
         if self._worth is not None:
             size = self._top.block_size
             speed = self._worth.links[ended.tier - 1]
-            speed.landed(len(job.hashes) * size, arrived * size, now_s)
+            speed.ended(len(job.hashes) * size, arrived * size, now_s)
         if job.is_orphan:
             self._top.release(job)
         else:
@@ -204,7 +207,7 @@ class Promoter:
         return job
 
     def expire(self) -> None:
-        """Give up what is late, and find out when something may be late next."""
+        """Turn late blocks into misses, and set `late_s`."""
         now_s, self.late_s = self._flow.clock(), math.inf
         for queue in self.queues:
             self._fail_all(queue.take_late(now_s), Reason.DEADLINE)
@@ -217,7 +220,7 @@ class Promoter:
             self.late_s = min(self.late_s, queue.next_due_s())
 
     def orphan(self) -> list[Transfer]:
-        """The first tier was reset: nothing under way becomes a hit."""
+        """Drop all promotions after a reset of the first tier. Return the reads in flight."""
         for pending in self._pending.values():
             for request in pending.waiters:
                 request.pending.clear()
@@ -233,7 +236,7 @@ class Promoter:
     def _flush_queue(
         self, queue: ReadQueue, protected: Container[BlockHash], may_displace: bool
     ) -> None:
-        """Start jobs for a queue; the part that waits for a free job stays."""
+        """Start jobs for a queue. Blocks that must wait for a free job stay queued."""
         top, queued = self._top, queue.queued
         batch = batch_blocks(top.block_size)
         free_jobs = MAX_JOBS_IN_FLIGHT - len(queue.jobs)
@@ -251,7 +254,7 @@ class Promoter:
             queue.queued = []
 
     def _will_have_room(self, n: int, may_drop: bool) -> bool:
-        """True if slots become free, or can be evicted after this step."""
+        """Return True if slots will become free, or if blocks can be evicted after this step."""
         if self._demoter.clean_ahead(n) or self._workers.is_busy or self._holds:
             return True
         top = self._top
@@ -276,7 +279,7 @@ class Promoter:
         self.late_s = min(self.late_s, queue.next_due_s())
         if self._worth is not None:
             speed = self._worth.links[queue.tier - 1]
-            speed.sent(len(present) * self._top.block_size, now_s)
+            speed.started(len(present) * self._top.block_size, now_s)
         self._below.get(ticket, queue.tier, present, [status.block_id for status in targets])
 
     def _fail_all(self, hashes: Iterable[BlockHash], reason: Reason) -> None:
@@ -284,7 +287,7 @@ class Promoter:
             self._fail(block_hash, reason)
 
     def _fail(self, block_hash: BlockHash, reason: Reason | None = None) -> None:
-        """The block does not come up: a miss for everyone who waits for it."""
+        """Drop a promotion: its block is a miss for every waiting request."""
         pending = self._pending.pop(block_hash, None)
         if pending is not None:
             self._miss(block_hash, pending, reason)
@@ -319,21 +322,21 @@ class Promoter:
                     self._holds.pin(request, block_hash, status)
         if ended.tier == 1:
             top.dirt.set_settled(slots)
-        else:  # it is hot now, so the nearest tier gets it when it leaves this one
+        else:  # a block from a deeper tier is hot now: eviction writes it to tier 1
             top.dirt.set_dirty(slots)
         top.policy.mark_ready(arrived, slots)
         self._flow.emit(arrived, removed=False)
 
 
 def collect(flow: Flow, promoter: Promoter, demoter: Demoter) -> None:
-    """Take in what ended below, and the keys that left a tier there."""
-    landed = flow.below.poll()
-    for ended in landed:
+    """Collect the transfers that ended below, and the keys that the tiers below lost."""
+    ended_jobs = flow.below.poll()
+    for ended in ended_jobs:
         job: Transfer = (promoter if ended.is_get else demoter).land(ended)
         if flow.on_transfer is not None:
             flow.on_transfer(ended, job.created_s)
-    demoter.take_in_lost()
-    if landed:
-        flow.take_in_events()
-    if landed or flow.clock() >= promoter.late_s:
+    demoter.collect_lost()
+    if ended_jobs:
+        flow.collect_events()
+    if ended_jobs or flow.clock() >= promoter.late_s:
         promoter.expire()

@@ -1,4 +1,4 @@
-"""What the manager remembers of one request between its first lookup and its end."""
+"""State of one request between its first lookup and its end."""
 
 from __future__ import annotations
 
@@ -19,67 +19,68 @@ Hash = TypeVar("Hash", bound=bytes)
 def runs_from_the_end(
     in_order: Iterable[Hash], is_new: Callable[[Hash], bool]
 ) -> list[tuple[bool, list[Hash]]]:
-    """Neighbours that are alike new or reused, the last ones of the prompt first.
+    """Split blocks in prompt order into runs of new or reused blocks. Return the last run first.
 
-    If recency is set run by run, tails leave before heads.
+    Each entry is the pair of `is_new` and the blocks of the run. If the caller sets recency run by
+    run, tails are evicted before heads.
     """
     return [(new, list(run)) for new, run in groupby(in_order, is_new)][::-1]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request; made by the adapter, handed to every call that concerns it."""
+    """State of one request. The adapter creates it and passes it to every call for this request."""
 
     request_id: str = ""
     allowed_media: frozenset[str] | None = None
-    """Media this request may read from; None means all."""
+    """Media that this request may read from; None means all."""
     arrived_s: float = 0.0
-    """When the request came, on the adapter's clock; for recordings."""
+    """Arrival time of the request on the adapter's clock, for recordings."""
     positions: dict[BlockHash, int] = field(default_factory=dict)
-    """Last token of each block of the prompt, as far as the engine tells; vLLM does from 0.31 on.
-    The engine owns it, and adds to it while the request lives."""
+    """Position of the last token of each block of the prompt, as far as the engine reports it (vLLM
+    from 0.31 on). The engine owns the dictionary and adds to it during the request."""
     keys: dict[BlockHash, bool] = field(default_factory=dict)
-    """Blocks that the request used, in the order named. True: the request stored the block; False:
-    it loaded or reused it. Their recency is set once, when the request ends."""
+    """Blocks that the request used, in order of use. True: the request stored the block; False: it
+    loaded or reused it. Their recency is set once, at the end of the request."""
     missed: set[BlockHash] = field(default_factory=set)
-    """Blocks that could not be brought up in time: misses for this request from now on."""
+    """Blocks whose promotion failed or was late. They stay misses for this request."""
     recomputes: bool = False
-    """True once computing was judged faster than reading: nothing is brought up for it any more."""
+    """True once computing was expected to be faster. No block is promoted for the request then."""
 
     claim: Claim | None = None
-    """The blocks that it waits for; None while it does not wait."""
+    """Claim on the blocks that the request waits for; None while it does not wait."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)
-    """Ready blocks of the first tier that are pinned for it until it loads them."""
+    """Ready blocks of the first tier that are pinned until the request loads them."""
     pending: set[BlockHash] = field(default_factory=set)
-    """Blocks on their way up to the first tier that it waits for."""
+    """Blocks in promotion that the request waits for."""
     storing_since_s: float | None = None
-    """When it first asked for a block that a worker is still storing; None: it did not."""
+    """Time of the first lookup of a block that a worker is still storing; None: there was none."""
 
     sources: dict[BlockHash, str] = field(default_factory=dict)
-    """Medium that a loaded block came from, where it is not the first tier's."""
+    """Medium of the tier from which a loaded block was read, if it is not the first tier."""
 
     missed_at: BlockHash | None = None
-    """The first block that it missed when it last asked: it computes from here on."""
+    """First block that missed in the last lookup. The request computes from this block on."""
     is_computing: bool = False
-    """True once blocks that it computed were taken."""
+    """True once computed blocks of the request were stored."""
     counted_blocks: int = 0
-    """Blocks that were counted as computed when their offer was put off: it comes again."""
-    put_offs: int = 0
-    """How often an offer of its blocks was put off since one was last taken."""
-    put_off: set[BlockHash] = field(default_factory=set)
-    """Blocks that were put off and not offered since. They are lost if the request ends now."""
+    """Number of blocks counted as computed in a deferred store. The engine offers them again."""
+    deferrals: int = 0
+    """Number of consecutive stores of this request that were deferred."""
+    deferred: set[BlockHash] = field(default_factory=set)
+    """Blocks of deferred stores that were not offered again. They are lost if the request ends."""
 
     is_plain: bool = True
-    """True while a ready block is a hit and nothing else need be considered."""
+    """True while every ready block is a hit without further checks."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.allowed_media is None
 
     def in_prompt_order(self, block_hashes: Collection[BlockHash]) -> list[BlockHash]:
-        """Blocks of the request, the head of its prompt first.
+        """Return the blocks in the order of the prompt.
 
-        An engine may offer a later block first. A block without a position follows the one before
-        it in the order given.
+        An engine may offer a later block first. A block without a position stays behind its
+        predecessor in `block_hashes`.
         """
         positions = self.positions
         if not positions:
@@ -90,42 +91,43 @@ class Request:
         return sorted(block_hashes, key=positions.__getitem__)
 
     def may_read(self, medium: str) -> bool:
-        """True if it may read from this medium."""
+        """Return True if the request may read from this medium."""
         return self.allowed_media is None or medium in self.allowed_media
 
     def begin_wait(self, claim: Claim) -> None:
-        """Some of its blocks must be waited for."""
+        """Start to wait for the blocks of a claim."""
         self.claim = claim
         self.is_plain = False
 
     def end_wait(self) -> None:
-        """It is served, over, or gave up."""
+        """End the wait: the request is served, has ended, or gave up."""
         self.claim = None
         self.storing_since_s = None
         self.pending.clear()
         self.is_plain = self.allowed_media is None
 
     def note_stored(self, offered: Sequence[BlockHash], new: Sequence[BlockHash]) -> None:
-        """It offered blocks, and `new` ones of them are being stored.
+        """Record an offer of blocks, of which the `new` ones are being stored.
 
-        What is known of a block stays: to offer again what it stored is no use, and a block that
-        it reused, and stores again since it left, was used.
+        A known block keeps its entry. An offer of a block that the request stored before is not a
+        use. A block that the request reused stays reused, even if it is stored again after an
+        eviction.
         """
         noted, keys = dict.fromkeys(offered, False) | dict.fromkeys(new, True), self.keys
         if keys:
             noted |= {block_hash: keys[block_hash] for block_hash in noted.keys() & keys.keys()}
         keys.update(noted)
 
-    def note_put_off(self, block_hashes: Sequence[BlockHash]) -> None:
-        """These blocks shall be offered again.
+    def note_deferred(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Record a deferred store. The engine should offer its blocks again.
 
-        An engine never offers those again that its sliding window has passed meanwhile.
+        It never does so for blocks that its sliding window has passed since.
         """
-        self.put_offs += 1
-        self.put_off.update(block_hashes)
+        self.deferrals += 1
+        self.deferred.update(block_hashes)
 
     def note_taken(self, offered: Sequence[BlockHash]) -> None:
-        """An offer was taken. It counts as the repeated one if it shares a block with it."""
-        if self.put_off and not self.put_off.isdisjoint(offered):
-            self.put_offs = 0
-            self.put_off.difference_update(offered)
+        """Record an accepted store. It repeats the deferred ones if it shares a block with them."""
+        if self.deferred and not self.deferred.isdisjoint(offered):
+            self.deferrals = 0
+            self.deferred.difference_update(offered)

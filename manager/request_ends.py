@@ -1,4 +1,4 @@
-"""Ends of requests: the recency of their blocks is set once, in the order of their prompts.
+"""End of a request: set the recency of its blocks once, in the order of its prompt.
 
 Used under the manager's lock.
 """
@@ -18,7 +18,7 @@ class RequestEnds:
     """Update the first tier when a request ends."""
 
     def __init__(self, flow: Flow, aging: Aging, mode: WriteMode, *, counts_uses: bool) -> None:
-        """`counts_uses`: admission to the tier below goes by uses."""
+        """`counts_uses`: True if admission to the tier below depends on use counts."""
         self._flow = flow
         self._top = flow.top
         self._aging = aging
@@ -28,16 +28,17 @@ class RequestEnds:
     def end(self, request: Request) -> None:
         """Set the recency of the request's blocks.
 
-        Once per request and in the order of its prompt, so that tails leave before heads however
-        often the request was looked at, and in whatever order blocks were offered or transferred.
+        It is set once per request and in the order of its prompt. Tails are thus evicted before
+        heads, whatever the number of lookups and the order of stores and transfers.
         """
-        self._flow.counters.store_lost_blocks += len(request.put_off)
-        request.put_off.clear()
+        self._flow.counters.store_lost_blocks += len(request.deferred)
+        request.deferred.clear()
         if not request.keys:
             return
         used, request.keys = request.keys, {}
         in_order = request.in_prompt_order(used)
-        # Below, blocks come down long after: an order would take that for a return.
+        # The chain is reported to the first tier only: demotion brings its blocks to a tier below
+        # much later, which an eviction policy there would count as a reuse.
         if self._top.policy.wants_chains:
             self._top.policy.note_chain(in_order)
         else:
@@ -46,7 +47,7 @@ class RequestEnds:
             self._note_reuse([h for h in used if not used[h]])
 
     def _set_recency(self, in_order: Sequence[BlockHash], is_new: Mapping[BlockHash, bool]) -> None:
-        """The end of the prompt comes first, so that it is the first to leave."""
+        """Set the recency of the tail first, so that the tail is evicted first."""
         for new, run in runs_from_the_end(in_order, is_new.__getitem__):
             (self._top.policy.settle if new else self._top.policy.touch)(run)
 
@@ -56,7 +57,7 @@ class RequestEnds:
         top.uses.note_reuse([status for _, status in found])
         if not self._counts_uses:
             return
-        # Settled and not below: admission refused the block, and may take it now.
+        # A settled block that is not below was refused by admission, which may now accept it.
         settled, may_hold = top.dirt.settled_mask, self._flow.below.may_hold
         refused = [(h, s.block_id) for h, s in found if settled[s.block_id] and may_hold(h) != 1]
         if self._mode is not WriteMode.DEMOTE:

@@ -1,4 +1,4 @@
-"""Resets of the cache: this engine's own, and those of other engines that share a tier.
+"""Resets of the cache by this engine, and by other engines that share a tier.
 
 Used under the manager's lock.
 """
@@ -9,23 +9,23 @@ from collections import Counter
 from itertools import chain
 
 from ..config.schema import OnReset
+from .claim_queue import ClaimQueue
 from .demotion import Aging, Demoter
 from .flow import Flow
 from .lookup import Lookups
 from .promotion import Promoter
-from .turns import Turns
 from .workers import WorkerTransfers
 
 
 class Resets:
-    """Makes older blocks unreachable."""
+    """Make older blocks unreachable."""
 
     def __init__(
         self,
         flow: Flow,
         demoter: Demoter,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         lookups: Lookups,
         workers: WorkerTransfers,
         aging: Aging,
@@ -35,24 +35,24 @@ class Resets:
         self._top = flow.top
         self._demoter = demoter
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._lookups = lookups
         self._workers = workers
         self._aging = aging
         self._on_reset = on_reset
 
     def reset(self) -> None:
-        """`CascadingOffloadingManager.reset_cache`."""
+        """Implement `CascadingOffloadingManager.reset_cache`."""
         self._flow.counters.resets += 1
         if self._on_reset is OnReset.KEEP:
             self._forget_worker_transfers()
             return
-        self._flow.take_in_events()
+        self._flow.collect_events()
         self._flow.below.reset()
         self._forget_top(is_own=True)
 
-    def tend(self) -> None:
-        """Upkeep of every tier. Blocks that another process reset are forgotten, and all above."""
+    def maintain(self) -> None:
+        """Maintain every tier. Empty the first tier if another process reset one."""
         is_overtaken = self._flow.below.maintain() > 0
         if self._top.maintain() or is_overtaken:
             self._flow.counters.resets_by_others += 1
@@ -65,7 +65,7 @@ class Resets:
             status.ref_cnt = 1
         read = []
         for loading, count in self._workers.loads.values():
-            loading.ref_cnt -= count - 1  # the engine may go on with what is being loaded
+            loading.ref_cnt -= count - 1  # the quarantine keeps one pin; workers may still read
             read.append(loading)
         written += [status for status, _ in self._workers.outdated.values()]
         self._workers.forget(written, read)
@@ -73,11 +73,11 @@ class Resets:
     def _forget_top(self, *, is_own: bool) -> None:
         """Empty the first tier.
 
-        `is_own`: the engine asked for it, and will not report what its workers are doing now. If
-        another process reset a tier, the engine knows nothing: it goes on with what it was given,
-        and everything is reported.
+        `is_own`: the engine requested the reset, and reports no completion of transfers in flight.
+        If another process reset a tier, the engine does not know of it. It then continues its
+        transfers and reports all of them.
         """
-        self._turns.orphan()
+        self._claims.orphan()
         jobs = [*self._promoter.orphan(), *self._demoter.orphan()]
         workers = self._workers.using()
         self._workers.outdate_pinned()

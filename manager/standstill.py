@@ -1,14 +1,16 @@
-"""An engine that stands still: requests that hold device blocks wait behind one that finds too few.
+"""Deadlock of the engine's scheduler: requests that hold device blocks wait behind one that needs
+more blocks than are free.
 
-vLLM up to 0.30 looks at waiting requests in their order, and at none behind the first that does not
-fit. A request whose blocks were loaded is among them, and keeps them meanwhile. It may have been
-let in while the blocks of an earlier one were on their way, which was passed over then. If that one
-needs more than is left, nothing runs, so nothing becomes free. Later versions look first at those
-that hold something.
+vLLM up to 0.30 considers waiting requests in order, and stops at the first that does not fit. A
+request whose blocks were loaded is one of them, and it keeps its device blocks while it waits. It
+can be behind a request that was deferred while its own blocks were promoted. If that earlier
+request needs more device blocks than are free, no request runs, and no block is freed. Later
+versions consider requests that hold blocks first.
 
-What is put off is passed over, and who has loaded is not asked about. So when the engine has asked
-in many steps and nothing came of it, all questions of one step are put off: those that hold blocks
-are reached, run, and let go of them. Nobody else gets in before the first one.
+The scheduler skips a request whose lookup is deferred. It makes no lookup for a request whose
+blocks were loaded. After many steps with lookups but without progress, all lookups of one step are
+therefore deferred. The scheduler then reaches the requests that hold blocks, and they run and free
+them. No other request starts before the first one.
 
 All calls come from the scheduler's thread.
 """
@@ -29,7 +31,7 @@ class Standstill:
         """Consecutive scheduler steps with lookups but no progress."""
         self._has_asked = False
 
-    def puts_off(self) -> bool:
+    def must_defer(self) -> bool:
         """Return True if all lookups of this step must be deferred."""
         self._has_asked = True
         return self._steps >= STILL_STEPS

@@ -1,4 +1,4 @@
-"""How things stand in each tier, for metrics and tools."""
+"""State of each tier, for metrics and tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..tiers.endurance import DayTotals
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One tier at one moment."""
+    """State of one tier at one time."""
 
     name: str
     medium: str
@@ -17,7 +17,7 @@ class TierState:
     blocks: int
     capacity_blocks: int
     dirty_blocks: int
-    """Blocks that are in no tier below."""
+    """Number of blocks that no tier below holds."""
     writing_blocks: int = 0
     """Slots of the first tier that receive a block now: a store by a worker, or a read from a tier
     below."""
@@ -25,12 +25,12 @@ class TierState:
     """Slots of the first tier that cannot be evicted because a worker, a write to a tier below or a
     waiting request needs their bytes."""
     waiting_blocks: int = 0
-    """Blocks that are queued or on their way up from here."""
+    """Number of blocks queued for promotion from this tier, or in flight from it."""
     demote_jobs: int = 0
-    """Writes into this tier that are under way."""
+    """Number of writes into this tier in flight."""
     is_blocked: bool = False
-    """True while the tier takes no writes: it failed or is full."""
+    """True while the tier accepts no writes, because it failed or is full."""
     budget_left_bytes: int | None = None
-    """Of the day's write budget; None: no limit."""
+    """Bytes left of the day's write budget; None: there is no limit."""
     day: DayTotals | None = None
-    """What the last day saw; None: the tier keeps no count."""
+    """Totals of the last day; None if the tier does not record them."""

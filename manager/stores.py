@@ -11,17 +11,17 @@ from ..config.schema import WriteMode
 from ..tiers.base import BlockHash
 from .answers import Answers
 from .base import PrepareStoreOutput
+from .claim_queue import ClaimQueue
 from .demotion import Aging, Demoter
 from .flow import Flow
 from .promotion import Promoter, collect
 from .request import Request
-from .turns import Turns
 from .workers import WorkerTransfers
 from .worth import Worth
 
-MAX_PUT_OFFS = 32
-"""Number of steps that a request's blocks wait for dirty ones to be written. It is several times
-the usual number. After that the first blocks are stored, as many as there is room for."""
+MAX_DEFERRALS = 32
+"""Largest number of consecutive deferred stores of a request. It is several times the usual number.
+After that the first blocks are stored, as many as there is room for."""
 
 
 class Stores:
@@ -32,7 +32,7 @@ class Stores:
         flow: Flow,
         demoter: Demoter,
         promoter: Promoter,
-        turns: Turns,
+        claims: ClaimQueue,
         workers: WorkerTransfers,
         answers: Answers,
         worth: Worth | None,
@@ -49,7 +49,7 @@ class Stores:
         self._below = flow.below
         self._demoter = demoter
         self._promoter = promoter
-        self._turns = turns
+        self._claims = claims
         self._workers = workers
         self._answers = answers
         self._worth = worth
@@ -77,9 +77,9 @@ class Stores:
             self._worth.note_offer(block_hashes, request, room is not None, flow.clock())
         if room is None:
             flow.counters.store_refused_busy += 1
-            self._turns.room.note_refused_store(len(new))
+            self._claims.room.note_refused_store(len(new))
             if request is not None:
-                request.note_put_off(new)
+                request.note_deferred(new)
             return None
         if room < len(new):
             flow.counters.store_truncated_blocks += len(new) - room
@@ -144,7 +144,7 @@ class Stores:
         once = self._offered_once  # such an offer is one block, or one per KV group
         if once and any(h.endswith(once) for h in (offered[0], offered[-1])):
             return top.make_room(min(need, top.capacity), protected, True)
-        if request is not None and request.put_offs >= MAX_PUT_OFFS:
+        if request is not None and request.deferrals >= MAX_DEFERRALS:
             return top.make_room(min(need, top.capacity), protected, may_drop)
         return self._room_under_pressure(need, protected, may_drop)
 

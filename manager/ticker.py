@@ -1,8 +1,8 @@
-"""A background thread that keeps the cascade going while the engine is idle.
+"""Background thread that maintains the cascade while the engine is idle.
 
-vLLM calls nothing between requests. Dirty blocks that come of age and transfers that end must not
-wait for the next one. The thread only calls `maintain`, which returns at once if the scheduler is
-at work, so it never holds anybody up.
+vLLM makes no calls between requests. Due blocks and ended transfers must not wait for the next
+request. The thread only calls `maintain`, which returns at once if the scheduler holds the lock.
+The thread therefore never delays the scheduler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOP_WAIT_S = 5.0
 
 
 class Ticker:
-    """Calls `tick` every `interval_s` seconds on a daemon thread until `stop`."""
+    """Call `tick` every `interval_s` seconds on a daemon thread until `stop`."""
 
     def __init__(self, tick: Callable[[], None], interval_s: float = TICK_S) -> None:
         self._tick = tick
@@ -29,7 +29,7 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; idempotent. Waits for a tick under way, `STOP_WAIT_S` at most."""
+        """End the thread; idempotent. Wait for a running tick, at most `STOP_WAIT_S` seconds."""
         self._stopped.set()
         self._thread.join(STOP_WAIT_S)
 

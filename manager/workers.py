@@ -1,9 +1,9 @@
-"""What the workers are doing with the first tier's slots, and what they may still be doing.
+"""Transfers of workers from and to slots of the first tier.
 
-After a reset the engine reports no completion of earlier transfers, yet a worker may go on writing
-into its slots for a few steps: such slots stay out of use until it certainly has stopped. After a
-reset by another engine, which this one's engine knows nothing of, completions come as ever: such
-transfers are *outdated*, and their slots are given back when they are reported.
+After a reset the engine reports no completion of earlier transfers, but workers may go on writing
+for a few steps. These slots are in *quarantine* until every worker has certainly stopped. The
+engine does not know of a reset by another engine, and reports all completions. Such transfers are
+*outdated*, and each completion frees its slot.
 """
 
 from __future__ import annotations
@@ -15,37 +15,39 @@ from ..tiers.base import Backend, BlockHash, BlockStatus
 
 
 class WorkerTransfers:
-    """Worker stores and loads under way, and the quarantine. Under the manager's lock."""
+    """Stores and loads of workers in flight, and the quarantine. Used under the manager's lock."""
 
     def __init__(self, backend: Backend, steps_until_flushed: int) -> None:
         self._backend = backend
         self._steps_until_flushed = steps_until_flushed
         self._step = 0
         self._quarantine: list[tuple[int, list[BlockStatus], list[BlockStatus]]] = []
+        """For each reset: the step at which its quarantine ends, the slots to free then, and the
+        slots to unpin then."""
         self.stores: dict[BlockHash, BlockStatus] = {}
-        """Blocks that workers write now."""
+        """Blocks that workers write now, with their slots."""
         self.loads: dict[BlockHash, tuple[BlockStatus, int]] = {}
-        """Blocks that workers read now: the slot, and how many loads read it."""
+        """Blocks that workers read now, with the slot and the number of loads."""
         self.outdated: dict[BlockHash, tuple[BlockStatus, int]] = {}
-        """Blocks that left the cache under a worker: the slot, and how many completions are to
-        come. Till then nothing of that name may enter, or one could be taken for the other."""
+        """Blocks removed during a worker's transfer, with the slot and the number of completions
+        expected. Such a hash must not be stored again, because completions are matched by hash."""
 
     @property
     def is_busy(self) -> bool:
-        """True if slots will be given back when workers go on."""
+        """True if transfers in flight will free or unpin slots."""
         return bool(self.stores or self.loads or self.outdated or self._quarantine)
 
     def begin_loads(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
     ) -> None:
-        """Workers will read these blocks, which the caller has pinned once more."""
+        """Count one load of each block. The caller has pinned the blocks for it."""
         loads = self.loads
         for block_hash, status in zip(block_hashes, statuses, strict=True):
             entry = loads.get(block_hash)
             loads[block_hash] = (status, 1 if entry is None else entry[1] + 1)
 
     def end_loads(self, block_hashes: Collection[BlockHash]) -> None:
-        """A worker has read these blocks: each loses one pin."""
+        """Remove one pin of each block, because a worker has read them."""
         pop = self.loads.pop
         for block_hash in block_hashes:
             entry = pop(block_hash, None)
@@ -59,13 +61,16 @@ class WorkerTransfers:
             status.ref_cnt -= 1
 
     def using(self) -> list[BlockStatus]:
-        """The slots that workers use now, each once."""
+        """Return the slots that workers use now, each once."""
         others = chain(self.loads.values(), self.outdated.values())
         return [*self.stores.values(), *(status for status, _ in others)]
 
     def outdate(self) -> None:
-        """Every block leaves the cache, and completions come as ever; one count of each slot in use
-        is given back by the last of them (`report`)."""
+        """Treat every transfer in flight as outdated, because all blocks leave the cache.
+
+        Transfers in flight still complete; each slot is freed when `report` has seen its last
+        transfer.
+        """
         for block_hash, status in self.stores.items():
             self.outdated[block_hash] = (status, 1)
         self.outdated.update(self.loads)
@@ -73,7 +78,7 @@ class WorkerTransfers:
         self.loads.clear()
 
     def report(self, block_hash: BlockHash) -> None:
-        """A worker ended with a block that is not in the cache, or that was never prepared."""
+        """Take in a completion for a block that left the cache, or that was never prepared."""
         entry = self.outdated.pop(block_hash, None)
         if entry is None:
             return
@@ -81,22 +86,24 @@ class WorkerTransfers:
         if left > 1:
             self.outdated[block_hash] = (status, left - 1)
         else:
-            self._let_go(status)
+            self._drop_count(status)
 
     def outdate_pinned(self) -> None:
-        """What was to stay in the cache leaves it: such slots are freed, not unpinned, later."""
+        """Free quarantined slots at the end instead of unpinning them, because their blocks leave
+        the cache, too."""
         self._quarantine = [(until, [*gone, *kept], []) for until, gone, kept in self._quarantine]
 
     def quarantined(self) -> Iterator[BlockStatus]:
-        """Slots that are out of use since a reset."""
+        """Yield the slots in quarantine."""
         for _, statuses, pinned in self._quarantine:
             yield from statuses
             yield from pinned
 
     def forget(self, statuses: list[BlockStatus], pinned: list[BlockStatus] | None = None) -> None:
-        """No completion will come any more; keep these slots (one count of each) out of use.
+        """Forget all transfers, because the engine reports no more completions of them.
 
-        Those in `pinned` hold blocks that stay in the cache: they are unpinned then, not freed.
+        `statuses` are in quarantine from now on, each with one count. `pinned` are, too, but their
+        blocks stay in the cache: the end of the quarantine unpins them instead of freeing them.
         """
         self.stores.clear()
         self.loads.clear()
@@ -106,13 +113,13 @@ class WorkerTransfers:
             self._quarantine.append((until, statuses, pinned or []))
 
     def end_step(self) -> None:
-        """One more step has gone by."""
+        """End a step: free the slots whose quarantine is over."""
         self._step += 1
         while self._quarantine and self._quarantine[0][0] <= self._step:
             self._release_oldest()
 
     def all_flushed(self) -> None:
-        """The workers have ended every transfer from before the last reset."""
+        """End the quarantine: all worker transfers from before the last reset have ended."""
         while self._quarantine:
             self._release_oldest()
 
@@ -121,10 +128,10 @@ class WorkerTransfers:
         for status in pinned:
             status.ref_cnt -= 1
         for status in statuses:
-            self._let_go(status)
+            self._drop_count(status)
 
-    def _let_go(self, status: BlockStatus) -> None:
-        """Who brings the count of a slot to zero after a reset frees it."""
+    def _drop_count(self, status: BlockStatus) -> None:
+        """Drop one count of a slot, and free the slot at zero."""
         status.ref_cnt -= 1
         if status.ref_cnt == 0:
             self._backend.free(status)

@@ -1,18 +1,18 @@
-"""Load or recompute: which of two queues is expected to serve a request first?
+"""Load or recompute: decide which of two queues is expected to serve a request first.
 
     load       = (bytes ahead of it + its own) / read rate of the tier
     recompute  = (tokens ahead of it + its own) / prefill speed
 
-Ahead of it are, in one queue, blocks on their way and those of requests whose turn comes first; in
-the other one, what earlier requests still have to compute. If everybody computes, everybody waits.
+In the first queue, blocks in flight and blocks of requests with earlier turns are ahead of the
+request. In the second queue, the tokens that earlier requests still have to compute are ahead.
 
-A request recomputes only if loading is expected to take `CONSERVATIVE` times as long: what is not
-known (nothing was read or computed yet) speaks for loading, and both measurements err to that side.
-A device that was slow once is not avoided for ever: now and then a few blocks are read all the
-same, for which nobody waits. That is a *probe*.
+A request recomputes only if loading is expected to take `CONSERVATIVE` times as long. An unknown
+rate counts in favour of loading, and both measurements err to that side. A tier that was slow is
+measured again from time to time: a few blocks are read without a waiting request. Such a read is a
+*probe*.
 
-Nothing here takes a time: "now" is passed in, in seconds of any monotonic clock. Used under the
-manager's lock only.
+The caller passes the current time, in seconds of any monotonic clock. Used under the manager's lock
+only.
 """
 
 from __future__ import annotations
@@ -27,47 +27,48 @@ if TYPE_CHECKING:
     from .request import Request
 
 CONSERVATIVE = 2.0
-"""Loading must be expected to take this many times as long as recomputing before it is refused."""
+"""Loading is refused only if it is expected to take this many times as long as recomputing."""
 
 SAMPLE_BYTES_MIN = 8 << 20
 SAMPLE_S_MIN = 0.05
-"""A read that is both smaller and shorter than these says more of latency than of rate; it only
-counts where it was faster than what was known."""
+"""A sample below both limits shows latency rather than rate. It counts only if it is faster than
+the known rate."""
 SLOWER_SHARE = 0.25
 FASTER_SHARE = 0.5
-"""Weight of a new sample in the rate: one stall shall not decide, a recovery shall be seen soon."""
+"""Weights of a slower and a faster sample in the rate. One stall has little effect, and a recovery
+is noticed soon."""
 
 PROBE_INTERVAL_S = 5.0
 PROBE_S = 0.5
 PROBE_BYTES_MAX = 16 << 20
-"""At most one probe in this interval, of what should be read in this time, and at most this."""
+"""Limits of probes: the seconds between two of them, and the expected duration and size of one."""
 
 PREFILL_TOKENS_MIN = 256
 PREFILL_WINDOW_S = 1.0
 PREFILL_SHARE = 0.25
 STEPS_UNTIL_COMPUTED = 3
-"""End of a step after which what was offered before it is computed: scheduling runs ahead by one,
-and some engines end a step after they offered, others before."""
+"""Number of steps after an offer until its blocks are certainly computed. Scheduling runs one step
+ahead. Some engines end a step before their offers, others after them."""
 
 
 class LinkSpeed:
-    """How fast bytes come up one link: what arrived while it was busy, jobs side by side."""
+    """Read rate of one tier: bytes that arrived per second while any read was in flight."""
 
     def __init__(self) -> None:
         self.in_flight_bytes = 0
-        """Sent, not landed."""
+        """Size of the reads in flight."""
         self._bytes_per_s: float | None = None
         self._since_s = 0.0
         self._arrived_bytes = 0
 
-    def sent(self, size_bytes: int, now_s: float) -> None:
-        """A job was started."""
+    def started(self, size_bytes: int, now_s: float) -> None:
+        """Count a read that started."""
         if not self.in_flight_bytes:
             self._since_s, self._arrived_bytes = now_s, 0
         self.in_flight_bytes += size_bytes
 
-    def landed(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
-        """A job of `size_bytes` ended; `arrived_bytes` of it are there."""
+    def ended(self, size_bytes: int, arrived_bytes: int, now_s: float) -> None:
+        """Count a read of `size_bytes` that ended, of which `arrived_bytes` arrived."""
         self.in_flight_bytes -= size_bytes
         self._arrived_bytes += arrived_bytes
         elapsed_s = now_s - self._since_s
@@ -80,15 +81,15 @@ class LinkSpeed:
             return
         if known is None:
             self._bytes_per_s = sample
-        else:  # a mean of logarithms: ten times slower weighs as much as ten times faster
+        else:  # mean of the logarithms: a tenth of the rate has the same effect as ten times it
             share = FASTER_SHARE if is_faster else SLOWER_SHARE
             self._bytes_per_s = known * (sample / known) ** share
         self._since_s, self._arrived_bytes = now_s, 0
 
     def bytes_per_s(self, now_s: float) -> float:
-        """The rate, `inf` while it is unknown.
+        """Return the rate; `inf` while it is unknown.
 
-        While nothing arrives it cannot be higher than what is on its way over the time so far.
+        While no bytes arrive, the rate is at most the bytes in flight over the time waited.
         """
         known = math.inf if self._bytes_per_s is None else self._bytes_per_s
         waited_s = now_s - self._since_s
@@ -97,50 +98,51 @@ class LinkSpeed:
         return known
 
     def expected_s(self, size_bytes: int, now_s: float) -> float:
-        """Seconds until this much more has arrived, behind what is on its way."""
+        """Return the seconds until `size_bytes` have arrived behind the bytes in flight."""
         return (self.in_flight_bytes + size_bytes) / self.bytes_per_s(now_s)
 
 
 class PrefillSpeed:
-    """Tokens computed per second, from what a scheduler shows: blocks offered, and steps.
+    """Prefill speed in tokens per second, measured from offers of blocks and ends of steps.
 
-    A scheduler offers blocks when it schedules their tokens, and ends later steps when these are
-    computed. The time from the first offer to `STEPS_UNTIL_COMPUTED` steps after the last one
-    covers the computation and a little more, so the figure errs to the low side. So does the time
-    until all of them are stored; an engine that goes idle then takes no more steps.
+    A scheduler offers blocks when it schedules their tokens. A sample begins with the first offer.
+    It ends `STEPS_UNTIL_COMPUTED` steps after the last offer, or when all blocks are stored, since
+    an idle engine makes no steps. Both include a little more than the computation, so the measured
+    speed is slightly too low.
     """
 
     def __init__(self, given_tokens_per_s: float | None = None) -> None:
-        """A speed that is given is not measured."""
+        """`given_tokens_per_s`: speed from the configuration, which disables the measurement."""
         self._is_given = given_tokens_per_s is not None
         self.tokens_per_s = given_tokens_per_s
-        """None while it is unknown."""
+        """Prefill speed; None while it is unknown."""
         self._since_s: float | None = None
         self._tokens = 0.0
         self._steps_left = 0
-        self._has_put_off = False
-        """Some of what was offered was not taken: that all is stored says nothing of it."""
+        self._has_deferred = False
+        """True if a store of this sample was deferred. The end of all stores then does not end the
+        sample."""
 
     def offered(self, tokens: float, now_s: float, is_taken: bool = True) -> None:
-        """Blocks of so many tokens, being computed now, were offered for the first time."""
+        """Count the tokens of blocks that the engine is computing and offers for the first time."""
         if self._is_given:
             return
         if self._since_s is None:
-            self._since_s, self._tokens, self._has_put_off = now_s, 0.0, False
+            self._since_s, self._tokens, self._has_deferred = now_s, 0.0, False
         self._tokens += tokens
-        self._has_put_off |= not is_taken
+        self._has_deferred |= not is_taken
         self._steps_left = STEPS_UNTIL_COMPUTED
 
     def end_step(self, now_s: float) -> None:
-        """A step of the scheduler ended."""
+        """End a step of the scheduler."""
         self._steps_left -= 1
         if self._since_s is not None:
             if self._steps_left <= 0 or now_s - self._since_s >= PREFILL_WINDOW_S:
                 self._end_sample(now_s)
 
     def all_stored(self, now_s: float) -> None:
-        """Everything that was taken is stored, and so it was computed."""
-        if not self._has_put_off:
+        """End the sample, because all accepted blocks are stored and therefore computed."""
+        if not self._has_deferred:
             self._end_sample(now_s)
 
     def _end_sample(self, now_s: float) -> None:
@@ -156,22 +158,23 @@ class PrefillSpeed:
 
 
 class Backlog:
-    """Tokens that requests have yet to compute, as far as they are known.
+    """Known number of tokens that requests still have to compute.
 
-    A request adds what it misses when it is answered, and takes away what it offers to be stored.
-    Of a prompt whose length the engine does not tell, what lies below is known at least.
+    Misses of a request increase it, and offers of its blocks decrease it. If the engine does not
+    report the length of a prompt, only its blocks in the tiers below are known.
     """
 
     def __init__(self) -> None:
         self.tokens = 0.0
         self._left: dict[Request, float] = {}
+        """Tokens that each request still has to compute."""
         self._blocks: dict[BlockHash, Request] = {}
-        """Blocks that lie below and are computed all the same, and who computes them."""
+        """Blocks that a tier below holds and a request nevertheless computes, with that request."""
 
     def expect(self, request: Request, tokens: float, blocks: Sequence[BlockHash] = ()) -> None:
-        """The request computes so many tokens from now on, these blocks of a lower tier included.
+        """Set the number of tokens that the request still has to compute.
 
-        Replaces the tokens that were expected of it.
+        `blocks` are those of them that a tier below holds.
         """
         left = self._left.get(request, 0.0)
         if tokens == left and not blocks:
@@ -181,30 +184,30 @@ class Backlog:
         self._blocks.update(dict.fromkeys(blocks, request))
 
     def computed(self, request: Request, tokens: float) -> None:
-        """The request has computed so many of them."""
+        """Subtract tokens that the request has computed."""
         left = self._left.get(request)
         if left is not None:
             self._left[request] = max(0.0, left - tokens)
             self.tokens -= min(left, tokens)
 
     def end(self, request: Request) -> None:
-        """The request computes no more."""
+        """Remove a request that computes no more."""
         left = self._left.pop(request, None)
         if left is not None:
             self.tokens -= left
             self._blocks = {h: r for h, r in self._blocks.items() if r is not request}
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        """True if the block lies below, and a request computes it all the same."""
+        """Return True if a tier below holds the block and a request nevertheless computes it."""
         return block_hash in self._blocks
 
     def shared(self, blocks: Sequence[BlockHash]) -> int:
-        """How many of these blocks a request computes already."""
+        """Return how many of these blocks another request computes already."""
         return sum(h in self._blocks for h in blocks) if self._blocks else 0
 
 
 class Worth:
-    """Compares the two queues for one request. `links[i]` are reads from tier `i + 1` below."""
+    """Comparison of the two queues for one request. `links[i]` is the read rate of tier `i + 1`."""
 
     def __init__(
         self,
@@ -214,7 +217,8 @@ class Worth:
         prefill: PrefillSpeed,
         served_end: bytes = b"",
     ) -> None:
-        """`tokens_per_block`: of a block whose hash has this end; others stand for none."""
+        """`tokens_per_block`: tokens of a block whose hash ends with `served_end`. All other blocks
+        count 0 tokens."""
         self.links = [LinkSpeed() for _ in range(links)]
         self.prefill = prefill
         self.backlog = Backlog()
@@ -226,14 +230,15 @@ class Worth:
     def note_offer(
         self, offered: Sequence[BlockHash], request: Request, is_taken: bool, now_s: float
     ) -> None:
-        """Blocks of a request were offered to be stored.
+        """Count the computed blocks of a store that a request offers.
 
-        An offer begins with blocks that the device held already; those that the request missed were
-        computed. An offer that is put off comes again, and longer: each block counts when it is
-        first offered, which is when it is computed. (When an offer is taken at last says how fast
-        the tier below is.) An offer that shares nothing with one that was put off stands beside it.
+        An offer begins with blocks that the device held already. The request computed the blocks
+        from its first miss on. The engine repeats a deferred offer, with more blocks. Each block
+        counts at its first offer, which is the time of its computation. The time at which an offer
+        is accepted depends on the tier below instead. An offer that shares no block with the
+        deferred one is not counted.
         """
-        if request.put_off and request.put_off.isdisjoint(offered):
+        if request.deferred and request.deferred.isdisjoint(offered):
             return
         if self._served_end:
             offered = [h for h in offered if h.endswith(self._served_end)]
@@ -250,9 +255,10 @@ class Worth:
             self.backlog.computed(request, new * self.tokens_per_block)
 
     def expect_computing(self, request: Request, below: Sequence[BlockHash] = ()) -> None:
-        """The request computes from its first miss to its prompt's end, or at least `below`.
+        """Add the tokens from the request's first miss to the end of its prompt to the backlog.
 
-        What another request computes already is not computed again.
+        If the length of the prompt is unknown, the blocks in `below` count. Blocks that another
+        request computes already do not count.
         """
         served = [h for h in below if h.endswith(self._served_end) and h not in self.backlog]
         positions = request.positions
@@ -265,17 +271,17 @@ class Worth:
             self.backlog.expect(request, tokens, served)
 
     def is_hopeless(self, level: int, now_s: float) -> bool:
-        """True if blocks of this level come up slower, each, than they are recomputed.
+        """Return True if reading one block of this level takes longer than recomputing it.
 
-        Then no number of them is worth it, and there is no need to wait for the number.
+        Then loading any number of blocks is not worth it.
         """
         link = self.links[level - 1]
         return self._block_bytes / link.bytes_per_s(now_s) > self._patience_s(1)
 
     def saved_blocks(self, wanted: Sequence[BlockHash], chain: Sequence[BlockHash]) -> int:
-        """How many blocks need not be computed if those in `wanted` are loaded, of all in `chain`.
+        """Return how many blocks of `chain` need not be computed if `wanted` are loaded.
 
-        A window or a state is of use together with all that is before it, and the other way round.
+        A window or a state is useful only with all blocks before it, and the reverse.
         """
         end, saved = self._served_end, len(wanted)
         if end:
@@ -291,10 +297,11 @@ class Worth:
         now_s: float,
         saved: int | None = None,
     ) -> bool:
-        """True if so many blocks of each level should be loaded.
+        """Return True if a request should load blocks instead of computing them.
 
-        `blocks[i]` lie in level `i`; `queued[i]` of others wait in level `i` to be sent; `saved`
-        blocks need not be computed then, or as many as are loaded.
+        `blocks[i]`: number of its blocks in level `i`. `queued[i]`: number of blocks of other
+        requests queued in level `i`. `saved`: number of blocks that it need not compute then; None:
+        the number of blocks loaded.
         """
         longest_s = 0.0
         for level, link in enumerate(self.links, start=1):
@@ -304,17 +311,17 @@ class Worth:
         return longest_s <= self._patience_s(sum(blocks) if saved is None else saved)
 
     def may_probe(self, level: int, now_s: float) -> bool:
-        """True if the last probe was long ago and nothing is on its way from this level."""
+        """Return True if a probe is due and no read from this level is in flight."""
         return not self.links[level - 1].in_flight_bytes and now_s >= self._probe_due_s
 
     def probe_blocks(self, level: int, now_s: float) -> int:
-        """Begin a probe; returns how many blocks to read for it."""
+        """Begin a probe. Return the number of blocks to read for it."""
         self._probe_due_s = now_s + PROBE_INTERVAL_S
         bytes_per_s = self.links[level - 1].bytes_per_s(now_s)
         return max(1, int(min(PROBE_BYTES_MAX, bytes_per_s * PROBE_S)) // self._block_bytes)
 
     def _patience_s(self, blocks: int) -> float:
-        """How long loading so many blocks may take to be the better choice."""
+        """Return the longest time for which loading so many blocks is the better choice."""
         speed = self.prefill.tokens_per_s
         if speed is None:
             return math.inf

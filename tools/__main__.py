@@ -79,7 +79,7 @@ VersionOption = Annotated[
         "--version",
         is_eager=True,
         callback=version.print_version_and_end,
-        help="Print the version and end.",
+        help="Print the version and exit.",
     ),
 ]
 

@@ -20,13 +20,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import count
 from time import monotonic
+from typing import Any
 
 import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
+from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import Answer, FrameReader, Ready, WireError, frame, from_mover
+from .mover_wire import from_mover
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
@@ -55,8 +57,10 @@ RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
 
-OnEnd = Callable[[Answer | None], None]
+OnEnd = Callable[[Any], None]
 """Callback with the answer to a job, or None if its process died."""
+OnNote = Callable[[Any], None]
+"""Callback with a message that answers no job, or None if the process died."""
 Order = Callable[[int], msgspec.Struct]
 """Builds the message of a job from its ticket."""
 
@@ -71,6 +75,10 @@ class MoverOptions:
     """Monotonic seconds."""
     silence_limit_s: float = SILENCE_LIMIT_S
     starts_per_minute: int = STARTS_PER_MINUTE
+    decode: Callable[[bytes], Any] = from_mover.decode
+    """Decoder of the process's messages. An answer to a job has a `ticket`."""
+    on_note: OnNote | None = None
+    """Called with the other messages; by any thread that calls a method of `Mover`."""
 
 
 class Mover:
@@ -91,6 +99,7 @@ class Mover:
         self._changed = threading.Condition(self._lock)
         self._connection: Connection | None = None
         self._reader = FrameReader()
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._is_ready = False
         self._is_starting = False
         self._is_closed = False
@@ -152,6 +161,13 @@ class Mover:
             self._unsent.append(memoryview(frame(order(ticket))))
             self._send()
             return True
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that has no answer; it is lost if the process is not up."""
+        with self._lock:
+            if self.is_up:
+                self._unsent.append(memoryview(frame(message)))
+                self._send()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
@@ -249,35 +265,46 @@ class Mover:
     def _receive(self) -> None:
         connection = self._connection
         assert connection is not None
+        buffer = self._received
         for _ in range(RECEIVES_PER_POLL):
             try:
-                data = connection.socket.recv(RECEIVE_BYTES)
+                n = connection.socket.recv_into(buffer)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
-            if not data:
+                n = 0
+            if not n:
                 self._has_hung_up = True
                 return
             self._heard_s = self._clock()
             try:
-                for body in self._reader.feed(data):
-                    self._take(from_mover.decode(body))
+                for body in self._reader.feed(buffer[:n]):
+                    self._take(self._options.decode(body))
             except (WireError, msgspec.MsgspecError) as error:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return
+            if n < len(buffer):  # the next call would find nothing
+                return
 
-    def _take(self, message: Ready | Answer) -> None:
-        if isinstance(message, Ready):
+    def _take(self, message: Any) -> None:
+        ticket = getattr(message, "ticket", None)
+        if ticket is None:
+            self._take_note(message)
+            return
+        on_end = self._jobs.get(ticket)
+        if on_end is None:
+            raise WireError(f"an answer to nothing ({ticket})")
+        on_end(message)
+        del self._jobs[ticket]
+
+    def _take_note(self, message: Any) -> None:
+        """The first message without a ticket says that the process is ready."""
+        if self._options.on_note is not None:
+            self._options.on_note(message)
+        if not self._is_ready:
             self._is_ready = True
             self._fruitless = 0
-            return
-        on_end = self._jobs.get(message.ticket)
-        if on_end is None:
-            raise WireError(f"an answer to nothing ({message.ticket})")
-        on_end(message)
-        del self._jobs[message.ticket]
 
     def _is_silent(self) -> bool:
         if self._is_ready and not self._jobs:
@@ -307,6 +334,8 @@ class Mover:
             )
         for on_end in lost.values():
             on_end(None)
+        if self._options.on_note is not None:
+            self._options.on_note(None)
         self._changed.notify_all()
         self._start_if_allowed()
 

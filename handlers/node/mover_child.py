@@ -14,8 +14,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from ...errors import os_errors
-from .mover_wire import Setup, frame
+from ...tiers.nvme.path.frames import frame
 
 MODULE = "kvcascade.handlers.node.mover_main"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -69,8 +71,10 @@ class Connection:
         return self.has_died()
 
 
-def launch(setup: Setup, arena_fd: int) -> Connection:
+def launch(setup: msgspec.Struct, arena_fd: int, module: str = MODULE) -> Connection:
     """Start a mover and send its setup. Closes `arena_fd`. Raises `TierIOError`.
+
+    `module` is the program of the process.
 
     The kernel kills the process when the calling thread ends.
     """
@@ -84,7 +88,7 @@ def launch(setup: Setup, arena_fd: int) -> Connection:
             ours.sendall(frame(setup))
             ours.setblocking(False)
             child = subprocess.Popen(
-                command(theirs.fileno(), arena_fd),
+                command(theirs.fileno(), arena_fd, module),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=environment(),
@@ -94,10 +98,10 @@ def launch(setup: Setup, arena_fd: int) -> Connection:
     return Connection(child, ours)
 
 
-def command(socket_fd: int, arena_fd: int) -> list[str]:
+def command(socket_fd: int, arena_fd: int, module: str = MODULE) -> list[str]:
     """Return the command line of the mover."""
     numbers = map(str, (socket_fd, arena_fd, os.getpid()))
-    return [sys.executable, "-P", "-m", MODULE, *numbers]
+    return [sys.executable, "-P", "-m", module, *numbers]
 
 
 def environment() -> dict[str, str]:

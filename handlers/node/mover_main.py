@@ -13,7 +13,6 @@ time.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -23,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import asdict
 
 import msgspec
@@ -31,15 +29,15 @@ import msgspec
 from ...errors import KVCascadeError, TierIOError
 from ...logs import log_to_stderr
 from ...tiers.base import BlockHash, SlotSpec
-from ...tiers.cpu.huge_pages import address_of, has_huge_pages, map_file
-from ...tiers.cpu.prefault import PIECE_BYTES, populate
+from ...tiers.cpu.huge_pages import has_huge_pages, map_file
 from ...tiers.nvme.attach import attach
 from ...tiers.nvme.nvme_backend import NvmeSpec
+from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.segments.store import BlockStore
 from .bounce import ArenaBounce
+from .child_start import die_with, give_way, prefault
 from .mover_wire import (
     Answer,
-    FrameReader,
     LoadJob,
     Order,
     Ready,
@@ -47,16 +45,13 @@ from .mover_wire import (
     RepairJob,
     Setup,
     StoreJob,
-    WireError,
-    frame,
-    pack_outcomes,
     pack_removals,
     to_mover,
     unpack_removals,
-    unpack_slots,
 )
 from .nvme_handlers import ArenaView, NvmeLoadHandler, NvmeStoreHandler
 from .nvme_jobs import NvmeJobHandler, QueueOptions
+from .path_wire import pack_outcomes, unpack_slots
 
 RECEIVE_BYTES = 256 << 10
 MAX_JOBS = 1024
@@ -65,7 +60,6 @@ PART_BYTES = 8 << 20
 THREADS_PER_TRANSFER = 2
 """Threads for each device transfer. While one transfers a part, the other one finishes the previous
 part or prepares the next one."""
-_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
@@ -224,32 +218,9 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
         server.carry_out(order)
 
 
-def prefault(memory: memoryview) -> None:
-    """Map every page of the arena, so that no transfer takes page faults. Changes no byte."""
-    address = address_of(memory)
-    try:
-        for start in range(0, len(memory), PIECE_BYTES):
-            populate([(address + start, min(PIECE_BYTES, len(memory) - start))])
-    except KVCascadeError as error:  # pages are then mapped at first use
-        _log.warning("%s", error)
-
-
 def arena_view(arena: memoryview, slot_bytes: int) -> ArenaView:
     """Return a function from a slot to the bytes of the slot."""
     return lambda slot: arena[slot * slot_bytes : (slot + 1) * slot_bytes]
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent thread ends. Exit if it has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(0)
-
-
-def give_way() -> None:
-    """Lower the scheduling class, so that threads woken by the disk preempt no other process."""
-    with suppress(OSError):  # a sandbox may forbid it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def main(arguments: list[str]) -> int:

@@ -27,11 +27,10 @@ from .mover_wire import (
     RepairJob,
     StoreJob,
     pack_removals,
-    pack_slots,
-    unpack_outcomes,
     unpack_removals,
 )
 from .nvme_jobs import QueueOptions, result_of
+from .path_wire import pack_slots, unpack_outcomes
 
 
 class _MoverHandler(OffloadingHandler):

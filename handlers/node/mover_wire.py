@@ -1,31 +1,18 @@
 """Messages between the scheduler's process and its mover, over a stream socket.
 
-A frame is four bytes of length (little endian) and a MessagePack document. Both ends run the same
-version of the program, so an unreadable frame means that the other end is broken. It ends the
-connection. Slots are sent as the bytes of an int32 array.
+Both ends run the same version of the program, so an unreadable frame means that the other end is
+broken. It ends the connection. Slots are sent as the bytes of an int32 array.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-
 import msgspec
-import numpy as np
 
-from ...tiers.base import BlockHash, BlockOutcome, SlotArray
+from ...tiers.base import BlockHash
 from ...tiers.nvme.attach import Attachment
 from ...tiers.nvme.index.index_port import Removal
 
-MAX_FRAME_BYTES = 64 << 20
-_LENGTH = struct.Struct("<I")
-_OUTCOMES = tuple(BlockOutcome)
-_CODES = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
 _RemovalFields = tuple[bytes, int, int]
-
-
-class WireError(Exception):
-    """The other end sent an invalid message."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -106,48 +93,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Reply = Ready | Answer
 
-_encoder = msgspec.msgpack.Encoder()
 to_mover: msgspec.msgpack.Decoder[Setup | Order] = msgspec.msgpack.Decoder(Setup | Order)
 """Decoder of messages to a mover."""
 from_mover: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 """Decoder of messages from a mover."""
-
-
-def frame(message: msgspec.Struct) -> bytes:
-    """Encode a message as a frame."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class FrameReader:
-    """Splits a byte stream into the bodies of frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield every body that this data completes. Raises `WireError`."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise WireError(f"a frame of {length} bytes")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield body
-
-
-def pack_slots(slots: SlotArray) -> bytes:
-    """Encode slots for a message."""
-    return slots.astype(np.int32, copy=False).tobytes()
-
-
-def unpack_slots(data: bytes) -> SlotArray:
-    """Decode slots from a message."""
-    return np.frombuffer(data, dtype=np.int32)
 
 
 def pack_removals(removals: list[Removal]) -> tuple[_RemovalFields, ...]:
@@ -158,17 +107,3 @@ def pack_removals(removals: list[Removal]) -> tuple[_RemovalFields, ...]:
 def unpack_removals(packed: tuple[_RemovalFields, ...]) -> tuple[Removal, ...]:
     """Decode removals from a message."""
     return tuple(Removal(BlockHash(key), slot, number) for key, slot, number in packed)
-
-
-def pack_outcomes(outcomes: tuple[BlockOutcome, ...]) -> bytes:
-    """Encode outcomes for a message."""
-    return bytes(_CODES[outcome] for outcome in outcomes)
-
-
-def unpack_outcomes(codes: bytes, n: int) -> list[BlockOutcome]:
-    """Decode the outcomes of `n` blocks. Raises `WireError`."""
-    if not codes:
-        return [BlockOutcome.OK] * n
-    if len(codes) != n or max(codes) >= len(_OUTCOMES):
-        raise WireError(f"{len(codes)} outcomes for {n} blocks")
-    return [_OUTCOMES[code] for code in codes]

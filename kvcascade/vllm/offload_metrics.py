@@ -7,6 +7,7 @@ its declarations, so dashboards made for that tier stay whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -27,6 +28,11 @@ from ..observe.metrics import (
 )
 from .generation import cpu_tier_metrics
 
+STATS_INTERVAL_S = 1.0
+"""Shortest time between two reads of the metrics, so that steps stay cheap."""
+STATS_AT_END_S = 0.1
+"""Shortest time between two reads if a request has ended in between and others are running."""
+
 
 def definitions() -> dict[str, Any]:
     """Return the declarations for `OffloadingSpec.build_metric_definitions`."""
@@ -45,19 +51,54 @@ def _declared(metric: Metric) -> Any:
 
 
 class MetricsReader:
-    """Converts the manager's figures into vLLM's stats; counters as growth since the last call."""
+    """Converts the manager's figures into vLLM's stats; counters as growth since the last call.
 
-    def __init__(self, manager: CascadingOffloadingManager, tokens_per_block: float) -> None:
-        """`tokens_per_block`: prompt tokens that one served block saves."""
+    The scheduler's thread calls it.
+    """
+
+    def __init__(
+        self,
+        manager: CascadingOffloadingManager,
+        tokens_per_block: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`tokens_per_block`: prompt tokens that one served block saves. `clock` returns monotonic
+        seconds."""
         self._manager = manager
         self._tokens_per_block = tokens_per_block
+        self._clock = clock
+        self._read_s = 0.0
+        """Time of the last read."""
+        self.due_s = 0.0
+        """Time at which the next read is due."""
+        self._live_requests = 0
         theirs = cpu_tier_metrics()
         shared = [metric for metric in VLLM_METRICS if metric.full_name in theirs]
         self._metrics = (*METRICS, *shared)
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def read(self) -> OffloadingConnectorStats:
-        """Return the current stats. Scheduler thread; cheap enough for once a second."""
+    def note_begin(self) -> None:
+        """Count a request that began."""
+        self._live_requests += 1
+
+    def note_end(self) -> None:
+        """Count a request that ended, and make the next read due soon.
+
+        After the last request it is due at once, because an idle engine asks for no stats.
+        """
+        self._live_requests -= 1
+        soon_s = self._read_s + STATS_AT_END_S if self._live_requests > 0 else 0.0
+        self.due_s = min(self.due_s, soon_s)
+
+    def read_if_due(self) -> OffloadingConnectorStats | None:
+        """Return the current stats; None if no read is due."""
+        now_s = self._clock()
+        if now_s < self.due_s:
+            return None
+        self._read_s, self.due_s = now_s, now_s + STATS_INTERVAL_S
+        return self._read()
+
+    def _read(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()
         manager = self._manager
         snapshot = MetricsSnapshot(

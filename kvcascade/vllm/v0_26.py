@@ -72,11 +72,6 @@ if TYPE_CHECKING:
 
 log_beside_vllm()
 
-STATS_INTERVAL_S = 1.0
-"""Shortest time between two reports of metrics, so that steps stay cheap."""
-STATS_AT_END_S = 0.1
-"""The same after a request has ended while others go on; after the last one there is no wait."""
-
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
@@ -102,9 +97,9 @@ class CascadeManager(OffloadingManager):
         """`tokens_per_block`: prompt tokens that one served block saves."""
         self._cascade = cascade
         self._manager = cascade.manager
-        self._metrics = offload_metrics.MetricsReader(cascade.manager, tokens_per_block)
-        self._stats_read_s = self._stats_due_s = 0.0
-        self._live_requests = 0
+        self._metrics = offload_metrics.MetricsReader(
+            cascade.manager, tokens_per_block, time.monotonic
+        )
         self._standstill = None if schedules_block_holders_first() else Standstill()
         self._context: ReqContext | None = None
         self._request = Request()
@@ -113,10 +108,10 @@ class CascadeManager(OffloadingManager):
         self._answers = self._lookups.answers
         self._ready_at = self._lookups.answers.ready_at
         self._is_single = self._lookups.is_single
-        self._is_put_off = False
-        """True while lookups are for a request that the engine must ask about again later."""
-        self._put_off_group = b""
-        """KV group of the last key that was looked up for a request that is put off."""
+        self._is_deferred = False
+        """True while lookups are for a request that the engine must look up again later."""
+        self._deferred_group = b""
+        """KV group of the last key that was looked up for such a request."""
         self._served_end = cascade.manager.options.served_end
 
     @property
@@ -128,11 +123,11 @@ class CascadeManager(OffloadingManager):
         # Called for every block of every waiting request at every step. The quick answers of
         # `lookup_block` are repeated inline.
         if req_context is not self._context:
-            if self._standstill is not None and self._standstill.puts_off():
+            if self._standstill is not None and self._standstill.must_defer():
                 return LookupResult.RETRY
             self._switch(req_context, key)
-        if self._is_put_off:
-            return self._put_off(key)
+        if self._is_deferred:
+            return self._defer(key)
         answers = self._answers
         at = answers.at
         if self._ready_at[at] == key:  # type: ignore[comparison-overlap]
@@ -157,18 +152,18 @@ class CascadeManager(OffloadingManager):
             return _HIT
         if state is LookupState.PENDING:
             return _PENDING
-        self._is_put_off, self._put_off_group = True, b""
-        return self._put_off(key)
+        self._is_deferred, self._deferred_group = True, b""
+        return self._defer(key)
 
-    def _put_off(self, key: OffloadKey) -> LookupResult:
+    def _defer(self, key: OffloadKey) -> LookupResult:
         """Return the answer that makes the engine retry the request after the fewest lookups.
 
         One RETRY in each KV group is enough. After it, the search for a prefix ends with the first
         miss. The search for a window ends once all of its blocks are present or in flight.
         """
         group = key[-_GROUP_BYTES:]
-        if group != self._put_off_group:
-            self._put_off_group = group
+        if group != self._deferred_group:
+            self._deferred_group = group
             return LookupResult.RETRY
         return _PENDING if self._served_end and group != self._served_end else _MISS
 
@@ -224,10 +219,7 @@ class CascadeManager(OffloadingManager):
         if request.positions and self._cascade.chains is not None:
             self._cascade.chains.note(request.positions, request.keys)  # type: ignore[arg-type]
         self._manager.finish_request(request)
-        self._live_requests -= 1
-        # Report soon: an engine that goes idle now asks for no stats until the next request.
-        soon_s = self._stats_read_s + STATS_AT_END_S if self._live_requests > 0 else 0.0
-        self._stats_due_s = min(self._stats_due_s, soon_s)
+        self._metrics.note_end()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         self._manager.end_step()
@@ -250,11 +242,7 @@ class CascadeManager(OffloadingManager):
         self._manager.on_reset_flushed()
 
     def get_stats(self) -> Any:
-        now_s = time.monotonic()
-        if now_s < self._stats_due_s:
-            return None
-        self._stats_read_s, self._stats_due_s = now_s, now_s + STATS_INTERVAL_S
-        return self._metrics.read()
+        return self._metrics.read_if_due()
 
     def config_info(self) -> Sequence[dict[str, str]]:
         """Return the labels of the info metric, from 0.33 on."""
@@ -275,7 +263,7 @@ class CascadeManager(OffloadingManager):
             positions = key_positions(context)
             request = Request(context.req_id, _allowed_media(context), time.monotonic(), positions)
             set_state(context, request)
-            self._live_requests += 1
+            self._metrics.note_begin()
         return request
 
     def _switch(self, context: ReqContext, first: OffloadKey) -> None:
@@ -285,8 +273,8 @@ class CascadeManager(OffloadingManager):
         """
         self._request = self._request_of(context)
         self._context = context
-        self._put_off_group = b""
-        self._is_put_off = self._lookups.begin_asking(self._request, BlockHash(first))
+        self._deferred_group = b""
+        self._is_deferred = self._lookups.begin_asking(self._request, BlockHash(first))
 
 
 class CascadeWorker(OffloadingWorker):

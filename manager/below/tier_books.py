@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ...handlers.base import OffloadingHandler, TransferResult, TransferSpec
 from ...tiers.base import BlockHash, BlockOutcome, BlockStatus
+from ...tiers.breaker import Breaker
 from ..admission import PastUses
 from ..base import BlockEvent
-from ..breaker import Breaker
 from ..counters import Departures, LinkCounters
 from ..level import Level, Pairs, Tier, Transfer
 

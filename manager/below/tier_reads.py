@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...handlers.base import OffloadingHandler, TransferResult
 from ...tiers.base import BlockHash, BlockOutcome
-from ..breaker import Breaker
+from ...tiers.breaker import Breaker
 from .port import Ended
 from .tier_books import TierBooks, TierJob, Way, outcomes_of
 from .tier_writes import arena_slots

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...handlers.base import OffloadingHandler, TransferResult
 from ...tiers.base import BlockHash, BlockOutcome, LoadStoreSpec, SlotSpec
-from ..breaker import Breaker
+from ...tiers.breaker import Breaker
 from ..level import Level
 from .port import Ended, Put
 from .tier_books import TierBooks, TierJob, Way, outcomes_of

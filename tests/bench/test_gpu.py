@@ -36,7 +36,7 @@ from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     SUBMIT,
     SUBMIT_LONGEST,
     DeviceMover,
-    Transfer,
+    GpuTransfer,
     beside,
     check,
     costs,
@@ -46,7 +46,7 @@ from kvcascade.tools.dev.bench.measurement import Figures, MeasurementSetup, run
 from kvcascade.tools.dev.bench.scale import SMOKE
 
 SMALL = GpuShape("small", 3, 64)
-TRANSFER = Transfer.scattered(4, 8, 8)
+TRANSFER = GpuTransfer.scattered(4, 8, 8)
 GIB = 1 << 30
 ENDLESS = Room(1 << 50, 1 << 50, 1 << 50)
 CHAIN_S = 0.1
@@ -55,12 +55,12 @@ both_ways = pytest.mark.parametrize("way", Direction)
 
 
 def test_blocks_and_slots_are_scattered_and_different() -> None:
-    transfer = Transfer.scattered(16, 20, 24)
+    transfer = GpuTransfer.scattered(16, 20, 24)
     ids, slots = transfer.blocks.block_ids.tolist(), transfer.slots.tolist()
     assert len(set(ids)) == len(set(slots)) == 16
     assert max(ids) < 20 and max(slots) < 24
     assert sorted(ids) != ids and transfer.blocks.group_sizes == (16,)
-    assert Transfer.scattered(16, 20, 24).slots.tolist() == slots, "the same in every run"
+    assert GpuTransfer.scattered(16, 20, 24).slots.tolist() == slots, "the same in every run"
 
 
 def test_shapes_are_those_of_models() -> None:

@@ -24,14 +24,14 @@ from kvcascade.tools.dev.bench.gpu.gpu_moves import (
     HEAR_LONGEST,
     RATE,
     DeviceMover,
-    Transfer,
+    GpuTransfer,
     check,
     costs,
 )
 from kvcascade.tools.dev.bench.gpu.vllm_device import VllmCopier
 
 BLOCKS = 24
-TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)
+TRANSFER = GpuTransfer.scattered(16, BLOCKS, BLOCKS)
 
 
 class CalledGpu(torch.Tensor):

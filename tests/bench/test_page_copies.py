@@ -16,12 +16,12 @@ from kvcascade.tiers.cpu import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM
 from kvcascade.tools.dev.bench.gpu import gpu_device
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
-from kvcascade.tools.dev.bench.gpu.gpu_moves import DeviceMover, Transfer, check
+from kvcascade.tools.dev.bench.gpu.gpu_moves import DeviceMover, GpuTransfer, check
 from kvcascade.tools.dev.bench.gpu.page_copies import PageCopier
 
 BLOCKS = 24
 SHAPE = GpuShape("layers", 5, 192)
-TRANSFER = Transfer.scattered(16, BLOCKS, BLOCKS)
+TRANSFER = GpuTransfer.scattered(16, BLOCKS, BLOCKS)
 
 
 @pytest.fixture

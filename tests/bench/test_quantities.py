@@ -12,7 +12,7 @@ from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT as ENGINE
 from kvcascade.tools.dev.bench.engine.engine_runs import fresh_prompts, one_pass
 from kvcascade.tools.dev.bench.measurement import Measurement
 from kvcascade.tools.dev.bench.scale import EngineScale
-from kvcascade.tools.dev.bench.transfers import quantities
+from kvcascade.tools.dev.bench.transfer_bench import quantities
 
 FOUND = {
     "hit rate",

@@ -14,6 +14,7 @@ from support.executors import InlineExecutor
 from support.keys import key, keys
 from support.memory_backend import MemoryBackend
 from support.memory_handler import MemoryHandler
+from support.node_rig import NodesRig
 from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for
 
@@ -91,6 +92,28 @@ class NvmeRig(BelowRig):
         return self._clock()
 
 
+class NodeTierRig(BelowRig):
+    """A tier behind a node; another engine on the same path resets it."""
+
+    def __init__(self, engines: int = 2, *, is_real: bool = False) -> None:
+        self.path = NodesRig(is_real=is_real)
+        self.nodes = [self.path.add() for _ in range(engines)]
+        self.below = self.nodes[0].tier
+        for node in self.nodes:
+            node.tier.maintain()
+
+    def view(self, slot: int) -> memoryview:
+        return self.nodes[0].arena.view(slot)
+
+    def overtake(self) -> None:
+        other = self.nodes[-1] if len(self.nodes) > 1 else self.path.add()
+        other.tier.reset()
+        self.path.pump()
+
+    def now_s(self) -> float:
+        return self.path.clock()
+
+
 class TestTwin(BelowContract):
     @pytest.fixture
     def rig(self) -> BelowRig:
@@ -109,6 +132,24 @@ class TestSoloTierOnNvme(BelowContract):
         rig = NvmeRig(tmp_path)
         yield rig
         rig.nvme.close()
+
+
+class TestNodeTier(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return NodeTierRig(engines=1)
+
+
+class TestNodeTierOfTwo(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return NodeTierRig()
+
+
+class TestNodeTierWithTheWriter(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return NodeTierRig(is_real=True)
 
 
 def test_the_twin_lies_stalls_and_fails_when_it_is_told_to() -> None:

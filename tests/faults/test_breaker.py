@@ -8,10 +8,10 @@ from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.tier_writes import STALLED_S
-from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S, Breaker
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S, Breaker
 
 STALL_S = 10.0
 MISS, PENDING, HIT = LookupState.MISS, LookupState.PENDING, LookupState.HIT

@@ -10,7 +10,7 @@ import pytest
 from support.fault_rig import FaultRig
 from support.keys import keys
 
-from kvcascade.manager.breaker import REST_S
+from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.nvme.writer.failing_devices import PATH_REST_S, RestingPaths
 
 PER_SEGMENT, SEGMENTS = 8, 16

@@ -29,9 +29,9 @@ from support.waiting import wait_until
 from kvcascade.errors import InUseError, KVCascadeError
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.tier_writes import STALLED_S
-from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tiers.nvme.writer.growth import RETRY_AFTER_S

@@ -16,15 +16,8 @@ from kvcascade.handlers.node import mover as limits
 from kvcascade.handlers.node.mover import Mover, MoverOptions
 from kvcascade.handlers.node.mover_child import Connection
 from kvcascade.handlers.node.mover_process import MoverBackground
-from kvcascade.handlers.node.mover_wire import (
-    Answer,
-    FrameReader,
-    Ready,
-    RemoveJob,
-    RepairJob,
-    frame,
-    to_mover,
-)
+from kvcascade.handlers.node.mover_wire import Answer, Ready, RemoveJob, RepairJob, to_mover
+from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 
 
 class PlayedChild:

@@ -9,29 +9,28 @@ from hypothesis import strategies as st
 from support.nvme_rig import key
 
 from kvcascade.handlers.node.mover_wire import (
-    MAX_FRAME_BYTES,
     Answer,
-    FrameReader,
     LoadJob,
     Ready,
     RemoveJob,
     RepairJob,
     Setup,
     StoreJob,
-    WireError,
-    frame,
     from_mover,
-    pack_outcomes,
     pack_removals,
-    pack_slots,
     to_mover,
-    unpack_outcomes,
     unpack_removals,
+)
+from kvcascade.handlers.node.path_wire import (
+    pack_outcomes,
+    pack_slots,
+    unpack_outcomes,
     unpack_slots,
 )
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.attach import Attachment
 from kvcascade.tiers.nvme.index.index_port import Removal
+from kvcascade.tiers.nvme.path.frames import MAX_FRAME_BYTES, FrameReader, WireError, frame
 
 SLOTS = pack_slots(np.array([3, 1, 2**31 - 1], dtype=np.int32))
 REMOVALS = [Removal(key(7), 5, 1 << 60)]

@@ -27,9 +27,9 @@ def follow(answers: Answers, *blocks: BlockHash) -> list[bool]:
 def test_a_hit_leads_to_its_neighbours() -> None:
     answers = Answers([A, B, C, NONE, D, NONE])
     assert follow(answers, A) == [False], "nobody knows yet where to look"
-    answers.hit(A, 1)
+    answers.hit(A, 0)
     assert follow(answers, B, C, D) == [True, True, False]
-    answers.hit(D, 5)
+    answers.hit(D, 4)
     assert follow(answers, A) == [False], "the end of the tier"
     assert answers.hits() == [A, B, C, D]
 
@@ -37,11 +37,11 @@ def test_a_hit_leads_to_its_neighbours() -> None:
 def test_what_is_asked_by_whom() -> None:
     answers = Answers([A, B, C, D, NONE])
     answers.begin()
-    answers.hit(A, 1)
+    answers.hit(A, 0)
     follow(answers, B)
     answers.begin()
     assert follow(answers, C) == [False], "another request finds its own way"
-    answers.hit(C, 3)
+    answers.hit(C, 2)
     follow(answers, D)
     assert (answers.of_request(), answers.hits()) == ([C, D], [A, B, C, D])
     answers.clear()
@@ -51,7 +51,7 @@ def test_what_is_asked_by_whom() -> None:
 
 def test_without_slots_every_hit_is_looked_up() -> None:
     answers = Answers(None)
-    answers.hit(A, 1)
+    answers.hit(A, 0)
     assert follow(answers, B) == [False]
     assert answers.hits() == [A]
 

@@ -16,7 +16,7 @@ from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS
 from kvcascade.manager.request import Request
-from kvcascade.manager.stores import MAX_PUT_OFFS
+from kvcascade.manager.stores import MAX_DEFERRALS
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.endurance import DAY_S
 
@@ -118,7 +118,7 @@ class TestStore:
         cascade = Cascade((8, 16))
         cascade.store(keys(0, 6))
         request = Request()
-        for _ in range(MAX_PUT_OFFS):
+        for _ in range(MAX_DEFERRALS):
             assert cascade.manager.prepare_store(keys(6, 10), request) is None
         output = cascade.manager.prepare_store(keys(6, 10), request)
         assert output is not None and output.block_hashes_to_store == keys(6, 8)

@@ -8,11 +8,11 @@ from support.inside import demoters
 
 from kvcascade.manager import flush, level
 from kvcascade.manager.below.tier_writes import STALLED_S
-from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.flush import RESTS_AT_MOST
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.breaker import REST_S
 
 LONG_S = 100 * REST_S
 

@@ -9,11 +9,11 @@ from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.breaker import REST_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.policies import OrderedPolicy
 
 TOKENS = 100
@@ -179,8 +179,8 @@ def test_an_idle_engine_does_not_compute() -> None:
     cascade.now_s += 3600.0
     for _ in range(3):
         manager.end_step()
-    assert manager._turns._worth is not None
-    assert manager._turns._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
+    assert manager._claims._worth is not None
+    assert manager._claims._worth.prefill.tokens_per_s == 10 * TOKENS / 0.5
 
 
 def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:

@@ -9,7 +9,7 @@ from support.keys import key, keys
 
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.request import Request
-from kvcascade.manager.stores import MAX_PUT_OFFS
+from kvcascade.manager.stores import MAX_DEFERRALS
 from kvcascade.tiers.base import BlockHash
 
 STATE = b"\0\0\0\1"
@@ -64,7 +64,7 @@ def test_what_is_left_out_of_the_next_offer_is_lost(again: bool) -> None:
 
 def test_an_offer_beside_the_one_that_is_put_off_does_not_begin_its_time_anew() -> None:
     cascade, request = full_of_dirty(), Request()
-    for number in range(MAX_PUT_OFFS):
+    for number in range(MAX_DEFERRALS):
         assert cascade.manager.prepare_store(keys(50, 53), request) is None
         assert cascade.manager.prepare_store([state(number)], request) is not None
     output = cascade.manager.prepare_store(keys(50, 53), request)

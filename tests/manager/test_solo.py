@@ -11,10 +11,10 @@ from support.memory_handler import MemoryHandler, all_ok
 from kvcascade.manager.admission import Admission, AdmitAll, AdmitSecondTouch
 from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
-from kvcascade.manager.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, BlockOutcome, CachePolicy, Moved
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.policies import create
 
 

@@ -7,7 +7,7 @@ from kvcascade.manager.standstill import STILL_STEPS, Standstill
 
 def step(standstill: Standstill) -> bool:
     """Whether the questions of a step were put off: all of them, or none."""
-    answers = {standstill.puts_off() for _ in range(3)}
+    answers = {standstill.must_defer() for _ in range(3)}
     standstill.end_step()
     (answer,) = answers
     return answer

@@ -33,45 +33,45 @@ def test_an_unknown_rate_speaks_for_loading() -> None:
 def test_jobs_side_by_side_count_together() -> None:
     link = LinkSpeed()
     for now in (0.0, 0.0):
-        link.sent(100 * MIB, now)
-    link.landed(100 * MIB, 100 * MIB, 1.0)
+        link.started(100 * MIB, now)
+    link.ended(100 * MIB, 100 * MIB, 1.0)
     assert link.bytes_per_s(1.0) == 100 * MIB
-    link.landed(100 * MIB, 100 * MIB, 1.0)  # in no time at all: no sample
+    link.ended(100 * MIB, 100 * MIB, 1.0)  # in no time at all: no sample
     assert link.bytes_per_s(1.0) == 100 * MIB
 
 
 def test_time_without_work_is_not_counted() -> None:
     link = LinkSpeed()
     for start in (0.0, 1000.0):
-        link.sent(100 * MIB, start)
-        link.landed(100 * MIB, 100 * MIB, start + 1)
+        link.started(100 * MIB, start)
+        link.ended(100 * MIB, 100 * MIB, start + 1)
     assert link.bytes_per_s(1001.0) == pytest.approx(100 * MIB)
 
 
 def test_a_short_small_read_says_nothing_unless_it_was_faster() -> None:
     link = LinkSpeed()
-    link.sent(4096, 0.0)
-    link.landed(4096, 4096, 0.004)
+    link.started(4096, 0.0)
+    link.ended(4096, 4096, 0.004)
     assert link.bytes_per_s(0.004) == math.inf
-    link.sent(SAMPLE_BYTES_MIN, 1.0)
-    link.landed(SAMPLE_BYTES_MIN, SAMPLE_BYTES_MIN, 9.0)
-    link.sent(2 * MIB, 10.0)
-    link.landed(2 * MIB, 2 * MIB, 10.04)
+    link.started(SAMPLE_BYTES_MIN, 1.0)
+    link.ended(SAMPLE_BYTES_MIN, SAMPLE_BYTES_MIN, 9.0)
+    link.started(2 * MIB, 10.0)
+    link.ended(2 * MIB, 2 * MIB, 10.04)
     assert MIB < link.bytes_per_s(10.04) < 50 * MIB
 
 
 def test_one_stall_weighs_less_than_the_reads_before() -> None:
     link = LinkSpeed()
-    link.sent(1000 * MIB, 0.0)
-    link.landed(1000 * MIB, 1000 * MIB, 1.0)
-    link.sent(10 * MIB, 2.0)
-    link.landed(10 * MIB, 10 * MIB, 3.0)
+    link.started(1000 * MIB, 0.0)
+    link.ended(1000 * MIB, 1000 * MIB, 1.0)
+    link.started(10 * MIB, 2.0)
+    link.ended(10 * MIB, 10 * MIB, 3.0)
     assert 300 * MIB < link.bytes_per_s(3.0) < 400 * MIB
 
 
 def test_a_device_that_is_silent_is_no_faster_than_its_silence() -> None:
     link = LinkSpeed()
-    link.sent(MIB, 0.0)
+    link.started(MIB, 0.0)
     assert link.bytes_per_s(4.0) == MIB / 4
 
 
@@ -112,8 +112,8 @@ def test_a_few_tokens_say_nothing_and_what_is_given_is_not_measured() -> None:
 def measured(bytes_per_s: float, prefill: float = 1000.0) -> Worth:
     """Blocks of 1 MiB that save 100 tokens: 0.1 s each to compute."""
     worth = Worth(1, MIB, 100, PrefillSpeed(prefill))
-    worth.links[0].sent(64 * MIB, 0.0)
-    worth.links[0].landed(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
+    worth.links[0].started(64 * MIB, 0.0)
+    worth.links[0].ended(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
     return worth
 
 
@@ -129,15 +129,15 @@ def test_the_queue_counts_and_a_long_prefix_outweighs_it() -> None:
     assert worth.is_worth([0, 1], [0, 3], 100.0)
     assert not worth.is_worth([0, 1], [0, 4], 100.0)
     assert worth.is_worth([0, 2], [0, 4], 100.0)
-    worth.links[0].sent(4 * MIB, 100.0)
+    worth.links[0].started(4 * MIB, 100.0)
     assert not worth.is_worth([0, 1], [0, 0], 100.0)
 
 
 def test_every_link_on_the_way_counts() -> None:
     worth = Worth(2, MIB, 100, PrefillSpeed(1000.0))
     for link, bytes_per_s in zip(worth.links, (100 * MIB, 2 * MIB), strict=True):
-        link.sent(64 * MIB, 0.0)
-        link.landed(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
+        link.started(64 * MIB, 0.0)
+        link.ended(64 * MIB, 64 * MIB, 64 * MIB / bytes_per_s)
     assert worth.is_worth([0, 8, 0], [0, 0, 0], 100.0)
     assert not worth.is_worth([0, 0, 8], [0, 0, 0], 100.0)
     assert (worth.is_hopeless(1, 100.0), worth.is_hopeless(2, 100.0)) == (False, True)
@@ -291,15 +291,15 @@ def test_prefill_is_measured_by_what_a_request_computes() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._turns._worth is not None
-    assert manager._turns._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
+    assert manager._claims._worth is not None
+    assert manager._claims._worth.prefill.tokens_per_s == len(computed) * TOKENS / 0.5
 
 
 def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     """Ten blocks are computed every 0.1 s, and none is taken while the tier below is silent."""
     cascade = Cascade((300, 1000), ManagerOptions(tokens_per_block=TOKENS))
     manager = cascade.manager
-    assert manager._turns._worth is not None
+    assert manager._claims._worth is not None
     request, prompt = Request("r"), [key(i) for i in range(260)]
     cascade.store([key(i) for i in range(1000, 1300)])
     assert manager.lookup_block(prompt[0], request) is MISS
@@ -312,8 +312,8 @@ def test_what_is_put_off_does_not_make_computing_look_faster() -> None:
     for _ in range(12):
         cascade.now_s += 0.1
         manager.end_step()
-    assert manager._turns._worth.prefill.tokens_per_s is not None
-    assert 7000 < manager._turns._worth.prefill.tokens_per_s <= 11000
+    assert manager._claims._worth.prefill.tokens_per_s is not None
+    assert 7000 < manager._claims._worth.prefill.tokens_per_s <= 11000
 
 
 WINDOW_KEYS = [BlockHash(k[:-1] + b"\1") for k in KEYS]
@@ -333,8 +333,8 @@ def test_tokens_are_saved_by_the_blocks_that_stand_for_them() -> None:
 def test_a_window_is_loaded_for_the_sake_of_all_before_it() -> None:
     """Reading all takes 8 s, computing 4: by the same measure as for blocks of one group."""
     worth = Worth(1, 1 << 20, 100, PrefillSpeed(100.0), served_end=b"\0")
-    worth.links[0].sent(8 << 20, 0.0)
-    worth.links[0].landed(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
+    worth.links[0].started(8 << 20, 0.0)
+    worth.links[0].ended(8 << 20, 8 << 20, 8.0)  # 1 MiB a second
     saved = worth.saved_blocks(KEYS + WINDOW_KEYS, KEYS + WINDOW_KEYS)
     assert saved == 4
     assert worth.is_worth([0, 8], [0, 0], 10.0, saved)
@@ -346,7 +346,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     """The whole window was asked for after the first block was missed, and is offered, too."""
     cascade = Cascade((64, 64), ManagerOptions(tokens_per_block=TOKENS, served_end=b"\0"))
     manager, request = cascade.manager, Request("r")
-    assert manager._turns._worth is not None
+    assert manager._claims._worth is not None
     for block_hash in (KEYS[1], *reversed(WINDOW_KEYS)):
         assert manager.lookup_block(block_hash, request) is MISS
     second = WINDOW_KEYS if first is KEYS else KEYS
@@ -354,7 +354,7 @@ def test_a_prompt_of_several_groups_is_counted_once(first: list[BlockHash]) -> N
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._turns._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
+    assert manager._claims._worth.prefill.tokens_per_s == 3 * TOKENS / 0.5
 
 
 def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
@@ -368,8 +368,8 @@ def test_it_computes_from_what_it_missed_when_it_asked_last() -> None:
     cascade.now_s += 0.5
     for _ in range(3):
         manager.end_step()
-    assert manager._turns._worth is not None
-    assert manager._turns._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
+    assert manager._claims._worth is not None
+    assert manager._claims._worth.prefill.tokens_per_s == 4 * TOKENS / 0.5
 
 
 def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
@@ -377,7 +377,7 @@ def test_an_offer_beside_one_that_is_put_off_is_not_counted() -> None:
     worth, request = Worth(1, 1 << 20, 100, PrefillSpeed()), Request()
     request.is_computing = True
     worth.note_offer(KEYS[:3], request, False, 10.0)
-    request.note_put_off(KEYS[:3])
+    request.note_deferred(KEYS[:3])
     worth.note_offer(WINDOW_KEYS[:1], request, True, 10.0)
     request.note_taken(WINDOW_KEYS[:1])
     worth.note_offer(KEYS, request, True, 10.0)
@@ -435,8 +435,8 @@ def test_a_probe_is_one_however_many_ask_for_the_same_blocks() -> None:
 def test_what_another_loads_anyway_costs_no_more() -> None:
     """Behind what is on its way, one block alone takes longer than it saves; four do not."""
     slow = Slow(read_s=0.5)
-    assert slow.manager._turns._worth is not None
-    slow.manager._turns._worth.links[0].sent(2 * BLOCK_SIZE, slow.cascade.now_s)
+    assert slow.manager._claims._worth is not None
+    slow.manager._claims._worth.links[0].started(2 * BLOCK_SIZE, slow.cascade.now_s)
     long, short = Request("long"), Request("short")
     assert slow.ask(long) == [PENDING] * 4
     assert slow.manager.lookup_block(KEYS[0], short) is PENDING

@@ -314,9 +314,9 @@ class Engine:
             self.work()
             self.cascade.now_s += 3 * DEADLINE_S
             self.cascade.run_transfers()
-        promoter, turns = self.manager._promoter, self.manager._turns
-        assert not (self.jobs or promoter._pending or self.manager._turns._holds)
-        assert not (turns._queue or turns._admitted)
+        promoter, claims = self.manager._promoter, self.manager._claims
+        assert not (self.jobs or promoter._pending or self.manager._claims._holds)
+        assert not (claims._queue or claims._admitted)
         self.check()
         self.manager.shutdown()
         self.check()

@@ -35,6 +35,9 @@ class _NotedLock(FileLock):
         self._on_release()
         self._lock.release()
 
+    def is_in_place(self) -> bool:
+        return self._lock.is_in_place()
+
 
 class _BusyFileSystem(RealFileSystem):
     """Somebody calls `ask` in every moment in which the room for a segment is given up."""

@@ -121,7 +121,7 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "problem"),
     [
         (["--tier", "cpu=1MiB"], "give --model"),
-        (["--model", "gpt-9", "--tier", "cpu=1MiB"], "'gpt-9' is no folder with a config.json"),
+        (["--model", "gpt-9", "--tier", "cpu=1MiB"], "'gpt-9' is not a folder with a config.json"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu"], "write it as NAME=SIZE"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,best"], "'best' is not known"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,reed=4"], "'reed'"),
@@ -132,7 +132,7 @@ def test_sweep(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1MiB,latency=x"], "give seconds"),
         (["--kv-bytes-per-token", "2", "--tier", "cpu=1000"], "hold no block"),
         ([*CALL, "--sweep", "dram=1MiB"], "there is no tier 'dram'"),
-        ([*CALL, "--sweep", "cpu"], "is no list"),
+        ([*CALL, "--sweep", "cpu"], "is not a list"),
         ([*CALL, "--csv", "sweep.csv"], "add --sweep or --policies"),
         ([*CALL, "--plot", "sweep.png"], "add --sweep or --policies"),
     ],

@@ -79,8 +79,8 @@ def test_recordings_part_by_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "is no trace"),
-        ("[1]\n", "is no trace"),
+        ("", "is not a trace"),
+        ("[1]\n", "is not a trace"),
         ('{"hash_ids": [1]}\n', "line 1 is not a request"),
         (header(version=9) + record_line(bytes(8)), "record version 9"),
         (header() + record_line(bytes(7)), "line 2 is not a request"),
@@ -139,7 +139,7 @@ def test_odd_lines_are_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(FormatError, match="line 2 is not a request"):
         read_trace(path)
     path.write_text(line)
-    with pytest.raises(FormatError, match=r"line 1 is not a request|is no trace"):
+    with pytest.raises(FormatError, match=r"line 1 is not a request|is not a trace"):
         read_trace(path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvcascade.tools.commands.bench.bench_results import OURS, Row, Table, document
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
 from kvcascade.tools.dev.bench.scale import FULL
-from kvcascade.tools.dev.bench.transfers import MEASUREMENT, cases
+from kvcascade.tools.dev.bench.transfer_bench import MEASUREMENT, cases
 
 
 def write_bench(path: Path, rate: Callable[[str], float] = lambda case: 1.0) -> None:

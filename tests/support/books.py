@@ -50,8 +50,8 @@ class Books:
         for request in requests:
             self.readers[0].update(status.block_id for status in request.holds.values())
         held = {status.block_id for request in requests for status in request.holds.values()}
-        assert set(manager._turns._holds._users) == held, "held for nobody"
-        assert manager._turns.room.taken() <= self._most(), "beyond the budget"
+        assert set(manager._claims._holds._users) == held, "held for nobody"
+        assert manager._claims.room.taken() <= self._most(), "beyond the budget"
         for request in requests:
             self._check_request(request)
         self._cascade.apply_events()

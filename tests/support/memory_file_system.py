@@ -33,7 +33,7 @@ class _Node:
     unsynced: list[tuple[int, bytes]] = field(default_factory=list)
     maps: int = 0
     spoiled: list[range] = field(default_factory=list)
-    noted_at: int = 0
+    noted_at: float = 0
     """When it was last noted who holds it as a lock."""
 
     def pass_over(self, offset: int, length: int) -> None:
@@ -64,9 +64,10 @@ class MemoryFileSystem(FileSystem):
         self.calls: Counter[str] = Counter()
         self._nodes: dict[Path, _Node] = {}
         self._folders: set[Path] = set()
-        self._locked: dict[_Node, int] = {}
-        self._notes = count(1)
-        """File to the number of holders, -1 for one who is alone."""
+        self.holders: dict[_Node, int] = {}
+        """File to the number of holders of its lock, -1 for one who is alone."""
+        self.notes: Iterator[float] = count(1)
+        """Times of change of the files that are locked from now on."""
         self._byte_owners: dict[_Node, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
@@ -97,7 +98,11 @@ class MemoryFileSystem(FileSystem):
                 survived[offset : offset + len(part)] = part
             node.data[:] = survived
             node.durable, node.unsynced = bytes(survived), []
-        self._locked.clear()
+        self.drop_locks()
+
+    def drop_locks(self) -> None:
+        """Release all locks, as the kernel does when their processes end."""
+        self.holders.clear()
         self._byte_owners.clear()
 
     def damage(self, path: Path, offset: int, data: bytes) -> None:
@@ -183,11 +188,11 @@ class MemoryFileSystem(FileSystem):
         self.enter("lock")
         with self._lock:
             node = self._nodes.setdefault(path, _Node(bytearray()))
-            holders = self._locked.get(node, 0)
+            holders = self.holders.get(node, 0)
             if holders < 0 or (holders and not shared):
                 raise InUseError(lock_message(path, str(os.getpid())))
-            self._locked[node] = holders + 1 if shared else -1
-        lock = _MemoryLock(self._locked, node, self._notes if is_noted else None)
+            self.holders[node] = holders + 1 if shared else -1
+        lock = _MemoryLock(self, path, node, self.notes if is_noted else None)
         lock.note()
         return lock
 
@@ -210,6 +215,10 @@ class MemoryFileSystem(FileSystem):
                     fault.times -= 1
                     raise OSError(fault.number, os.strerror(fault.number))
 
+    def leads_to(self, path: Path, node: object) -> bool:
+        """Whether this is the file of that name."""
+        return node is not None and self._nodes.get(path) is node
+
     def pass_gate(self) -> None:
         """Wait while the device stalls."""
         if self.gate is not None and not self.gate.wait(STALL_LIMIT_S):
@@ -231,8 +240,12 @@ def _moved(name: Path, source: Path, target: Path) -> Path:
 
 
 class _MemoryLock(FileLock):
-    def __init__(self, locked: dict[_Node, int], node: _Node, notes: Iterator[int] | None) -> None:
-        self._locked = locked
+    def __init__(
+        self, fs: MemoryFileSystem, path: Path, node: _Node, notes: Iterator[float] | None
+    ) -> None:
+        self._fs = fs
+        self._locked = fs.holders
+        self._path = path
         self._node: _Node | None = node
         self._notes = notes
 
@@ -240,6 +253,11 @@ class _MemoryLock(FileLock):
         """This is when it was used last."""
         if self._node is not None and self._notes is not None:
             self._node.noted_at = next(self._notes)
+
+    def is_in_place(self) -> bool:
+        """Whether the name still leads to the locked file, in the state that it was locked in."""
+        is_held = self._node is not None and self._locked.get(self._node, 0) != 0
+        return is_held and self._fs.leads_to(self._path, self._node)
 
     def release(self) -> None:
         self.note()

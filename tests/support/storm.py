@@ -138,7 +138,7 @@ class Storm:
 
     def _has_room(self, asker: Asker) -> bool:
         """Ask for a request, and start it; False if the device has no room for it."""
-        if not self.machine.holders_come_first and self._standstill.puts_off():
+        if not self.machine.holders_come_first and self._standstill.must_defer():
             return True
         hits = self.manager.lookup(asker.hashes, asker.request)
         if hits is None:

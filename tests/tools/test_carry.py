@@ -178,7 +178,7 @@ def test_a_running_engine_hands_segments_over(file: Path, tmp_path: Path) -> Non
             [root], None, carried, may_evict=True, pause=lambda s: engine.maintain(1)
         )
         assert found.imported == 2 * PER_SEGMENT, "an engine keeps its share of the segments"
-        assert found.reason is not None and "handed no more" in found.reason
+        assert found.reason is not None and "gave no more segments" in found.reason
         assert engine.hits(range(BLOCKS)) == 2 * PER_SEGMENT
         assert engine.hits(range(100, 132)) == 2 * PER_SEGMENT
         engine.ask("check_sums")

@@ -257,7 +257,7 @@ def problems_of(path: Path, extra: object = CPU_ONLY, **options: object) -> list
         ("kv_role", None, 'use "kv_both"'),
         ("kv_connector", GONE, 'give "OffloadingConnector"'),
         ("kv_conector", "OffloadingConnector", 'did you mean "kv_connector"'),
-        (EXTRA, [], "is no object"),
+        (EXTRA, [], "is not an object"),
         (EXTRA, GONE, "is missing"),
         ("kv_port", "high", "whole number"),
         ("kv_load_failure_policy", "ignore", 'use "recompute" or "fail"'),
@@ -353,11 +353,11 @@ def test_the_nvme_tier_in_vllms_own_tiering_fits(tmp_path: Path, has_vllm: bool)
     [
         ({"cpu_bytes_to_use": GONE}, "cpu_bytes_to_use", "is missing"),
         ({"cpu_bytes_to_use": 1 << 60}, "cpu_bytes_to_use", "more memory than there is"),
-        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use", "no number of bytes"),
+        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use", "not a number of bytes"),
         ({"cache_policy_module_path": GONE}, "eviction_policy", "cache_policy_module_path"),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk", "whole number"),
-        ({"secondary_tiers": {}}, "secondary_tiers", "no list"),
-        ({"secondary_tiers": [3]}, "secondary_tiers[0]", "no tier"),
+        ({"secondary_tiers": {}}, "secondary_tiers", "not a list"),
+        ({"secondary_tiers": [3]}, "secondary_tiers[0]", "not a tier"),
         ({"type": GONE}, "secondary_tiers[0].type", "is missing"),
         ({"type": "KVCascadTier"}, "secondary_tiers[0].type", '"KVCascadeTier"'),
         ({"module_path": GONE}, "secondary_tiers[0].module_path", '"kvcascade.vllm_tier"'),
@@ -449,7 +449,7 @@ def test_files_that_cannot_be_looked_at(config: Path, tmp_path: Path, place: str
         assert answer.code == ExitCode.CANNOT_OPEN and answer.err.count("\n") == 1
         with pytest.raises(ConfigError, match="--model: .* cannot be read"):
             kv_shape(str(tmp_path / place))
-        with pytest.raises(ConfigError, match="--csv: .* cannot be looked at"):
+        with pytest.raises(ConfigError, match="--csv: .* cannot be read"):
             check_place("--csv", tmp_path / place)
 
 

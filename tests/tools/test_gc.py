@@ -236,7 +236,9 @@ def test_a_namespace_in_two_paths_leaves_as_a_whole(tmp_path: Path) -> None:
     folders, name = rig.tier.namespace.folders, rig.tier.namespace.folders[0].name
     for path in paths:
         answer = call("gc", path, "-n", name, "--remove-namespace", "--json")
-        assert answer.code == ExitCode.USAGE and "lies in 2 paths" in answer.document["message"]
+        assert (
+            answer.code == ExitCode.USAGE and "is spread over 2 paths" in answer.document["message"]
+        )
         assert all(folder.exists() for folder in folders)
     both = call("gc", paths[0], "--also", paths[1], "-n", name, "--remove-namespace", "--json")
     assert both.code == ExitCode.OK and both.one["was_removed"]
@@ -248,7 +250,7 @@ def test_a_prompt_that_nobody_noted_is_said_so(tmp_path: Path) -> None:
     fill(tmp_path, BLOCKS)
     answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--json")
     assert answer.code == ExitCode.PROBLEMS and answer.one["is_incomplete"]
-    assert answer.one["blocks_removed"] == 1 and "no engine has noted" in answer.one["skipped"]
+    assert answer.one["blocks_removed"] == 1 and "no engine has recorded" in answer.one["skipped"]
     assert call("gc", tmp_path, "--prefix", key(3).hex()).code == ExitCode.USAGE, "it is gone"
 
 

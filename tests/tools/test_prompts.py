@@ -101,14 +101,14 @@ def test_what_is_missing_of_a_prompt_is_said(cache: Path) -> None:
     assert answer.code == ExitCode.PROBLEMS
     assert (answer.document["blocks"], answer.document["missing"]) == (7, 1)
     assert (
-        "1 of the prompt are not"
+        "1 of the prompt are no"
         in call("export", cache, out, "--prefix", key(7).hex(), "--force").out
     )
 
 
 def test_a_prompt_that_nobody_noted_is_refused(cache: Path) -> None:
     answer = call("export", cache, cache / "out.safetensors", "--prefix", key(15).hex())
-    assert answer.code == ExitCode.USAGE and "no engine has noted" in answer.err
+    assert answer.code == ExitCode.USAGE and "no engine has recorded" in answer.err
     answer = call("export", cache, cache / "out.safetensors", "--prefix", "ff" * 36)
     assert answer.code == ExitCode.USAGE and "there is no block" in answer.err
 

@@ -67,7 +67,7 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     assert answer.one["is_clean"] and answer.one["ok"] == answer.one["blocks"] == BLOCKS
     assert answer.one["space_adds_up"] is True and answer.one["bytes_read"] == BLOCKS * BLOCK
     assert snapshot_of(folder) == before, "looking changes nothing"
-    assert "nothing is wrong" in call("verify", tmp_path).out
+    assert "no problems found" in call("verify", tmp_path).out
 
 
 def test_a_flipped_payload_is_found_and_only_it_is_dropped(tmp_path: Path) -> None:
@@ -369,5 +369,5 @@ def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) ->
     assert (mended["problem"], mended["dropped"]) == (None, 1)
     shown = call("verify", tmp_path)
     assert shown.code == ExitCode.PROBLEMS
-    assert "--rebuild-index" in " ".join(shown.out.split()) and "nothing is wrong" in shown.out
+    assert "--rebuild-index" in " ".join(shown.out.split()) and "no problems found" in shown.out
     assert call("verify", tmp_path, "-n", folders[0].name).code == ExitCode.CANNOT_OPEN

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcascade.vllm import v0_26
-from kvcascade.vllm.v0_26 import STATS_AT_END_S, STATS_INTERVAL_S
+from kvcascade.vllm.offload_metrics import STATS_AT_END_S, STATS_INTERVAL_S
 
 SHAPES = {
     "one_block_chunks": Shape(),
@@ -96,7 +96,7 @@ def test_damaged_blocks_are_misses_and_counted(shape: Shape, tmp_path: Path) -> 
             hits = [driver.serve(f"text {text}", chunks) for text in range(4)]
         assert hits == [chunks] * 4, "all is whole again"
         name = "vllm:kvcascade_promote_corrupt_blocks['nvme']"
-        driver.manager._stats_due_s = 0.0
+        driver.manager._metrics.due_s = 0.0
         driver.take_stats()
         assert driver.metrics[name] == driver.counters.links[0].promote_corrupt_blocks
 
@@ -396,7 +396,7 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         for text in [*range(6), *range(6)]:
             driver.serve(f"text {text}", 4)
             driver.settle()
-        driver.manager._stats_due_s = 0.0
+        driver.manager._metrics.due_s = 0.0
         driver.take_stats()
         assert driver.metrics["vllm:kvcascade_stored_blocks"] == driver.counters.stored_blocks
         assert driver.metrics["vllm:kvcascade_loaded_blocks['nvme']"] > 0

@@ -364,7 +364,7 @@ class PrefixOrder(EvictionOrder):
         if now // HALVE_EVERY > last // HALVE_EVERY:
             self._model.halve()
         self._look_at_aged()
-        self._model.learn()
+        self._model.update_values()
         state[_LEARNT_AT] = now
 
     def _look_at_aged(self) -> None:

@@ -109,7 +109,7 @@ class ReuseModel:
         before, after = self._values[classes, at], self._values[classes, at + 1]
         return np.asarray(before * (1 - share) + after * share)
 
-    def learn(self) -> None:
+    def update_values(self) -> None:
         """Compute all values from the counts."""
         hazard = np.ascontiguousarray(self._hazards().T)
         width = np.diff(AGES)[:, None]
@@ -132,7 +132,7 @@ class ReuseModel:
         """Forget everything."""
         self._events[:] = 0
         self._at_risk[:] = 0
-        self.learn()
+        self.update_values()
 
     def _hazards(self) -> Floats:
         """Return the hazards by class, and of all in the last row: `(CLASSES + 1, AGE_CLASSES)`."""

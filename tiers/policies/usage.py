@@ -45,6 +45,11 @@ class UsageOrder(EvictionOrder):
         setattr(self, "wants_tags", order.wants_tags)  # noqa: B010
         setattr(self, "wants_chains", order.wants_chains)  # noqa: B010
 
+    @property
+    def last_use(self) -> npt.NDArray[np.uint32]:
+        """Wall-clock time of the last use by slot, in seconds since 1970."""
+        return self._last
+
     def expect(self, tags: Sequence[int]) -> None:
         self._order.expect(tags)
 

@@ -80,7 +80,7 @@ def choose(found: Sequence[Location], name: str | None) -> Location:
     names = ", ".join(each.name for each in (matches or found)[:MAX_MATCHES_SHOWN])
     if not matches:
         raise ConfigError(f"--namespace: there is no {name!r}; there are {names}")
-    raise ConfigError(f"--namespace: {len(matches)} namespaces could be meant; give one of {names}")
+    raise ConfigError(f"--namespace: {len(matches)} namespaces match; give one of {names}")
 
 
 def _fitting(found: Sequence[Location], name: str) -> list[Location]:
@@ -118,8 +118,8 @@ def choose_for_good(found: Sequence[Location], name: str) -> Location:
         return matches[0]
     names = ", ".join(each.name for each in (matches or found)[:MAX_MATCHES_SHOWN])
     raise ConfigError(
-        f"--namespace: {name!r} does not name one to be removed; give its whole name, or at least "
-        f"{SHORT_FINGERPRINT_DIGITS} digits of its fingerprint; there are {names}"
+        f"--namespace: {name!r} does not identify the namespace to remove; give its whole name, or "
+        f"at least {SHORT_FINGERPRINT_DIGITS} digits of its fingerprint; there are {names}"
     )
 
 
@@ -178,7 +178,7 @@ def parse_hash(text: str) -> bytes:
         return bytes.fromhex(digits)
     except ValueError:
         raise ConfigError(
-            f"{text!r} is no block hash; give an even number of hexadecimal digits"
+            f"{text!r} is not a block hash; give an even number of hexadecimal digits"
         ) from None
 
 

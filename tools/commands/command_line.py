@@ -180,7 +180,7 @@ def check_place(option: str, path: Path | None) -> None:
     try:
         _check_place(option, path)
     except OSError as error:
-        problem = f"{path} cannot be looked at ({error.strerror})"
+        problem = f"{path} cannot be read ({error.strerror})"
         raise ConfigError(f"{option}: {problem}; give another") from None
 
 
@@ -193,7 +193,7 @@ def _check_place(option: str, path: Path) -> None:
         return
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option}: {folder} is no folder that can be written; give another")
+        raise ConfigError(f"{option}: {folder} is not a writable folder; give another")
 
 
 def lacks(modules: Sequence[str], command: str, as_json: bool) -> bool:

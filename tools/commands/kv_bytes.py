@@ -143,8 +143,8 @@ def _load(model: str) -> tuple[Mapping[str, Any], str]:
         return _read(cached), "local hub cache"
     known = ", ".join(MODELS)
     raise ConfigError(
-        f"--model: {model!r} is no folder with a config.json, is not in the local hub cache, and "
-        f"is none of {known}; give a folder, or --kv-bytes-per-token"
+        f"--model: {model!r} is not a folder with a config.json, is not in the local hub cache, "
+        f"and is none of {known}; give a folder, or --kv-bytes-per-token"
     )
 
 

@@ -96,7 +96,7 @@ def _nearest(rows: Sequence[dict[str, Any]], kind: str, block_bytes: int) -> Rat
         if row["quantity"] == kind and (size := transfer_block_bytes(row["case"]))
     }
     if not rates:
-        raise ValueError(f"nothing about {kind}")
+        raise ValueError(f"no rates of {kind}")
     nearest = min(rates, key=lambda size: abs(math.log(size / block_bytes)))
     return Rate(rates[nearest] * 1e9, 0.0, RateSource.BENCH)
 

@@ -100,7 +100,7 @@ def _facts(report: ReplayReport) -> list[tuple[str, str]]:
         ("write mode", str(report.write_mode)),
         ("prefix-hit tokens", f"{report.hit_tokens:,} ({report.hit_ratio:.2%} of the prompts)"),
         ("not stored", f"{report.unstored_blocks:,} blocks"),
-        ("lost unwritten", f"{report.dropped_dirty_blocks:,} blocks"),
+        ("dirty blocks lost", f"{report.dropped_dirty_blocks:,} blocks"),
     ]
     if report.prefill_s_saved is None:
         facts.append(("prefill saved, TTFT", "unknown: give --prefill-tokens-per-s"))

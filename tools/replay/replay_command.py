@@ -115,7 +115,7 @@ def _bytes_per_token(call: ReplayCall) -> int:
     if call.kv_bytes_per_token is not None:
         return call.kv_bytes_per_token
     if call.model is None:
-        raise ConfigError("the model is not known; give --model or --kv-bytes-per-token")
+        raise ConfigError("the model is unknown; give --model or --kv-bytes-per-token")
     return kv_shape(call.model).bytes_per_token
 
 

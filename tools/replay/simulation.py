@@ -153,10 +153,10 @@ class Simulation:
     def _step(self) -> None:
         self._is_full = False
         self.manager.end_step()
-        if self._go_on():
+        if self._retry_waiting():
             self.manager.end_step()
 
-    def _go_on(self) -> bool:
+    def _retry_waiting(self) -> bool:
         """Look up again for waiting requests, then store in order while there is room.
 
         Returns True if a request looked up or stored.

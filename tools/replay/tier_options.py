@@ -97,7 +97,7 @@ def parse_sizes(text: str) -> tuple[str, list[int]]:
     """Parse `NAME=SIZE,SIZE,...` of `--sweep`. Raises `ConfigError`."""
     name, sign, rest = text.partition("=")
     if not (name and sign and rest):
-        raise ConfigError(f'--sweep: {text!r} is no list; write it as "cpu=8GiB,16GiB,32GiB".')
+        raise ConfigError(f'--sweep: {text!r} is not a list; write it as "cpu=8GiB,16GiB,32GiB".')
     return name, [_bytes(text, size) for size in rest.split(",")]
 
 

@@ -119,9 +119,9 @@ def _archived(
     counts: npt.NDArray[Any],
 ) -> Iterator[TraceRequest]:
     if any(each.ndim != 1 or each.dtype.kind not in "iu" for each in (offsets, starts, counts)):
-        raise ValueError("the runs are no lists of whole numbers")
+        raise ValueError("the runs are not lists of whole numbers")
     if np.any((counts < 0) | (counts > MAX_PROMPT_BLOCKS)):
-        raise ValueError(f"a run has less than no or more than {MAX_PROMPT_BLOCKS} blocks")
+        raise ValueError(f"the length of a run is negative or above {MAX_PROMPT_BLOCKS} blocks")
     starts, counts = starts.astype(np.int64), counts.astype(np.int64)
     for i in range(len(times)):
         runs = slice(offsets[i], offsets[i + 1])
@@ -155,7 +155,7 @@ def _collected(requests: Iterable[TraceRequest], limit: int | None) -> list[Trac
 def _request(arrived_ms: float, input_tokens: int, ids: Ids) -> TraceRequest:
     """Return a request. Raises `ValueError` if its values are invalid."""
     if not math.isfinite(arrived_ms) or not 0 <= input_tokens <= MAX_TOKENS:
-        raise ValueError("its time or its length is out of all bounds")
+        raise ValueError("its time or its length is out of range")
     return TraceRequest(arrived_ms / 1e3, input_tokens, ids)
 
 
@@ -209,7 +209,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _mooncake(line: dict[str, Any]) -> TraceRequest:
     ids = np.array(line["hash_ids"], np.uint64)
     if ids.ndim != 1 or ids.tolist() != line["hash_ids"]:
-        raise ValueError("hash_ids is no list of whole numbers")
+        raise ValueError("hash_ids is not a list of whole numbers")
     return _request(line["timestamp"], int(line["input_length"]), ids)
 
 
@@ -224,7 +224,9 @@ def _first_line(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise FormatError(f"{path} is no trace; give a .npz, JSON lines, or a folder of recordings")
+        raise FormatError(
+            f"{path} is not a trace; give a .npz, JSON lines, or a folder of recordings"
+        )
     return found
 
 

@@ -104,6 +104,10 @@ class FileLock(ABC):
     def release(self) -> None:
         """Release the lock; idempotent."""
 
+    @abstractmethod
+    def is_in_place(self) -> bool:
+        """Return True if the lock is held and its name still leads to the locked file."""
+
 
 def read_and_close(file: File, path: Path, limit: int) -> bytes:
     """Return the contents of a small open file, and close it.
@@ -302,9 +306,16 @@ class RealFile(File):
 class RealFileLock(FileLock):
     """An `flock`, which the kernel releases when the process dies, however it dies."""
 
-    def __init__(self, descriptor: int, is_noted: bool) -> None:
+    def __init__(self, descriptor: int, path: Path, is_noted: bool) -> None:
         self._fd = descriptor
+        self._path = path
         self._is_noted = is_noted
+
+    def is_in_place(self) -> bool:
+        try:
+            return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
+        except OSError:
+            return False
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -412,7 +423,7 @@ class RealFileSystem(FileSystem):
                 time.sleep(LOCK_PAUSE_S)
                 continue
             if descriptor is not None:
-                return RealFileLock(descriptor, is_noted)
+                return RealFileLock(descriptor, path, is_noted)
             if tries_left <= 0:
                 raise InUseError(lock_message(path, ""))
 

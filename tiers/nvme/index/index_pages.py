@@ -83,11 +83,12 @@ class _Node:
     data: bytes
 
 
-def check_pages(path: Path) -> bool:
+def check_pages(path: Path, is_trusted: bool = False) -> bool:
     """Raise `CorruptionError` if LMDB could not walk the file in `path`, or `OSError`.
 
     Returns True if a clean mark covers the whole file, or if there is no file. No process may be
-    writing to the file. `check_file` must have passed.
+    writing to the file. `check_file` must have passed. With `is_trusted` the file is checked as one
+    with a clean mark.
     """
     if not os.path.lexists(path / DATA_NAME):
         return True
@@ -98,7 +99,7 @@ def check_pages(path: Path) -> bool:
             return True
         walk = _Walk(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), size)
         is_marked = walk.transaction == read_mark(path)
-        walk.run(is_marked)
+        walk.run(is_marked or is_trusted)
     except _Damage as damage:
         raise CorruptionError(damaged(path, str(damage))) from None
     finally:

@@ -192,7 +192,9 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_number and digits != name else None
 
 
-def parse_description(data: bytes, where: str) -> dict[str, Any]:
+def parse_description(
+    data: bytes, where: str, expected_version: int = FORMAT_VERSION
+) -> dict[str, Any]:
     """Return the parsed document of `namespace.json`.
 
     Raises `FormatError` for an unknown version, otherwise `CorruptionError` (naming `where`).
@@ -205,9 +207,9 @@ def parse_description(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":
         raise CorruptionError(f"{where}/namespace.json is not a description of blocks; {remedy}")
     version = document.get("format_version")
-    if version != FORMAT_VERSION:
+    if version != expected_version:
         raise FormatError(
-            f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
+            f"{where} has format version {version!r}, this kvcascade reads {expected_version}; "
             f"use the version that wrote it, or {remedy}"
         )
     limits = {

@@ -156,16 +156,22 @@ class SegmentSet:
 
         Raises a `KVCascadeError`; the segment is then `unusable`.
         """
-        path = self.path_of(number)
         self.unusable.add(number)
+        self.mend(number)
+        path = self.path_of(number)
+        with os_errors(f"opening {path}"):
+            self._open[number] = self._open_files(number, path)
+        self.unusable.discard(number)
+
+    def mend(self, number: int) -> None:
+        """Repair size and header of an existing segment if needed. Raises a `KVCascadeError`."""
+        path = self.path_of(number)
         with os_errors(f"opening {path}"):
             file = self._fs.open(path)
             try:
                 self._make_whole(file, number)
             finally:
                 file.close()
-            self._open[number] = self._open_files(number, path)
-        self.unusable.discard(number)
 
     def let_go(self, number: int) -> None:
         """Close a segment, which another process may take. No transfer may be in flight."""
@@ -210,6 +216,14 @@ class SegmentSet:
     def sync(self, number: int) -> None:
         """Make everything written to a segment durable."""
         self._segment(number).payload.sync()
+
+    def sync_unopened(self, number: int) -> None:
+        """Make durable what other processes wrote to a segment. Raises `OSError`."""
+        file = self._fs.open(self.path_of(number))
+        try:
+            file.sync()
+        finally:
+            file.close()
 
     def record(self, slot: int) -> SlotRecord | None:
         """Return the record of a slot, read through the mapping; None if unwritten, damaged or

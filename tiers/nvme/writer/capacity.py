@@ -213,7 +213,7 @@ class SpaceBudget:
                 is_own = one.path in self._folders
                 lock = None if is_own else lock_namespace(self._fs, one.path)
                 if lock is None:
-                    ahead += self._set_aside(one.path)
+                    ahead += self.set_aside(one.path)
                 else:
                     locks.callback(lock.release)
                     if self._may_remove:
@@ -249,7 +249,7 @@ class SpaceBudget:
             remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s, the namespace used longest ago, for room", one.path)
 
-    def _set_aside(self, path: Path) -> int:
+    def set_aside(self, path: Path) -> int:
         """Return the bytes by which an open namespace's directory may still grow without asking.
 
         An index may grow to the size of its map, however few blocks it names. That happens if a

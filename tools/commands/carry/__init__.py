@@ -160,8 +160,8 @@ def _export(
     if as_json:
         emit("export", report.as_json())
     else:
-        skipped = f", {report.skipped} skipped (damaged, or gone meanwhile)"
-        missing = f", {report.missing} of the prompt are not there any more"
+        skipped = f", {report.skipped} skipped (damaged, or removed meanwhile)"
+        missing = f", {report.missing} of the prompt are no longer stored"
         print(
             f"{report.blocks} blocks of {report.namespace} in {out} ({human(report.file_bytes)})"
             f"{skipped if report.skipped else ''}{missing if report.missing else ''}"
@@ -201,10 +201,10 @@ def _import(
     else:
         print(
             f"{report.imported} of {report.blocks} blocks imported into {report.namespace}, "
-            f"{report.already_there} were there, {report.damaged} damaged, {report.failed} failed"
+            f"{report.already_there} were present, {report.damaged} damaged, {report.failed} failed"
         )
         if report.reason is not None:
-            left_out = f"kvcascade: {report.failed} blocks are left out"
+            left_out = f"kvcascade: {report.failed} blocks were not imported"
             print(f"{left_out}: {report.reason}", file=sys.stderr)
     if report.failed:
         return ExitCode.NO_SPACE

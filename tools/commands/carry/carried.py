@@ -145,7 +145,7 @@ class CarriedReader:
 
 def _parse(data: bytes, file_bytes: int, path: Path) -> tuple[CarriedHead, int]:
     """Return the head, and the offset of the payload."""
-    wrong = CorruptionError(f"{path} is no file of `kvcascade export`; give one that is")
+    wrong = CorruptionError(f"{path} is not a file of `kvcascade export`; give one that is")
     if len(data) < 8:
         raise wrong
     (length,) = struct.unpack_from("<Q", data)

@@ -96,8 +96,8 @@ def prompt_heads(cache: OpenedCache, prompts: Sequence[str]) -> set[int]:
         found, is_whole = chains.up_to(head_of(key))
         if not is_whole:
             raise ConfigError(
-                f"--prefix: no engine has noted all that comes before {text}; send the prompt "
-                "once more, or choose blocks with --hot, --hash or --hashes"
+                f"--prefix: no engine has recorded all blocks before {text}; send the prompt "
+                "again, or choose blocks with --hot, --hash or --hashes"
             )
         heads.update(found)
     return heads
@@ -118,12 +118,12 @@ def export(
     """
     target = real_file(path)
     if target.exists() and not may_replace:
-        raise ConfigError(f"{path} is there already; give another name, or --force")
+        raise ConfigError(f"{path} exists already; give another name, or --force")
     if cache.state.was_reset():
         raise ConfigError(
-            f"the engines of {cache.description.name} were reset: what they stored since then may "
-            "be of weights that were updated in place, not of those that its fingerprint names; "
-            "start an engine anew and export from that"
+            f"the engines of {cache.description.name} were reset: blocks stored since then may "
+            "belong to weights that were updated in place, not to those of its fingerprint; "
+            "restart an engine and export from it"
         )
     snapshot = cache.index.snapshot()
     cache.segments.refresh()

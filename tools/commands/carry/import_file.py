@@ -28,7 +28,7 @@ from .visitor import Visitor, WantedNamespace
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 1024
-DEVICE_REFUSED = "the device refused some; the log lines above say why"
+DEVICE_REFUSED = "the device refused some writes; see the log lines above"
 
 
 class DifferentNamespaceError(ConfigError):
@@ -103,7 +103,7 @@ def _target(
     if len(found) == 1:
         _refuse_unless_equal(found[0], head)
     raise DifferentNamespaceError(
-        f"these blocks belong to the namespace {name}, which is not there; start the engine once, "
+        f"these blocks belong to the namespace {name}, which does not exist; start its engine, "
         "or give --create"
     )
 
@@ -124,7 +124,7 @@ def _roots_of(location: Location) -> list[Path]:
     description = read_description(location)
     if description.missing_parts:
         raise ConfigError(
-            f"{location.name} lies in {description.parts} paths; give all with --also"
+            f"{location.name} is spread over {description.parts} paths; give all with --also"
         )
     return [description.folders[part].parent for part in range(description.parts)]
 

@@ -81,8 +81,8 @@ class Visitor:
         if self.is_live and StateReader(self._tier.namespace.folders[0]).was_reset():
             self._tier.close()
             raise InUseError(
-                f"the engines of {self.name} were reset: their weights may be others than those "
-                "that its fingerprint names, and that the blocks are of; stop them first"
+                f"the engines of {self.name} were reset: their weights may differ from those of "
+                "its fingerprint and of the blocks; stop the engines first"
             )
         self._may_evict = may_evict
         self._pause = pause
@@ -132,8 +132,8 @@ class Visitor:
         if self._level.maintain():
             self._level.empty(Counter())
             raise InUseError(
-                f"{self.name} was reset meanwhile: its weights may have changed, and nothing that "
-                "was stored before is left; begin again only if the blocks are of the new weights"
+                f"{self.name} was reset meanwhile: its weights may have changed, and all older "
+                "blocks are gone; import again only if the blocks belong to the new weights"
             )
 
     def why_no_room(self) -> str:
@@ -141,18 +141,18 @@ class Visitor:
         if self._may_evict:
             if self.is_live:
                 return (
-                    "the running engine handed no more segments over; stop it and begin again, "
+                    "the running engine gave no more segments; stop it and import again, "
                     "or give it a larger capacity"
                 )
             return "the tier is smaller than that; start its engine with a larger capacity"
-        remedy = "let the coldest blocks go with --make-room"
+        remedy = "evict the coldest blocks with --make-room"
         if self._tier.growth.failures:
             what = "the disk, or the capacity of its path, has no room for another segment"
-            return f"{what}; clear out with `kvcascade gc`, or {remedy}"
+            return f"{what}; free space with `kvcascade gc`, or {remedy}"
         if self.is_live:
             what = "all segments within its capacity belong to the running engine"
             return f"{what}; {remedy}, or give the engine a larger capacity"
-        return f"the tier is full; clear out with `kvcascade gc`, or {remedy}"
+        return f"the tier is full; free space with `kvcascade gc`, or {remedy}"
 
     # -- inside --------------------------------------------------------------------------------
 

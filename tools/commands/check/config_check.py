@@ -301,11 +301,11 @@ def print_checked(report: CheckReport) -> None:
         rows.insert(0, ("model", report.model))
     if report.write_mode is not None:
         rows.append(("write mode", f"{report.write_mode} ({report.write_mode_reason})"))
-        rows.append(("a stop may lose", f"{report.stop_may_lose}"))
+        rows.append(("lost by a stop", f"{report.stop_may_lose}"))
         rows.append(("time to write at a stop", _time_to_stop(report.shutdown_timeout_s)))
     if report.prefault_bytes_per_s is not None:
         rate = f"{show.size(report.prefault_bytes_per_s)}/s"
-        rows.append(("getting memory", f"{rate} (measured now)"))
+        rows.append(("memory allocation", f"{rate} (measured now)"))
     if report.start_s is not None:
         rows.append(("start, about", show.duration(report.start_s)))
     if report.start_after_crash_s is not None:
@@ -318,7 +318,7 @@ def print_checked(report: CheckReport) -> None:
 
 def _time_to_stop(needed_s: int | None) -> str:
     if needed_s is None:
-        return "not wanted: shutdown_flush_s is 0"
+        return "disabled: shutdown_flush_s is 0"
     return (
         "none with vLLM's default --shutdown-timeout 0 (0.32 and later): it kills an engine as "
         f"soon as that is asked to stop; start it with --shutdown-timeout {needed_s}"

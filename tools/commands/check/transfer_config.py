@@ -64,13 +64,13 @@ def _one_of(words: Sequence[str], at: At, value: Any) -> str:
 
 def _connector(at: At, value: Any) -> str:
     if value != CONNECTOR:
-        raise at.wrong(value, f'is another one; use "{CONNECTOR}"')
+        raise at.wrong(value, f'is a different one; use "{CONNECTOR}"')
     return str(value)
 
 
 def _mapping(at: At, value: Any) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise at.wrong(value, 'is no object; give {"spec_name": ..., "tiers": [...]}')
+        raise at.wrong(value, 'is not an object; give {"spec_name": ..., "tiers": [...]}')
     return value
 
 
@@ -157,7 +157,8 @@ def read_tiering(
     Errors are added to `problems`; the result is incomplete then.
     """
     doubts += [
-        f"{key} is no option of {TIERING_SPEC_NAME}{did_you_mean(key, TIERING_KEYS)}; it is ignored"
+        f"{key} is not an option of {TIERING_SPEC_NAME}{did_you_mean(key, TIERING_KEYS)}; "
+        "it is ignored"
         for key in extra
         if key not in TIERING_KEYS
     ]
@@ -170,7 +171,9 @@ def read_tiering(
     tiers = extra.get("secondary_tiers", [])
     with noting(problems):
         if not isinstance(tiers, list):
-            raise At("secondary_tiers").wrong(tiers, f'is no list; give [{{"type": "{TIER_NAME}"')
+            raise At("secondary_tiers").wrong(
+                tiers, f'is not a list; give [{{"type": "{TIER_NAME}"'
+            )
         for index, tier in enumerate(tiers):
             with noting(problems):
                 nvme += _secondary(At(f"secondary_tiers[{index}]"), tier, machine, problems)
@@ -186,7 +189,7 @@ def _cpu_bytes(extra: Mapping[str, Any], machine: Machine) -> int:
     except (TypeError, ValueError, OverflowError):
         count = 0
     if count <= 0:
-        raise at.wrong(value, "is no number of bytes; give one, such as 68719476736")
+        raise at.wrong(value, "is not a number of bytes; give one, such as 68719476736")
     available = machine.memory().available
     if count > available:
         problem = f"is more memory than there is ({human(available)} available); lower it"
@@ -201,7 +204,7 @@ def _check_policy(extra: Mapping[str, Any]) -> None:
     if module is None:
         if name not in VLLM_POLICIES:
             remedy = "give cache_policy_module_path, too, such as"
-            raise at.wrong(name, f'is no policy of vLLM; {remedy} "{POLICY_MODULE}"')
+            raise at.wrong(name, f'is not a policy of vLLM; {remedy} "{POLICY_MODULE}"')
     elif module != POLICY_MODULE or find_spec("vllm") is not None:  # our policies need vLLM
         named_object(at.key, str(name), f"{module}:{name}")
 
@@ -211,7 +214,7 @@ def _secondary(
 ) -> tuple[NvmeTierOptions, ...]:
     """Return the options of an item if it is our tier."""
     if not isinstance(tier, Mapping):
-        raise at.wrong(tier, f'is no tier; write it as {{"type": "{TIER_NAME}", ...}}')
+        raise at.wrong(tier, f'is not a tier; write it as {{"type": "{TIER_NAME}", ...}}')
     kind, module = tier.get("type"), tier.get("module_path")
     if kind is None:
         raise at.below("type").missing(f'give "{TIER_NAME}", or a type of vLLM\'s')
@@ -326,7 +329,7 @@ def _read_json(path: Path, given: Given) -> Mapping[str, object]:
     try:
         document = json.loads(data.decode(), object_pairs_hook=partial(_once_each, given.problems))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is no JSON ({error})") from None
+        raise ConfigError(f"{source} is not JSON ({error})") from None
     if not isinstance(document, Mapping):
         raise ConfigError(f"{source} holds no JSON object")
     return document

@@ -97,7 +97,7 @@ def gc(
         by_block = older_than or prefix or hash_
         if not (by_block or max_size or remove_namespace):
             remedy = "give --older-than, --prefix, --hash, --max-size or --remove-namespace"
-            raise CommandError(f"nothing was asked for; {remedy}", ExitCode.USAGE)
+            raise CommandError(f"no blocks are selected; {remedy}", ExitCode.USAGE)
         if remove_namespace and (namespace is None or by_block or max_size):
             remedy = "it goes with -n NAME, and with nothing else"
             raise CommandError(f"--remove-namespace: {remedy}", ExitCode.USAGE)
@@ -154,7 +154,7 @@ def _seconds(text: str) -> float:
     match = _AGE.fullmatch(text)
     if not match:
         raise CommandError(
-            f'--older-than: "{text}" is no age; write it as 90s, 30min, 12h, 7d or 2w',
+            f'--older-than: "{text}" is not an age; write it as 90s, 30min, 12h, 7d or 2w',
             ExitCode.USAGE,
         )
     return float(match[1]) * _UNITS[match[2]]

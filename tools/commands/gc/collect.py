@@ -38,10 +38,12 @@ from ..command_line import sentence
 from ..inspect.block_report import only_match
 
 IN_USE = "in use by process {}: stop it first"
-SIZE_IN_USE = "in use by process {}, whose capacity says how large it is: lower that, or stop it"
+SIZE_IN_USE = "in use by process {}, whose capacity sets its size: lower the capacity, or stop it"
 KEPT_INDEX = f"index{DAMAGED_SUFFIX}"
 """Name of the damaged index that a rebuild kept; any removal deletes it."""
-NOT_NOTED = "no engine has noted what comes after {}: it leaves alone; choose the rest by --hash"
+NOT_NOTED = (
+    "no engine has recorded the blocks after {}: only it is removed; select others by --hash"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,8 @@ def _check_parts(location: Location) -> None:
     parts = max((layout.parts for layout in described), default=1)
     if len({layout.part for layout in described}) < parts and len(layouts) < parts:
         raise ConfigError(
-            f"--remove-namespace: {location.name} lies in {parts} paths; give the others with "
-            f"--also, or remove {location.folders[0]} yourself if they are gone"
+            f"--remove-namespace: {location.name} is spread over {parts} paths; give the others "
+            f"with --also, or remove {location.folders[0]} yourself if they are gone"
         )
 
 
@@ -318,7 +320,7 @@ def _carry_out(plan: _Plan) -> None:
         if report.was_removed:
             fs, folders = RealFileSystem(), [each.resolve() for each in plan.location.folders]
             if not all([remove_namespace(fs, folder) for folder in folders]):
-                raise InUseError("an engine has it now")
+                raise InUseError("an engine has opened it meanwhile")
         elif plan.is_live:
             if plan.drops:
                 description = read_description(plan.location)
@@ -349,7 +351,7 @@ def _held_bytes(location: Location) -> int:
 def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:
     """Print the blocks and bytes that were, or would be, removed."""
     title = "Would be removed" if is_dry_run else "Removed"
-    names = ["blocks", "of", "segments", "freed", "last use, ago"]
+    names = ["blocks", "of", "segments", "freed", "time since last use"]
     table = show.columns(title, "namespace", *names, "", right=names)
     for report in reports:
         note = "the whole namespace" if report.was_removed else report.skipped

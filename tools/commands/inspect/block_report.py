@@ -113,7 +113,7 @@ def look(cache: OpenedCache, text: str) -> BlockReport:
     usage = cache.state.usage(max(entry.slot + 1, cache.slots))
     group = int.from_bytes(key[-GROUP_BYTES:], "big")
     tokens = tokens_per_block(dict(description.fields), group)
-    layers, source = [], "the namespace does not say how layers lie in a block"
+    layers, source = [], "the namespace does not record the layout of layers in a block"
     slices = layer_slices(description, group)
     if slices and verdict == "ok":
         try:
@@ -225,7 +225,7 @@ def _place_in_prompt(cache: OpenedCache, key: bytes, tokens: int | None) -> dict
 
 def _position(report: BlockReport) -> str:
     if report.prefix_tokens is None:
-        return "not known: no engine has noted it"
+        return "unknown: no engine has recorded it"
     place = "" if report.prefix_position is None else f"block {report.prefix_position}, "
     before = f"after block {report.parent}" if report.parent else "the first of its prompt"
     return f"{place}up to token {report.prefix_tokens:,}, {before}"
@@ -257,10 +257,10 @@ def _compare(record: SlotRecord | None, key: bytes, entry: IndexEntry) -> str:
     if record is None:
         return "missing or damaged"
     if record.key != key:
-        return f"says block {record.key.hex()}"
+        return f"of block {record.key.hex()}"
     right = (entry.generation, entry.checksum, entry.length)
     is_equal = (record.generation, record.checksum, record.length) == right
-    return "ok" if is_equal else f"says generation {record.generation}"
+    return "ok" if is_equal else f"of generation {record.generation}"
 
 
 def _slice(layer: Mapping[str, Any], rank: int, start: int) -> LayerSlice | None:

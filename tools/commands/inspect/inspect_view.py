@@ -46,8 +46,8 @@ def _render(report: NamespaceReport) -> Group:
         parts.append(_policies(report))
     if report.blocks:
         counted = (
-            ("Written, ago", report.age),
-            ("Last used, ago", report.idle),
+            ("Time since write", report.age),
+            ("Time since last use", report.idle),
             ("Used", report.reuse),
         )
         parts.append(Columns([_histogram(*each) for each in counted], padding=(0, 4)))
@@ -103,8 +103,8 @@ def _life(report: NamespaceReport) -> list[tuple[str, str]]:
 
 def _dirty(share: float | None) -> str:
     if share is None:
-        return f"{show.UNKNOWN} (a running engine knows: give --url with its metrics)"
-    return f"{share:.0%} of the CPU tier's slots hold what is not here yet"
+        return f"{show.UNKNOWN} (only a running engine knows; give the --url of its metrics)"
+    return f"{share:.0%} of the CPU tier's slots are dirty"
 
 
 def _segments(report: NamespaceReport) -> str:
@@ -124,7 +124,7 @@ def _endurance(report: NamespaceReport) -> str:
         lived = f"{show.size(report.written_bytes)} in its first {show.duration(report.age_s)}"
         return show.UNKNOWN if report.age_s is None else f"{lived}; per day after an hour"
     writes = f"{report.drive_writes_per_day:.3g} drive writes per day"
-    return f"{show.size(report.written_bytes_per_day)} per day since it was made, {writes}"
+    return f"{show.size(report.written_bytes_per_day)} per day since its creation, {writes}"
 
 
 def _policies(report: NamespaceReport) -> Table:

@@ -30,7 +30,9 @@ PathOption = Annotated[
 IntervalOption = Annotated[
     float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between two refreshes.")
 ]
-OnceOption = Annotated[bool, typer.Option("--once", help="Print one picture and end, for scripts.")]
+OnceOption = Annotated[
+    bool, typer.Option("--once", help="Print one snapshot and exit, for scripts.")
+]
 
 
 def top(

@@ -53,7 +53,7 @@ def _state(tier: TierFrame) -> str:
     used, dirty = tier.used_ratio, tier.dirty_ratio
     state = "" if used is None else f"{show.bar(used, 10)} {used:.0%} used"
     state += "" if dirty is None else f", {dirty:.0%} dirty"
-    return state + (", takes no writes" if tier.is_blocked else "")
+    return state + (", accepts no writes" if tier.is_blocked else "")
 
 
 def _cells(tier: TierFrame) -> list[str]:
@@ -75,9 +75,9 @@ def _line(picture: Frame) -> Table:
     facts = (
         ("misses/s", picture.misses_per_s),
         ("misses", picture.misses),
-        ("requests waiting for their turn", picture.waiting_requests),
+        ("requests waiting for promotion", picture.waiting_requests),
         ("corrupt", picture.corrupt_blocks),
-        ("dropped unwritten", picture.dropped_dirty_blocks),
+        ("dirty blocks dropped", picture.dropped_dirty_blocks),
     )
     shown = [f"{name} {_count(value)}" for name, value in facts if value is not None]
     table.add_row(*shown)

@@ -150,8 +150,8 @@ def _epoch(home: Path, known: _Known, records: list[tuple[int, SlotRecord]]) -> 
     said = [epoch for epoch in both if epoch is not None and epoch <= MAX_EPOCH]
     if not said:
         raise CorruptionError(
-            f"neither index nor state/epoch.arr of {home} say how often it was reset, so no block "
-            "can be proved to be current; remove that directory to start empty"
+            f"neither the index nor state/epoch.arr of {home} has its number of resets, so no "
+            "block can be proved current; remove that directory to start empty"
         )
     return max([*said, *(record.epoch for _, record in records)])
 

@@ -243,7 +243,7 @@ def _check_space(cache: OpenedCache, snapshot: Snapshot, report: VerifyReport) -
     meta = cache.index.meta()
     is_counted = bool(meta.counted) or not cache.segments.found
     if report.is_live or not meta.is_clean or not is_counted or report.parts_missing:
-        report.space = "not known: only a clean close leaves a list of free slots"
+        report.space = "unknown: only a clean close stores a list of free slots"
         return
     size = cache.description.slots_per_segment
     exists = np.zeros(max(1, cache.slots), dtype=np.bool_)
@@ -261,10 +261,10 @@ def _check_space(cache: OpenedCache, snapshot: Snapshot, report: VerifyReport) -
     twice, never = int(np.count_nonzero(uses > 1)), int(np.count_nonzero((uses == 0) & exists))
     report.space_adds_up = not (twice or never or outside)
     report.space = (
-        f"{len(snapshot)} blocks and {int(meta.free[:, 1].sum())} free slots are all there is"
+        f"{len(snapshot)} blocks and {int(meta.free[:, 1].sum())} free slots cover all slots"
         if report.space_adds_up
-        else f"{twice} slots are counted twice, {never} never, {outside} free runs lie outside"
+        else f"{twice} slots are counted twice, {never} never, {outside} free runs are outside"
     )
     left_out = len(cache.segments.found.keys() - meta.counted)
     if left_out:
-        report.space += f"; {left_out} segments of processes that left no list are not counted"
+        report.space += f"; {left_out} segments of processes without such a list are not counted"

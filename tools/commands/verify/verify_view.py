@@ -57,7 +57,7 @@ def print_verified(report: VerifyReport) -> None:
     if not report.space:  # nothing was verified
         return
     rows = [
-        ("blocks", f"{report.blocks:,}, of which {report.ok:,} are right"),
+        ("blocks", f"{report.blocks:,}, of which {report.ok:,} are intact"),
         ("read", f"{show.size(report.bytes_read)} in {show.duration(report.seconds)}"),
         ("rate", f"{show.size(rate)}/s"),
         ("free space", report.space),
@@ -66,10 +66,10 @@ def print_verified(report: VerifyReport) -> None:
         rows.append(("changed meanwhile", f"{report.changed:,} blocks"))
     if report.parts_missing:
         missing = ", ".join(map(str, report.parts_missing))
-        rows.append(("not looked at", f"parts {missing}: give their paths with --also"))
+        rows.append(("not checked", f"parts {missing}: give their paths with --also"))
     if report.dropped or report.records_written:
         rows.append(("dropped", f"{report.dropped:,} blocks"))
-        rows.append(("records written anew", f"{report.records_written:,}"))
+        rows.append(("records rewritten", f"{report.records_written:,}"))
     console.print(show.facts("", rows))
     for path, problem in report.segments_damaged.items():
         console.print(Text(f"  {path}: {problem}", style="red"))
@@ -81,7 +81,7 @@ def print_verified(report: VerifyReport) -> None:
         more = len(report.problems) - MAX_SHOWN
         if more > 0:
             console.print(f"  and {more:,} more (--json lists all)")
-    verdict = "nothing is wrong" if report.is_clean else "problems found"
+    verdict = "no problems found" if report.is_clean else "problems found"
     style = "green" if report.is_clean else "red"
     console.print(Text(f"  {verdict}", style=style))
 

@@ -21,7 +21,7 @@ from ...commands.bench.bench_results import (
 )
 from ...commands.bench.raw_disk import drop_page_cache
 from .measurement import Case, Figures, Measurement, MeasurementSetup
-from .transfers import SEED, TransferBench
+from .transfer_bench import SEED, TransferBench
 
 if TYPE_CHECKING:
     import torch

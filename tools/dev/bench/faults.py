@@ -12,12 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from ...commands.bench.bench_results import KIB, OURS, VLLM, BenchError, Goal, Quantity
 from .measurement import Case, Figures, Measurement, MeasurementSetup
-from .transfers import SEED, TransferBench
+from .transfer_bench import SEED, TransferBench
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +147,7 @@ class FaultBench(TransferBench):
     def run(self, opened: Opened) -> Figures:
         """Store, damage, read; then store again, and read again."""
         from .vllm_calls import random_keys
-        from .vllm_steps import fill_pattern
+        from .vllm_steps import fill_pattern, offer
 
         keys = random_keys(self.blocks)
         with self.fresh():
@@ -161,7 +160,7 @@ class FaultBench(TransferBench):
             wrong, found = self._read(opened(device, self._weights), keys, right)
             device.copy_(right)
             with closing(opened(device, self._weights)) as engine:
-                _offer(engine, keys)
+                offer(engine, keys, LIMIT_S)
             more_wrong, again = self._read(opened(device, self._weights), keys, right)
         return {WRONG: wrong + more_wrong, FOUND: found, AGAIN: again}
 
@@ -175,62 +174,13 @@ class FaultBench(TransferBench):
         """Return how many blocks came with wrong bytes, and how many with right ones."""
         import torch
 
+        from .vllm_steps import ask_for_all
+
         engine.device.zero_()
         with closing(engine):
-            came = _ask_for_all(engine, keys)
+            came = ask_for_all(engine, keys, LIMIT_S)
         is_right = [torch.equal(engine.device[number], right[number]) for number in came]
         return is_right.count(False), is_right.count(True)
-
-
-def _ask_for_all(engine: Engine, keys: Sequence[Key]) -> list[int]:
-    """Ask for each block by a request of its own; return the numbers of those that were loaded."""
-    from vllm.v1.kv_offload.base import LookupResult
-
-    from .vllm_calls import end_step, new_request
-    from .vllm_steps import idle
-
-    deadline_s = monotonic() + LIMIT_S
-    waiting = {n: new_request(engine.manager, [key]) for n, key in enumerate(keys)}
-    loading: dict[int, int] = {}
-    came: list[int] = []
-    while waiting or loading:
-        for number, context in list(waiting.items()):
-            answer = engine.manager.lookup(keys[number], context)
-            if answer is LookupResult.MISS:
-                engine.manager.on_request_finished(waiting.pop(number))
-            elif answer is LookupResult.HIT and number not in loading.values():
-                source = engine.manager.prepare_load([keys[number]], context)
-                loading[engine.load([number], source)] = number
-        for load in engine.loaded():
-            number = loading.pop(load)
-            context = waiting.pop(number)
-            engine.manager.complete_load({keys[number]}, context)
-            engine.manager.on_request_finished(context)
-            came.append(number)
-        end_step(engine.manager)
-        idle()
-        if monotonic() > deadline_s:
-            raise BenchError("an engine does not answer for all blocks")
-    return came
-
-
-def _offer(engine: Engine, keys: Sequence[Key]) -> None:
-    """Offer every block once more, and let the engine write what it takes."""
-    from .vllm_calls import end_step, new_request
-    from .vllm_steps import idle
-
-    context = new_request(engine.manager, list(keys))
-    output = engine.manager.prepare_store(list(keys), context)
-    if output is not None and output.keys_to_store:
-        wanted = list(output.keys_to_store)
-        number = {key: n for n, key in enumerate(keys)}
-        engine.store([number[key] for key in wanted], output.store_spec)
-        engine.manager.complete_store(set(wanted), context)
-    engine.manager.on_request_finished(context)
-    deadline_s = monotonic() + LIMIT_S
-    while engine.manager.has_pending_work() and monotonic() < deadline_s:
-        end_step(engine.manager)
-        idle()
 
 
 def _read(place: Place) -> bytes:

@@ -82,6 +82,8 @@ class Scale:
     index_blocks: tuple[int, ...]
     """Numbers of blocks in the index of the NVMe tier, for lookups and reopening."""
     reopen_blocks: tuple[int, ...]
+    path_blocks: tuple[int, ...]
+    """Numbers of blocks in the tables of a path with one writer."""
     questions: int
     """Number of blocks in a lookup measurement."""
     block_sizes: tuple[int, ...]
@@ -106,6 +108,7 @@ FULL = Scale(
     manager_blocks=(32 << 10, 256 << 10, 1 << 20),
     index_blocks=(1_000_000, 4_000_000),
     reopen_blocks=(100_000, 1_000_000, 4_000_000),
+    path_blocks=(1_000_000, 4_000_000, 16_000_000),
     questions=20_000,
     block_sizes=(64 * KIB, 512 * KIB, 2 * MIB, 8 * MIB),
     transfer_bytes=1 * GIB,
@@ -121,6 +124,7 @@ QUICK = Scale(
     manager_blocks=(32 << 10, 128 << 10),
     index_blocks=(100_000,),
     reopen_blocks=(100_000,),
+    path_blocks=(100_000,),
     questions=5_000,
     block_sizes=(64 * KIB, 512 * KIB),
     transfer_bytes=128 * MIB,
@@ -134,6 +138,7 @@ SMOKE = Scale(
     manager_blocks=(128, 256),
     index_blocks=(200,),
     reopen_blocks=(200,),
+    path_blocks=(3_000,),
     questions=64,
     block_sizes=(4 * KIB,),
     transfer_bytes=256 * KIB,

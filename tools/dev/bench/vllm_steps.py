@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from ...commands.bench.bench_results import BenchError
-from .transfers import REQUEST_BYTES, WINDOW
+from .transfer_bench import REQUEST_BYTES, WINDOW
 from .vllm_calls import end_step, new_request
 from .vllm_engines import Engine
 
@@ -135,6 +135,49 @@ def _ask(engine: Engine, asking: Asking) -> None:
     if answers == {LookupResult.HIT}:
         spec = engine.manager.prepare_load(asking.keys, context)
         asking.load = engine.load(asking.blocks, spec)
+
+
+def ask_for_all(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> list[int]:
+    """Ask for each block by a request of its own; return the numbers of those that were loaded."""
+    deadline_s = monotonic() + limit_s
+    waiting = {n: new_request(engine.manager, [key]) for n, key in enumerate(keys)}
+    loading: dict[int, int] = {}
+    came: list[int] = []
+    while waiting or loading:
+        for number, context in list(waiting.items()):
+            answer = engine.manager.lookup(keys[number], context)
+            if answer is LookupResult.MISS:
+                engine.manager.on_request_finished(waiting.pop(number))
+            elif answer is LookupResult.HIT and number not in loading.values():
+                source = engine.manager.prepare_load([keys[number]], context)
+                loading[engine.load([number], source)] = number
+        for load in engine.loaded():
+            number = loading.pop(load)
+            context = waiting.pop(number)
+            engine.manager.complete_load({keys[number]}, context)
+            engine.manager.on_request_finished(context)
+            came.append(number)
+        end_step(engine.manager)
+        idle()
+        if monotonic() > deadline_s:
+            raise BenchError("an engine does not answer for all blocks")
+    return came
+
+
+def offer(engine: Engine, keys: Sequence[OffloadKey], limit_s: float) -> None:
+    """Offer every block once more, and let the engine write what it takes."""
+    context = new_request(engine.manager, list(keys))
+    output = engine.manager.prepare_store(list(keys), context)
+    if output is not None and output.keys_to_store:
+        wanted = list(output.keys_to_store)
+        number = {key: n for n, key in enumerate(keys)}
+        engine.store([number[key] for key in wanted], output.store_spec)
+        engine.manager.complete_store(set(wanted), context)
+    engine.manager.on_request_finished(context)
+    deadline_s = monotonic() + limit_s
+    while engine.manager.has_pending_work() and monotonic() < deadline_s:
+        end_step(engine.manager)
+        idle()
 
 
 def fill_pattern(device: torch.Tensor, seed: int) -> None:

@@ -34,8 +34,8 @@ from .gpu_moves import (
     SUBMIT,
     SUBMIT_LONGEST,
     DeviceMover,
+    GpuTransfer,
     Kernels,
-    Transfer,
     beside,
     check,
     costs,
@@ -208,8 +208,8 @@ class GpuBench:
             lambda way: paced(mover, way, transfer, size, step_s, start, clock, pause)
         )
 
-    def _transfer(self, count: int) -> Transfer:
-        return Transfer.scattered(count, self._room, self._room)
+    def _transfer(self, count: int) -> GpuTransfer:
+        return GpuTransfer.scattered(count, self._room, self._room)
 
     def _let_go(self) -> None:
         """Release all memory; the last case still refers to this object."""

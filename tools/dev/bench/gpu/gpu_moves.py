@@ -79,14 +79,14 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class GpuTransfer:
     """Device blocks and slots of one transfer, in random order."""
 
     blocks: GpuBlocks
     slots: SlotArray
 
     @classmethod
-    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> Transfer:
+    def scattered(cls, count: int, blocks: int, slots: int, seed: int = 0) -> GpuTransfer:
         """Return a transfer of `count` different blocks and slots."""
         source = random.Random(seed)
         ids = source.sample(range(blocks), count)
@@ -118,7 +118,7 @@ class DeviceMover:
         self._copier = copier
         self._jobs = 0
 
-    def submit(self, way: Direction, transfer: Transfer) -> None:
+    def submit(self, way: Direction, transfer: GpuTransfer) -> None:
         """Start a transfer."""
         self._jobs += 1
         copier = self._copier
@@ -152,7 +152,9 @@ class Transit:
     """Duration of the longest call that polled for finished transfers."""
 
 
-def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: Clock) -> Transit:
+def one_transfer(
+    mover: DeviceMover, way: Direction, transfer: GpuTransfer, clock: Clock
+) -> Transit:
     """Submit one transfer, and poll until it has finished."""
     began = clock()
     mover.submit(way, transfer)
@@ -169,7 +171,7 @@ def one_transfer(mover: DeviceMover, way: Direction, transfer: Transfer, clock: 
 
 
 def costs(
-    mover: DeviceMover, way: Direction, transfer: Transfer, size: int, clock: Clock
+    mover: DeviceMover, way: Direction, transfer: GpuTransfer, size: int, clock: Clock
 ) -> Figures:
     """Measure transfers of `size` bytes, one after another; the first one is not counted."""
     one_transfer(mover, way, transfer, clock)
@@ -203,7 +205,7 @@ def beside(
     mover: DeviceMover,
     way: Direction,
     kernels: Kernels,
-    transfer: Transfer,
+    transfer: GpuTransfer,
     size: int,
     start_chain: Callable[[], Chain],
     pause: Callable[[float], None],
@@ -238,7 +240,7 @@ def beside(
 def paced(
     mover: DeviceMover,
     way: Direction,
-    transfer: Transfer,
+    transfer: GpuTransfer,
     size: int,
     step_s: float,
     start_chain: Callable[[], Chain],
@@ -275,7 +277,7 @@ def paced(
     }
 
 
-def check(mover: DeviceMover, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
+def check(mover: DeviceMover, tensors: Sequence[torch.Tensor], transfer: GpuTransfer) -> None:
     """Raise `BenchError` unless blocks return from CPU memory with the same bytes."""
     import torch
 

@@ -1,13 +1,13 @@
-"""Leaving a tier alone that fails or stalls, so that no request waits for it: a circuit breaker.
+"""Circuit breaker: no transfer is started on a tier that fails or stalls, so no request waits.
 
-One for each link and direction, and the only place that decides it: handlers take whatever they are
-given and say what became of it.
+Each link has one breaker for each direction. Only the breaker decides this: handlers accept every
+transfer and report its outcome.
 
-It opens after failures in a row, or when transfers are under way and none has ended for too long.
-While it is open nothing is started. After a rest whatever is asked for next is the probe, and its
-end closes the breaker or opens it again; until a stalled transfer ends, it stays open.
+The breaker opens after consecutive failures, or if transfers are in flight and none has ended for
+too long. While it is open, no transfer is started. After a rest the next transfer is the probe. Its
+end closes the breaker or opens it again. If transfers stall, the breaker stays open until one ends.
 
-Used under the manager's lock only.
+Not thread-safe: its owner guards it with a lock of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 FAILURES_TO_OPEN = 3
-"""Of reads: one bad place of a disk must not close the rest of it. A failed write opens at once:
-blocks that are written later cost nothing, and those that cannot be are dropped sooner."""
+"""Consecutive failed reads that open the breaker. One bad place of a disk must not make the rest
+unreadable. A failed write opens the breaker at once, because delaying a write costs nothing."""
 REST_S = 5.0
 
 
 class Breaker:
-    """For the transfers of one link in one direction."""
+    """Circuit breaker for the transfers of one link in one direction."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class Breaker:
         stall_s: float,
         failures_to_open: int = FAILURES_TO_OPEN,
     ) -> None:
-        """`clock` gives monotonic seconds; `stall_s`: so long without an end is a failure."""
+        """`clock` returns monotonic seconds. Transfers stall if none ends for `stall_s` seconds."""
         self.openings = 0
-        """How often it opened, failed probes included."""
+        """Number of times the breaker opened, including failed probes."""
         self._clock = clock
         self._stall_s = stall_s
         self._limit = failures_to_open
@@ -42,34 +42,34 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """True while nothing may be started."""
+        """True while no transfer may be started."""
         if self._failures < self._limit:
             return False
         return self._under_way > 0 or self._clock() < self._rest_until_s
 
     @property
     def is_resting(self) -> bool:
-        """True while the tier is not even probed: nobody need wait for it."""
+        """True while no probe may be started: requests need not wait for the tier."""
         return self._failures >= self._limit and self._clock() < self._rest_until_s
 
     @property
     def rest_left_s(self) -> float:
-        """Seconds until it may be probed; 0 if it is closed."""
+        """Seconds until a probe may be started; 0 if the breaker does not rest."""
         return max(0.0, self._rest_until_s - self._clock()) if self.is_resting else 0.0
 
     @property
     def is_stalled(self) -> bool:
-        """True if transfers are under way and none has ended for `stall_s`."""
+        """True if transfers are in flight and none has ended for `stall_s`."""
         return self._under_way > 0 and self._clock() - self._progress_s >= self._stall_s
 
     def started(self) -> None:
-        """A transfer was started."""
+        """Count a transfer that started."""
         if self._under_way == 0:
             self._progress_s = self._clock()
         self._under_way += 1
 
     def ended(self, is_failure: bool) -> None:
-        """A transfer ended."""
+        """Count a transfer that ended."""
         self._under_way -= 1
         self._progress_s = self._clock()
         if not is_failure:
@@ -81,12 +81,12 @@ class Breaker:
             self._open()
 
     def trip(self) -> None:
-        """Open at once: a transfer was refused."""
+        """Open the breaker at once, because a transfer was refused."""
         self._failures = max(self._failures, self._limit)
         self._open()
 
     def look_at_clock(self) -> None:
-        """Open if transfers are under way and none has ended for `stall_s`."""
+        """Open the breaker if transfers are in flight and none has ended for `stall_s`."""
         if self.is_stalled:
             self.trip()
 

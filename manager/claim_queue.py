@@ -46,8 +46,8 @@ LOOK_AGAIN_S = 0.02
 may have become pointless meanwhile. Each check counts one waiting claim anew, at 0.2 µs a block."""
 
 
-class Turns:
-    """Queue of all claims: admits them, lets them wait, or gives them up."""
+class ClaimQueue:
+    """Queue of waiting claims, and the admitted ones."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Turns:
         self._has_new = False
         """True if a claim was made or shortened since the last check of the queue."""
         self._look_again_s = -math.inf
-        self._turn = 0
+        self._recounted = 0
         """Index of the waiting claim that the last check counted anew."""
 
     @property
@@ -92,7 +92,7 @@ class Turns:
 
     # ---- lookups -------------------------------------------------------------------------
 
-    def puts_off(self, claim: Claim, first: BlockHash) -> bool:
+    def must_wait(self, claim: Claim, first: BlockHash) -> bool:
         """Return True if a request that asks again must go on waiting.
 
         `first` is the first block of its new lookups. If the claim starts with another block, the
@@ -181,9 +181,9 @@ class Turns:
         self._look_again_s = now_s + LOOK_AGAIN_S
         ahead = self._promoter.queued_blocks()
         blocked: Claim | None = None
-        self._turn = (self._turn + 1) % len(self._queue)
+        self._recounted = (self._recounted + 1) % len(self._queue)
         for number, claim in enumerate(list(self._queue)):
-            is_exact = claim.new_slots is None or number == self._turn
+            is_exact = claim.new_slots is None or number == self._recounted
             if is_exact:
                 self._count(claim)
             if self._gives_up(claim, ahead, now_s):

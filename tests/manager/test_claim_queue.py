@@ -287,7 +287,7 @@ def test_a_prefix_that_holds_all_there_is_gets_no_more() -> None:
     assert rig.ask(request, 0, 12) is None, "more of it is there by now"
     rig.manager.end_step()
     assert rig.ask(request, 0, 12) == 8
-    assert rig.manager._turns.room.taken() == 8
+    assert rig.manager._claims.room.taken() == 8
 
 
 def test_many_that_come_at_once_are_looked_for_in_several_steps(
@@ -338,10 +338,10 @@ class TestQueues:
 
     def rig(self) -> Rig:
         rig = Rig(prefill_tokens_per_s=1000.0, tokens_per_block=150.0, promotion_budget_slots=8)
-        worth = rig.manager._turns._worth
+        worth = rig.manager._claims._worth
         assert worth is not None
-        worth.links[0].sent(64 * 1000, 0.0)
-        worth.links[0].landed(64 * 1000, 64 * 1000, 100.0)
+        worth.links[0].started(64 * 1000, 0.0)
+        worth.links[0].ended(64 * 1000, 64 * 1000, 100.0)
         return rig
 
     def test_the_queue_before_it_counts(self) -> None:

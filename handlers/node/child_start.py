@@ -1,0 +1,40 @@
+"""First steps of a process that moves blocks: it dies with its parent, and is polite to others."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+from contextlib import suppress
+
+from ...errors import KVCascadeError
+from ...tiers.cpu.huge_pages import address_of
+from ...tiers.cpu.prefault import PIECE_BYTES, populate
+
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent thread ends. Exit if it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(0)
+
+
+def give_way() -> None:
+    """Lower the scheduling class, so that threads woken by the disk preempt no other process."""
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def prefault(memory: memoryview) -> None:
+    """Map every page of the arena, so that no transfer takes page faults. Changes no byte."""
+    address = address_of(memory)
+    try:
+        for start in range(0, len(memory), PIECE_BYTES):
+            populate([(address + start, min(PIECE_BYTES, len(memory) - start))])
+    except KVCascadeError as error:  # pages are then mapped at first use
+        _log.warning("%s", error)

@@ -1,0 +1,91 @@
+"""Start a node as a process or on a thread, and the scheduler's side of it.
+
+`Mover` keeps the node: it sends jobs, receives answers, restarts a dead process, and knows by
+`waitpid` when a process writes no more. A node on a thread runs the same loop over a socket pair.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ...tiers.cpu.huge_pages import has_huge_pages
+from ...tiers.nvme.disk.filesystem import FileSystem
+from .mover import Mover, MoverOptions
+from .mover_child import Connection, launch
+from .path_loop import NodeLoop
+from .path_wire import NodeSetup, from_node_process
+
+NODE_MODULE = "kvcascade.handlers.node.path_main"
+
+
+def node_process(
+    setup: NodeSetup,
+    duplicate_arena: Callable[[], int],
+    on_note: Callable[[Any], None],
+    options: MoverOptions | None = None,
+) -> Mover:
+    """Return a client whose node is a process. `Mover.start` starts it.
+
+    `duplicate_arena` returns a new descriptor of the arena for each process. `on_note` gets what
+    the node says beside answers, and None when it died; any thread may call it.
+    """
+    return _client(lambda: launch(setup, duplicate_arena(), NODE_MODULE), on_note, options)
+
+
+def node_thread(
+    setup: NodeSetup,
+    arena: memoryview,
+    fs: FileSystem,
+    on_note: Callable[[Any], None],
+    options: MoverOptions | None = None,
+) -> Mover:
+    """Return a client whose node is a thread of this process; `arena` holds the slots."""
+
+    def start() -> Connection:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        has_bounce = has_huge_pages() and not setup.is_arena_huge
+        loop = NodeLoop(theirs, setup, arena, fs, has_bounce=has_bounce)
+        return Connection(ThreadChild(loop), ours)
+
+    return _client(start, on_note, options)
+
+
+class ThreadChild:
+    """The `Child` of a node on a thread. It ends when its socket is closed."""
+
+    pid = 0
+
+    def __init__(self, loop: NodeLoop) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=loop.run, name="kvcascade-node", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        """Return 0 once the thread has ended, else None."""
+        return None if self._thread.is_alive() else 0
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be killed. It ends when its socket is closed."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the thread has ended. Raises `subprocess.TimeoutExpired`."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("node", timeout or 0.0)
+        return 0
+
+
+def _client(
+    start: Callable[[], Connection],
+    on_note: Callable[[Any], None],
+    options: MoverOptions | None,
+) -> Mover:
+    chosen = replace(options or MoverOptions(), decode=from_node_process.decode, on_note=on_note)
+    return Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)

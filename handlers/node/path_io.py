@@ -1,0 +1,197 @@
+"""Files of a namespace as a node uses them, and the threads that move blocks.
+
+`NodeIO` opens the presence table and the segments after each `Welcome`. `IOThreads` moves the parts
+of jobs between them and the arena. While a part uses the files of an earlier `Welcome`, these stay
+open.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...logs import get_logger
+from ...tiers.base import BlockHash, SlotArray
+from ...tiers.nvme.disk.filesystem import FileSystem
+from ...tiers.nvme.disk.transfers import TransferLimit
+from ...tiers.nvme.namespace import NamespaceKey
+from ...tiers.nvme.path.block_reader import BlockReader, BlocksRead
+from ...tiers.nvme.path.block_writer import BlocksWritten, BlockWriter
+from ...tiers.nvme.path.path_messages import NamespaceSpec, Welcome
+from ...tiers.nvme.path.payload_files import PayloadFiles
+from ...tiers.nvme.path.presence_file import map_presence
+from ...tiers.nvme.segments.format import SegmentLayout
+from .bounce import ArenaBounce
+from .path_jobs import PART_BYTES
+
+SEGMENTS = "segments"
+"""Name of the folder of segments in each directory of a namespace."""
+THREADS_PER_TRANSFER = 2
+"""Threads for each device transfer. While one transfers a part, the other one finishes the previous
+part or prepares the next one."""
+
+Result = TypeVar("Result")
+Post = Callable[[Callable[[], None]], None]
+"""Function that has a callback called by the node's own thread. Any thread may call it."""
+
+_log = get_logger(__name__)
+
+
+class NodeIO:
+    """Presence table and segments of one namespace. The node's own thread opens them."""
+
+    reader: BlockReader
+    writer: BlockWriter
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        namespace: NamespaceSpec,
+        *,
+        is_durable: bool,
+        transfers: int | None = None,
+    ) -> None:
+        """`roots` are the paths of the tier. With `is_durable`, written blocks are synced; the
+        writer's options may ask for it, too. At most `transfers` threads per direction use the
+        device at once."""
+        self._fs = fs
+        self._roots = tuple(roots)
+        self._block_bytes = namespace.block_bytes
+        self._fingerprint = NamespaceKey("", json.loads(namespace.fields)).fingerprint
+        self._is_durable = is_durable
+        self._limits = [None if transfers is None else TransferLimit(transfers) for _ in range(2)]
+        self._files: PayloadFiles | None = None
+
+    def open(self, welcome: Welcome) -> str:
+        """Open the files that a `Welcome` names; return the first folder of the namespace.
+
+        Raises a `KVCascadeError`.
+        """
+        folders = [root / welcome.folder for root in self._roots]
+        table = map_presence(self._fs, folders[0], welcome.slots)
+        layout = SegmentLayout(self._block_bytes, welcome.segment_slots, self._fingerprint)
+        files = PayloadFiles(self._fs, [folder / SEGMENTS for folder in folders], layout)
+        is_durable = self._is_durable or welcome.options.durability == "power"
+        self._files = files
+        self.reader = BlockReader(table, files, self._limits[0])
+        self.writer = BlockWriter(files, is_durable=is_durable, at_device=self._limits[1])
+        return str(folders[0])
+
+    def forget_segments(self, numbers: Sequence[int]) -> None:
+        """Drop the open files of these segments."""
+        if self._files is not None:
+            self._files.forget(numbers)
+
+
+class IOThreads:
+    """Moves parts on threads, one pool per direction."""
+
+    def __init__(
+        self,
+        io: NodeIO,
+        arena: memoryview,
+        block_bytes: int,
+        io_threads: int,
+        post: Post,
+        *,
+        has_bounce: bool,
+    ) -> None:
+        """`arena` holds the slots, one block each. With `has_bounce`, all bytes pass through
+        buffers in huge pages."""
+        self._io = io
+        self._arena = arena
+        self._block_bytes = block_bytes
+        self._post = post
+        self._bounce = ArenaBounce(arena, block_bytes) if has_bounce else None
+        self._threads = io_threads * THREADS_PER_TRANSFER
+        self._stores = ThreadPoolExecutor(self._threads, "kvcascade-store")
+        self._loads = ThreadPoolExecutor(self._threads, "kvcascade-load")
+        self._lock = threading.Lock()
+        self._waiting: dict[Future[Any], Callable[[None], None]] = {}
+
+    def warm_up(self) -> None:
+        """Make the threads and their buffers, so that the first block is as fast as later ones."""
+        if self._bounce is not None:
+            blocks = max(1, PART_BYTES // self._block_bytes)
+            wait(
+                executor.submit(self._bounce.blocks, blocks)
+                for executor in (self._stores, self._loads)
+                for _ in range(self._threads)
+            )
+
+    def write(
+        self,
+        keys: Sequence[BlockHash],
+        slots: Sequence[int],
+        arena_slots: SlotArray,
+        on_end: Callable[[BlocksWritten | None], None],
+    ) -> None:
+        """See `Workers`."""
+        work = partial(self._write, self._io.writer, keys, slots, arena_slots)
+        future: Future[Any] = self._stores.submit(self._run, work, on_end)
+        self._waiting[future] = on_end
+        if len(self._waiting) > self._threads:
+            self._waiting = {f: end for f, end in self._waiting.items() if not f.done()}
+
+    def read(
+        self,
+        keys: Sequence[BlockHash],
+        arena_slots: SlotArray,
+        on_end: Callable[[BlocksRead | None], None],
+    ) -> None:
+        """See `Workers`."""
+        work = partial(self._read, self._io.reader, keys, arena_slots)
+        self._loads.submit(self._run, work, on_end)
+
+    def cancel_writes(self) -> None:
+        """See `Workers`."""
+        waiting, self._waiting = self._waiting, {}
+        for future, on_end in waiting.items():
+            if future.cancel():
+                self._post(partial(on_end, None))
+            elif not future.done():
+                self._waiting[future] = on_end
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for work in flight."""
+        for executor in (self._stores, self._loads):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    # -- on I/O threads ------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], Result], on_end: Callable[[Result | None], None]) -> None:
+        result: Result | None = None
+        try:
+            result = work()
+        except Exception:
+            _log.exception("a transfer failed in a way it should not")
+        self._post(partial(on_end, result))
+
+    def _write(
+        self,
+        writer: BlockWriter,
+        keys: Sequence[BlockHash],
+        slots: Sequence[int],
+        arena_slots: SlotArray,
+    ) -> BlocksWritten:
+        bounce = self._bounce
+        views = self._views(arena_slots) if bounce is None else bounce.take(arena_slots)
+        return writer.write(keys, slots, views)
+
+    def _read(
+        self, reader: BlockReader, keys: Sequence[BlockHash], arena_slots: SlotArray
+    ) -> BlocksRead:
+        bounce = self._bounce
+        if bounce is None:
+            return reader.read(keys, self._views(arena_slots))
+        return reader.read(keys, bounce.blocks(len(keys)), partial(bounce.give, arena_slots))
+
+    def _views(self, slots: SlotArray) -> list[memoryview]:
+        size = self._block_bytes
+        return [self._arena[slot * size : (slot + 1) * size] for slot in slots.tolist()]

@@ -1,0 +1,100 @@
+"""Frames over a stream socket that never block the thread that uses it."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, FrameReader, WireError, frame
+
+RECEIVE_BYTES = 256 << 10
+RECEIVES_PER_CALL = 16
+MAX_UNSENT_BYTES = 64 << 20
+"""Longest queue of a peer that does not read; beyond it the connection counts as broken."""
+
+Decode = Callable[[bytes], Any]
+
+
+class FrameSocket:
+    """One connection, registered in a selector. One thread."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        decode: Decode,
+        selector: selectors.BaseSelector,
+        on_ready: Callable[[], None],
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        """`decode` turns the body of a frame into a message. `on_ready` is the selector's data.
+
+        A longer frame than `max_frame_bytes` breaks the connection.
+        """
+        connection.setblocking(False)
+        self._socket = connection
+        self._decode = decode
+        self._selector = selector
+        self._reader = FrameReader(max_frame_bytes)
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._unsent = bytearray()
+        self._events = selectors.EVENT_READ
+        self._on_ready = on_ready
+        self.is_broken = False
+        """True once the other end closed the connection or sent nonsense."""
+        selector.register(connection, self._events, on_ready)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; `flush` sends it."""
+        if not self.is_broken:
+            self._unsent += frame(message)
+            self.is_broken = len(self._unsent) > MAX_UNSENT_BYTES
+
+    def flush(self) -> None:
+        """Send what the socket takes now; the selector reports when it takes more."""
+        unsent = self._unsent
+        while unsent and not self.is_broken:
+            try:
+                sent = self._socket.send(unsent)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.is_broken = True
+                return
+            del unsent[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        if events != self._events and not self.is_broken:
+            self._events = events
+            self._selector.modify(self._socket, events, self._on_ready)
+
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that came; then see `is_broken`."""
+        for _ in range(RECEIVES_PER_CALL):
+            try:
+                n = self._socket.recv_into(self._received)
+            except BlockingIOError:
+                return
+            except OSError:
+                n = 0
+            if not n:
+                self.is_broken = True
+                return
+            try:
+                for body in self._reader.feed(self._received[:n]):
+                    yield self._decode(body)
+            except (WireError, msgspec.MsgspecError):
+                self.is_broken = True
+                return
+            if n < RECEIVE_BYTES:  # the next call would find nothing
+                return
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        self.is_broken = True
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._socket)
+        self._socket.close()

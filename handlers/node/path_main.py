@@ -1,0 +1,89 @@
+"""The node: a process of its own that moves the blocks of one engine and talks to the writer.
+
+    python -m kvcascade.handlers.node.path_main SOCKET_FD ARENA_FD PARENT_PID
+
+The process ends when its socket is closed, so it never outlives the scheduler's process. If it is
+the writer of the path, it closes the path cleanly first.
+
+Threads: the main thread runs `NodeLoop`. Each direction has `THREADS_PER_TRANSFER * io_threads`
+threads that copy, hash and transfer. The writer of the path has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+
+from ...errors import KVCascadeError
+from ...tiers.cpu.huge_pages import has_huge_pages, map_file
+from ...tiers.nvme.disk.filesystem import RealFileSystem
+from ...tiers.nvme.path.frames import FrameReader, WireError
+from .child_start import die_with, give_way, prefault
+from .path_loop import NodeLoop
+from .path_wire import NodeSetup, to_node
+
+SETUP_LIMIT_S = 30.0
+"""Longest wait for the setup."""
+RECEIVE_BYTES = 64 << 10
+
+_log = logging.getLogger(__name__)
+
+
+def receive_setup(connection: socket.socket) -> NodeSetup | None:
+    """Return the first message of the scheduler; None if it closed the socket.
+
+    The scheduler sends nothing else before the node is ready. Raises `WireError`.
+    """
+    reader = FrameReader()
+    connection.settimeout(SETUP_LIMIT_S)
+    while data := connection.recv(RECEIVE_BYTES):
+        for body in reader.feed(data):
+            try:
+                setup = to_node.decode(body)
+            except msgspec.MsgspecError as error:
+                raise WireError(str(error)) from None
+            if not isinstance(setup, NodeSetup):
+                raise WireError("an order before the setup")
+            return setup
+    return None
+
+
+def serve(connection: socket.socket, arena_fd: int) -> None:
+    """Attach to the arena and run the node until the scheduler closes the socket."""
+    setup = receive_setup(connection)
+    if setup is None:
+        return
+    slot_bytes = setup.namespace.block_bytes
+    memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * slot_bytes)
+    if setup.has_prefault:
+        threading.Thread(target=prefault, args=(memory,), daemon=True).start()
+    has_bounce = has_huge_pages() and not setup.is_arena_huge
+    fs = RealFileSystem(setup.is_direct)
+    arena = memory[setup.arena_offset :]
+    NodeLoop(connection, setup, arena, fs, has_bounce=has_bounce).run()
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process and return its exit status."""
+    socket_fd, arena_fd, parent_pid = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent_pid)
+    give_way()
+    logging.basicConfig(level=logging.WARNING, format="kvcascade node: %(message)s")
+    try:
+        serve(socket.socket(fileno=socket_fd), arena_fd)
+    except (KVCascadeError, OSError, WireError) as error:
+        _log.error("ends: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # without waiting for work in flight

@@ -1,0 +1,372 @@
+"""The deciding part of a node: its relation to the writer of the path, and the jobs of its engine.
+
+    JOINING -> LEADING or FOLLOWING -> SILENT (no answers) or ORPHANED (socket closed) -> JOINING
+    OFF: the path refused the node
+
+No I/O happens here. Sockets, threads and files are behind `NodeMeans`; the clock is passed in. All
+methods are called by one thread, the node's own. A node whose process is the writer talks to it by
+the same messages.
+
+Invariants: from a reset to its `Epoch` every get misses, and the reset is the first message after a
+new `Welcome`. After the end of a connection nothing is submitted under its grants, and the node
+joins again only when its running writes have ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import msgspec
+
+from ...errors import KVCascadeError
+from ...tiers.nvme.path.path_messages import (
+    MAX_KEYS_PER_MESSAGE,
+    PROTOCOL,
+    CommitDone,
+    Epoch,
+    FromNode,
+    FromWriter,
+    Granted,
+    Hello,
+    Moved,
+    Read,
+    Refused,
+    RefusedWhy,
+    Removed,
+    Reset,
+    Retire,
+    SegmentsRemoved,
+    Stored,
+    TierFigures,
+    Touch,
+    Welcome,
+)
+from .path_jobs import GetJobs, JobMeans, PutJobs, Workers
+from .path_wire import (
+    CAN_READ,
+    CAN_WRITE,
+    GetJob,
+    JobDone,
+    NodeJoined,
+    NodeNote,
+    NodeOrder,
+    NodeState,
+    PutJob,
+    ResetJob,
+    UseNote,
+)
+
+SILENCE_LIMIT_S = 10.0
+"""Longest time without an answer to a request. Then writes rest until the writer answers."""
+WELCOME_LIMIT_S = 5.0
+"""Longest time from a connection to its `Welcome`."""
+JOIN_PAUSE_S = 0.05
+"""Pause after the first failed attempt to join; it doubles up to `MAX_JOIN_PAUSE_S`."""
+MAX_JOIN_PAUSE_S = 1.0
+NOBODY_LIMIT_S = 20.0
+"""Time without a writer after which the log says so, once. The node goes on trying."""
+READ_REPORT_INTERVAL_S = 1.0
+"""Time between two reports of the bytes read."""
+FINAL_REFUSALS = frozenset({RefusedWhy.PATHS, RefusedWhy.NAMESPACE})
+"""Refusals after which another attempt is useless."""
+
+
+class NodeMeans(Protocol):
+    """Sockets, files and threads of a node. No method waits for the writer."""
+
+    @property
+    def workers(self) -> Workers:
+        """Threads that move blocks."""
+        ...
+
+    def join(self) -> None:
+        """Try to become the writer, or else to connect to it.
+
+        `PathNode.linked` or `PathNode.not_linked` is called later, by the node's own thread.
+        """
+        ...
+
+    def send(self, message: FromNode) -> None:
+        """Send to the writer. There is a link, though it may be broken already."""
+        ...
+
+    def hang_up(self) -> None:
+        """Close the link to the writer. `PathNode.lost` is not called for it."""
+        ...
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send to the scheduler's process."""
+        ...
+
+    def open_namespace(self, welcome: Welcome) -> str:
+        """Open presence table and segments for the workers; return the namespace's first folder.
+
+        Raises a `KVCascadeError`.
+        """
+        ...
+
+    def forget_segments(self, numbers: Sequence[int]) -> None:
+        """Close what is open of these segments."""
+        ...
+
+
+@dataclass(slots=True)
+class _Since:
+    """Times of the clock in seconds."""
+
+    started_s: float
+    """Begin of the search for a writer."""
+    linked_s: float = 0.0
+    heard_s: float = 0.0
+    retry_s: float = math.inf
+    """Time of the next attempt to join."""
+    reported_s: float = 0.0
+    pause_s: float = JOIN_PAUSE_S
+
+
+class PathNode:
+    """State machine of one node."""
+
+    def __init__(self, hello: Hello, means: NodeMeans, clock: Callable[[], float]) -> None:
+        self.state = NodeState.JOINING
+        self._hello = hello
+        self._means = means
+        self._clock = clock
+        self._requests: Iterator[int] = count(1)
+        block_bytes = hello.namespace.block_bytes
+        jobs = JobMeans(self._send, self._answer, means.workers, clock, self._requests)
+        self._gets = GetJobs(jobs, block_bytes)
+        self._puts = PutJobs(jobs, block_bytes)
+        self._resets: dict[int, list[int]] = {}
+        """Tickets of the scheduler by request of a `Reset` that was not answered; 0 is the request
+        of those that could not be sent."""
+        self._since = _Since(clock())
+        self._is_linked = False
+        self._is_leader = False
+        self._welcome: Welcome | None = None
+        """Answer of the writer that serves this node; None while none does."""
+        self._has_told_nobody = False
+        self._should_retire_it = False
+        """True if the writer has another version: it is asked once to close, if it is older."""
+        self._has_asked_to_retire = False
+
+    def start(self) -> None:
+        """Begin to join."""
+        self._means.join()
+
+    # -- from the scheduler --------------------------------------------------------------------
+
+    def order(self, message: NodeOrder) -> None:
+        """Begin a job of the scheduler, or pass on a note."""
+        match message:
+            case GetJob():
+                may_read = self.state in CAN_READ and not self._resets
+                self._gets.begin(message, may_read=may_read)
+            case PutJob():
+                self._puts.begin(message, may_write=self.state in CAN_WRITE)
+            case UseNote():
+                for start in range(0, len(message.keys), MAX_KEYS_PER_MESSAGE):
+                    keys = message.keys[start : start + MAX_KEYS_PER_MESSAGE]
+                    self._send(Touch(keys, message.is_chain, message.is_settle))
+            case ResetJob():
+                self._gets.forget()
+                self._send_reset([message.ticket])
+
+    # -- from the path -------------------------------------------------------------------------
+
+    def linked(self, is_leader: bool) -> None:
+        """Begin a connection. `is_leader`: its other end is the writer of this process."""
+        self._is_linked, self._is_leader = True, is_leader
+        self._since.linked_s = self._since.heard_s = self._clock()
+        self._since.retry_s = math.inf
+        if self._should_retire_it:
+            self._should_retire_it = False
+            self._means.send(Retire(PROTOCOL))
+            self._hang_up("the writer of the path has another version and does not close")
+            return
+        self._means.send(self._hello)
+
+    def not_linked(self, text: str, *, is_final: bool = False) -> None:
+        """Note a failed attempt to join. With `is_final` there is no other attempt."""
+        if is_final:
+            self._turn_off(text)
+        else:
+            self._retry_later(text)
+
+    def received(self, message: FromWriter) -> None:
+        """Handle a message of the writer; one of a link that was given up is ignored."""
+        if not self._is_linked:
+            return
+        self._since.heard_s = self._clock()
+        if self.state is NodeState.SILENT:
+            self._enter(self._served_state, "the writer of the path answers again")
+        match message:
+            case Granted():
+                self._puts.granted(message)
+            case CommitDone():
+                self._puts.committed(message)
+            case Welcome():
+                self._welcomed(message)
+            case Refused():
+                self._refused(message)
+            case Epoch():
+                self._epoch(message)
+            case Moved():
+                self._moved(message)
+            case SegmentsRemoved():
+                self._means.forget_segments(message.numbers)
+            case Stored() | Removed() | TierFigures():
+                self._means.tell(message)
+            case _:
+                """Answers of questions that a node never asks."""
+
+    def lost(self) -> None:
+        """Note the end of the connection."""
+        was_served = self._welcome is not None
+        self._end_link()
+        if not was_served:
+            self._retry_later("the writer of the path closes the connection")
+            return
+        now_s = self._clock()
+        self._since = _Since(now_s, retry_s=now_s)  # `tick` joins when no write is running
+        self._enter(
+            NodeState.ORPHANED,
+            "the writer of the path is gone; reads go on, and writes rest until there is one",
+        )
+
+    def tick(self) -> None:
+        """Check the limits of time. Called about every 50 ms, and after a write has ended."""
+        now_s, since = self._clock(), self._since
+        if not self._is_linked:
+            if now_s >= since.retry_s and not self._puts.has_running_io:
+                since.retry_s = math.inf
+                self._means.join()
+            return
+        if self._welcome is None:
+            if now_s - since.linked_s > WELCOME_LIMIT_S:
+                self._hang_up("the writer of the path does not answer")
+            return
+        oldest_s = self._puts.oldest_request_s()
+        if oldest_s is not None and now_s - max(oldest_s, since.heard_s) > SILENCE_LIMIT_S:
+            self._enter(
+                NodeState.SILENT,
+                "the writer of the path does not answer; reads go on, and writes rest. "
+                "`kvcascade inspect` names it",
+            )
+            self._puts.writer_is_silent()
+        if now_s - since.reported_s >= READ_REPORT_INTERVAL_S and self._gets.unreported_bytes:
+            since.reported_s = now_s
+            self._send(Read(self._gets.unreported_bytes))
+            self._gets.unreported_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no job is in flight."""
+        return not (len(self._gets) or len(self._puts))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _served_state(self) -> NodeState:
+        return NodeState.LEADING if self._is_leader else NodeState.FOLLOWING
+
+    def _send(self, message: FromNode) -> None:
+        """Send a message if the writer serves this node; drop it otherwise."""
+        if self._welcome is not None:
+            self._means.send(message)
+
+    def _answer(self, message: JobDone) -> None:
+        self._means.tell(message)
+
+    def _send_reset(self, tickets: list[int]) -> None:
+        request = 0 if self._welcome is None else next(self._requests)
+        self._resets.setdefault(request, []).extend(tickets)
+        if request:
+            self._means.send(Reset(request))
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        try:
+            folder = self._means.open_namespace(welcome)
+        except KVCascadeError as error:
+            self._hang_up(str(error))
+            return
+        self._welcome = welcome
+        self._has_told_nobody = self._has_asked_to_retire = False
+        self._since.pause_s = JOIN_PAUSE_S
+        self.state = self._served_state
+        waiting = self._resets.pop(0, [])
+        if waiting:
+            self._send_reset(waiting)
+        self._means.tell(
+            NodeJoined(
+                self.state,
+                folder,
+                welcome.slots,
+                welcome.epoch,
+                welcome.options,
+            )
+        )
+        for text in welcome.notes:
+            self._means.tell(NodeNote(self.state, text))
+
+    def _refused(self, refused: Refused) -> None:
+        is_other_version = refused.why is RefusedWhy.PROTOCOL
+        self._hang_up(refused.text)
+        if refused.why in FINAL_REFUSALS or (is_other_version and self._has_asked_to_retire):
+            self._turn_off(refused.text)
+        elif is_other_version:
+            self._should_retire_it = self._has_asked_to_retire = True
+
+    def _epoch(self, message: Epoch) -> None:
+        self._means.tell(message)
+        if message.request:
+            self._puts.reset_epoch = message.epoch
+        for ticket in self._resets.pop(message.request, []) if message.request else ():
+            self._means.tell(JobDone(ticket))
+
+    def _moved(self, message: Moved) -> None:
+        assert self._welcome is not None, "a writer that moves the table has welcomed this node"
+        self._welcomed(
+            msgspec.structs.replace(
+                self._welcome,
+                presence_bytes=message.presence_bytes,
+                slots=message.slots,
+                notes=[],
+            )
+        )
+
+    def _hang_up(self, text: str) -> None:
+        """Close a connection that is of no use, and try again later."""
+        self._end_link()
+        self._means.hang_up()
+        self._retry_later(text)
+
+    def _end_link(self) -> None:
+        self._is_linked, self._welcome = False, None
+        self._puts.writer_is_lost()
+        tickets = [ticket for tickets in self._resets.values() for ticket in tickets]
+        self._resets = {0: tickets} if tickets else {}
+
+    def _retry_later(self, text: str) -> None:
+        since, now_s = self._since, self._clock()
+        since.retry_s = now_s + since.pause_s
+        since.pause_s = min(MAX_JOIN_PAUSE_S, since.pause_s * 2)
+        if now_s - since.started_s > NOBODY_LIMIT_S and not self._has_told_nobody:
+            self._has_told_nobody = True
+            self._means.tell(NodeNote(self.state, text))
+
+    def _turn_off(self, text: str) -> None:
+        self._since.retry_s = math.inf
+        for tickets in self._resets.values():
+            for ticket in tickets:
+                self._means.tell(JobDone(ticket))
+        self._resets.clear()
+        self._enter(NodeState.OFF, text)
+
+    def _enter(self, state: NodeState, text: str) -> None:
+        self.state = state
+        self._means.tell(NodeNote(state, text))

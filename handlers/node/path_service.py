@@ -1,0 +1,196 @@
+"""The writer of a path on a thread of its own: sockets around a `PathWriter`.
+
+Every node of the path is a client, the node of the same process too. The service ends when it is
+stopped, when a newer version asks for that, when the lock or the folder of the path is no longer in
+place, or when it fails. Its lock is released at the end, and the clients see their sockets closed.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from ...errors import KVCascadeError
+from ...logs import get_logger
+from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ...tiers.nvme.path.lmdb_block_table import open_block_table
+from ...tiers.nvme.path.path_lock import PathDoor
+from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_node
+from ...tiers.nvme.path.presence_file import boot_id
+from ...tiers.nvme.path.writer.namespace_start import StartMeans
+from ...tiers.nvme.path.writer.path_writer import PathWriter
+from .path_link import FrameSocket
+
+PLACE_CHECK_INTERVAL_S = 1.0
+"""Time between two checks that the lock and the folder of the path are still in place."""
+SEGMENT_THREADS = 2
+"""Threads that create and delete segment files."""
+
+_log = get_logger(__name__)
+
+
+class WriterService:
+    """Writer of one path, until `stop`."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        options: PathOptions,
+        lock: FileLock,
+        door: PathDoor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to serve; `lock` makes this process the writer. Raises a `KVCascadeError`.
+
+        Lock and door belong to the service from now on, and are released if this fails.
+        """
+        self._lock = lock
+        self._door = door
+        self._clock = clock
+        self._selector = selectors.DefaultSelector()
+        self._executor = ThreadPoolExecutor(SEGMENT_THREADS, "kvcascade-segments")
+        self._numbers = count(1)
+        self._clients: dict[int, FrameSocket] = {}
+        self._checked_s = clock()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._new: list[socket.socket] = []
+        self._is_stopping = False
+        self._is_clean = True
+        self.was_retired = False
+        """True if a newer version asked this writer to close."""
+        try:
+            self._listener = door.listen()
+            means = StartMeans(fs, time.time, open_block_table, boot_id())
+            self._writer = PathWriter(means, roots, options, clock, self._executor)
+        except BaseException:
+            self._release()
+            raise
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        """Return a connection for the node of this process. Any thread."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._new.append(theirs)
+        self._awake()
+        return ours
+
+    def stop(self, limit_s: float, *, is_clean: bool = True) -> bool:
+        """Close the writer; return True if it has ended. Any thread but its own.
+
+        Without `is_clean` everything is left as a kill would leave it.
+        """
+        self._is_clean = self._is_clean and is_clean
+        self._is_stopping = True
+        self._awake()
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it serves."""
+        return self._thread.is_alive()
+
+    # -- on its own thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._serve_once()
+        except Exception:
+            _log.exception("the writer of the path failed in a way it should not")
+            self._is_clean = False
+        finally:
+            self._end()
+
+    def _serve_once(self) -> None:
+        for key, _ in self._selector.select(self._writer.wait_s):
+            key.data()
+        for client, message in self._writer.step():
+            link = self._clients.get(client)
+            if link is not None:
+                link.send(message)
+        for client, link in list(self._clients.items()):
+            link.flush()
+            if link.is_broken:
+                self._drop(client)
+        self._check_place()
+        if self._writer.wants_close:
+            self.was_retired = self._is_stopping = True
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._listener.accept()
+            self._add(connection)
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        new, self._new = self._new, []
+        for connection in new:
+            self._add(connection)
+
+    def _add(self, connection: socket.socket) -> None:
+        client = next(self._numbers)
+        ready = partial(self._receive, client)
+        self._clients[client] = FrameSocket(
+            connection, from_node.decode, self._selector, ready, MAX_FRAME_BYTES
+        )
+        self._writer.connect(client)
+
+    def _receive(self, client: int) -> None:
+        link = self._clients.get(client)
+        if link is not None:
+            for message in link.receive():
+                self._writer.receive(client, message)
+
+    def _drop(self, client: int) -> None:
+        self._clients.pop(client).close()
+        self._writer.disconnect(client)
+
+    def _check_place(self) -> None:
+        now_s = self._clock()
+        if now_s - self._checked_s < PLACE_CHECK_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        if not (self._lock.is_in_place() and self._door.is_in_place()):
+            _log.error("the folder of the tier was replaced or unmounted; nothing is written")
+            self._is_stopping, self._is_clean = True, False
+
+    def _end(self) -> None:
+        try:
+            for client, message in self._writer.close(is_clean=self._is_clean):
+                if client in self._clients:
+                    self._clients[client].send(message)
+                    self._clients[client].flush()
+        except KVCascadeError as error:
+            _log.error("the writer of the path did not close cleanly: %s", error)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._release()
+        for link in self._clients.values():  # last: a client that sees it may lead at once
+            link.close()
+        for connection in self._new:
+            connection.close()
+        self._selector.close()
+
+    def _release(self) -> None:
+        self._executor.shutdown(wait=True)
+        self._door.close()
+        self._lock.release()
+
+    def _awake(self) -> None:
+        with suppress(OSError, ValueError):
+            os.eventfd_write(self._wake, 1)

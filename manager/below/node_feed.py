@@ -1,0 +1,191 @@
+"""What a tier behind a node knows in the scheduler's process: presence table, state, figures.
+
+The node's client calls `take` and `end` in any thread that waits for it. They only queue what came.
+The manager's thread works it off in order (`process`), under the manager's lock.
+
+The presence table is mapped by an executor, because the scheduler's thread opens no file. A lookup
+reads it in mapped memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from ...errors import KVCascadeError
+from ...handlers.node.path_wire import (
+    CAN_READ,
+    CAN_WRITE,
+    JobDone,
+    NodeJoined,
+    NodeNote,
+    NodeState,
+)
+from ...logs import get_logger
+from ...tiers.base import BlockHash
+from ...tiers.nvme.path.path_messages import Epoch, Removed, Stored, TierFigures
+from ...tiers.nvme.path.presence_table import PresenceTable
+from ..base import BlockEvent
+from ..counters import Departures
+
+Find = Callable[[bytes], int]
+"""Function that returns the slot of a block; -1 if it is absent."""
+MapTable = Callable[[str, int], PresenceTable]
+"""Function that maps the presence table in a folder, for a number of slots. May raise."""
+OnJobEnd = Callable[[JobDone | None], None]
+
+_log = get_logger(__name__)
+
+
+def find_nothing(key: bytes) -> int:
+    """Return -1: no block is below."""
+    return -1
+
+
+class NodeFeed:
+    """Notes of a node, and the presence table of its namespace."""
+
+    def __init__(
+        self, name: str, medium: str, map_table: MapTable, executor: Executor, with_events: bool
+    ) -> None:
+        """`executor` runs `map_table`."""
+        self.find: Find = find_nothing
+        """Search in the presence table."""
+        self.state = NodeState.JOINING
+        self.figures: TierFigures | None = None
+        self.blocks = 0
+        """Number of blocks of the tier: the last figure, and what is known to have changed."""
+        self.lost: list[BlockHash] = []
+        self.events: list[BlockEvent] = []
+        self.departures = Departures()
+        self._name = name
+        self._medium = medium
+        self._map_table = map_table
+        self._executor = executor
+        self._with_events = with_events
+        self._incoming: deque[tuple[OnJobEnd | None, Any]] = deque()
+        self._mapping: Future[PresenceTable] | None = None
+        self._table: PresenceTable | None = None
+        self._epoch: int | None = None
+        self._is_resetting = False
+
+    # -- from the node's client, in any thread -------------------------------------------------
+
+    def take(self, note: Any) -> None:
+        """Queue a note of the node; None if its process died."""
+        self._incoming.append((None, note))
+
+    def end(self, on_end: OnJobEnd, done: JobDone | None) -> None:
+        """Queue the end of a job."""
+        self._incoming.append((on_end, done))
+
+    # -- under the manager's lock --------------------------------------------------------------
+
+    def process(self) -> None:
+        """Work off what came, in order."""
+        incoming = self._incoming
+        while incoming:
+            on_end, message = incoming.popleft()
+            if on_end is not None:
+                on_end(message)
+            else:
+                self._note(message)
+        if self._mapping is not None and self._mapping.done():
+            self._mapped(self._mapping)
+
+    def emit(self, keys: list[BlockHash], *, removed: bool) -> None:
+        """Add an event for these blocks, if events are wanted."""
+        if self._with_events and keys:
+            self.events.append(BlockEvent(tuple(keys), self._medium, removed, self._name))
+
+    def begin_reset(self) -> None:
+        """Find nothing until `end_reset`, and forget what older blocks became."""
+        self._is_resetting = True
+        self.find = find_nothing
+        self.blocks = 0
+        self.lost.clear()
+        self.events.clear()
+
+    def end_reset(self) -> None:
+        """Find blocks again; those of older epochs are gone."""
+        self._is_resetting = False
+        self._look()
+
+    @property
+    def epoch(self) -> int | None:
+        """Epoch of this engine's blocks; None if it is that of a reset that was not answered."""
+        return None if self._is_resetting else self._epoch
+
+    def was_reset(self) -> bool:
+        """Return True once after another engine reset the namespace."""
+        table = self._table
+        if table is None or self._is_resetting or table.epoch == self._epoch:
+            return False
+        self._epoch = table.epoch
+        self.blocks = 0
+        self.lost.clear()
+        return True
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _note(self, message: Any) -> None:
+        match message:
+            case Removed() if not self._is_resetting:
+                keys = [BlockHash(key) for key in message.keys]
+                self.blocks = max(0, self.blocks - len(keys))
+                self.lost += keys
+                self.emit(keys, removed=True)
+            case Stored() if not self._is_resetting:
+                self.emit([BlockHash(key) for key in message.keys], removed=False)
+            case TierFigures():
+                self._count(message)
+            case Epoch() if self._is_resetting and message.request:
+                self._epoch = message.epoch
+            case NodeJoined():
+                self._enter(message.state)
+                folder, slots = message.folder, message.slots
+                self._mapping = self._executor.submit(self._map_table, folder, slots)
+            case NodeNote():
+                if message.text:
+                    _log.warning("tier %s: %s", self._name, message.text)
+                self._enter(message.state)
+            case None:
+                self._enter(NodeState.JOINING)
+            case _:
+                """Epochs of other resets are in the presence table; the rest is of the past."""
+
+    def _count(self, figures: TierFigures) -> None:
+        before = self.figures
+        if self.state is NodeState.LEADING and before is not None:
+            more = figures.evicted_blocks - before.evicted_blocks
+            self.departures.evicted_blocks += max(0, more)
+        self.figures = figures
+        if not self._is_resetting:
+            self.blocks = figures.blocks
+
+    def _enter(self, state: NodeState) -> None:
+        self.state = state
+        self._look()
+
+    def _look(self) -> None:
+        """Set `find` by the state."""
+        is_readable = self.state in CAN_READ and not self._is_resetting
+        self.find = self._table.find if is_readable and self._table is not None else find_nothing
+
+    def _mapped(self, mapping: Future[PresenceTable]) -> None:
+        self._mapping = None
+        try:
+            self._table = mapping.result()
+        except (KVCascadeError, OSError) as error:
+            _log.warning("tier %s: its blocks are not found: %s", self._name, error)
+            return
+        if self._epoch is None:
+            self._epoch = self._table.epoch
+        self._look()
+
+    @property
+    def can_write(self) -> bool:
+        """True if the node has a writer that answers."""
+        return self.state in CAN_WRITE and self._table is not None

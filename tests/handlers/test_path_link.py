@@ -1,0 +1,186 @@
+"""Frames over sockets that do not block, and the writer of a path as a service."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.writer_twin import namespace_spec
+
+from kvcascade.handlers.node import path_link
+from kvcascade.handlers.node.path_link import FrameSocket
+from kvcascade.handlers.node.path_service import WriterService
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.frames import FrameReader, frame
+from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_messages import (
+    PROTOCOL,
+    Hello,
+    PathOptions,
+    Removed,
+    Retire,
+    Welcome,
+    from_writer,
+)
+
+OPTIONS = PathOptions(capacity_bytes=64 << 20, segment_bytes=1 << 20)
+WAIT_S = 20.0
+
+
+class Pair:
+    """A `FrameSocket` and the raw socket at its other end."""
+
+    def __init__(self) -> None:
+        ours, self.theirs = socket.socketpair()
+        self.theirs.settimeout(WAIT_S)
+        self.selector = selectors.DefaultSelector()
+        self.link = FrameSocket(ours, from_writer.decode, self.selector, lambda: None)
+
+    def close(self) -> None:
+        self.link.close()
+        self.theirs.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_messages_come_whole_however_they_were_cut(pair: Pair) -> None:
+    data = b"".join(frame(Removed([bytes([i]) * i])) for i in range(1, 6))
+    got: list[Removed] = []
+    for at in range(0, len(data), 7):
+        pair.theirs.sendall(data[at : at + 7])
+        got += pair.link.receive()
+    assert [len(message.keys[0]) for message in got] == [1, 2, 3, 4, 5]
+    assert not pair.link.is_broken and list(pair.link.receive()) == []
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\0\0\0\xc1\xc1", b""])
+def test_nonsense_and_the_end_break_a_link(pair: Pair, data: bytes) -> None:
+    if data:
+        pair.theirs.sendall(data)
+    else:
+        pair.theirs.close()
+    assert list(pair.link.receive()) == [] and pair.link.is_broken
+    pair.link.send(Removed([b"x"]))
+    pair.link.flush()
+
+
+def test_a_peer_that_does_not_read_blocks_nobody_and_is_dropped_in_the_end(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_link, "MAX_UNSENT_BYTES", 4 << 20)
+    message = Removed([b"x" * 36] * 1000)
+    sent = 0
+    for _ in range(20):
+        pair.link.send(message)
+        pair.link.flush()
+        sent += 1
+    assert not pair.link.is_broken
+    (key,) = pair.selector.get_map().values()
+    assert key.events & selectors.EVENT_WRITE, "it is told when the peer reads again"
+    reader, got = FrameReader(), 0
+    while got < sent:
+        got += sum(1 for _ in reader.feed(pair.theirs.recv(1 << 16)))
+        pair.link.flush()
+    for _ in range(200):
+        pair.link.send(message)
+        pair.link.flush()
+    assert pair.link.is_broken
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[], WriterService]]:
+    made: list[WriterService] = []
+
+    def start() -> WriterService:
+        fs = RealFileSystem()
+        lock = try_lead(fs, tmp_path)
+        assert lock is not None
+        made.append(WriterService(fs, [tmp_path], OPTIONS, lock, PathDoor(tmp_path)))
+        return made[-1]
+
+    yield start
+    for service in made:
+        assert service.stop(WAIT_S)
+
+
+def say(connection: socket.socket, message: Hello | Retire) -> None:
+    connection.setblocking(True)
+    connection.settimeout(WAIT_S)
+    connection.sendall(frame(message))
+
+
+def hello(path: Path) -> Hello:
+    return Hello(PROTOCOL, "test", (str(path),), namespace_spec(4096), OPTIONS)
+
+
+def first(connection: socket.socket) -> object:
+    """The first message that comes; None at the end of the connection."""
+    reader = FrameReader()
+    with suppress(ConnectionResetError):
+        while data := connection.recv(1 << 16):
+            for body in reader.feed(data):
+                return from_writer.decode(body)
+    return None
+
+
+def test_only_one_of_many_that_try_at_once_leads(tmp_path: Path) -> None:
+    fs = RealFileSystem()
+    with ThreadPoolExecutor(4) as threads:
+        locks = list(threads.map(lambda _: try_lead(fs, tmp_path), range(16)))
+    held = [lock for lock in locks if lock is not None]
+    assert len(held) == 1
+    held[0].release()
+
+
+def test_a_service_welcomes_through_the_door_and_ends_cleanly(
+    tmp_path: Path, serve: Callable[[], WriterService]
+) -> None:
+    service = serve()
+    door = PathDoor(tmp_path)
+    for connection in (service.connect(), door.connect(1.0)):
+        assert connection is not None
+        with connection:
+            say(connection, hello(tmp_path))
+            assert isinstance(first(connection), Welcome)
+    door.close()
+    assert service.stop(WAIT_S)
+    lock = try_lead(RealFileSystem(), tmp_path)
+    assert lock is not None, "the lock was released"
+    lock.release()
+
+
+def test_a_newer_version_retires_a_service(
+    tmp_path: Path, serve: Callable[[], WriterService]
+) -> None:
+    service = serve()
+    with service.connect() as one, service.connect() as two:
+        say(one, hello(tmp_path))
+        assert isinstance(first(one), Welcome)
+        say(two, Retire(PROTOCOL + 1))
+        while first(one) is not None:
+            """Figures may come before the end."""
+    assert service.stop(WAIT_S) and service.was_retired
+
+
+def test_a_service_whose_folder_was_replaced_stops_and_is_no_second_writer(
+    tmp_path: Path, serve: Callable[[], WriterService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    service = serve()
+    with service.connect() as connection:
+        say(connection, hello(tmp_path))
+        (tmp_path / ".kvcascade").rename(tmp_path / "elsewhere")
+        while first(connection) is not None:
+            """It goes on until it looks."""
+    assert not service.is_alive or service.stop(WAIT_S)

@@ -1,0 +1,302 @@
+"""The relation of a node to its writer: refusals, silence, loss, resets, and grants."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from support.keys import key, keys
+from support.node_rig import BLOCK, NodesRig, NodeTwin
+
+from kvcascade.handlers.node.path_node import (
+    NOBODY_LIMIT_S,
+    SILENCE_LIMIT_S,
+    WELCOME_LIMIT_S,
+)
+from kvcascade.handlers.node.path_wire import NodeNote, NodeState
+from kvcascade.manager.below.port import Ended, Put
+from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.path.path_messages import (
+    Bad,
+    Commit,
+    Grant,
+    Hello,
+    Read,
+    Refused,
+    RefusedWhy,
+    Release,
+    Reset,
+    Touch,
+    Why,
+)
+
+OK, GONE, CANCELLED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CANCELLED
+
+
+@pytest.fixture
+def rig() -> NodesRig:
+    return NodesRig()
+
+
+@pytest.fixture
+def node(rig: NodesRig) -> NodeTwin:
+    node = rig.add()
+    node.tier.maintain()
+    return node
+
+
+def fill(node: NodeTwin, numbers: range) -> None:
+    for slot, number in enumerate(numbers):
+        node.arena.view(slot)[:] = (key(number) * 200)[:BLOCK]
+
+
+def put(node: NodeTwin, numbers: range, ticket: int = 1) -> list[Put]:
+    fill(node, numbers)
+    return list(node.tier.put(ticket, [key(n) for n in numbers], range(len(numbers))))
+
+
+def end(node: NodeTwin) -> Ended:
+    node.rig.pump()
+    (ended,) = node.tier.poll()
+    return ended
+
+
+def heard(rig: NodesRig, kind: type) -> list[object]:
+    return [message for message in rig.twin.heard if isinstance(message, kind)]
+
+
+@pytest.mark.parametrize("why", [RefusedWhy.PATHS, RefusedWhy.NAMESPACE])
+def test_a_refused_node_is_off_and_says_why_once(rig: NodesRig, why: RefusedWhy) -> None:
+    rig.twin.refusal = Refused(why, "give the same list")
+    node = rig.add()
+    for _ in range(5):
+        node.tick(30.0)
+    node.tier.maintain()
+    assert node.node.state is NodeState.OFF and len(heard(rig, Hello)) == 1
+    assert [m.text for m in node.told if isinstance(m, NodeNote)] == ["give the same list"]
+    assert put(node, range(2)) == [Put.RESTING] * 2 and node.tier.rests(1)
+    assert node.tier.is_blocked and not node.tier.write_state().may_recover
+
+
+def test_a_writer_that_is_closing_is_asked_again(rig: NodesRig) -> None:
+    rig.twin.refusal = Refused(RefusedWhy.CLOSING, "try again")
+    node = rig.add()
+    node.tick(1.0)
+    rig.twin.refusal = None
+    node.tick(1.0)
+    assert node.node.state is NodeState.FOLLOWING
+
+
+def test_a_writer_of_another_version_is_asked_to_retire_once(rig: NodesRig) -> None:
+    rig.twin.refusal = Refused(RefusedWhy.PROTOCOL, "run one version")
+    node = rig.add()
+    for _ in range(4):
+        node.tick(2.0)
+    assert rig.twin.retirements == 1 and node.node.state is NodeState.OFF
+
+
+def test_nobody_answers_and_the_log_says_so_once(rig: NodesRig) -> None:
+    writer = rig.twin
+    rig.writer = None
+    node = rig.add()
+    for _ in range(40):
+        node.tick(1.0)
+    texts = [m.text for m in node.told if isinstance(m, NodeNote)]
+    assert texts == ["there is no writer"] and 40 > NOBODY_LIMIT_S
+    rig.writer = writer
+    node.tick(1.0)
+    assert node.node.state is NodeState.FOLLOWING
+
+
+def test_a_writer_that_accepts_and_says_nothing_is_left(rig: NodesRig) -> None:
+    rig.twin.is_stalled = True
+    node = rig.add()
+    node.tick(WELCOME_LIMIT_S + 1)
+    rig.twin.go_on()
+    node.tick(1.0)
+    assert node.node.state is NodeState.FOLLOWING and len(heard(rig, Hello)) == 1
+
+
+def test_gets_miss_from_a_reset_to_its_epoch(rig: NodesRig, node: NodeTwin) -> None:
+    put(node, range(2))
+    assert end(node).outcomes == [OK, OK]
+    rig.twin.is_stalled = True
+    node.tier.get(2, 1, keys(1), [8])
+    rig.step()  # the order is there, the read waits
+    node.tier.reset()
+    node.tier.get(3, 1, keys(1), [9])
+    assert node.tier.may_hold(key(0)) == 0
+    rig.pump()
+    assert {e.ticket: list(e.outcomes) for e in node.tier.poll()} == {2: [GONE], 3: [GONE]}
+    rig.twin.go_on()
+    rig.pump()
+    node.tier.maintain()
+    assert not node.tier._resets_due and node.tier.maintain() == 0
+
+
+def test_a_reset_that_was_lost_comes_first_at_the_next_writer(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    put(node, range(2))
+    end(node)
+    rig.twin.is_stalled = True
+    node.tier.reset()
+    rig.pump()
+    dead = rig.kill_writer()
+    rig.pump()
+    node.tier.get(5, 1, keys(1), [8])
+    assert end(node).outcomes == [GONE]
+    rig.writer = dead.successor()
+    node.tick(0.1)
+    assert [type(m) for m in rig.twin.heard[:2]] == [Hello, Reset]
+    node.tier.maintain()
+    assert not node.tier._resets_due and not rig.twin.held
+
+
+def test_a_silent_writer_rests_writes_and_its_late_grant_is_released(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    put(node, range(2))
+    end(node)
+    rig.twin.is_stalled = True
+    put(node, range(4, 8), ticket=2)
+    rig.pump()
+    node.tick(SILENCE_LIMIT_S + 1)
+    assert end(node).outcomes == [CANCELLED] * 4
+    assert node.node.state is NodeState.SILENT and not node.tier.takes_puts
+    node.tier.get(3, 1, keys(2), [8, 9])
+    assert end(node).outcomes == [OK, OK], "reads go on"
+    rig.twin.go_on()
+    rig.pump()
+    node.tier.maintain()
+    assert node.tier.feed.state is NodeState.FOLLOWING and node.tier.takes_puts
+    assert not rig.twin.granted and len(heard(rig, Release)) == 1
+    assert len([m for m in node.told if isinstance(m, NodeNote)]) == 2, "one line each way"
+
+
+def test_nothing_is_committed_under_the_grants_of_a_dead_writer(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    put(node, range(4))
+    while not node.writes:
+        rig.step()
+    running = node.writes.pop()  # a thread writes it now
+    dead = rig.kill_writer()
+    rig.writer = dead.successor()
+    rig.pump()
+    for _ in range(3):
+        node.tick(1.0)
+    assert not heard(rig, Hello), "it joins when its running writes have ended"
+    node.writes.append(running)
+    assert end(node).outcomes == [CANCELLED] * 4
+    node.tick(0.1)
+    assert heard(rig, Hello) and not heard(rig, Commit) and not rig.twin.held
+    assert put(node, range(4), ticket=2) == [Put.RESTING] * 4, "the engine does not know yet"
+    node.tier.maintain()
+    put(node, range(4), ticket=3)
+    assert end(node).outcomes == [OK] * 4
+
+
+@pytest.mark.parametrize(
+    ("why", "outcome", "answer"),
+    [
+        (Why.FULL, BlockOutcome.NO_SPACE, Put.FULL),
+        (Why.LATER, CANCELLED, Put.LATER),
+        (Why.BUDGET, BlockOutcome.REFUSED, Put.LATER),
+        (Why.RESTING, CANCELLED, Put.LATER),
+    ],
+)
+def test_each_reason_for_no_slot_has_its_outcome(
+    rig: NodesRig, node: NodeTwin, why: Why, outcome: BlockOutcome, answer: Put
+) -> None:
+    rig.twin.why = why
+    put(node, range(2))
+    assert end(node).outcomes == [outcome] * 2
+    assert node.tier.room(4) == 0 and put(node, range(2), ticket=2) == [answer] * 2
+    rig.twin.why = None
+    rig.clock.advance(1.0)
+    assert node.tier.room(4) == 4 and put(node, range(2), ticket=3) == [Put.STARTED] * 2
+    assert end(node).outcomes == [OK] * 2
+
+
+def test_a_block_that_another_engine_stored_is_held(rig: NodesRig, node: NodeTwin) -> None:
+    other = rig.add()
+    other.tier.maintain()
+    put(node, range(3))
+    put(other, range(2))
+    rig.pump()
+    outcomes = [ended.outcomes for twin in (node, other) for ended in twin.tier.poll()]
+    assert sorted(map(len, outcomes)) == [2, 3]
+    flat = [outcome for each in outcomes for outcome in each]
+    assert flat.count(OK) == 3 and flat.count(BlockOutcome.HELD) + flat.count(CANCELLED) == 2
+
+
+def test_a_failed_write_is_released_and_rests_the_tier(rig: NodesRig, node: NodeTwin) -> None:
+    rig.fs.fail("pwritev", errno.EIO)
+    put(node, range(2))
+    assert end(node).outcomes == [BlockOutcome.IO_ERROR] * 2
+    (release,) = heard(rig, Release)
+    assert isinstance(release, Release) and release.has_failed and not rig.twin.granted
+    assert not node.tier.takes_puts and node.tier.write_state().rest_left_s > 0
+    assert put(node, range(2), ticket=2) == [Put.RESTING] * 2
+
+
+def test_a_damaged_block_leaves_the_tier(rig: NodesRig, node: NodeTwin) -> None:
+    put(node, range(2))
+    end(node)
+    node.tier.take_events()
+    slot, _ = rig.twin.held[key(1)]
+    path = rig.twin.folder / "segments" / "000000.safetensors"
+    rig.fs.damage(path, 4096 + slot * BLOCK, b"\xff" * 16)
+    node.tier.get(2, 1, keys(2), [8, 9])
+    assert end(node).outcomes == [OK, BlockOutcome.CORRUPT]
+    node.tier.maintain()
+    assert len(heard(rig, Bad)) == 1 and node.tier.take_lost() == [key(1)]
+    assert [node.tier.may_hold(h) for h in keys(2)] == [1, 0]
+    (event,) = node.tier.take_events()
+    assert event.removed and event.block_hashes == (key(1),)
+
+
+def test_uses_and_bytes_read_are_reported(rig: NodesRig, node: NodeTwin) -> None:
+    put(node, range(3))
+    end(node)
+    node.tier.touch(keys(3))
+    node.tier.settle(keys(2))
+    node.tier.get(2, 1, keys(3), [8, 9, 10])
+    end(node)
+    node.tick(2.0)
+    assert rig.twin.uses == [(keys(3), False, False), (keys(2), False, True)]
+    assert rig.twin.read_bytes == 3 * BLOCK and len(heard(rig, Read)) == 1
+    assert len(heard(rig, Touch)) == 2
+
+
+def test_blocks_from_before_a_reset_are_not_committed_after_it(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    other = rig.add()
+    other.tier.reset()
+    rig.pump()
+    put(node, range(2))  # this engine has not seen the reset
+    assert end(node).outcomes == [GONE, GONE]
+    assert not rig.twin.held and not rig.twin.granted and len(heard(rig, Grant)) == 1
+    assert node.tier.maintain() == 1
+    put(node, range(2), ticket=2)
+    assert end(node).outcomes == [OK, OK]
+
+
+def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(
+    rig: NodesRig, node: NodeTwin
+) -> None:
+    put(node, range(2))
+    end(node)
+    put(node, range(4, 6), ticket=2)
+    node.tier.get(3, 1, keys(2), [8, 9])
+    node.tier.reset()
+    node.engine.die()
+    failed = [BlockOutcome.IO_ERROR] * 2
+    assert [list(ended.outcomes) for ended in node.tier.poll()] == [failed, failed]
+    assert node.tier.may_hold(key(0)) == 0 and rig.twin.presence.epoch == 0
+    node.tier.maintain()
+    rig.pump()
+    node.tier.maintain()
+    assert rig.twin.presence.epoch == 1 and not node.tier._resets_due

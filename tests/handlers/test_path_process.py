@@ -1,0 +1,200 @@
+"""Nodes as processes and threads on a real path: sharing, and faults of the writer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract.below_contract import SLOTS, BelowContract, BelowRig
+from support.path_engine import PathEngine
+
+from kvcascade.handlers.node.path_wire import NodeState
+from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+
+BLOCK, PER_SEGMENT = 4096, 8
+OK, GONE = BlockOutcome.OK, BlockOutcome.GONE
+Engines = Callable[..., PathEngine]
+
+
+def options_for(slots: int) -> PathOptions:
+    """Options of a path with room for so many blocks."""
+    capacity = capacity_of(slots // PER_SEGMENT, PER_SEGMENT, BLOCK)
+    return PathOptions(capacity, segment_bytes=PER_SEGMENT * BLOCK)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    made: list[PathEngine] = []
+
+    def start(*, is_thread: bool = False, slots: int = 64) -> PathEngine:
+        name = f"engine {len(made)}"
+        engine = PathEngine([tmp_path], options_for(slots), name=name, is_thread=is_thread)
+        made.append(engine)
+        return engine.open()
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("is_thread", [True, False], ids=["threads", "processes"])
+def test_two_engines_share_what_either_stores(engines: Engines, is_thread: bool) -> None:
+    one, two = engines(is_thread=is_thread), engines(is_thread=is_thread)
+    assert (one.state, two.state) == (NodeState.LEADING, NodeState.FOLLOWING)
+    assert list(one.put(range(4))) == [OK] * 4
+    assert list(two.put(range(4, 8))) == [OK] * 4
+    for engine in (one, two):
+        assert engine.holds(range(10)) == list(range(8))
+        assert list(engine.get(range(8))) == [OK] * 8
+
+
+def test_blocks_outlive_their_engines(engines: Engines) -> None:
+    one = engines()
+    one.put(range(6))
+    one.tier.shutdown(0.0)
+    one.mover.close()
+    two = engines()
+    assert two.state is NodeState.LEADING
+    assert list(two.get(range(7))) == [OK] * 6 + [GONE]
+
+
+def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
+    one, two = engines(), engines()
+    one.put(range(8))
+    one.kill()
+    assert list(two.get(range(8))) == [OK] * 8, "reads need no writer"
+    two.until(lambda: two.state is NodeState.ORPHANED)
+    two.until(lambda: two.tier.takes_puts)
+    assert list(two.put(range(8, 12))) == [OK] * 4
+    one.until(lambda: one.state is NodeState.FOLLOWING or two.state is NodeState.FOLLOWING)
+    one.until(lambda: one.tier.takes_puts)
+    assert list(one.get(range(12))) == [OK] * 12
+    assert {one.state, two.state} == {NodeState.LEADING, NodeState.FOLLOWING}
+
+
+def wait_until(engine: PathEngine, *, takes_puts: bool) -> None:
+    """Wait until an engine may write, or at least has found the writer."""
+    engine.until(
+        lambda: engine.tier.takes_puts if takes_puts else engine.state is NodeState.FOLLOWING
+    )
+
+
+def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -> None:
+    pair = [engines(), engines()]
+    assert list(pair[0].put(range(16))) == [OK] * 16
+    stored = set(range(16))
+    for round_number in range(3):
+        leader = next(each for each in pair if each.state is NodeState.LEADING)
+        other = next(each for each in pair if each is not leader)
+        new = range(100 + 16 * round_number, 116 + 16 * round_number)
+        assert BlockOutcome.OK in leader.put(new)
+        leader.kill()
+        while other.state is not NodeState.LEADING:
+            assert set(other.get(sorted(stored)[:16])) <= {OK, GONE}
+            other.put(range(200, 204))
+            other.tier.maintain()
+        wait_until(other, takes_puts=True)
+        stored |= set(other.holds(new))
+        assert len(other.holds(new)) == 16, "what was acknowledged is there"
+        assert list(other.get(list(new))) == [OK] * 16
+        wait_until(leader, takes_puts=False)
+
+
+def test_a_stopped_writer_rests_writes_and_goes_on(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.handlers.node.path_node.SILENCE_LIMIT_S", 0.3)
+    one, two = engines(), engines(is_thread=True)
+    one.put(range(4))
+    one.signal(signal.SIGSTOP)
+    try:
+        assert list(two.put([9])) == [BlockOutcome.CANCELLED]
+        two.until(lambda: two.state is NodeState.SILENT)
+        assert not two.tier.takes_puts
+        assert list(two.get(range(4))) == [OK] * 4
+    finally:
+        one.signal(signal.SIGCONT)
+    two.until(lambda: two.tier.takes_puts)
+    assert list(two.put([10])) == [OK]
+
+
+def test_a_reset_reaches_every_engine(engines: Engines) -> None:
+    one, two = engines(), engines()
+    one.put(range(4))
+    two.tier.reset()
+    assert two.holds(range(4)) == []
+    two.until(lambda: not two.tier._resets_due)
+    assert one.tier.maintain() == 1 and one.holds(range(4)) == []
+    assert list(one.put(range(4))) == [OK] * 4
+    assert two.holds(range(4)) == list(range(4))
+
+
+def test_an_empty_folder_in_place_of_the_tier_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    tier, away = tmp_path / "tier", tmp_path / "away"
+    tier.mkdir()
+    engine = PathEngine([tier], options_for(64), is_thread=True).open()
+    try:
+        assert list(engine.put(range(4))) == [OK] * 4
+        tier.rename(away)
+        tier.mkdir()
+        engine.until(lambda: engine.state is NodeState.ORPHANED)
+        assert list(engine.get(range(4))) == [OK] * 4, "what is open can be read"
+        engine.until(lambda: not list(tier.iterdir()), 1.0)
+        tier.rmdir()
+        away.rename(tier)
+        engine.until(lambda: engine.tier.takes_puts)
+        assert list(engine.put(range(4, 6))) == [OK] * 2
+    finally:
+        engine.close()
+
+
+def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
+    long = tmp_path / ("v" * 100) / ("w" * 100)
+    long.mkdir(parents=True)
+    pair = [PathEngine([long], options_for(64), name=name).open() for name in ("a", "b")]
+    try:
+        assert list(pair[1].put(range(2))) == [OK] * 2
+    finally:
+        for engine in pair:
+            engine.close()
+
+
+class RealRig(BelowRig):
+    """Two engines on one path, with nodes on threads; the second one resets it."""
+
+    def __init__(self, path: Path) -> None:
+        options = options_for(SLOTS)
+        self.pair = [
+            PathEngine([path], options, name=name, is_thread=True).open() for name in ("one", "two")
+        ]
+        self.below = self.pair[0].tier
+
+    def view(self, slot: int) -> memoryview:
+        return self.pair[0].view(slot)
+
+    def overtake(self) -> None:
+        other = self.pair[1]
+        other.tier.reset()
+        other.until(lambda: not other.tier._resets_due)
+
+    def now_s(self) -> float:
+        return self.pair[0].tier._clock()
+
+    def close(self) -> None:
+        for engine in self.pair:
+            engine.close()
+
+
+class TestNodeThreads(BelowContract):
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> Iterator[BelowRig]:
+        rig = RealRig(tmp_path)
+        yield rig
+        rig.close()

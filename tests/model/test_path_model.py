@@ -1,0 +1,19 @@
+"""Random nodes, and a writer that dies anywhere: no slot with two owners, nothing lost or wrong."""
+
+from __future__ import annotations
+
+import pytest
+from support.path_model import PathModel
+
+SEEDS = 8
+TURNS = 150
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_what_was_acknowledged_stays_and_nothing_else_appears(seed: int, durability: str) -> None:
+    model = PathModel(seed, durability)
+    for _ in range(TURNS):
+        model.turn()
+    assert sum(oracle.stored_blocks for oracle in model.oracles.values()) > 50
+    assert sum(oracle.removed_blocks for oracle in model.oracles.values()) > 0

@@ -1,0 +1,328 @@
+"""The block table in LMDB and its twin in memory: one contract; damage and full disks for LMDB."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
+
+from kvcascade.errors import CorruptionError, FormatError, KVCascadeError, NoSpaceError
+from kvcascade.tiers.nvme.path.block_table import (
+    ApplyOutcome,
+    BlockTable,
+    Changes,
+    Entry,
+    block_table_bytes,
+)
+from kvcascade.tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
+from kvcascade.tiers.nvme.path.presence_table import hash_of
+
+SLOTS = 400
+IDENTITY = b"namespace"
+KEYS = [bytes([at]) * 36 for at in range(12)]
+
+
+class Open(Protocol):
+    """Opens the table again, over what the last one left."""
+
+    def __call__(self) -> BlockTable: ...
+
+
+def lmdb_at(folder: Path, **options: Any) -> LmdbBlockTable:
+    folder.mkdir(exist_ok=True, parents=True)
+    size = block_table_bytes(SLOTS)
+    return open_block_table(folder, size, IDENTITY, **{"is_durable": False, **options})
+
+
+@pytest.fixture(params=["lmdb", "memory"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    if request.param == "lmdb":
+        return lambda: lmdb_at(tmp_path / "blocks", wall_clock=lambda: 1e9)
+    disk = MemoryBlockDisk()
+    return lambda: MemoryBlockTable(disk, IDENTITY, wall_clock=lambda: 1e9)
+
+
+def scanned(table: BlockTable) -> dict[int, Entry]:
+    found: dict[int, Entry] = {}
+    for batch in table.scan():
+        rows = zip(batch.hashes.tolist(), batch.slots, batch.checksums, strict=True)
+        found |= {hashed: Entry(int(slot), int(checksum)) for hashed, slot, checksum in rows}
+    return found
+
+
+def test_what_is_put_is_found_again(reopen: Open) -> None:
+    table = reopen()
+    puts = [(key, slot, 1 << 63 | slot) for slot, key in enumerate(KEYS)]
+    applied = table.apply(Changes(0, puts, written_bytes=120, read_bytes=3))
+    assert applied.outcome is ApplyOutcome.DONE and not applied.already and not applied.removed
+    assert applied.journal is not None and applied.journal == table.last_changes()
+    assert applied.journal.stored == tuple((hash_of(key), s, c) for key, s, c in puts)
+    table.abandon()
+    table = reopen()
+    assert [table.get(key) for key in KEYS] == [Entry(slot, 1 << 63 | slot) for slot in range(12)]
+    assert table.get(b"absent") is None and table.get_many([]) == []
+    assert table.keys_at([0, 11, 12]) == [KEYS[0], KEYS[11], None] and table.key_at(5) == KEYS[5]
+    assert scanned(table) == {hash_of(k): Entry(s, c) for k, s, c in puts}
+    assert table.count() == 12 and table.commit_number == applied.journal.number == 1
+    assert table.last_changes() == applied.journal
+    assert table.totals == (120, 3) and table.day_totals().written == 120
+    assert table.keys_after(b"", 2) == [
+        (KEYS[0], Entry(0, 1 << 63)),
+        (KEYS[1], Entry(1, 1 << 63 | 1)),
+    ]
+    assert [key for key, _ in table.keys_after(KEYS[1], 100)] == KEYS[2:]
+    table.close()
+
+
+def test_a_key_that_exists_stays(reopen: Open) -> None:
+    table = reopen()
+    table.apply(Changes(0, [(KEYS[0], 1, 10)]))
+    applied = table.apply(Changes(0, [(KEYS[1], 2, 20), (KEYS[0], 3, 30), (KEYS[1], 4, 40)]))
+    assert applied.already == {1, 2}
+    assert table.get_many(KEYS[:2]) == [Entry(1, 10), Entry(2, 20)]
+    assert table.keys_at([1, 2, 3, 4]) == [KEYS[0], KEYS[1], None, None]
+    again = table.apply(Changes(0, [(KEYS[0], 3, 30)]))
+    assert again.already == {0} and again.journal is None and table.commit_number == 2
+    table.close()
+
+
+def test_blocks_are_removed_by_key_and_by_slot(reopen: Open) -> None:
+    table = reopen()
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
+    applied = table.apply(
+        Changes(0, [(KEYS[0], 2, 9)], removals=[KEYS[0], KEYS[0], b"absent"], cleared=[1, 2, 99])
+    )
+    assert sorted(applied.removed) == [(KEYS[0], 0), (KEYS[1], 1), (KEYS[2], 2)]
+    assert applied.journal is not None and len(applied.journal.removed) == 3
+    assert table.get_many(KEYS[:4]) == [Entry(2, 9), None, None, Entry(3, 3)]
+    assert table.keys_at(range(4)) == [None, None, KEYS[0], KEYS[3]]
+    table.close()
+
+
+def test_a_put_in_a_slot_in_use_removes_its_block(reopen: Open) -> None:
+    table = reopen()
+    table.apply(Changes(0, [(KEYS[0], 7, 1)]))
+    applied = table.apply(Changes(0, [(KEYS[1], 7, 2)]))
+    assert applied.removed == ((KEYS[0], 7),)
+    assert applied.journal is not None and applied.journal.removed == ((hash_of(KEYS[0]), 7),)
+    assert table.get_many(KEYS[:2]) == [None, Entry(7, 2)] and table.key_at(7) == KEYS[1]
+    table.close()
+
+
+def test_a_reset_is_durable_and_refuses_the_epoch_before(reopen: Open) -> None:
+    table = reopen()
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)], written_bytes=9))
+    applied = table.reset(3)
+    assert applied.journal is not None and applied.journal.is_reset and applied.journal.epoch == 3
+    assert (table.epoch, table.count(), scanned(table)) == (3, 0, {})
+    assert table.reset(3).outcome is ApplyOutcome.STALE
+    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.STALE
+    assert table.apply(Changes(4, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.STALE
+    table.abandon()
+    table = reopen()
+    assert table.epoch == 3 and table.last_changes() == applied.journal and table.totals == (9, 0)
+    assert table.key_at(0) is None
+    assert table.apply(Changes(3, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.DONE
+    table.close()
+
+
+keys = st.sampled_from(KEYS)
+slots = st.integers(0, 7)
+commits = st.lists(
+    st.builds(
+        Changes,
+        st.just(0),
+        st.lists(st.tuples(keys, slots, st.integers(0, (1 << 64) - 1)), max_size=5),
+        st.lists(keys, max_size=3),
+        st.lists(slots, max_size=3),
+        st.integers(0, 5),
+    ),
+    max_size=8,
+)
+
+
+@given(commits)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_lmdb_equals_its_twin(tmp_path: Path, drawn: list[Changes]) -> None:
+    folder = tmp_path / "equal"
+    shutil.rmtree(folder, ignore_errors=True)
+    real, twin = (
+        lmdb_at(folder, wall_clock=lambda: 0.0),
+        MemoryBlockTable(MemoryBlockDisk(), IDENTITY),
+    )
+    for changes in drawn:
+        one, other = real.apply(changes), twin.apply(changes)
+        assert (one.outcome, one.already) == (other.outcome, other.already)
+        assert sorted(one.removed) == sorted(other.removed)
+        assert (one.journal is None) is (other.journal is None)
+        assert real.get_many(KEYS) == twin.get_many(KEYS)
+        assert real.keys_at(range(8)) == twin.keys_at(range(8))
+        assert scanned(real) == scanned(twin)
+        assert real.commit_number == twin.commit_number and real.totals == twin.totals
+    real.abandon()
+
+
+def filled(folder: Path, count: int = 300, **options: Any) -> list[bytes]:
+    """Close a table of this many blocks, the slot of each being its number."""
+    table = lmdb_at(folder, **options)
+    keys = [random.Random(at).randbytes(36) for at in range(count)]
+    for start in range(0, count, 50):
+        puts = [(key, start + at, start + at) for at, key in enumerate(keys[start : start + 50])]
+        assert table.apply(Changes(0, puts)).outcome is ApplyOutcome.DONE
+    table.close()
+    return keys
+
+
+def test_another_namespace_and_another_version_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    filled(folder)
+    with pytest.raises(CorruptionError, match="another namespace"):
+        open_block_table(folder, block_table_bytes(SLOTS), b"other", is_durable=False)
+    table = lmdb_at(folder)
+    with table._env.begin(write=True, db=table._meta) as txn:
+        txn.put(b"format", (4).to_bytes(8, "little"))
+    table.close()
+    with pytest.raises(FormatError, match="format version 4"):
+        lmdb_at(folder)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_flipped_bits_cost_blocks_or_are_refused(tmp_path: Path, seed: int) -> None:
+    """What is read is what was written, or absent; or opening names the remedy."""
+    folder, rng = tmp_path / "blocks", random.Random(seed)
+    keys = filled(folder)
+    data = folder / "data.mdb"
+    used = 40 * 4096
+    with data.open("r+b") as file:
+        for _ in range(rng.choice((1, 1, 3))):
+            offset = rng.randrange(used)
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    try:
+        table = lmdb_at(folder)
+    except (CorruptionError, FormatError) as error:
+        assert "remove th" in str(error)
+        return
+    try:
+        for slot, key in enumerate(keys):
+            assert table.get(key) in (None, Entry(slot, slot))
+        assert all(entry == Entry(entry.slot, entry.slot) for entry in scanned(table).values())
+        table.last_changes()
+        table.apply(Changes(table.epoch, [(keys[0], 0, 0)], keys[1:5], range(5, 9)))
+    except KVCascadeError as error:
+        assert "remove th" in str(error)
+    finally:
+        table.abandon()
+
+
+def damage_entry(table: LmdbBlockTable, key: bytes) -> None:
+    with table._env.begin(write=True, db=table._blocks) as txn:
+        value = bytearray(txn.get(key, b""))
+        value[0] ^= 1
+        txn.put(key, bytes(value))
+
+
+def test_a_damaged_entry_is_absent_and_may_be_put_again(tmp_path: Path) -> None:
+    table = lmdb_at(tmp_path / "blocks")
+    table.apply(Changes(0, [(key, slot, slot) for slot, key in enumerate(KEYS)]))
+    damage_entry(table, KEYS[4])
+    assert table.get(KEYS[4]) is None and table.damaged_entries == 1
+    assert len(scanned(table)) == 11 and [key for key, _ in table.keys_after(KEYS[3], 1)] == []
+    applied = table.apply(Changes(0, [(KEYS[4], 50, 5)]))
+    assert not applied.already and table.get(KEYS[4]) == Entry(50, 5)
+    damage_entry(table, KEYS[5])
+    applied = table.apply(Changes(0, cleared=[5, 4]))
+    # The slot of the first has its key still, and that key's entry names another slot.
+    assert applied.removed == ((KEYS[5], 5),) and table.get(KEYS[4]) == Entry(50, 5)
+    table.close()
+
+
+def test_a_full_map_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    folder.mkdir()
+    table = open_block_table(folder, 96 << 10, IDENTITY, is_durable=False)
+    table.apply(Changes(0, [(KEYS[0], 0, 0)]))
+    many = [(at.to_bytes(36, "big"), at, at) for at in range(1, 5000)]
+    applied = table.apply(Changes(0, many, removals=[KEYS[0]]))
+    assert applied.outcome is ApplyOutcome.NO_SPACE and applied.journal is None
+    assert table.get(KEYS[0]) == Entry(0, 0) and table.count() == 1 and table.commit_number == 1
+    assert table.apply(Changes(0, [(KEYS[1], 1, 1)])).outcome is ApplyOutcome.DONE
+    table.close()
+
+
+@pytest.mark.parametrize("batch", [16, 512])
+def test_the_map_holds_every_slot_under_churn_and_a_reset(tmp_path: Path, batch: int) -> None:
+    slots = 5000
+    table = open_block_table(tmp_path, block_table_bytes(slots), IDENTITY, is_durable=False)
+    rng = random.Random(1)
+    for epoch in range(2):
+        for start in (*range(0, slots, batch), *range(0, slots, batch)):
+            part = range(start, min(start + batch, slots))
+            puts = [(rng.randbytes(36), slot, slot) for slot in part]
+            applied = table.apply(Changes(epoch, puts, cleared=part))
+            assert applied.outcome is ApplyOutcome.DONE
+        assert table.count() == slots
+        assert table.reset(epoch + 1).outcome is ApplyOutcome.DONE
+    table.close()
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(NoSpaceError):
+            lmdb_at(tmp_path / "blocks")
+    filled(tmp_path / "blocks")
+
+
+def test_the_file_has_its_full_size_on_the_disk(tmp_path: Path) -> None:
+    lmdb_at(tmp_path / "blocks").close()
+    found = (tmp_path / "blocks" / "data.mdb").stat()
+    assert found.st_blocks * 512 >= block_table_bytes(SLOTS) == found.st_size
+    assert not (tmp_path / "blocks" / "lock.mdb").exists()
+
+
+def test_a_larger_map_is_opened(tmp_path: Path) -> None:
+    keys = filled(tmp_path / "blocks")
+    table = open_block_table(
+        tmp_path / "blocks", block_table_bytes(100_000), IDENTITY, is_durable=True
+    )
+    assert all(table.get(key) == Entry(slot, slot) for slot, key in enumerate(keys))
+    table.close()
+
+
+@pytest.mark.parametrize("outcome", [ApplyOutcome.NO_SPACE, ApplyOutcome.IO_ERROR])
+def test_the_twin_fails_on_command(outcome: ApplyOutcome) -> None:
+    disk = MemoryBlockDisk()
+    table = MemoryBlockTable(disk)
+    disk.failures = [outcome] * 2
+    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is outcome
+    assert table.reset(1).outcome is outcome and table.epoch == 0
+    assert table.apply(Changes(0, [(KEYS[0], 0, 0)])).outcome is ApplyOutcome.DONE
+
+
+def test_the_twin_loses_what_was_not_durable() -> None:
+    lost: set[int] = set()
+    for seed in range(30):
+        disk = MemoryBlockDisk()
+        table = MemoryBlockTable(disk)
+        table.apply(Changes(0, [(KEYS[0], 0, 0)]))
+        table.sync()
+        for slot in (1, 2):
+            table.apply(Changes(0, [(KEYS[slot], slot, slot)]))
+        disk.lose_power(random.Random(seed))
+        table = MemoryBlockTable(disk)
+        lost.add(3 - table.count())
+        assert table.get(KEYS[0]) == Entry(0, 0)
+    assert lost == {0, 1, 2}

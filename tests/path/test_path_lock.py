@@ -1,0 +1,117 @@
+"""Election of a writer by the kernel's lock, and its socket behind a path of any length."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.memory_file_system import MemoryFileSystem
+
+from kvcascade.errors import ConfigError
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
+
+HOLDER = """
+import sys
+from pathlib import Path
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import try_lead
+assert try_lead(RealFileSystem(), Path(sys.argv[1])) is not None
+print("leads", flush=True)
+sys.stdin.read()
+"""
+
+
+def file_systems(tmp_path: Path) -> list[tuple[FileSystem, Path]]:
+    memory = MemoryFileSystem()
+    memory.make_dir(Path("/tier"))
+    return [(RealFileSystem(), tmp_path), (memory, Path("/tier"))]
+
+
+def test_one_of_two_leads_and_the_next_one_after_it(tmp_path: Path) -> None:
+    for fs, root in file_systems(tmp_path):
+        first = try_lead(fs, root)
+        assert first is not None and first.is_in_place()
+        assert try_lead(fs, root) is None
+        first.release()
+        assert not first.is_in_place()
+        second = try_lead(fs, root)
+        assert second is not None
+        second.release()
+
+
+def test_a_killed_process_leads_no_more(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"leads\n"
+        assert try_lead(RealFileSystem(), tmp_path) is None
+    finally:
+        child.kill()
+        child.communicate(timeout=30)
+    assert try_lead(RealFileSystem(), tmp_path) is not None
+
+
+def test_a_leader_sees_that_its_tier_was_replaced(tmp_path: Path) -> None:
+    lead = try_lead(RealFileSystem(), tmp_path)
+    assert lead is not None
+    door = PathDoor(tmp_path)
+    os.rename(tmp_path / PATH_FOLDER, tmp_path / "elsewhere")
+    assert not lead.is_in_place()
+    assert not door.is_in_place()
+    successor = try_lead(RealFileSystem(), tmp_path)
+    assert successor is not None and successor.is_in_place()
+    assert not lead.is_in_place()
+    shutil.rmtree(tmp_path / PATH_FOLDER)
+    assert not successor.is_in_place()
+    door.close()
+
+
+def test_the_lock_in_memory_tells_of_a_replaced_file_too() -> None:
+    fs = MemoryFileSystem()
+    fs.make_dir(Path("/tier"))
+    lead = try_lead(fs, Path("/tier"))
+    assert lead is not None
+    fs.rename(Path("/tier/.kvcascade"), Path("/tier/elsewhere"))
+    assert not lead.is_in_place()
+
+
+@pytest.mark.parametrize("length", [20, 200])
+def test_a_socket_is_reached_behind_a_path_of_any_length(tmp_path: Path, length: int) -> None:
+    root = tmp_path / ("x" * length)
+    root.mkdir()
+    lead = try_lead(RealFileSystem(), root)
+    assert lead is not None
+    door = PathDoor(root)
+    assert door.connect(1.0) is None
+    for _ in range(2):  # the second replaces what a dead writer left
+        listener = door.listen()
+        link = door.connect(1.0)
+        assert link is not None
+        peer, _ = listener.accept()
+        link.sendall(b"hello")
+        assert peer.recv(5) == b"hello"
+        for each in (link, peer, listener):
+            each.close()
+        assert door.connect(1.0) is None
+    assert (root / PATH_FOLDER / "writer.sock").stat().st_mode & 0o777 == 0o600
+    door.close()
+    lead.release()
+
+
+def test_a_path_that_others_may_write_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / PATH_FOLDER).mkdir()
+    (tmp_path / PATH_FOLDER).chmod(0o777)
+    with pytest.raises(ConfigError, match="as one user"):
+        try_lead(RealFileSystem(), tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        try_lead(RealFileSystem(), tmp_path / "missing")

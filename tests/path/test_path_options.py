@@ -1,0 +1,111 @@
+"""Options of a path are the writer's: what an engine is told, and what holds after a restart."""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+import pytest
+from support.path_rig import ROOT, PathRig, RigNode, key_of
+
+from kvcascade.errors import ConfigError, CorruptionError
+from kvcascade.tiers.nvme.path.path_messages import Committed, Touch
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+
+
+def test_an_engine_that_says_otherwise_is_served_and_told_what_holds() -> None:
+    rig = PathRig()
+    node = RigNode(rig, options=msgspec.structs.replace(rig.options, policy="arc"))
+    assert node.welcome is not None
+    assert node.welcome.options == rig.options
+    (note,) = node.welcome.notes
+    assert "policy lru instead of arc" in note
+    assert "capacity" not in note
+    same = RigNode(rig).welcome
+    assert same is not None and same.notes == []
+
+
+def test_options_are_recorded_and_those_of_the_next_writer_hold() -> None:
+    rig = PathRig()
+    RigNode(rig).store([1, 2])
+    rig.close()
+    record = load_record(rig.fs, ROOT)
+    assert record is not None
+    assert (record.paths, record.options) == (("/path",), rig.options)
+    rig.start(msgspec.structs.replace(rig.options, policy="s3fifo"))
+    node = RigNode(rig)
+    assert node.held([1, 2]) == [1, 2]
+    record = load_record(rig.fs, ROOT)
+    assert record is not None and record.options.policy == "s3fifo"
+
+
+def test_the_stronger_durability_holds_from_the_node_on_that_asks_for_it() -> None:
+    rig = PathRig(durability="process")
+    RigNode(rig).store([1])
+    strong = RigNode(rig, options=msgspec.structs.replace(rig.options, durability="power"))
+    assert strong.welcome is not None and strong.welcome.options.durability == "power"
+    assert strong.store([2])
+    (disk,) = rig.disks.values()
+    assert len(disk.states) == 1, "every commit is durable"
+    weak = RigNode(rig)
+    assert weak.welcome is not None and weak.welcome.options.durability == "power"
+    assert any("durability power instead of process" in note for note in weak.welcome.notes)
+    assert weak.held([1, 2]) == [1, 2]
+
+
+def test_what_a_node_that_joined_before_stores_is_synced_by_the_writer() -> None:
+    rig = PathRig(durability="process")
+    weak = RigNode(rig)
+    weak.store([1])
+    strong = RigNode(rig, options=msgspec.structs.replace(rig.options, durability="power"))
+    before = rig.fs.calls["sync"]
+    strong.store([2])
+    assert rig.fs.calls["sync"] == before, "its node syncs its own segments"
+    weak.store([3])
+    assert rig.fs.calls["sync"] == before + 1
+    rig.fs.fail("sync", errno.EIO)
+    assert weak.store([4]) == [Committed.IO_ERROR]
+    assert weak.store([4]) == [Committed.OK]
+    assert weak.held([1, 2, 3, 4]) == [1, 2, 3, 4]
+
+
+def test_another_list_of_paths_is_no_writer() -> None:
+    rig = PathRig()
+    rig.close()
+    rig.roots = (ROOT, ROOT.with_name("more"))
+    rig.fs.make_dir(rig.roots[1])
+    with pytest.raises(ConfigError, match="/path; the engine names /path, /more"):
+        rig.start()
+
+
+def test_unusable_options_name_what_can_be_used() -> None:
+    rig = PathRig()
+    rig.close()
+    with pytest.raises(ConfigError, match="policy 'best' is unknown"):
+        rig.start(msgspec.structs.replace(rig.options, policy="best"))
+    with pytest.raises(ConfigError, match="durability 'eternal' is unknown"):
+        rig.start(msgspec.structs.replace(rig.options, durability="eternal"))
+
+
+def test_a_damaged_record_of_the_path_names_the_file() -> None:
+    rig = PathRig()
+    rig.close()
+    rig.fs.damage(ROOT / PATH_FOLDER / PATH_FILE, 0, b"[")
+    with pytest.raises(CorruptionError, match="path.json is damaged"):
+        rig.start()
+
+
+@pytest.mark.parametrize("ends", ["close", "kill"])
+def test_recency_survives_the_writer_however_it_ends(ends: str) -> None:
+    rig = PathRig(segments=2, slots_per_segment=32)
+    node = RigNode(rig)
+    node.store(list(range(32)))
+    node.store(list(range(32, 64)))
+    rig.send(node.client, Touch([key_of(key) for key in range(16)]))
+    rig.step()
+    getattr(rig, ends)()
+    rig.start()
+    node = RigNode(rig)
+    node.store(list(range(100, 124)))
+    assert node.held(list(range(16))) == list(range(16))
+    assert node.held(list(range(16, 32))) == []

@@ -1,0 +1,226 @@
+"""Capacity, reserve and budget over all namespaces of a path, and whose blocks leave for whose."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+from support.executors import SteppingExecutor
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
+
+from kvcascade.tiers.nvme.path.path_messages import (
+    Committed,
+    Grant,
+    Release,
+    SegmentsRemoved,
+    TierFigures,
+    Touch,
+    Why,
+)
+
+
+def shared(**options: object) -> PathRig:
+    """A path that has room for two namespaces with about 30 segments, their indexes counted."""
+    return PathRig(120, **options)  # type: ignore[arg-type]
+
+
+def bytes_of(rig: PathRig, root: Path = ROOT) -> int:
+    """Bytes of all segments in a path."""
+    return rig.fs.used_bytes(root)
+
+
+def segments(rig: PathRig) -> dict[str, int]:
+    """Number of segments by label."""
+    found = rig.writer.namespaces.items()
+    return {name.split("-")[0]: len(each.space.segments) for name, each in found}
+
+
+def fill(node: RigNode, keys: range, rounds: int = 30) -> None:
+    """Store keys in steps of eight, while time goes by."""
+    for start in range(keys.start, keys.stop, 8):
+        for _ in range(rounds):
+            if node.store(list(range(start, min(start + 8, keys.stop))), steps=200):
+                break
+        node.rig.step(2, seconds=1.0)
+
+
+def test_a_namespace_that_needs_room_takes_the_coldest_segments_of_another() -> None:
+    rig = shared()
+    old = RigNode(rig, "old")
+    fill(old, range(0, 640))
+    before = segments(rig)["old"]
+    most = bytes_of(rig)
+    new = RigNode(rig, "new")
+    fill(new, range(1000, 1016))
+    counts = segments(rig)
+    assert counts["new"] >= 2
+    assert counts["old"] < before
+    assert bytes_of(rig) <= rig.options.capacity_bytes
+    assert most <= rig.options.capacity_bytes
+    assert old.held(list(range(632, 640))) == list(range(632, 640)), "the warmest ones stay"
+    assert new.held(list(range(1000, 1016)))[-8:] == list(range(1008, 1016))
+    assert [m.numbers for m in rig.take(old.client, SegmentsRemoved)]
+
+
+def test_a_warm_namespace_loses_nothing_to_one_that_is_warm_itself() -> None:
+    rig = shared()
+    warm, other = RigNode(rig, "warm"), RigNode(rig, "other")
+    fill(warm, range(0, 640))
+    fill(other, range(1000, 1008))
+    keys = warm.held(list(range(640)))
+    counts = segments(rig)
+    for start in range(2000, 2100, 4):
+        rig.send(warm.client, Touch([key_of(key) for key in keys]))
+        other.store(list(range(start, start + 4)), steps=50)
+        rig.step(seconds=1.0)
+    assert segments(rig)["warm"] >= counts["warm"] - 1
+    assert len(warm.held(keys)) >= len(keys) - 8
+
+
+def test_a_min_share_is_never_taken() -> None:
+    rig = shared()
+    size = 20 * 8 * BLOCK_BYTES
+    old = RigNode(rig, "old", min_share_bytes=size)
+    fill(old, range(0, 640))
+    new = RigNode(rig, "new")
+    fill(new, range(1000, 1240))
+    file_bytes = rig.writer.namespaces[old.welcome.folder].home.layout.file_bytes  # type: ignore
+    assert segments(rig)["old"] * file_bytes >= size
+    rig.close()
+    rig.start()  # the share is recorded with the path: it holds while nobody has it open
+    new = RigNode(rig, "new")
+    fill(new, range(3000, 3240))
+    assert rig.fs.used_bytes(ROOT / old.welcome.folder / "segments") >= size  # type: ignore
+
+
+def test_a_namespace_that_nobody_has_open_gives_its_segments_and_is_removed() -> None:
+    rig = shared()
+    old = RigNode(rig, "old")
+    fill(old, range(0, 240))
+    rig.close()
+    rig.start()
+    new = RigNode(rig, "new")
+    fill(new, range(1000, 2000))
+    rig.step(10, seconds=1.0)
+    assert segments(rig).keys() == {"new"}
+    assert not rig.fs.exists(ROOT / old.welcome.folder)  # type: ignore[union-attr]
+    assert bytes_of(rig) <= rig.options.capacity_bytes
+
+
+def test_a_smaller_capacity_holds_from_the_next_writer_on() -> None:
+    rig = PathRig(6)
+    node = RigNode(rig, "m")
+    fill(node, range(0, 48))
+    assert segments(rig)["m"] == 6
+    home = rig.writer.namespaces[node.welcome.folder].home  # type: ignore[union-attr]
+    taken = rig.writer.path.space.own_bytes(0)
+    less = msgspec.structs.replace(rig.options, capacity_bytes=taken - 2 * home.layout.file_bytes)
+    rig.close()
+    rig.start(less)
+    node = RigNode(rig, "m", less)
+    rig.step(20, seconds=1.0)
+    assert 1 <= segments(rig)["m"] <= 4
+    assert bytes_of(rig) <= less.capacity_bytes
+    assert node.store([500]) == [Committed.OK]
+
+
+def test_the_reserve_of_the_disk_is_kept() -> None:
+    rig = PathRig(4, min_free_bytes=1 << 20)
+    node = RigNode(rig, "m")
+    node.store([1])
+    used = sum(len(each.data) for each in rig.fs._nodes.values())
+    rig.fs.size_bytes = used + (1 << 20) + 4 * BLOCK_BYTES
+    for start in range(100, 160, 4):
+        node.store(list(range(start, start + 4)), steps=300)
+        rig.step(seconds=1.0)
+    assert rig.fs.free_bytes(ROOT) >= 1 << 20
+    assert segments(rig)["m"] == 1
+
+
+def test_no_more_is_granted_than_the_budget_of_the_day() -> None:
+    rig = shared(write_budget_bytes=20 * BLOCK_BYTES)
+    one, two = RigNode(rig, "one"), RigNode(rig, "two")
+    assert len(one.store(list(range(8)))) == 8
+    assert len(two.store(list(range(8)))) == 8
+    one.ask(list(range(100, 108)))
+    rig.step(4, seconds=1.0)
+    (answer,) = one.grants()
+    assert answer.why is Why.BUDGET
+    assert sum(slot >= 0 for slot in slots_in(answer)) == 4
+    two.ask([200])
+    rig.step(4, seconds=1.0)
+    (nothing,) = two.grants()
+    assert nothing.why is Why.BUDGET and slots_in(nothing) == [-2]
+    assert rig.take(two.client, TierFigures)[-1].budget_left_bytes == 0
+    rig.kill()
+    rig.start()
+    one = RigNode(rig, "one")
+    assert len(one.store(list(range(100, 140)))) == 4, "what was not committed was not written"
+    rig.wall.advance(86_400 * 2)
+    assert len(one.store(list(range(300, 308)), steps=300)) == 8
+
+
+def test_a_failed_path_rests_and_the_other_one_takes_the_writes() -> None:
+    roots = (Path("/one"), Path("/two"))
+    rig = PathRig(8, roots=roots)
+    node = RigNode(rig)
+    node.store(list(range(16)))
+    node.ask([100, 101])
+    rig.step(4, seconds=0.01)
+    (answer,) = node.grants()
+    slots = slots_in(answer)
+    bad = slots[0] // 8 % 2
+    rig.send(node.client, Release(answer.slots, has_failed=True))
+    rig.step()
+    for start in range(200, 232, 4):
+        node.ask(list(range(start, start + 4)))
+        rig.step(4, seconds=0.01)
+        for each in node.grants():
+            granted = [slot for slot in slots_in(each) if slot >= 0]
+            assert all(slot // 8 % 2 != bad for slot in granted)
+            node.commit(range(start, start + len(granted)), granted, each.epoch)
+
+
+def test_a_grant_waits_for_a_segment_that_is_being_made() -> None:
+    executor = SteppingExecutor()
+    rig = PathRig(executor=executor)
+    node = RigNode(rig)
+    node.ask([1, 2])
+    rig.step(3, seconds=0.01)
+    assert node.grants() == []
+    executor.run_all()
+    rig.step(2, seconds=0.01)
+    (answer,) = node.grants()
+    assert all(slot >= 0 for slot in slots_in(answer))
+
+
+def test_a_grant_is_answered_when_no_segment_comes() -> None:
+    rig = PathRig(executor=SteppingExecutor())
+    node = RigNode(rig)
+    rig.send(node.client, Grant(1, [key_of(1)]))
+    rig.step(3, seconds=0.6)
+    (answer,) = node.grants()
+    assert (slots_in(answer), answer.why) == ([-2], Why.LATER)
+
+
+def test_two_engines_of_one_model_hit_as_often_as_one_with_the_whole_tier() -> None:
+    """The load is skewed: one engine asks nine times as often, for its own part of the keys."""
+    ratios = []
+    for engines in (1, 2):
+        rng = random.Random(7)
+        rig = PathRig(segments=8)
+        nodes = [RigNode(rig) for _ in range(engines)]
+        hits = 0
+        for _ in range(3000):
+            is_busy = rng.random() < 0.9
+            key = int(rng.paretovariate(0.6)) % 400 + (0 if is_busy else 1000)
+            node = nodes[-1 if is_busy else 0]
+            if node.held([key]):
+                hits += 1
+                rig.send(node.client, Touch([key_of(key)]))
+            else:
+                node.store([key])
+        ratios.append(hits / 3000)
+    assert 0.3 < ratios[0] < 0.95
+    assert abs(ratios[0] - ratios[1]) < 0.01

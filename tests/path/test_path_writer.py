@@ -1,0 +1,132 @@
+"""The writer of a path: grants, commits, evictions, resets, and who is served."""
+
+from __future__ import annotations
+
+from support.path_rig import PathRig, RigNode, key_of, slots_in
+
+from kvcascade.tiers.nvme.path.path_messages import (
+    ALREADY_SLOT,
+    PROTOCOL,
+    Bad,
+    Committed,
+    Epoch,
+    RefusedWhy,
+    Removed,
+    Reset,
+    Stored,
+    Touch,
+    Why,
+)
+
+
+def test_a_committed_block_is_found_and_offered_once() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    assert node.store([1, 2, 3]) == [Committed.OK] * 3
+    assert node.held([1, 2, 3, 4]) == [1, 2, 3]
+    node.ask([2, 9])
+    rig.step()
+    (answer,) = node.grants()
+    assert slots_in(answer)[0] == ALREADY_SLOT
+    assert slots_in(answer)[1] >= 0
+    assert answer.why is Why.GRANTED
+
+
+def test_two_nodes_that_store_one_block_keep_one() -> None:
+    rig = PathRig()
+    first, second = RigNode(rig), RigNode(rig)
+    for node in (first, second):
+        node.ask([7])
+    rig.step(2)
+    (one,), (two,) = first.grants(), second.grants()
+    assert slots_in(one) != slots_in(two)
+    first.commit([7], slots_in(one), one.epoch)
+    second.commit([7], slots_in(two), two.epoch)
+    rig.step()
+    assert first.outcomes() == [[Committed.OK]]
+    assert second.outcomes() == [[Committed.ALREADY]]
+    space = next(iter(rig.writer.namespaces.values())).space
+    assert (space.used, space.granted) == (1, 0)
+
+
+def test_the_least_recently_used_leave() -> None:
+    rig = PathRig(segments=2, slots_per_segment=64)
+    node = RigNode(rig)
+    first = list(range(64))
+    node.store(first)
+    node.store(list(range(64, 128)))
+    rig.send(node.client, Touch([key_of(key) for key in first[:32]]))
+    rig.step()
+    assert node.store(list(range(200, 232))) == [Committed.OK] * 32
+    assert node.held(first[:32]) == first[:32]
+    assert len(node.held(first[32:])) <= 32 - 31
+    gone = [key for message in rig.take(node.client, Removed) for key in message.keys]
+    assert set(gone) >= {key_of(key) for key in first[33:]}
+
+
+def test_grants_end_with_their_node() -> None:
+    rig = PathRig(segments=1)
+    dead, alive = RigNode(rig), RigNode(rig)
+    dead.ask(list(range(8)))
+    rig.step(3)
+    assert len(dead.grants()) == 1
+    alive.ask([100])
+    rig.step(seconds=2.0)
+    (answer,) = alive.grants()
+    assert answer.why is Why.FULL
+    rig.writer.disconnect(dead.client)
+    assert alive.store(list(range(8))) == [Committed.OK] * 8
+
+
+def test_no_block_crosses_a_reset() -> None:
+    rig = PathRig()
+    node, other = RigNode(rig), RigNode(rig)
+    node.store([1, 2])
+    node.ask([3])
+    rig.step()
+    (answer,) = node.grants()
+    rig.send(other.client, Reset(77))
+    rig.step()
+    (epoch,) = rig.take(other.client, Epoch)
+    assert (epoch.epoch, epoch.request) == (1, 77)
+    assert [e.epoch for e in rig.take(node.client, Epoch)] == [1]
+    node.commit([3], slots_in(answer), answer.epoch)
+    rig.step()
+    assert node.outcomes() == [[Committed.STALE]]
+    assert node.held([1, 2, 3]) == []
+    assert node.store([1]) == [Committed.OK]
+
+
+def test_a_damaged_block_is_removed_if_its_entry_still_says_the_same() -> None:
+    rig = PathRig()
+    node = RigNode(rig, wants_events=True)
+    node.store([1, 2])
+    stored = [key for message in rig.take(node.client, Stored) for key in message.keys]
+    assert stored == [key_of(1), key_of(2)]
+    presence = next(iter(rig.writer.namespaces.values())).presence
+    keys = [key_of(1), key_of(2)]
+    slots = presence.find_many(keys)
+    right, wrong = presence.checksum_of(int(slots[0])), 5
+    sums = right.to_bytes(8, "little") + wrong.to_bytes(8, "little")
+    rig.send(node.client, Bad(keys, slots.astype("<i4").tobytes(), sums))
+    rig.step()
+    assert node.held([1, 2]) == [2]
+    assert [message.keys for message in rig.take(node.client, Removed)] == [[key_of(1)]]
+
+
+def test_other_versions_and_other_paths_are_refused() -> None:
+    rig = PathRig()
+    assert RigNode(rig, protocol=PROTOCOL + 1).refused[0].why is RefusedWhy.PROTOCOL
+    refused = RigNode(rig, paths=["/path", "/other"]).refused[0]
+    assert refused.why is RefusedWhy.PATHS
+    assert "/path" in refused.text and "/other" in refused.text
+
+
+def test_a_killed_writer_s_successor_has_everything() -> None:
+    rig = PathRig()
+    RigNode(rig).store([1, 2, 3])
+    rig.kill()
+    rig.start()
+    node = RigNode(rig)
+    assert node.held([1, 2, 3]) == [1, 2, 3]
+    assert node.store([3, 4]) == [Committed.OK]

@@ -1,0 +1,250 @@
+"""Faults that the writer of a path meets: an index that fails, and messages that make no sense."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from support.path_rig import PathRig, RigNode, int32, key_of, slots_in, uint64
+
+from kvcascade.errors import CorruptionError
+from kvcascade.tiers.nvme.path.block_table import ApplyOutcome
+from kvcascade.tiers.nvme.path.path_messages import (
+    MAX_KEYS_PER_MESSAGE,
+    Ask,
+    Bad,
+    Commit,
+    CommitDone,
+    Committed,
+    Epoch,
+    FromNode,
+    Grant,
+    Granted,
+    Hello,
+    Read,
+    Release,
+    Reset,
+    Retire,
+    Touch,
+    Why,
+)
+from kvcascade.tiers.nvme.path.writer.namespace_writer import MAX_WAITING_PER_CLIENT
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (ApplyOutcome.IO_ERROR, Committed.IO_ERROR),
+        (ApplyOutcome.NO_SPACE, Committed.NO_SPACE),
+    ],
+)
+def test_a_commit_that_the_index_refuses_frees_its_slots(
+    failure: ApplyOutcome, code: Committed
+) -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1])
+    (disk,) = rig.disks.values()
+    disk.failures = [failure]
+    assert node.store([2, 3]) == [code, code]
+    assert node.held([1, 2, 3]) == [1]
+    space = next(iter(rig.writer.namespaces.values())).space
+    assert (space.used, space.granted) == (1, 0)
+    assert node.store([2, 3]) == [Committed.OK] * 2
+
+
+def test_an_eviction_that_the_index_refuses_removes_nothing() -> None:
+    rig = PathRig(segments=1)
+    node = RigNode(rig)
+    node.store(list(range(8)))
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR]
+    node.ask([100])
+    rig.step()
+    assert node.held(list(range(8))) == list(range(8))
+    rig.step(3, seconds=0.6)
+    (answer,) = node.grants()
+    assert slots_in(answer)[0] >= 0, "the next attempt succeeds"
+
+
+def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is() -> None:
+    rig = PathRig()
+    node, other = RigNode(rig), RigNode(rig)
+    node.store([1, 2])
+    node.ask([3])
+    rig.step()
+    (answer,) = node.grants()
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR] * 3
+    rig.send(other.client, Reset(5))
+    rig.step()
+    assert rig.take(other.client, Epoch) == []
+    assert node.held([1, 2]) == [], "no older block is served meanwhile"
+    node.commit([3], slots_in(answer), answer.epoch)
+    rig.step()
+    assert node.outcomes() == [[Committed.STALE]]
+    rig.step(3)
+    (epoch,) = rig.take(other.client, Epoch)
+    assert (epoch.epoch, epoch.request) == (1, 5)
+    assert node.store([1]) == [Committed.OK]
+    rig.kill()
+    rig.start()
+    assert RigNode(rig).held([1, 2, 3]) == [1]
+
+
+def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1, 2])
+    (disk,) = rig.disks.values()
+    disk.failures = [ApplyOutcome.IO_ERROR] * 10
+    rig.send(node.client, Reset(5))
+    rig.step()
+    rig.kill()
+    disk.failures.clear()
+    rig.start()
+    node = RigNode(rig)
+    assert node.held([1, 2]) == [1, 2]
+    rig.send(node.client, Reset(6))
+    rig.step()
+    assert [each.epoch for each in rig.take(node.client, Epoch)] == [1]
+    assert node.held([1, 2]) == []
+
+
+def test_a_broken_index_ends_the_writer_and_the_next_one_goes_on() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1])
+    setattr(next(iter(rig.writer.namespaces.values())).table, "has_panicked", True)  # noqa: B010
+    node.ask([2])
+    with pytest.raises(CorruptionError, match="the next writer opens it again"):
+        rig.step()
+    rig.kill()
+    rig.start()
+    assert RigNode(rig).held([1]) == [1]
+
+
+def test_a_segment_that_cannot_be_made_is_tried_again_later() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    rig.fs.fail("preallocate", errno.ENOSPC)
+    assert node.store([1], steps=300) == []
+    rig.step(seconds=31.0)
+    assert node.store([1]) == [Committed.OK]
+
+
+def test_a_disk_without_room_for_the_order_of_eviction_costs_recency_only() -> None:
+    rig = PathRig()
+    rig.fs.fail("preallocate", errno.ENOSPC, skip=1, times=2)  # the first is the presence table
+    node = RigNode(rig)
+    assert node.store([1, 2]) == [Committed.OK] * 2
+    rig.close()
+    rig.start()
+    assert RigNode(rig).held([1, 2]) == [1, 2]
+
+
+NONSENSE: list[FromNode] = [
+    Grant(1, [b""]),
+    Grant(2, [b"x" * 65]),
+    Grant(3, [key_of(1)] * (MAX_KEYS_PER_MESSAGE + 1)),
+    Grant(4, []),
+    Commit(5, 0, [key_of(1)], b"abc", b"abc"),
+    Commit(6, 0, [key_of(1)], int32([-1]), uint64([1])),
+    Commit(7, 9, [key_of(1)], int32([2**31 - 1]), uint64([1])),
+    Commit(8, -1, [b""], int32([0]), uint64([1])),
+    Commit(9, 0, [], b"", b""),
+    Commit(10, 0, [key_of(1), key_of(1)], int32([0, 0]), uint64([1, 2])),
+    Release(b"\0"),
+    Release(int32([-1, 0, 2**31 - 1]), has_failed=True),
+    Bad([key_of(9)], b"", uint64([1])),
+    Bad([b""], int32([0]), uint64([1])),
+    Touch([b""], is_chain=True),
+    Touch([key_of(9)] * 3, is_settle=True),
+    Read(-5),
+    Ask(11, "stat", b"\xff"),
+    Ask(12, "shrink", b"[]"),
+    Retire(0),
+]
+
+
+def test_messages_without_sense_change_nothing_and_stop_nobody() -> None:
+    rig = PathRig()
+    honest, other = RigNode(rig), RigNode(rig)
+    honest.store([9])
+    for message in NONSENSE:
+        rig.send(other.client, message)
+        rig.step(seconds=0.01)
+    rig.step(5, seconds=1.0)
+    assert {m.request for m in rig.take(other.client, Granted)} >= {1, 2, 3, 4}
+    done = rig.take(other.client, CommitDone)
+    assert {m.request for m in done} == {5, 6, 7, 8, 9, 10}
+    assert {code for m in done for code in m.outcomes} == {Committed.STALE}
+    assert honest.held([1, 9]) == [9]
+    assert honest.store([1]) == [Committed.OK]
+    assert not rig.writer.wants_close
+
+
+def test_a_connection_without_a_hello_gets_nothing() -> None:
+    rig = PathRig()
+    node = RigNode(rig, protocol=99)
+    for message in NONSENSE:
+        rig.send(node.client, message)
+    rig.step()
+    assert all(slot == -2 for m in rig.take(node.client, Granted) for slot in slots_in(m))
+    assert {code for m in rig.take(node.client, CommitDone) for code in m.outcomes} == {
+        Committed.STALE
+    }
+
+
+def test_one_key_twice_in_a_grant_gets_one_slot() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.ask([1, 1, 2])
+    rig.step(2)
+    (answer,) = node.grants()
+    first, again, second = slots_in(answer)
+    assert first == again != second
+    assert next(iter(rig.writer.namespaces.values())).space.granted == 2
+    node.commit([1, 1, 2], [first, again, second], answer.epoch)
+    rig.step()
+    assert node.outcomes() == [[Committed.OK, Committed.STALE, Committed.OK]]
+
+
+def test_too_many_grants_of_one_node_are_answered_at_once() -> None:
+    rig = PathRig(segments=1)
+    greedy, other = RigNode(rig), RigNode(rig)
+    greedy.ask(list(range(8)))
+    rig.step(2)
+    greedy.grants()
+    for number in range(MAX_WAITING_PER_CLIENT + 3):
+        greedy.ask([100 + number])
+    other.ask([300])
+    rig.step(2, seconds=0.01)
+    answers = greedy.grants()
+    assert len(answers) >= 3 and {each.why for each in answers} <= {Why.LATER, Why.FULL}
+    rig.step(3, seconds=1.0)
+    assert len(other.grants()) == 1
+
+
+def test_a_newer_version_makes_the_writer_close_and_others_come_back() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store([1])
+    rig.send(node.client, Retire(2))
+    rig.step()
+    assert rig.writer.wants_close
+    assert RigNode(rig).refused[0].why.value == "closing"
+    rig.close()
+    rig.start()
+    assert RigNode(rig).held([1]) == [1]
+
+
+def test_a_second_hello_is_ignored() -> None:
+    rig = PathRig(120)
+    node = RigNode(rig)
+    assert node.welcome is not None
+    spec = RigNode(rig, "second").spec
+    rig.send(node.client, Hello(1, "again", ("/path",), spec, rig.options))
+    rig.step()
+    assert node.store([1]) == [Committed.OK]
+    assert rig.writer.namespaces[node.welcome.folder].space.used == 1

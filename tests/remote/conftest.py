@@ -1,0 +1,30 @@
+"""Real servers, started once for each test run and emptied for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.remote_servers import S3Server, ServerProcess, redis_command, redis_server
+
+
+@pytest.fixture(scope="session")
+def _one_redis() -> Iterator[ServerProcess]:
+    server = redis_server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis(_one_redis: ServerProcess) -> ServerProcess:
+    """An empty server that runs."""
+    redis_command(_one_redis.port, "FLUSHALL")
+    return _one_redis
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A server for all tests; each makes a bucket of its own."""
+    server = S3Server()
+    yield server
+    server.kill()

@@ -1,0 +1,247 @@
+"""The engine for buckets and folders, against moto and a folder."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from contract.remote_contract import LIMIT_S, RemoteContract, an_object, buffers, names
+from support.remote_servers import HOST, S3Server, free_port
+from support.waiting import wait_until
+
+from kvcascade.errors import ConfigError
+from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
+
+pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
+
+from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
+    ObjectStoreEngine,
+    ObjectStoreOptions,
+    open_object_store,
+)
+
+OK, ABSENT, DENIED = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.DENIED
+TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
+SECRETS = {"access_key_id": "id-in-test", "secret_access_key": "secret-in-test"}
+SLACK_S = 2.0
+
+
+def bucket_at(
+    endpoint: str, bucket: str, timeout_s: float = 10.0, **settings: str
+) -> ObjectStoreEngine:
+    return open_object_store(
+        ObjectStoreOptions(
+            f"s3://{bucket}/pre/fix",
+            timeout_s,
+            timeout_s,
+            endpoint=endpoint,
+            region="us-east-1",
+            settings=SECRETS | settings,
+        )
+    )
+
+
+class TestFolder(RemoteContract):
+    @pytest.fixture
+    def engine(self, tmp_path: Path) -> Iterator[RemoteEngine]:
+        self.folder = tmp_path / "made" / "here"
+        made = open_object_store(ObjectStoreOptions(self.folder.as_uri(), 10.0, 10.0))
+        yield made
+        made.close()
+
+    def spoil(self, engine: RemoteEngine, name: str, data: bytes) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+class TestS3(RemoteContract):
+    @pytest.fixture
+    def engine(self, s3: S3Server) -> Iterator[RemoteEngine]:
+        self.at = f"{s3.endpoint}/{(bucket := uuid.uuid4().hex)}"
+        s3.make_bucket(bucket)
+        made = bucket_at(s3.endpoint, bucket)
+        yield made
+        made.close()
+
+    def spoil(self, engine: RemoteEngine, name: str, data: bytes) -> None:
+        asked = urllib.request.Request(f"{self.at}/pre/fix/{name}", data=data, method="PUT")
+        urllib.request.urlopen(asked, timeout=10).close()
+
+
+def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
+    engine = bucket_at(s3.endpoint, "nobody-made-this")
+    assert engine.get_into(names(1), buffers(1), LIMIT_S) == [DENIED]
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [DENIED]
+    assert engine.counter("space/generation", 1, LIMIT_S).outcome in (DENIED, IO_ERROR)
+    engine.close()
+
+
+def test_nobody_there_is_an_outcome() -> None:
+    engine = bucket_at(f"http://{HOST}:{free_port()}", "bucket")
+    assert engine.exist_many(names(3), LIMIT_S) == [IO_ERROR] * 3
+    assert engine.get_into(names(1), buffers(1), LIMIT_S) == [IO_ERROR]
+    assert engine.put(names(2), [an_object(1)] * 2, LIMIT_S) == [IO_ERROR] * 2
+    assert engine.remove(names(1), LIMIT_S) == [IO_ERROR]
+    assert engine.counter("a", 1, LIMIT_S).outcome is IO_ERROR
+    assert engine.advance("a", 1, LIMIT_S).outcome is IO_ERROR
+    engine.close()
+
+
+def test_a_stopped_server_costs_the_timeout_and_no_more() -> None:
+    server = S3Server()
+    try:
+        server.make_bucket("bucket")
+        engine = bucket_at(server.endpoint, "bucket", timeout_s=1.0)
+        assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
+        server.stop()
+        calls: tuple[Callable[[], list[RemoteOutcome]], ...] = (
+            lambda: engine.exist_many(names(8), LIMIT_S),
+            lambda: engine.get_into(names(8), buffers(8), LIMIT_S),
+            lambda: engine.put(names(8, 5), [an_object(3)] * 8, LIMIT_S),
+        )
+        for call in calls:
+            begun_s = monotonic()
+            assert call() == [TIMED_OUT] * 8
+            assert monotonic() - begun_s < 1.0 + SLACK_S, "one timeout, not eight"
+        begun_s = monotonic()
+        late = engine.exist_many(names(200), 0.1)
+        assert set(late) == {TIMED_OUT} and monotonic() - begun_s < 1.1 + SLACK_S
+        server.go_on()  # it first answers what nobody waits for any more
+        wait_until(lambda: engine.exist_many(names(1), LIMIT_S) == [OK], 60, 0.1)
+        engine.close()
+    finally:
+        server.go_on()
+        server.kill()
+
+
+def test_a_server_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None:
+    """The late-write test of engines whose library receives into memory of its own."""
+    goes_on, has_sent = threading.Event(), threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            head = b"HTTP/1.1 200 OK\r\nContent-Length: 131264\r\nETag: x\r\n"
+            date = b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n"
+            connection.sendall(head + date + b"\xbd" * 60_000)
+            goes_on.wait(10.0)
+            try:
+                connection.sendall(b"\xbd" * 71_264)
+            except OSError:
+                pass  # the engine closed the connection
+            has_sent.set()
+
+    with socket.create_server((HOST, 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        endpoint = f"http://{HOST}:{server.getsockname()[1]}"
+        engine = bucket_at(endpoint, "bucket", timeout_s=0.3)
+        (buffer,) = buffers(1)
+        (outcome,) = engine.get_into(names(1), [buffer], LIMIT_S)
+        assert outcome in (TIMED_OUT, IO_ERROR)
+        goes_on.set()
+        assert has_sent.wait(10.0)
+        assert len(buffer.header) == len(buffer.payload) == 0, "nothing was handed over"
+        engine.close()
+        thread.join(10.0)
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """Answers every request with the status that the last part of its path names."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status = int(self.path.rpartition("/")[2])
+        self.server.seen.append(status)  # type: ignore[attr-defined]
+        body = b"<Error><Code>SlowDown</Code></Error>"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD = _answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def refusing() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer((HOST, 0), _Refusing)
+    server.seen = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10.0)
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "status, read, written",
+    [
+        (401, DENIED, DENIED),
+        (403, DENIED, DENIED),
+        (404, ABSENT, DENIED),
+        (409, RemoteOutcome.EXISTS, RemoteOutcome.EXISTS),
+        (412, RemoteOutcome.EXISTS, RemoteOutcome.EXISTS),
+        (429, RemoteOutcome.BUSY, RemoteOutcome.BUSY),
+        (500, IO_ERROR, IO_ERROR),
+        (503, RemoteOutcome.BUSY, RemoteOutcome.BUSY),
+        (507, RemoteOutcome.NO_SPACE, RemoteOutcome.NO_SPACE),
+    ],
+)
+def test_what_a_status_means(
+    refusing: ThreadingHTTPServer, status: int, read: RemoteOutcome, written: RemoteOutcome
+) -> None:
+    engine = bucket_at(f"http://{HOST}:{refusing.server_port}", "bucket")
+    assert engine.get_into([str(status)], buffers(1), LIMIT_S) == [read]
+    assert engine.exist_many([str(status)], LIMIT_S) == [read]
+    assert engine.put([str(status)], [an_object(1)], LIMIT_S) == [written]
+    assert refusing.seen == [status] * 3, "nothing is tried twice"  # type: ignore[attr-defined]
+    engine.close()
+
+
+def test_credentials_come_from_the_environment_too(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    s3.make_bucket("of-environment")
+    options = ObjectStoreOptions("s3://of-environment", 10.0, 10.0, s3.endpoint, "us-east-1")
+    engine = open_object_store(options)
+    assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
+    engine.close()
+
+
+def test_credentials_are_shown_nowhere(s3: S3Server) -> None:
+    options = ObjectStoreOptions("s3://b", 1.0, 1.0, s3.endpoint, settings=SECRETS)
+    engine = open_object_store(options)
+    assert "in-test" not in repr(options) + repr(engine)
+    engine.close()
+    with pytest.raises(ConfigError) as caught:
+        bucket_at(s3.endpoint, "b", no_such_setting="secret-in-test")
+    assert "in-test" not in str(caught.value) and caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url, settings",
+    [
+        ("gs://bucket/prefix", {"skip_signature": "true"}),
+        ("az://container/prefix", {"account_name": "account", "skip_signature": "true"}),
+    ],
+)
+def test_other_providers_open_without_asking_anything(url: str, settings: dict[str, str]) -> None:
+    open_object_store(ObjectStoreOptions(url, 1.0, 1.0, settings=settings)).close()

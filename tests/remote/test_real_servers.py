@@ -1,0 +1,315 @@
+"""The remote store over real servers that are stopped, killed, throttled and tampered with."""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any
+
+import pytest
+from support.clock import ManualClock
+from support.keys import key, keys
+from support.network import other_host
+from support.project import ROOT
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, UNTOUCHED, RemoteRig, content
+from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
+from support.remote_twin import RemoteTwin
+from support.waiting import wait_until
+
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.breaker import REST_S
+from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.presence import Presence
+from kvcascade.tiers.remote.remote_store import EndedKind, RemoteEnded
+from kvcascade.tiers.remote.resp import Address, Login
+from kvcascade.tiers.remote.uploads import Offer
+from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions
+
+OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
+TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
+ROUNDS, PAUSE_S = 4000, 0.002
+TIMEOUT_S = 1.0
+SLACK_S = 2.0
+"""Time by which a loaded machine may exceed a limit."""
+
+
+class RealClock(ManualClock):
+    """Real time, which a test may move ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def __call__(self) -> float:
+        return monotonic() + self.now_s
+
+
+class Host(RemoteRig):
+    """A host with threads of its own."""
+
+    def __init__(self, engine: RemoteEngine, **changes: object) -> None:
+        self.threads = ThreadPoolExecutor(THROUGH.threads)
+        given: dict[str, Any] = {"clock": RealClock(), **changes}
+        super().__init__(engine, self.threads, **given)
+        self.engine = engine
+
+    def ended(self, ticket: int, kind: EndedKind) -> list[RemoteOutcome]:
+        return self.all_ended({ticket})[ticket]
+
+    def all_ended(self, tickets: set[int]) -> dict[int, list[RemoteOutcome]]:
+        """The outcomes of these calls, which must be all that end."""
+        found: list[RemoteEnded] = []
+
+        def have_ended() -> bool:
+            found.extend(self.store.poll())
+            return {ended.ticket for ended in found} >= tickets
+
+        wait_until(have_ended, ROUNDS, PAUSE_S)
+        assert len(found) == len(tickets)
+        return {ended.ticket: list(ended.outcomes) for ended in found}
+
+    def close(self) -> None:
+        assert self.store.close(10.0), "every call ends within its timeout"
+        self.threads.shutdown()
+
+
+Open = Callable[..., Host]
+
+
+def valkey_at(server: ServerProcess, timeout_s: float = TIMEOUT_S) -> ValkeyEngine:
+    login = Login(timeout_s, timeout_s)
+    return ValkeyEngine(ValkeyOptions(Address(server.host, server.port), login))
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    """A Redis that the test may do anything to."""
+    made = redis_server()
+    yield made
+    made.go_on()
+    made.kill()
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[RemoteEngine], Host]]:
+    hosts: list[Host] = []
+
+    def start(engine: RemoteEngine, **changes: object) -> Host:
+        hosts.append(Host(engine, **changes))
+        return hosts[-1]
+
+    yield start
+    for host in hosts:
+        host.close()
+
+
+def test_two_hosts_share_blocks_through_redis(redis: ServerProcess, opened: Open) -> None:
+    first, second = (opened(valkey_at(redis, 5.0)) for _ in range(2))
+    assert first.write(keys(40)) == [OK] * 40
+    assert second.look(keys(50)) == [OK] * 40 + [ABSENT] * 10
+    assert second.read(keys(40)) == [OK] * 40
+    second.store.reset()
+    wait_until(lambda: not second.store.state().is_reset_pending, ROUNDS, PAUSE_S)
+    assert second.read(keys(40)) == [ABSENT] * 40
+
+
+def test_the_lines_of_the_page_open_a_store(redis: ServerProcess) -> None:
+    page = (ROOT / "docs" / "remote.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(lines.replace("127.0.0.1:6379", f"{redis.host}:{redis.port}"), names)
+    store = names["store"]
+    found: list[RemoteEnded] = []
+    block = memoryview(bytes(512 << 10))
+    assert store.offer(1, [key(1)], [block]) == [Offer.QUEUED]
+
+    def has_ended() -> bool:
+        found.extend(store.poll())
+        return bool(found)
+
+    wait_until(has_ended, ROUNDS, PAUSE_S)
+    assert list(found[0].outcomes) == [OK]
+    assert store.close(10.0)
+    names["threads"].shutdown()
+
+
+def test_two_hosts_share_blocks_through_s3(s3: S3Server, opened: Open) -> None:
+    pytest.importorskip("obstore")
+    from remote.test_object_store import bucket_at
+
+    s3.make_bucket(bucket := uuid.uuid4().hex)
+    first, second = (opened(bucket_at(s3.endpoint, bucket), deadline_s=20.0) for _ in range(2))
+    assert first.write(keys(20)) == [OK] * 20
+    assert second.look([*keys(20), *keys(100, 180)]) == [OK] * 20 + [ABSENT] * 80
+    assert second.read(keys(20)) == [OK] * 20
+    asked = second.store.counters.verbs
+    assert sum(v.requests for v in asked.values()) <= 31 + 20
+    second.store.reset()
+    wait_until(lambda: not second.store.state().is_reset_pending, ROUNDS, PAUSE_S)
+    assert second.read(keys(20)) == [ABSENT] * 20
+
+
+def test_a_stopped_server_costs_one_deadline_and_is_used_again(
+    server: ServerProcess, opened: Open
+) -> None:
+    host = opened(valkey_at(server), deadline_s=TIMEOUT_S)
+    host.write(keys(8))
+    server.stop()
+    begun_s = monotonic()
+    assert host.look(keys(100, 104)) == [TIMED_OUT] * 4
+    assert monotonic() - begun_s < TIMEOUT_S + SLACK_S
+    wait_until(lambda: not host.store._asking.is_open, ROUNDS, PAUSE_S)
+    begun_s = monotonic()
+    for start in range(200, 300, 4):
+        assert host.look(keys(start, start + 4)) == [RESTING] * 4
+        assert host.store.presence(key(start)) is Presence.ABSENT
+    assert monotonic() - begun_s < 5 * TIMEOUT_S, "25 lookups, and nobody waits any more"
+    server.go_on()
+    wait_until(lambda: host.store._asking.is_idle, ROUNDS, PAUSE_S)
+    host.clock.advance(REST_S + 0.1)
+    assert host.look(keys(300, 304)) == [ABSENT] * 4
+    assert host.read(keys(8)) == [OK] * 8
+
+
+def test_a_killed_server_costs_misses(server: ServerProcess, opened: Open) -> None:
+    host = opened(valkey_at(server))
+    host.write(keys(8))
+    server.kill()
+    for start in range(0, 400, 100):
+        assert not {OK, TIMED_OUT} & {*host.look(keys(start + 100, start + 104))}
+    assert OK not in host.read(keys(8))
+    assert {*host.begin_write(keys(50, 60))[1]} <= {Offer.QUEUED, Offer.RESTING}
+    server.start()
+    host.store.poll()
+    host.clock.advance(31.0)  # beyond rests and what is remembered
+    assert host.look(keys(8)) == [ABSENT] * 8, "it came back empty"
+    host.clock.advance(REST_S + 0.1)
+    assert host.write(keys(8)) == [OK] * 8 and host.read(keys(8)) == [OK] * 8
+
+
+def test_a_server_that_is_killed_again_and_again_serves_no_wrong_byte(
+    server: ServerProcess, opened: Open
+) -> None:
+    host = opened(valkey_at(server, 2.0), deadline_s=4.0, payload_bytes=256 << 10)
+    draw = random.Random(5)
+    read_blocks = 0
+    for _ in range(4):
+        tickets: set[int] = set()
+        reads: dict[int, tuple[Sequence[BlockHash], list[memoryview]]] = {}
+        for _ in range(6):
+            some = [key(draw.randrange(24)) for _ in range(6)]
+            ticket, answers = host.begin_write([*dict.fromkeys(some)])
+            tickets |= {ticket} if Offer.QUEUED in answers else set()
+            wanted, slots = [key(draw.randrange(24)) for _ in range(6)], host.slots(6)
+            reads[ticket := host.ticket()] = (wanted, slots)
+            host.store.get(ticket, wanted, slots)
+            tickets.add(ticket)
+        server.kill()
+        server.start()
+        for ticket, outcomes in host.all_ended(tickets).items():
+            if ticket in reads:
+                host.check(*reads[ticket], outcomes)
+                read_blocks += outcomes.count(OK)
+        host.clock.advance(31.0)  # beyond rests and what is remembered
+        assert host.write([*keys(24)]) == [OK] * 24
+        assert host.read(keys(24)) == [OK] * 24
+        read_blocks += 24
+        host.clock.advance(31.0)
+    assert read_blocks >= 96
+
+
+def test_a_slow_link_ends_at_the_deadline() -> None:
+    """100 Mbit: 64 blocks of 256 KiB would take more than a second."""
+    with other_host() as other:
+        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        try:
+            host = Host(valkey_at(server, 5.0), deadline_s=0.5, payload_bytes=256 << 10)
+            assert host.write(keys(64)) == [OK] * 64
+            other.limit("100mbit")
+            slots, ticket = host.slots(64), host.ticket()
+            begun_s = monotonic()
+            host.store.get(ticket, keys(64), slots)
+            outcomes = host.ended(ticket, EndedKind.READ)
+            assert monotonic() - begun_s < 0.5 + SLACK_S
+            host.check(keys(64), slots, outcomes)
+            assert TIMED_OUT in outcomes
+            before = [bytes(slot) for slot in slots]
+            host.close()
+            assert [bytes(slot) for slot in slots] == before, "nothing came after the end"
+        finally:
+            server.kill()
+
+
+def test_a_link_that_is_cut_costs_one_deadline() -> None:
+    with other_host() as other:
+        server = redis_server("--protected-mode", "no", host=other.address, within=other.within)
+        try:
+            host = Host(valkey_at(server), deadline_s=TIMEOUT_S)
+            host.write(keys(4))
+            other.cut()
+            begun_s = monotonic()
+            assert host.read(keys(4)) == [TIMED_OUT] * 4
+            assert monotonic() - begun_s < TIMEOUT_S + SLACK_S
+            other.mend()
+            host.clock.advance(REST_S + 0.1)
+            assert host.read(keys(4)) == [OK] * 4
+            host.close()
+        finally:
+            server.kill()
+
+
+class Tampering:
+    """Damages objects in a twin, as bit rot, a bug or another tenant would."""
+
+    def __init__(self, seed: int, strangers: Sequence[bytes]) -> None:
+        self.draw = random.Random(seed)
+        self.strangers = strangers
+
+    def __call__(self, data: bytes) -> bytes:
+        how = self.draw.randrange(6)
+        if how == 0:  # a flipped bit
+            at = self.draw.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ (1 << self.draw.randrange(8))]) + data[at + 1 :]
+        if how == 1:  # truncated, and as long as before
+            at = self.draw.randrange(len(data))
+            return data[:at] + bytes(len(data) - at)
+        if how == 2:  # truncated
+            return data[: self.draw.randrange(len(data))]
+        if how == 3:  # another block, another model, an older generation
+            return self.draw.choice(self.strangers)
+        if how == 4:  # header of one, payload of another
+            return data[:HEADER_BYTES] + self.draw.choice(self.strangers)[HEADER_BYTES:]
+        return data
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_ten_thousand_damaged_objects_none_is_served(seed: int) -> None:
+    """2,500 for each seed."""
+    twin = RemoteTwin(names_per_call=8)
+    other_model = RemoteRig(twin, fingerprint="model-2")
+    other_model.write(keys(20))
+    rig = RemoteRig(twin)
+    rig.write(keys(20))
+    rig.store.reset()
+    rig.write(keys(20))
+    twin.damage = Tampering(seed, [*twin.held.values()])
+    draw = random.Random(seed)
+    served = damaged = 0
+    while served + damaged < 2500:
+        wanted = [key(draw.randrange(20)) for _ in range(8)]
+        outcomes = rig.read(wanted)  # compares every byte
+        served += outcomes.count(OK)
+        damaged += len(outcomes) - outcomes.count(OK)
+        missing = [k for k in keys(20) if rig.store.presence(k) is not Presence.HELD]
+        if missing:
+            rig.begin_write(missing)
+            rig.store.poll()
+    assert served > 200 and damaged > 1000
+
+
+def test_what_the_rig_compares_is_not_what_it_begins_with() -> None:
+    assert set(content(key(1))) != {UNTOUCHED} and len(content(key(1))) == PAYLOAD_BYTES
+    assert HOST == "127.0.0.1"

@@ -1,0 +1,215 @@
+"""Search of a chain, rates, the memory of answers, and peers that do not keep the protocol."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.clock import ManualClock
+from support.keys import key, keys
+from support.remote_servers import HOST
+from support.remote_twin import RemoteTwin
+from support.waiting import wait_until
+
+from kvcascade.tiers.remote import presence
+from kvcascade.tiers.remote.base import PrivateBuffer, RemoteOutcome
+from kvcascade.tiers.remote.generation import Generation
+from kvcascade.tiers.remote.pacing import TokenBucket
+from kvcascade.tiers.remote.presence import ChainSearch, Presence, PresenceMemory
+from kvcascade.tiers.remote.resp import Address, Login
+from kvcascade.tiers.remote.valkey import ValkeyEngine, ValkeyOptions, hash_slot
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
+def test_a_search_finds_the_end_in_few_requests(length: int, held: int, known: int) -> None:
+    held = min(held, length)
+    search, asked = ChainSearch(length, min(known, held)), 0
+    while probes := search.probes():
+        assert all(0 <= block < length for block in probes) and len(probes) <= presence.WAYS
+        asked += len(probes)
+        search.learn({block: block < held for block in probes})
+    assert search.held == held
+    assert asked <= 1 + 4 * presence.WAYS
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_a_chain_with_holes_ends_the_search_too(there: list[bool]) -> None:
+    search, rounds = ChainSearch(len(there)), 0
+    while probes := search.probes():
+        search.learn({block: there[block] for block in probes})
+        rounds += 1
+    assert search.held == 0 if not there[0] else there[search.held - 1]
+    assert rounds <= 8
+
+
+def test_a_bucket_lets_through_its_rate() -> None:
+    clock = ManualClock()
+    bucket = TokenBucket(1000.0, clock)
+    moved = 0
+    for _ in range(1000):
+        while bucket.take(300):
+            moved += 300
+        clock.advance(0.01)
+    assert 10_000 <= moved <= 11_600
+    assert all(TokenBucket(None, clock).take(1 << 40) for _ in range(3))
+
+
+def test_answers_count_for_their_time_and_their_number_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = ManualClock()
+    memory = PresenceMemory(clock, held_s=30.0, absent_s=5.0)
+    memory.note(0, [key(1)], [key(2)])
+    assert [memory.of(k) for k in keys(1, 4)] == [
+        Presence.HELD,
+        Presence.ABSENT,
+        Presence.UNKNOWN,
+    ]
+    clock.advance(6.0)
+    assert [memory.of(k) for k in keys(1, 3)] == [Presence.HELD, Presence.UNKNOWN]
+    clock.advance(30.0)
+    assert memory.of(key(1)) is Presence.UNKNOWN
+    monkeypatch.setattr(presence, "MAX_REMEMBERED", 10)
+    memory.note(0, keys(100), ())
+    assert sum(memory.of(k) is Presence.HELD for k in keys(100)) == 10
+    memory.clear()
+    memory.note(0, keys(3), ())
+    assert memory.of(key(0)) is Presence.UNKNOWN, "an answer from before is not kept"
+
+
+def test_hash_slots_are_those_of_the_cluster_specification() -> None:
+    assert hash_slot("123456789") == 0x31C3
+    assert hash_slot("foo") == 12182
+
+
+def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
+    """Otherwise a stopped server would cost each of them a time-out, one after the other."""
+    twin, begun, goes_on = RemoteTwin(), threading.Event(), threading.Event()
+
+    def stall(method: str) -> None:
+        begun.set()
+        goes_on.wait(10.0)
+
+    twin.before, twin.fails["counter"] = stall, RemoteOutcome.TIMED_OUT
+    generation = Generation(twin, "space/generation", ManualClock(), lambda: 1.0)
+    with ThreadPoolExecutor(5) as threads:
+        first = threads.submit(generation.current, 1.0)
+        assert begun.wait(10.0)
+        others = [threads.submit(generation.current, 1.0) for _ in range(4)]
+        wait_until(lambda: all(other.running() for other in others), 1000, 0.002)
+        goes_on.set()
+        assert {f.result(10.0).outcome for f in (first, *others)} == {RemoteOutcome.TIMED_OUT}
+    assert twin.calls["counter"] < 5, "a thread that had not begun to wait asks for itself"
+    twin.fails.clear()
+    assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
+
+
+Serve = Callable[[socket.socket], None]
+
+
+@contextmanager
+def peer(serve: Serve) -> Iterator[ValkeyEngine]:
+    """An engine whose server is this function, called for each connection."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    serve(connection)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        login = Login(connect_timeout_s=0.5, stall_s=0.3)
+        engine = ValkeyEngine(ValkeyOptions(Address(HOST, port), login))
+        try:
+            yield engine
+        finally:
+            engine.close()
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10.0)
+
+
+BAD_REPLIES = (
+    b"",
+    b"\r\n",
+    b"$5\r\nhello\r\n",
+    b"*2\r\n$-1\r\n$7\r\nabc\r\n\r\n",
+    b"*2\r\n:1\r\n:2\r\n",
+    b"*2\r\n$99999999999999\r\n",
+    b":12x\r\n",
+    b"x" * 200_000,
+    b"*2\r\n$320\r\n" + bytes(320) + b"garbage instead of an end",
+    b"-MOVED\r\n" * 3,
+    b"-MOVED 1 nowhere:0\r\n" * 3,
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("reply", BAD_REPLIES, ids=range(len(BAD_REPLIES)))
+def test_a_peer_that_breaks_the_protocol_is_an_outcome(reply: bytes) -> None:
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(reply)
+
+    bad = {*RemoteOutcome} - {RemoteOutcome.OK, RemoteOutcome.EXISTS}
+    with peer(serve) as engine:
+        assert engine.get_into(["a"], [PrivateBuffer(4096)], 2.0)[0] in bad
+        assert engine.exist_many(["a", "b"], 2.0)[0] in bad
+        assert engine.counter("a", 1, 2.0).outcome in bad
+        assert engine.advance("a", 1, 2.0).outcome in bad
+
+
+def test_a_peer_that_trickles_costs_the_limit() -> None:
+    """Each byte comes in time, and the whole never does."""
+    is_over = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"*2\r\n$320\r\n")
+        while not is_over.wait(0.05):
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return
+
+    with peer(serve) as engine:
+        begun_s = monotonic()
+        assert engine.get_into(["a"], [PrivateBuffer(4096)], 1.0) == [RemoteOutcome.TIMED_OUT]
+        assert monotonic() - begun_s < 4.0
+        is_over.set()
+
+
+def test_a_peer_that_stops_in_mid_body_and_goes_on_reaches_no_buffer() -> None:
+    """The late-write test of the engine that fills the given memory itself."""
+    goes_on, has_sent = threading.Event(), threading.Event()
+    header = b"*2\r\n$320\r\n" + b"\xbd" * 320 + b"\r\n"
+
+    def serve(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(header + b"$262016\r\n" + b"\xbd" * 100_000)
+        goes_on.wait(10.0)
+        try:
+            connection.sendall(b"\xbd" * 162_016 + b"\r\n")
+        except OSError:
+            pass  # the engine closed the connection
+        has_sent.set()
+
+    with peer(serve) as engine:
+        buffer = PrivateBuffer(262_144)
+        assert engine.get_into(["a"], [buffer], 2.0) == [RemoteOutcome.TIMED_OUT]
+        before = bytes(buffer.payload)
+        goes_on.set()
+        assert has_sent.wait(10.0)
+        assert bytes(buffer.payload) == before and before[150_000:] != b"\xbd" * 112_144

@@ -1,0 +1,532 @@
+"""The remote store: lookups, reads, writes and resets over a twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.executors import SteppingExecutor
+from support.keys import key, keys
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
+from support.remote_twin import RemoteTwin
+
+from kvcascade.tiers.breaker import REST_S
+from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.presence import Presence
+from kvcascade.tiers.remote.remote_counters import Verb
+from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
+from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+
+OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
+TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
+IO_ERROR, DROPPED = RemoteOutcome.IO_ERROR, RemoteOutcome.DROPPED
+LOOKUP, READ, WRITE = EndedKind.LOOKUP, EndedKind.READ, EndedKind.WRITE
+
+
+class TestLookups:
+    def test_what_one_host_wrote_another_one_finds(self) -> None:
+        rig = RemoteRig()
+        assert rig.write(keys(5)) == [OK] * 5
+        other = rig.host()
+        assert other.store.presence(key(0)) is Presence.UNKNOWN
+        assert other.look(keys(7)) == [OK] * 5 + [ABSENT] * 2
+        assert other.store.presence(key(4)) is Presence.HELD
+        assert other.store.presence(key(5)) is Presence.ABSENT
+        assert other.read(keys(7)) == [OK] * 5 + [ABSENT] * 2
+
+    def test_all_chains_of_a_step_are_one_call(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(3))
+        other = rig.host()
+        for ticket in range(5):
+            other.store.ask(ticket, keys(2 * ticket + 1))
+        before = rig.twin.calls["exist_many"]
+        other.store.send()
+        assert rig.twin.calls["exist_many"] == before + 1
+        assert len(rig.twin.asked) == 9, "each block once"
+        ended = {e.ticket: list(e.outcomes) for e in other.store.poll()}
+        assert ended[4] == [OK] * 3 + [ABSENT] * 6 and ended[0] == [OK]
+
+    def test_nothing_is_asked_twice_while_the_answer_is_fresh(self) -> None:
+        rig = RemoteRig(options=StoreOptions(absent_s=5.0, held_s=30.0, when=WriteWhen.THROUGH))
+        assert rig.look(keys(3)) == [ABSENT] * 3
+        for _ in range(3):
+            assert rig.look(keys(3)) == [ABSENT] * 3
+        assert rig.twin.calls["exist_many"] == 1
+        rig.clock.advance(5.1)
+        assert rig.look(keys(3)) == [ABSENT] * 3
+        assert rig.twin.calls["exist_many"] == 2
+
+    def test_nothing_is_asked_that_nobody_waits_for(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping)
+        rig.store.ask(1, keys(3))
+        rig.store.forget(1)
+        rig.store.send()
+        assert len(stepping) == 0 and rig.store.poll() == []
+        rig.store.ask(2, keys(3))
+        rig.store.send()
+        rig.store.forget(2)
+        stepping.run_all()
+        assert rig.twin.calls["exist_many"] == 0 and rig.store.poll() == []
+
+    def test_a_question_ends_at_its_deadline_though_the_call_goes_on(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping, deadline_s=2.0)
+        rig.store.ask(1, keys(3))
+        rig.store.send()
+        rig.clock.advance(1.9)
+        assert rig.store.poll() == []
+        rig.clock.advance(0.2)
+        assert rig.ended(1, LOOKUP) == [TIMED_OUT] * 3
+        stepping.run_all()
+        assert rig.store.poll() == [], "it is reported once"
+        assert rig.twin.calls["exist_many"] == 0, "too late to ask"
+
+    def test_one_deadline_covers_asking_and_reading(self) -> None:
+        rig = RemoteRig(deadline_s=2.0)
+        rig.write(keys(2))
+        other = rig.host(executor=(stepping := SteppingExecutor()))
+        other.store.ask(1, keys(2))
+        other.store.send()
+        stepping.run_all()
+        assert other.ended(1, LOOKUP) == [OK, OK]
+        rig.clock.advance(1.5)
+        slots = other.slots(2)
+        other.store.get(1, keys(2), slots)
+        rig.clock.advance(0.6)
+        outcomes = other.ended(1, READ)
+        assert outcomes == [TIMED_OUT] * 2
+        stepping.run_all()
+        other.check(keys(2), slots, outcomes)
+
+    @pytest.mark.parametrize("fault", [IO_ERROR, RemoteOutcome.DENIED, RemoteOutcome.BUSY])
+    def test_a_failure_is_an_outcome_and_is_not_remembered_as_absence(
+        self, fault: RemoteOutcome
+    ) -> None:
+        rig = RemoteRig()
+        rig.twin.fails["exist_many"] = fault
+        assert rig.look(keys(2)) == [fault] * 2
+        del rig.twin.fails["exist_many"]
+        rig.clock.advance(REST_S + 0.1)
+        rig.write(keys(2))
+        assert rig.host().look(keys(2)) == [OK] * 2
+
+    def test_an_answer_that_was_a_lie_costs_a_miss(self) -> None:
+        rig = RemoteRig()
+        rig.look(keys(1))
+        name = rig.objects.name(key(7), next(iter(rig.twin.counters.values())))
+        rig.twin.lies = {name: OK}
+        assert rig.look([key(7)]) == [OK]
+        assert rig.read([key(7)]) == [ABSENT]
+        assert rig.store.presence(key(7)) is Presence.ABSENT
+
+
+class TestChains:
+    """An engine whose lookups are one request each."""
+
+    @pytest.mark.parametrize("held", [0, 1, 2, 500, 613, 999, 1000])
+    def test_requests_for_a_thousand_blocks(self, held: int) -> None:
+        twin = RemoteTwin(asks_in_one_trip=False)
+        rig = RemoteRig(twin)
+        if held:
+            rig.write(keys(held))
+        other = rig.host()
+        twin.asked.clear()
+        assert other.look(keys(1000)) == [OK] * held + [ABSENT] * (1000 - held)
+        assert len(twin.asked) <= (1 if held == 0 else 9 if held == 1000 else 31)
+        assert len(set(twin.asked)) == len(twin.asked), "no block is asked for twice"
+
+    def test_the_next_turn_of_a_conversation_costs_one_request(self) -> None:
+        twin = RemoteTwin(asks_in_one_trip=False)
+        rig = RemoteRig(twin)
+        rig.write(keys(40))
+        other = rig.host()
+        assert other.look(keys(40)) == [OK] * 40
+        twin.asked.clear()
+        assert other.look(keys(60)) == [OK] * 40 + [ABSENT] * 20
+        assert len(twin.asked) == 1
+
+    def test_chains_are_searched_together(self) -> None:
+        twin = RemoteTwin(asks_in_one_trip=False)
+        rig = RemoteRig(twin)
+        rig.write(keys(40))
+        other = rig.host()
+        twin.calls.clear()
+        for ticket in range(1, 6):
+            other.store.ask(ticket, [*keys(10 * ticket), *keys(1000 * ticket, 1000 * ticket + 90)])
+        other.store.send()
+        ended = {e.ticket: list(e.outcomes).count(OK) for e in other.store.poll()}
+        assert ended == {1: 10, 2: 20, 3: 30, 4: 40, 5: 40}
+        assert twin.calls["exist_many"] <= 6, "rounds, not chains"
+
+    def test_a_failure_in_the_middle_leaves_what_is_known(self) -> None:
+        twin = RemoteTwin(asks_in_one_trip=False)
+        rig = RemoteRig(twin)
+        rig.write(keys(60))
+        other = rig.host()
+
+        def fail_later(method: str) -> None:
+            if method == "exist_many" and len(twin.asked) > 5:
+                twin.fails["exist_many"] = IO_ERROR
+
+        twin.asked.clear()
+        twin.before = fail_later
+        found = other.look(keys(100))
+        assert found[0] is OK and found[-1] is IO_ERROR and ABSENT not in found
+        assert other.store.presence(key(99)) is Presence.UNKNOWN
+
+
+class TestReads:
+    def test_blocks_come_back_by_parts(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(11))
+        assert rig.read([*keys(11), key(99)]) == [OK] * 11 + [ABSENT]
+        assert rig.twin.calls["get_into"] == 3
+
+    def test_no_blocks_no_call(self) -> None:
+        rig = RemoteRig()
+        rig.store.get(1, [], [])
+        assert rig.ended(1, READ) == [] and rig.twin.calls["get_into"] == 0
+
+    def test_a_bad_object_is_a_miss_and_is_removed(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(3))
+        rig.twin.damage = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        assert rig.read(keys(3)) == [RemoteOutcome.CORRUPT] * 3
+        assert not rig.twin.held
+        rig.twin.damage = None
+        rig.clock.advance(6.0)
+        assert rig.host().look(keys(3)) == [ABSENT] * 3
+        counted = rig.store.counters.verbs
+        assert counted[Verb.READ].outcomes[RemoteOutcome.CORRUPT] == 3
+        assert counted[Verb.REMOVE].outcomes[OK] == 3 and not counted[Verb.READ].payload_bytes
+
+    def test_a_swapped_object_is_a_miss(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(2))
+        first, second = rig.twin.held
+        held = rig.twin.held
+        held[first], held[second] = held[second], held[first]
+        assert rig.read(keys(2)) == [RemoteOutcome.CORRUPT] * 2
+
+    def test_objects_of_another_fingerprint_are_not_seen(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(3))
+        other = rig.host(fingerprint="model-2")
+        assert other.look(keys(3)) == [ABSENT] * 3 and other.read(keys(3)) == [ABSENT] * 3
+
+    def test_bytes_that_arrive_late_reach_nobody(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(4))
+        rig.twin.writes_late = True
+        slots = rig.slots(4)
+        rig.store.get(1, keys(4), slots)
+        outcomes = rig.ended(1, READ)
+        assert outcomes == [TIMED_OUT] * 4
+        rig.twin.writes_late = False
+        rig.clock.advance(REST_S + 0.1)
+        again = rig.slots(4)
+        rig.store.get(2, keys(4), again)
+        rig.ended(2, READ)
+        assert rig.twin.write_late(b"\xbd" * 10_000) == 4
+        rig.check(keys(4), slots, outcomes)
+        rig.check(keys(4), again, [OK] * 4)
+        assert rig.read(keys(4)) == [OK] * 4, "no buffer of a later read was written to"
+
+    def test_a_read_that_ends_late_writes_nothing(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig()
+        rig.write(keys(2))
+        other = rig.host(executor=stepping)
+        slots = other.slots(2)
+        rig.twin.before = lambda method: rig.clock.advance(3.0 * (method == "get_into"))
+        before: list[list[RemoteOutcome]] = []
+
+        def expire_meanwhile(method: str) -> None:
+            if method == "get_into" and not before:
+                rig.clock.advance(3.0)
+                before.append(other.ended(1, READ))
+
+        rig.twin.before = expire_meanwhile
+        other.store.get(1, keys(2), slots)
+        stepping.run_all()
+        assert before == [[TIMED_OUT] * 2]
+        other.check(keys(2), slots, before[0])
+        assert other.store.poll() == []
+
+
+class TestWrites:
+    def test_second_touch_is_the_default(self) -> None:
+        rig = RemoteRig(options=StoreOptions())
+        assert rig.begin_write(keys(3))[1] == [Offer.FIRST_TOUCH] * 3
+        assert not rig.twin.held
+        assert rig.write(keys(3)) == [OK] * 3
+        assert rig.begin_write(keys(3))[1] == [Offer.HELD] * 3
+
+    def test_off_writes_nothing(self) -> None:
+        rig = RemoteRig(when=WriteWhen.OFF)
+        for _ in range(3):
+            assert rig.begin_write(keys(3))[1] == [Offer.OFF] * 3
+        assert not rig.twin.calls
+
+    def test_what_another_host_wrote_is_left_alone(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(3))
+        held = dict(rig.twin.held)
+        assert rig.host().write(keys(4)) == [RemoteOutcome.EXISTS] * 3 + [OK]
+        assert {name: rig.twin.held[name] for name in held} == held
+
+    def test_an_overfull_queue_drops_tails_and_takes_them_at_the_next_use(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping, queue_bytes=5 * PAYLOAD_BYTES)
+        ticket, answers = rig.begin_write(keys(8))
+        assert answers == [Offer.QUEUED] * 5 + [Offer.FULL] * 3
+        assert rig.store.state().queued_bytes == 5 * PAYLOAD_BYTES
+        assert rig.store.counters.unsent[Offer.FULL] == 3
+        assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.FULL] * 3
+        stepping.run_all()
+        assert rig.ended(ticket, WRITE) == [OK] * 5 and rig.store.state().queued_bytes == 0
+        assert rig.begin_write(keys(8))[1] == [Offer.HELD] * 5 + [Offer.QUEUED] * 3
+
+    def test_what_waits_too_long_is_dropped(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping, queue_s=10.0)
+        ticket, _ = rig.begin_write(keys(6))
+        rig.clock.advance(10.1)
+        assert rig.ended(ticket, WRITE) == [DROPPED] * 6
+        assert rig.store.state().queued_bytes == 0 and rig.store.counters.unsent[DROPPED] == 6
+        stepping.run_all()
+        assert not rig.twin.held
+        assert rig.begin_write(keys(6))[1] == [Offer.QUEUED] * 6, "offered again"
+
+    def test_a_rate_is_kept(self) -> None:
+        rig = RemoteRig(write_bytes_per_s=4.0 * PAYLOAD_BYTES, queue_s=100.0)
+        ticket, _ = rig.begin_write(keys(40))
+        for _ in range(200):
+            rig.clock.advance(0.1)
+            if rig.store.poll():
+                break
+        seconds = rig.clock.now_s - 1000.0
+        assert 40 / 4 - 3 <= seconds <= 40 / 4 + 1, "less the burst and one part"
+        assert len(rig.twin.held) == 40
+
+    def test_a_rate_of_reads_is_kept(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(40))
+        other = rig.host(read_bytes_per_s=4.0 * PAYLOAD_BYTES, deadline_s=100.0)
+        other.store.get(1, keys(40), other.slots(40))
+        begun_s = rig.clock.now_s
+        for _ in range(200):
+            rig.clock.advance(0.1)
+            if other.store.poll():
+                break
+        assert 7 <= rig.clock.now_s - begun_s <= 11
+
+
+class TestBreakers:
+    @pytest.mark.parametrize("method", ["exist_many", "get_into", "put"])
+    def test_after_failures_nothing_is_asked_until_a_probe(self, method: str) -> None:
+        rig = RemoteRig(absent_s=0.0)
+        rig.look(keys(1))
+        rig.twin.fails[method] = IO_ERROR
+
+        def use() -> None:
+            if method == "exist_many":
+                rig.look(keys(50, 51))
+            elif method == "get_into":
+                rig.read(keys(50, 51))
+            else:
+                rig.begin_write(keys(50, 51))
+                rig.store.poll()
+
+        for _ in range(10):
+            use()
+            rig.clock.advance(0.01)
+        calls = rig.twin.calls[method] - (method == "exist_many")
+        assert calls == 3
+        for _ in range(4):
+            rig.clock.advance(REST_S + 0.1)
+            use()
+            use()
+        assert rig.twin.calls[method] - (method == "exist_many") == 3 + 4, "one probe a rest"
+        del rig.twin.fails[method]
+        rig.clock.advance(REST_S + 0.1)
+        rig.twin.calls.clear()
+        for _ in range(3):
+            rig.clock.advance(0.01)
+            use()
+        assert rig.twin.calls[method] >= 1, "it recovered"
+
+    def test_a_server_that_stopped_costs_one_deadline(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping)
+        rig.store.ask(1, keys(3))
+        rig.store.send()
+        stalled = stepping._tasks[0]
+        stepping._tasks.clear()
+        future, run = stalled
+        waits: list[list[RemoteOutcome]] = []
+
+        def stall(method: str) -> None:
+            if method == "exist_many" and not waits:
+                rig.clock.advance(2.1)
+                waits.append(rig.ended(1, LOOKUP))
+                for ticket in range(2, 6):
+                    rig.store.ask(ticket, keys(10 * ticket, 10 * ticket + 3))
+                    rig.store.send()
+                    waits.append(rig.ended(ticket, LOOKUP))
+                    assert rig.store.presence(key(10 * ticket)) is Presence.ABSENT
+
+        rig.twin.before = stall
+        run()
+        assert waits == [[TIMED_OUT] * 3] + [[RESTING] * 3] * 4
+
+    def test_what_waits_when_the_breaker_opens_waits_no_longer(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(12))
+        other = rig.host()
+        rig.twin.fails["get_into"] = TIMED_OUT
+        assert other.read(keys(12)) == [TIMED_OUT] * 4 + [RESTING] * 8
+        assert other.read(keys(12)) == [RESTING] * 12
+        assert rig.twin.calls["get_into"] == 1
+
+    def test_the_state_says_which_direction_rests(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(1))
+        assert rig.store.state().resting == frozenset()
+        rig.twin.fails["get_into"] = RemoteOutcome.DENIED
+        rig.read(keys(1))
+        state = rig.store.state()
+        assert state.resting == {Verb.READ} and state.openings[Verb.READ] == 1
+        assert state.generation == next(iter(rig.twin.counters.values()))
+
+    def test_a_rejected_login_opens_at_once(self) -> None:
+        rig = RemoteRig()
+        rig.twin.fails["counter"] = RemoteOutcome.DENIED
+        assert rig.look(keys(2)) == [RemoteOutcome.DENIED] * 2
+        assert rig.look(keys(5, 7)) == [RESTING] * 2
+        assert rig.twin.calls["counter"] == 1
+
+    def test_an_engine_that_raises_is_a_failure(self, caplog: pytest.LogCaptureFixture) -> None:
+        rig = RemoteRig()
+
+        def raise_it(method: str) -> None:
+            raise ValueError("secret-in-test")
+
+        rig.twin.before = raise_it
+        assert rig.look(keys(2)) == [IO_ERROR] * 2
+        assert rig.read(keys(2)) == [IO_ERROR] * 2
+        assert rig.write(keys(2)) == [IO_ERROR] * 2
+        assert "ValueError" in caplog.text and "secret-in-test" not in caplog.text
+
+
+class TestResets:
+    def test_a_reset_makes_older_blocks_unreachable_for_everybody(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(4))
+        other = rig.host()
+        assert other.look(keys(4)) == [OK] * 4
+        other.store.reset()
+        assert not other.store.state().is_reset_pending
+        assert other.look(keys(4)) == [ABSENT] * 4 and other.read(keys(4)) == [ABSENT] * 4
+        rig.clock.advance(5.1)
+        assert rig.read(keys(4)) == [ABSENT] * 4, "the first host sees it within seconds"
+        assert rig.host().look(keys(4)) == [ABSENT] * 4, "a new host too"
+        assert other.write(keys(4)) == [OK] * 4
+        assert rig.host().read(keys(4)) == [OK] * 4
+
+    def test_until_the_server_is_told_nothing_is_read_or_written(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(4))
+        rig.twin.fails["advance"] = IO_ERROR
+        rig.store.reset()
+        assert rig.store.state().is_reset_pending
+        assert rig.look(keys(4)) == [IO_ERROR] * 4
+        assert rig.read(keys(4)) == [IO_ERROR] * 4
+        calls = rig.twin.calls["get_into"], rig.twin.calls["exist_many"]
+        del rig.twin.fails["advance"]
+        rig.clock.advance(REST_S + 0.1)
+        rig.store.poll()
+        assert not rig.store.state().is_reset_pending, "an idle owner tells it too"
+        assert (rig.twin.calls["get_into"], rig.twin.calls["exist_many"]) == calls
+        assert rig.look(keys(4)) == [ABSENT] * 4
+
+    def test_what_is_under_way_ends_without_a_block(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(3))
+        stepping = SteppingExecutor()
+        other = rig.host(executor=stepping)
+        slots = other.slots(3)
+        other.store.ask(1, keys(3))
+        other.store.send()
+        other.store.get(2, keys(3), slots)
+        ticket, _ = other.begin_write(keys(20, 23))
+        other.store.reset()
+        ended = {e.ticket: set(e.outcomes) for e in other.store.poll()}
+        assert ended == {1: {ABSENT}, 2: {ABSENT}, ticket: {DROPPED}}
+        stepping.run_all()
+        assert other.store.poll() == []
+        other.check(keys(3), slots, [ABSENT] * 3)
+        assert len(rig.twin.held) == 3
+
+    def test_a_counter_that_was_lost_does_not_bring_old_blocks_back(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(4))
+        rig.twin.counters.clear()  # evicted, or expired by a lifecycle rule
+        rig.clock.advance(6.0)
+        other = rig.host()
+        assert other.look(keys(4)) == [ABSENT] * 4
+        assert rig.read(keys(4)) == [ABSENT] * 4
+
+    def test_while_the_generation_is_unknown_nothing_is_read(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(2))
+        rig.twin.fails["counter"] = IO_ERROR
+        other = rig.host()
+        assert other.read(keys(2)) == [IO_ERROR] * 2 and not rig.twin.calls["get_into"]
+
+
+class TestFigures:
+    def test_counters_tell_what_was_moved(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(6))
+        other = rig.host()
+        other.look(keys(8))
+        other.read(keys(6))
+        wrote = rig.store.counters.verbs[Verb.WRITE]
+        looked, read = (other.store.counters.verbs[v] for v in (Verb.LOOKUP, Verb.READ))
+        assert (wrote.calls, wrote.payload_bytes) == (2, 6 * PAYLOAD_BYTES)
+        assert (read.calls, read.payload_bytes, read.outcomes[OK]) == (2, 6 * PAYLOAD_BYTES, 6)
+        assert (looked.calls, looked.requests) == (1, 1)
+        assert looked.outcomes == {OK: 6, ABSENT: 2}
+        assert sum(read.latencies) == 2
+
+    def test_the_expected_time_knows_latency_and_rate(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(8))
+        other = rig.host()
+        assert other.store.expected_s(1) is None
+        spent = {"exist_many": 0.01, "get_into": 4 * PAYLOAD_BYTES / 1e6}
+        rig.twin.before = lambda method: rig.clock.advance(spent.get(method, 0.0))
+        other.look(keys(8))
+        other.read(keys(8))
+        expected_s = other.store.expected_s(1_000_000)
+        assert expected_s is not None and abs(expected_s - 1.01) < 0.02
+
+    def test_close_ends_everything(self) -> None:
+        stepping = SteppingExecutor()
+        rig = RemoteRig(executor=stepping)
+        rig.store.ask(1, keys(2))
+        rig.store.send()
+        ticket, _ = rig.begin_write(keys(2))
+        rig.store.get(3, keys(2), rig.slots(2))
+        assert not rig.store.close(0.0), "threads are still to come"
+        assert rig.twin.is_closed
+        kinds = {e.ticket: set(e.outcomes) for e in rig.store.poll()}
+        assert kinds == {1: {RESTING}, ticket: {RESTING}, 3: {RESTING}}
+        stepping.run_all()
+        assert rig.store.close(0.0) and not rig.twin.held
+
+    def test_options_are_frozen(self) -> None:
+        assert replace(THROUGH).threads == 8

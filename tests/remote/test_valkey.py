@@ -1,0 +1,348 @@
+"""The engine for Valkey and Redis, against real servers."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from contract.remote_contract import (
+    LIMIT_S,
+    PAYLOAD_BYTES,
+    RemoteContract,
+    an_object,
+    buffers,
+    is_same,
+    names,
+)
+from support.certificates import loopback_certificate
+from support.remote_servers import (
+    HOST,
+    ServerProcess,
+    free_port,
+    redis_command,
+    redis_server,
+)
+from support.waiting import wait_until
+
+from kvcascade.tiers.remote.base import HEADER_BYTES, RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.resp import Address, Login
+from kvcascade.tiers.remote.valkey import TAIL_BYTES, ValkeyEngine, ValkeyOptions, hash_slot
+
+OK, ABSENT, EXISTS = RemoteOutcome.OK, RemoteOutcome.ABSENT, RemoteOutcome.EXISTS
+TIMED_OUT, IO_ERROR = RemoteOutcome.TIMED_OUT, RemoteOutcome.IO_ERROR
+SLACK_S = 2.0
+"""Time by which a loaded machine may exceed a limit."""
+
+
+def login(timeout_s: float = 5.0, tls: ssl.SSLContext | None = None, **words: str) -> Login:
+    return Login(timeout_s, timeout_s, tls, words.get("username"), words.get("password"))
+
+
+def engine_at(port: int, how: Login | None = None, ttl_s: float | None = None) -> ValkeyEngine:
+    return ValkeyEngine(ValkeyOptions(Address(HOST, port), how or login(), ttl_s))
+
+
+@pytest.fixture
+def engine(redis: ServerProcess) -> Iterator[ValkeyEngine]:
+    made = engine_at(redis.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_redis() -> Iterator[ServerProcess]:
+    """A server that the test may kill and stop."""
+    server = redis_server()
+    yield server
+    server.go_on()
+    server.kill()
+
+
+class TestRedis(RemoteContract):
+    @pytest.fixture
+    def engine(self, redis: ServerProcess) -> Iterator[RemoteEngine]:
+        self.port = redis.port
+        made = engine_at(redis.port)
+        yield made
+        made.close()
+
+    def spoil(self, engine: RemoteEngine, name: str, data: bytes) -> None:
+        front, body = data[: HEADER_BYTES + TAIL_BYTES], data[HEADER_BYTES + TAIL_BYTES :]
+        redis_command(self.port, "SET", f"{{{name}}}:h", front.decode("latin-1"))
+        if body:
+            redis_command(self.port, "SET", f"{{{name}}}", body.decode("latin-1"))
+
+
+@pytest.mark.parametrize("suffix", ["", ":h"])
+def test_half_a_pair_is_absent_and_is_replaced(
+    redis: ServerProcess, engine: ValkeyEngine, suffix: str
+) -> None:
+    (name,) = names(1)
+    engine.put([name], [an_object(1)], LIMIT_S)
+    redis_command(redis.port, "DEL", f"{{{name}}}{suffix}")
+    assert engine.exist_many([name], LIMIT_S) == [ABSENT]
+    assert engine.get_into([name], buffers(1), LIMIT_S) == [ABSENT]
+    assert engine.put([name], [an_object(2)], LIMIT_S) == [OK]
+    (buffer,) = buffers(1)
+    assert engine.get_into([name], [buffer], LIMIT_S) == [OK]
+    assert is_same(buffer, an_object(2)), "both halves are those of the second"
+
+
+def test_a_block_costs_little_more_memory_than_its_payload(
+    redis: ServerProcess, engine: ValkeyEngine
+) -> None:
+    payload_bytes = 512 << 10
+    engine.put(names(4), [an_object(i, payload_bytes) for i in range(4)], LIMIT_S)
+    for name in names(4):
+        both = (f"{{{name}}}", f"{{{name}}}:h")
+        sizes = [redis_command(redis.port, "MEMORY", "USAGE", part) for part in both]
+        assert sum(int(size[1:]) for size in sizes) <= 1.03 * payload_bytes
+
+
+def test_a_full_server_refuses_and_goes_on_reading() -> None:
+    server = redis_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    try:
+        engine = engine_at(server.port)
+        ended = engine.put(names(40), [an_object(i) for i in range(40)], LIMIT_S)
+        assert set(ended) == {OK, RemoteOutcome.NO_SPACE}
+        taken = buffers(40)
+        read = engine.get_into(names(40), taken, LIMIT_S)
+        assert [o is OK for o in read] == [o is OK for o in ended]
+        assert all(is_same(b, an_object(i)) for i, b in enumerate(taken) if read[i] is OK)
+        engine.close()
+    finally:
+        server.kill()
+
+
+def test_the_server_evicts_by_itself() -> None:
+    server = redis_server("--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru")
+    try:
+        engine = engine_at(server.port)
+        for i in range(60):
+            assert engine.put([names(60)[i]], [an_object(i)], LIMIT_S) == [OK]
+        taken = buffers(60)
+        read = engine.get_into(names(60), taken, LIMIT_S)
+        assert set(read) == {OK, ABSENT}, "half a pair is absent too"
+        assert all(is_same(b, an_object(i)) for i, b in enumerate(taken) if read[i] is OK)
+        engine.close()
+    finally:
+        server.kill()
+
+
+def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
+    engine = engine_at(redis.port, ttl_s=100.0)
+    engine.put(names(1), [an_object(1)], LIMIT_S)
+    for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
+        assert 0 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100
+    engine.close()
+
+
+class TestFaults:
+    def test_a_stopped_server_costs_the_limit_and_no_more(self, own_redis: ServerProcess) -> None:
+        engine = engine_at(own_redis.port, login(timeout_s=1.0))
+        assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [OK, OK]
+        own_redis.stop()
+        calls: tuple[Callable[[], list[RemoteOutcome]], ...] = (
+            lambda: engine.exist_many(names(2), LIMIT_S),
+            lambda: engine.get_into(names(2), buffers(2), LIMIT_S),
+            lambda: engine.put(names(2, 5), [an_object(3)] * 2, LIMIT_S),
+            lambda: engine.remove(names(2, 7), LIMIT_S),
+        )
+        for call in calls:
+            begun_s = monotonic()
+            assert call() == [TIMED_OUT] * 2
+            assert monotonic() - begun_s < 1.0 + SLACK_S
+        own_redis.go_on()
+        taken = buffers(2)
+        assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK], "it recovers by itself"
+        assert is_same(taken[1], an_object(2))
+        engine.close()
+
+    def test_a_killed_server_is_an_outcome_and_a_new_one_is_used(
+        self, own_redis: ServerProcess
+    ) -> None:
+        engine = engine_at(own_redis.port)
+        engine.put(names(1), [an_object(1)], LIMIT_S)
+        own_redis.kill()
+        assert engine.get_into(names(1), buffers(1), LIMIT_S) == [IO_ERROR]
+        assert engine.put(names(1), [an_object(1)], LIMIT_S) == [IO_ERROR]
+        assert engine.counter("space/generation", 1, LIMIT_S).outcome is IO_ERROR
+        own_redis.start()
+        assert engine.get_into(names(1), buffers(1), LIMIT_S) == [ABSENT], "it came back empty"
+        engine.close()
+
+    def test_connections_that_the_server_closed_are_not_used(
+        self, own_redis: ServerProcess
+    ) -> None:
+        engine = engine_at(own_redis.port)
+        engine.put(names(1), [an_object(1)], LIMIT_S)
+        redis_command(own_redis.port, "CLIENT", "KILL", "TYPE", "normal")
+        assert engine.exist_many(names(1), LIMIT_S) == [OK]
+        engine.close()
+
+    def test_many_threads_at_a_time(self, redis: ServerProcess, engine: ValkeyEngine) -> None:
+        wrong: list[object] = []
+
+        def use(start: int) -> None:
+            mine = names(20, start)
+            made = [an_object(start + i) for i in range(20)]
+            taken = buffers(20)
+            ended = engine.put(mine, made, LIMIT_S), engine.get_into(mine, taken, LIMIT_S)
+            same = [is_same(b, o) for b, o in zip(taken, made, strict=True)]
+            if ended != ([OK] * 20, [OK] * 20) or not all(same):
+                wrong.append(ended)
+
+        threads = [threading.Thread(target=use, args=(100 * i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        assert not wrong
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[ServerProcess]:
+    server = redis_server("--requirepass", "open-sesame")
+    _asked(server.port, "open-sesame", *"ACL SETUSER kv on >pw-kv ~* +@all".split())
+    yield server
+    server.kill()
+
+
+class TestLogin:
+    def test_a_password_and_a_user(self, guarded: ServerProcess) -> None:
+        for how in (
+            login(password="open-sesame"),
+            login(username="kv", password="pw-kv"),
+        ):
+            engine = engine_at(guarded.port, how)
+            assert engine.exist_many(names(1), LIMIT_S) == [ABSENT]
+            engine.close()
+
+    def test_wrong_ones_are_denied_and_shown_nowhere(self, guarded: ServerProcess) -> None:
+        for how in (login(), login(password="pw-wrong"), login(username="kv", password="pw-wrong")):
+            engine = engine_at(guarded.port, how)
+            assert engine.exist_many(names(2), LIMIT_S) == [RemoteOutcome.DENIED] * 2
+            assert engine.put(names(1), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
+            assert engine.counter("a", 1, LIMIT_S).outcome is RemoteOutcome.DENIED
+            assert "pw-wrong" not in repr(how) + repr(engine) + repr(vars(engine))
+            engine.close()
+
+    def test_a_user_who_may_only_read_is_denied_writes(self, guarded: ServerProcess) -> None:
+        admin = engine_at(guarded.port, login(password="open-sesame"))
+        admin.put(names(1), [an_object(1)], LIMIT_S)
+        with_rights = "~* +mget +exists +get +ping"
+        words = ("ACL", "SETUSER", "reader", "on", ">pw", *with_rights.split())
+        _asked(guarded.port, "open-sesame", *words)
+        engine = engine_at(guarded.port, login(username="reader", password="pw"))
+        assert engine.get_into(names(1), buffers(1), LIMIT_S) == [OK]
+        assert engine.put(names(1, 9), [an_object(1)], LIMIT_S) == [RemoteOutcome.DENIED]
+        assert engine.remove(names(1), LIMIT_S) == [RemoteOutcome.DENIED]
+        admin.close()
+        engine.close()
+
+
+def _asked(port: int, password: str, *words: str) -> None:
+    with socket.create_connection((HOST, port), 10.0) as connection:
+        for some in (("AUTH", password), words):
+            parts = [f"*{len(some)}\r\n", *(f"${len(w)}\r\n{w}\r\n" for w in some)]
+            connection.sendall("".join(parts).encode())
+            assert connection.recv(4096) == b"+OK\r\n"
+
+
+def test_tls_carries_everything_and_checks_the_server(tmp_path: Path) -> None:
+    files = loopback_certificate(tmp_path)
+    server = redis_server(
+        *("--tls-port", str(port := free_port())),
+        *("--tls-cert-file", str(files.certificate), "--tls-key-file", str(files.key)),
+        *("--tls-ca-cert-file", str(files.certificate), "--tls-auth-clients", "no"),
+        port=port,
+    )
+    try:
+        trusting = ssl.create_default_context(cafile=str(files.certificate))
+        engine = engine_at(server.port, login(tls=trusting))
+        made = an_object(1, 1 << 20)
+        (buffer,) = buffers(1, 1 << 20)
+        assert engine.put(names(1), [made], LIMIT_S) == [OK]
+        assert engine.get_into(names(1), [buffer], LIMIT_S) == [OK] and is_same(buffer, made)
+        engine.close()
+        stranger = engine_at(server.port, login(tls=ssl.create_default_context()))
+        assert stranger.exist_many(names(1), LIMIT_S) == [IO_ERROR]
+        stranger.close()
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two nodes, each with half of the slots."""
+    servers = []
+    for _ in range(2):
+        folder = tmp_path_factory.mktemp("node")
+        options = ("--cluster-enabled", "yes", "--dir", str(folder))
+        servers.append(redis_server(*options, "--cluster-port", str(free_port())))
+    first, second = servers
+    bus = second.option("--cluster-port")
+    redis_command(first.port, "CLUSTER", "ADDSLOTSRANGE", "0", "8191")
+    redis_command(second.port, "CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
+    redis_command(first.port, "CLUSTER", "MEET", HOST, str(second.port), bus)
+
+    def is_up() -> bool:
+        states = [redis_command(s.port, "CLUSTER", "INFO") for s in servers]
+        return all(b"cluster_state:ok" in s and b"nodes:2" in s for s in states)
+
+    wait_until(is_up, 600, 0.05)
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+class TestCluster:
+    def test_keys_go_to_their_node_after_one_redirection(self, nodes: list[ServerProcess]) -> None:
+        for server in nodes:
+            redis_command(server.port, "FLUSHALL")
+        engine = engine_at(nodes[0].port)
+        made = [an_object(i) for i in range(24)]
+        assert {hash_slot(n) >= 8192 for n in names(24)} == {False, True}
+        assert engine.put(names(24), made, LIMIT_S) == [OK] * 24
+        assert engine.put(names(24), made, LIMIT_S) == [EXISTS] * 24
+        assert engine.exist_many(names(26), LIMIT_S) == [OK] * 24 + [ABSENT] * 2
+        taken = buffers(24)
+        assert engine.get_into(names(24), taken, LIMIT_S) == [OK] * 24
+        assert all(is_same(b, o) for b, o in zip(taken, made, strict=True))
+        sizes = [int(redis_command(s.port, "DBSIZE")[1:]) for s in nodes]
+        assert sum(sizes) == 48 and all(sizes)
+        moved = redis_command(nodes[0].port, "INFO", "errorstats")
+        found = re.search(rb"errorstat_MOVED:count=(\d+)", moved)
+        assert found and int(found[1]) <= 24, "only the first call was redirected"
+        for name in ("a/generation", "b/generation", "c/generation"):
+            assert engine.counter(name, 7, LIMIT_S).value == 7
+            assert engine.advance(name, 3, LIMIT_S).value == 8
+        assert engine.remove(names(24), LIMIT_S) == [OK] * 24
+        engine.close()
+
+    def test_a_dead_node_fails_its_own_keys(self, nodes: list[ServerProcess]) -> None:
+        engine = engine_at(nodes[0].port, login(timeout_s=1.0))
+        engine.put(names(12), [an_object(i) for i in range(12)], LIMIT_S)
+        nodes[1].stop()
+        try:
+            here = [n for n in names(12) if hash_slot(n) < 8192]
+            there = [n for n in names(12) if hash_slot(n) >= 8192]
+            assert engine.exist_many(here, LIMIT_S) == [OK] * len(here)
+            assert engine.exist_many(there, LIMIT_S) == [TIMED_OUT] * len(there)
+        finally:
+            nodes[1].go_on()
+        assert engine.exist_many(names(12), LIMIT_S) == [OK] * 12
+        engine.close()
+
+
+def test_payload_bytes_of_the_contract_are_sent_from_where_they_lie() -> None:
+    """Otherwise the contract would test only the path of small values."""
+    from kvcascade.tiers.remote.resp import SEPARATE_BYTES
+
+    assert PAYLOAD_BYTES > SEPARATE_BYTES

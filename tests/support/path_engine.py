@@ -1,0 +1,169 @@
+"""An engine on a real path: an arena in memory that a node process or a node thread moves."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from support.keys import key
+from support.writer_twin import namespace_spec
+
+from kvcascade.handlers.node.mover import Mover
+from kvcascade.handlers.node.path_client import node_process, node_thread
+from kvcascade.handlers.node.path_wire import NodeSetup, NodeState
+from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.port import Ended, TierFacts
+from kvcascade.tiers.base import BlockHash, BlockOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.presence_file import map_presence
+
+WAIT_S = 30.0
+
+
+class PathEngine:
+    """One engine: arena, node, tier."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        options: PathOptions,
+        *,
+        block_bytes: int = 4096,
+        arena_slots: int = 64,
+        capacity: int = 16,
+        name: str = "engine",
+        is_thread: bool = False,
+        is_direct: bool = True,
+        io_threads: int = 2,
+        stall_s: float = WAIT_S,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._fd = os.memfd_create(name)
+        os.ftruncate(self._fd, arena_slots * block_bytes)
+        self.arena = memoryview(mmap.mmap(self._fd, arena_slots * block_bytes))
+        fs = RealFileSystem(is_direct)
+        setup = NodeSetup(
+            name,
+            tuple(map(str, paths)),
+            namespace_spec(block_bytes),
+            options,
+            0,
+            arena_slots,
+            io_threads,
+            wants_events=True,
+            is_direct=is_direct,
+        )
+        self.executor = ThreadPoolExecutor(1, "kvcascade-map")
+
+        def client_of(take: Callable[[Any], None]) -> Mover:
+            if is_thread:
+                return node_thread(setup, self.arena, fs, take)
+            return node_process(setup, lambda: os.dup(self._fd), take)
+
+        made: list[Mover] = []
+
+        def keep(take: Callable[[Any], None]) -> Mover:
+            made.append(client_of(take))
+            return made[0]
+
+        facts = TierFacts("nvme", "NVME", block_bytes, capacity, is_lasting=True)
+        tier_options = NodeTierOptions(
+            facts,
+            lambda folder, slots: map_presence(fs, Path(folder), slots),
+            self.executor,
+            stall_s,
+        )
+        self.tier = NodeTier(keep, tier_options, monotonic)
+        self.mover = made[0]
+        self._ticket = 0
+
+    def open(self) -> PathEngine:
+        """Start the node, and wait until it has joined."""
+        self.mover.start()
+        self.until(lambda: self.tier.takes_puts)
+        return self
+
+    def until(self, is_true: Callable[[], bool], limit_s: float = WAIT_S) -> None:
+        """Go on like an idle engine until something holds."""
+        end_s = monotonic() + limit_s
+
+        def look() -> bool:
+            self.tier.poll()
+            self.tier.maintain()
+            return is_true()
+
+        while not look():
+            assert monotonic() < end_s, f"not within {limit_s} s; the node is {self.state}"
+            self.mover.wait(lambda: False, 0.01)
+
+    @property
+    def state(self) -> NodeState:
+        """What the node said last."""
+        return self.tier.feed.state
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of an arena slot."""
+        return self.arena[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def content(self, number: int) -> bytes:
+        """The one right content of a block."""
+        pattern = key(number)[:32] + b"kv"
+        return (pattern * (self.block_bytes // len(pattern) + 1))[: self.block_bytes]
+
+    def put(self, numbers: Sequence[int]) -> Sequence[BlockOutcome]:
+        """Write blocks from the first slots, and wait; outcomes of those that were started."""
+        for slot, number in enumerate(numbers):
+            self.view(slot)[:] = self.content(number)
+        self._ticket += 1
+        started = self.tier.put(self._ticket, [key(n) for n in numbers], range(len(numbers)))
+        return self._end(self._ticket).outcomes if "started" in [a.value for a in started] else []
+
+    def get(self, numbers: Sequence[int]) -> Sequence[BlockOutcome]:
+        """Read blocks, and wait; what is OK is compared."""
+        self._ticket += 1
+        for slot in range(len(numbers)):
+            self.view(slot)[:] = b"\xee" * self.block_bytes
+        self.tier.get(self._ticket, 1, [key(n) for n in numbers], range(len(numbers)))
+        outcomes = self._end(self._ticket).outcomes
+        for slot, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
+            if outcome is BlockOutcome.OK:
+                assert self.view(slot) == self.content(number), "wrong bytes"
+        return outcomes
+
+    def holds(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the blocks that a lookup finds."""
+        return [n for n in numbers if self.tier.may_hold(BlockHash(key(n)))]
+
+    def _end(self, ticket: int) -> Ended:
+        found: list[Ended] = []
+
+        def look() -> bool:
+            found.extend(ended for ended in self.tier.poll() if ended.ticket == ticket)
+            return bool(found)
+
+        assert self.mover.wait(look, WAIT_S)
+        return found[0]
+
+    def kill(self) -> None:
+        """Kill the node's process."""
+        assert self.mover.pid
+        os.kill(self.mover.pid, signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the node's process."""
+        assert self.mover.pid
+        os.kill(self.mover.pid, number)
+
+    def close(self) -> None:
+        """Close the tier as an engine does."""
+        self.tier.shutdown(monotonic() + 5.0)
+        self.mover.close()
+        self.executor.shutdown()
+        os.close(self._fd)

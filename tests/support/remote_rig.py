@@ -1,0 +1,116 @@
+"""A remote store over a twin, with clock and executor in the hands of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
+from kvcascade.tiers.remote.objects import ObjectFormat, Seal
+from kvcascade.tiers.remote.remote_store import EndedKind, RemoteStore, StoreOptions
+from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+
+from .clock import ManualClock
+from .executors import InlineExecutor
+from .remote_twin import RemoteTwin
+
+PAYLOAD_BYTES = 4096
+UNTOUCHED = 0xEE
+THROUGH = StoreOptions(when=WriteWhen.THROUGH)
+WALL_S = 1_700_000_000.0
+
+
+def content(block_hash: BlockHash, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
+    """The one right content of a block."""
+    return (block_hash * (payload_bytes // len(block_hash) + 1))[:payload_bytes]
+
+
+class RemoteRig:
+    """One host: a store, and memory that stands for slots of the arena."""
+
+    def __init__(
+        self,
+        engine: RemoteEngine | None = None,
+        executor: Executor | None = None,
+        options: StoreOptions = THROUGH,
+        fingerprint: str = "model-1",
+        seal: Seal | None = None,
+        payload_bytes: int = PAYLOAD_BYTES,
+        clock: ManualClock | None = None,
+        **changes: object,
+    ) -> None:
+        self.clock = ManualClock() if clock is None else clock
+        self.twin = engine if isinstance(engine, RemoteTwin) else RemoteTwin()
+        self.executor = InlineExecutor() if executor is None else executor
+        self.payload_bytes = payload_bytes
+        self.objects = ObjectFormat(fingerprint, payload_bytes, seal)
+        self.store = RemoteStore(
+            self.twin if engine is None else engine,
+            self.objects,
+            self.executor,
+            replace(options, **changes),  # type: ignore[arg-type]
+            self.clock,
+            lambda: WALL_S + self.clock.now_s,
+        )
+        self._ticket = 0
+
+    def ticket(self) -> int:
+        """The next one."""
+        self._ticket += 1
+        return self._ticket
+
+    def slots(self, n: int) -> list[memoryview]:
+        """Memory whose bytes show whether anything was written."""
+        return [memoryview(bytearray([UNTOUCHED]) * self.payload_bytes) for _ in range(n)]
+
+    def ended(self, ticket: int, kind: EndedKind) -> list[RemoteOutcome]:
+        """The outcomes of a call that has ended, the only one."""
+        (ended,) = self.store.poll()
+        assert (ended.ticket, ended.kind) == (ticket, kind)
+        return [*ended.outcomes]
+
+    def look(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
+        """Ask for a chain, and wait."""
+        ticket = self.ticket()
+        self.store.ask(ticket, hashes)
+        self.store.send()
+        return self.ended(ticket, EndedKind.LOOKUP)
+
+    def read(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
+        """Read blocks, and wait; what came is compared, and nothing else was written."""
+        ticket, slots = self.ticket(), self.slots(len(hashes))
+        self.store.get(ticket, hashes, slots)
+        outcomes = self.ended(ticket, EndedKind.READ)
+        self.check(hashes, slots, outcomes)
+        return outcomes
+
+    def check(
+        self,
+        hashes: Sequence[BlockHash],
+        slots: Sequence[memoryview],
+        outcomes: Sequence[RemoteOutcome],
+    ) -> None:
+        """Compare what was read: the right bytes for `OK`, otherwise nothing was written."""
+        for block_hash, slot, outcome in zip(hashes, slots, outcomes, strict=True):
+            if outcome is RemoteOutcome.OK:
+                assert slot == content(block_hash, self.payload_bytes), "wrong bytes"
+            else:
+                assert set(slot) == {UNTOUCHED}, "a byte was written without being verified"
+
+    def begin_write(self, hashes: Sequence[BlockHash]) -> tuple[int, list[Offer]]:
+        """Offer blocks; returns the ticket and the answers."""
+        ticket = self.ticket()
+        payloads = [memoryview(content(h, self.payload_bytes)) for h in hashes]
+        return ticket, self.store.offer(ticket, hashes, payloads)
+
+    def write(self, hashes: Sequence[BlockHash]) -> list[RemoteOutcome]:
+        """Offer blocks that are all taken, and wait."""
+        ticket, answers = self.begin_write(hashes)
+        assert answers == [Offer.QUEUED] * len(hashes)
+        return self.ended(ticket, EndedKind.WRITE)
+
+    def host(self, **changes: object) -> RemoteRig:
+        """Another host at the same server, with the same clock."""
+        return RemoteRig(self.twin, clock=self.clock, **changes)  # type: ignore[arg-type]

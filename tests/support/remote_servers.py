@@ -1,0 +1,185 @@
+"""Real servers on loopback: Redis or Valkey, and moto as an S3 server.
+
+Redis comes from the PATH. Where it is missing, the packages of the distribution are downloaded and
+unpacked below the cache folder of the user, without installing them. A test that cannot have its
+server is skipped, and the reason says why.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .waiting import wait_until
+
+PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
+DOWNLOAD_LIMIT_S = 120
+START_ROUNDS, PAUSE_S = 1200, 0.05
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A port that nobody listened to a moment ago."""
+    with socket.create_server((HOST, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_listening(port: int, host: str = HOST) -> bool:
+    """Whether a connection is accepted."""
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+class ServerProcess:
+    """A server that is killed, stopped and continued by tests."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        host: str = HOST,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._command = command
+        self._environment = {**os.environ, **(environment or {})}
+        self.start()
+
+    def option(self, name: str) -> str:
+        """The value of an option of its command line."""
+        return self._command[self._command.index(name) + 1]
+
+    def start(self) -> None:
+        """Start it, again if need be, and wait until it listens."""
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_until(self._has_started, START_ROUNDS, PAUSE_S)
+        except AssertionError:
+            self.kill()
+            raise
+
+    def _has_started(self) -> bool:
+        assert self.process.poll() is None, f"{self._command[0]} ended at its start"
+        return is_listening(self.port, self.host)
+
+    def stop(self) -> None:
+        """SIGSTOP: connections stay, nothing answers."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+
+def redis_server(
+    *options: str, port: int | None = None, host: str = HOST, within: Sequence[str] = ()
+) -> ServerProcess:
+    """A server without persistence; skips the test where there is none.
+
+    `within`: a command that runs it, such as one of a network namespace.
+    """
+    binary, libraries = _redis()
+    port = free_port() if port is None else port
+    listen = ("--port", str(port)) if "--tls-port" not in options else ("--port", "0")
+    fixed = ("--bind", host, "--save", "", "--appendonly", "no", "--dir", tempfile.gettempdir())
+    environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
+    command = [*within, binary, *listen, *fixed, *options]
+    return ServerProcess(command, port, environment, host)
+
+
+def redis_command(port: int, *words: str) -> bytes:
+    """Send one command to a server; returns the begin of its reply."""
+    with socket.create_connection((HOST, port), 10.0) as connection:
+        parts = [f"*{len(words)}\r\n", *(f"${len(w)}\r\n{w}\r\n" for w in words)]
+        connection.sendall("".join(parts).encode("latin-1"))
+        return connection.recv(65536)
+
+
+@cache
+def _redis() -> tuple[str, str]:
+    """The binary and the folder of its libraries; the latter is empty for one on the PATH."""
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found:
+            return found, ""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvcascade-tests"
+    binary = folder / "redis" / "usr" / "bin" / "redis-server"
+    if not binary.exists():
+        _unpack(folder)
+    libraries = [str(path.parent) for path in folder.glob("redis/usr/lib/*/libjemalloc.so.2")]
+    return str(binary), os.pathsep.join(libraries)
+
+
+def _unpack(folder: Path) -> None:
+    if not (shutil.which("apt-get") and shutil.which("dpkg")):
+        pytest.skip("no redis-server or valkey-server on the PATH, and this is not Debian")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        made = Path(name)
+        download = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *PACKAGES]
+        if not _succeeds(download, made):
+            _succeeds(["apt-get", "update"], made)  # the list of packages may be old or missing
+            if not _succeeds(download, made):
+                pytest.skip(f"no redis-server on the PATH, and apt-get cannot download {PACKAGES}")
+        for package in made.glob("*.deb"):
+            subprocess.run(["dpkg", "-x", str(package), str(made / "redis")], check=True)
+        try:
+            (made / "redis").rename(folder / "redis")
+        except OSError:  # another test process was faster
+            assert (folder / "redis").is_dir()
+
+
+def _succeeds(command: Sequence[str], folder: Path) -> bool:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=DOWNLOAD_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+class S3Server(ServerProcess):
+    """moto: it checks no credentials and refuses to create over an existing object."""
+
+    def __init__(self) -> None:
+        if find_spec("moto") is None or find_spec("flask") is None:
+            pytest.skip('no S3 server: install moto with its server (extra "dev")')
+        port = free_port()
+        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
+        super().__init__(command, port)
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the server."""
+        return f"http://{HOST}:{self.port}"
+
+    def make_bucket(self, name: str) -> None:
+        """Create a bucket."""
+        asked = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
+        urllib.request.urlopen(asked, timeout=30).close()

@@ -1,0 +1,1 @@
+"""One writer per path: presence table, block table, writer, and the reads of every node."""

@@ -1,0 +1,181 @@
+"""The block table of a namespace: which blocks the tier holds, as its writer uses it.
+
+`LmdbBlockTable` keeps it on the disk. Nothing here needs LMDB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from ... import endurance
+from .presence_table import Journal, Slots, Words
+
+BYTES_PER_SLOT = 256
+"""Bytes per slot when both tables are full; 178 were measured after a million random keys."""
+CHURN_BYTES_PER_SLOT = 1024
+"""Bytes per slot of small tables for pages that a commit replaces: it may touch all of them."""
+MAX_CHURN_BYTES = 64 << 20
+"""Bytes for replaced pages, enough for commits of 4,096 blocks."""
+FIXED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Place and checksum of one block."""
+
+    slot: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes for one commit. Removals come first, then slots that are cleared, then puts."""
+
+    epoch: int
+    """Epoch that the changes belong to; the table refuses them in another."""
+    puts: Sequence[tuple[bytes, int, int]] = ()
+    """(Key, slot, checksum) of blocks to add. If a key exists, its entry stays."""
+    removals: Sequence[bytes] = ()
+    """Keys to remove; absent ones are ignored."""
+    cleared: Sequence[int] = ()
+    """Slots whose blocks are removed, whatever their keys."""
+    written_bytes: int = 0
+    """Bytes written since the last commit, for the totals."""
+    read_bytes: int = 0
+
+
+class ApplyOutcome(Enum):
+    """Result of `BlockTable.apply`."""
+
+    DONE = "done"
+    STALE = "stale"
+    """The table has another epoch; nothing changed."""
+    NO_SPACE = "no_space"
+    """The map or the disk is full; nothing changed."""
+    IO_ERROR = "io_error"
+    """The device failed; nothing changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a commit did."""
+
+    outcome: ApplyOutcome
+    already: frozenset[int] = frozenset()
+    """Positions in `Changes.puts` whose keys the table held already."""
+    removed: tuple[tuple[bytes, int], ...] = ()
+    """(Key, slot) of every block that was removed. This includes a block that was found in a slot
+    that a put names."""
+    journal: Journal | None = None
+    """Changes to apply to the presence table; None if no block changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanBatch:
+    """Some blocks of the table, each with the same position in all arrays."""
+
+    hashes: Words
+    """`hash_of` the keys."""
+    slots: Slots
+    checksums: Words
+
+
+class BlockTable(Protocol):
+    """The blocks of a namespace, as its writer uses them; one thread."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the namespace; it grows with every reset."""
+        ...
+
+    @property
+    def commit_number(self) -> int:
+        """Number of the last commit that changed blocks."""
+        ...
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Bytes (written, read) over the life of the namespace."""
+        ...
+
+    @property
+    def damaged_entries(self) -> int:
+        """Number of damaged entries found so far; each counts as absent."""
+        ...
+
+    @property
+    def has_panicked(self) -> bool:
+        """True if the table can take no changes until it is opened again."""
+        ...
+
+    def count(self) -> int:
+        """Return the number of blocks, damaged entries included."""
+        ...
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return the entry of a block; None if it is absent, damaged or unreadable."""
+        ...
+
+    def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return `get` of every key."""
+        ...
+
+    def key_at(self, slot: int) -> bytes | None:
+        """Return the key of the block in a slot, or None."""
+        ...
+
+    def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
+        """Return `key_at` of every slot."""
+        ...
+
+    def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
+        """Return up to `limit` blocks that follow `key` in the order of keys; b"" is before the
+        first. Raises `CorruptionError`."""
+        ...
+
+    def apply(self, changes: Changes) -> Applied:
+        """Change blocks in one commit, all or nothing. Raises nothing."""
+        ...
+
+    def reset(self, epoch: int) -> Applied:
+        """Remove every block and begin a later epoch, durably. An earlier one is `STALE`.
+
+        If only the sync fails, the outcome is `IO_ERROR` and there is a journal: the blocks are
+        gone, but a loss of power may bring them back.
+        """
+        ...
+
+    def last_changes(self) -> Journal | None:
+        """Return the changes of commit `commit_number`; None if they are missing or damaged."""
+        ...
+
+    def scan(self) -> Iterator[ScanBatch]:
+        """Yield all blocks whose entries are whole. Raises `CorruptionError`."""
+        ...
+
+    def day_totals(self) -> endurance.DayTotals:
+        """Return the bytes written and read in the last day."""
+        ...
+
+    def sync(self) -> None:
+        """Make all commits durable. Raises a `KVCascadeError`."""
+        ...
+
+    def close(self) -> None:
+        """Sync and close the table, with a mark that spares the next opening the check of every
+        page. Raises a `KVCascadeError`; the table is closed in any case."""
+        ...
+
+    def abandon(self) -> None:
+        """Close the table as `kill -9` would; all commits stay."""
+        ...
+
+
+def block_table_bytes(slots: int) -> int:
+    """Return the address space for a table of this number of slots: the disk space it takes."""
+    churn = min(CHURN_BYTES_PER_SLOT * slots, MAX_CHURN_BYTES)
+    whole = FIXED_BYTES + BYTES_PER_SLOT * slots + churn
+    return -(-whole // (1 << 20)) << 20

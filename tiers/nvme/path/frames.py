@@ -1,0 +1,45 @@
+"""Frames of a stream socket: four bytes of length (little endian) and a MessagePack document."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+MAX_FRAME_BYTES = 64 << 20
+"""Longest body that a reader accepts unless it was given another limit."""
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class WireError(Exception):
+    """The other end sent an invalid message."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Encode a message as a frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Splits a byte stream into the bodies of frames."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._limit = max_frame_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield every body that this data completes. Raises `WireError`."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > self._limit:
+                raise WireError(f"a frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body

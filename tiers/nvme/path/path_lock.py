@@ -1,0 +1,122 @@
+"""Election of the writer of a path, and the socket through which nodes reach it.
+
+Both lie in `.kvcascade/` in the first path. The writer is the process that holds a kernel lock on
+`writer.lock`; the kernel drops it when the process ends, however it ends. The socket is bound and
+reached through a descriptor of the folder, because a socket's address has room for 107 bytes only,
+and paths of volumes are longer.
+
+An election says nothing about other hosts: if the lock is held and nobody answers at the socket,
+the holder may be on another host that shares the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from ....errors import ConfigError, InUseError, TierIOError, os_errors
+from ..disk.filesystem import FileLock, FileSystem
+from .writer.path_options import PATH_FOLDER
+
+LOCK_NAME = "writer.lock"
+SOCKET_NAME = "writer.sock"
+BACKLOG = 64
+"""Most connections that wait to be accepted."""
+_DESCRIPTORS = Path("/proc/self/fd")
+_NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED)
+
+
+def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
+    """Become the writer of a path. Return None if another process is.
+
+    The holder checks `FileLock.is_in_place` now and then, and stops to write if it is False: the
+    tier was unmounted or replaced. Raises `ConfigError` if the path does not exist or belongs to
+    another user, or `TierIOError`.
+    """
+    folder = root / PATH_FOLDER
+    if not fs.exists(root):
+        raise ConfigError(f"path {str(root)!r} does not exist; create it")
+    try:
+        with os_errors(f"locking {folder}"):
+            fs.make_dir(folder)
+            return fs.lock(folder / LOCK_NAME)
+    except InUseError:
+        return None
+    except TierIOError as error:
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            raise
+        raise ConfigError(
+            f"{folder} belongs to another user or may be written by others; run all engines that "
+            "share a path as one user"
+        ) from error
+
+
+class PathDoor:
+    """The folder of the writer's socket, open by descriptor. Any thread, one at a time."""
+
+    def __init__(self, root: Path) -> None:
+        """Open the folder in the first path. Raises `TierIOError`."""
+        self._folder = root / PATH_FOLDER
+        with os_errors(f"opening {self._folder}"):
+            self._fd = os.open(self._folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def listen(self) -> socket.socket:
+        """Return the listening socket of the writer, in place of one that a dead writer left.
+
+        The caller holds the lock. Raises `TierIOError` if the file system has no sockets.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with os_errors(f"making {self._folder / SOCKET_NAME}"):
+                with suppress(FileNotFoundError):
+                    os.unlink(SOCKET_NAME, dir_fd=self._fd)
+                listener.bind(self._address())
+                os.chmod(SOCKET_NAME, 0o600, dir_fd=self._fd)
+                listener.listen(BACKLOG)
+                listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def connect(self, limit_s: float) -> socket.socket | None:
+        """Return a connection to the writer; None if nobody listens.
+
+        Waits at most `limit_s` seconds, for a writer whose backlog is full. Raises `TierIOError`.
+        """
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.settimeout(limit_s)
+            link.connect(self._address())
+            link.setblocking(False)
+        except (TimeoutError, BlockingIOError):
+            link.close()
+            return None
+        except OSError as error:
+            link.close()
+            if error.errno in _NO_ANSWER:
+                return None
+            with os_errors(f"connecting to {self._folder / SOCKET_NAME}"):
+                raise
+        return link
+
+    def is_in_place(self) -> bool:
+        """Return True if the folder's name still leads to the folder that is open."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self._folder))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _address(self) -> str:
+        if _DESCRIPTORS.is_dir():
+            return f"{_DESCRIPTORS}/{self._fd}/{SOCKET_NAME}"
+        return str(self._folder / SOCKET_NAME)  # no /proc: only short paths work

@@ -1,0 +1,309 @@
+"""Messages between a node and the writer of a path, over a Unix stream socket.
+
+A frame is four bytes of length (little endian) and a MessagePack document. A node is the process
+that moves the blocks of one engine. The writer is the node that holds the lock of the path. Only
+metadata is sent: bytes of blocks never pass through the socket.
+
+Sequences of slots are the bytes of an int32 array, checksums those of a uint64 array, both little
+endian. The two ends may be of different versions: `Hello` and `Welcome` carry `PROTOCOL`, and every
+other message is only sent between equal protocols.
+
+A request and its reply carry the same number, unique in one connection. The writer answers every
+request exactly once, in any order, as long as the connection lives.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+import msgspec
+
+PROTOCOL = 1
+"""Version of these messages. A node and a writer of different versions refuse each other."""
+MAX_KEYS_PER_MESSAGE = 4096
+"""Longest list of keys in one message. Senders split longer lists."""
+MAX_FRAME_BYTES = 8 << 20
+ALREADY_SLOT = -1
+"""Slot in `Granted` for a key that the tier holds already."""
+NO_SLOT = -2
+"""Slot in `Granted` for a key for which there is no room."""
+
+
+class Why(Enum):
+    """Reason why some keys of a `Grant` got no slot."""
+
+    GRANTED = "granted"
+    """Every key got a slot, or the tier holds it."""
+    FULL = "full"
+    """There is no room, and none is being made."""
+    LATER = "later"
+    """There is no room now, but segments or evictions are under way."""
+    BUDGET = "budget"
+    """The write budget of the day is spent."""
+    RESTING = "resting"
+    """The device failed; the writer tries it again after a while."""
+
+
+class Committed(IntEnum):
+    """Outcome of one block of a `Commit`."""
+
+    OK = 0
+    """Index and presence table have the block; it is as durable as configured."""
+    ALREADY = 1
+    """The tier held the block already; the slot was released."""
+    STALE = 2
+    """The namespace was reset since the grant, or the grant is unknown."""
+    IO_ERROR = 3
+    """The index could not be written."""
+    NO_SPACE = 4
+    """The index has no room."""
+
+
+class RefusedWhy(Enum):
+    """Reason why a writer does not serve a node."""
+
+    PROTOCOL = "protocol"
+    PATHS = "paths"
+    """The node lists other paths than the writer."""
+    NAMESPACE = "namespace"
+    """The namespace cannot be opened; the text says why."""
+    CLOSING = "closing"
+    """The writer is closing; the node tries again."""
+
+
+class PathOptions(msgspec.Struct, frozen=True):
+    """Options of a path: recorded with it, and the writer's."""
+
+    capacity_bytes: int
+    """Capacity over all paths and all namespaces."""
+    min_free_bytes: int = 0
+    """Disk space that is never used, per path."""
+    policy: str = "lru"
+    write_budget_bytes: int | None = None
+    """Bytes that may be written in a day; None means no limit."""
+    segment_bytes: int | None = None
+    """Approximate size of a new namespace's segments."""
+    durability: str = "process"
+    """`process` or `power`; of two nodes' options the stronger holds."""
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True):
+    """The namespace that a node wants to use."""
+
+    label: str
+    fields: bytes
+    """JSON of everything that the bytes of a block depend on."""
+    about: bytes
+    """JSON of descriptive facts; no part of the fingerprint."""
+    block_bytes: int
+    min_share_bytes: int = 0
+    """Space that other namespaces may not take from this one."""
+
+
+# -- from a node to the writer -----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message of a node."""
+
+    protocol: int
+    name: str
+    """Name of the node in logs, such as host and process number."""
+    paths: tuple[str, ...]
+    """All paths of the tier in order; the writer's list must be equal."""
+    namespace: NamespaceSpec
+    options: PathOptions
+    wants_events: bool = False
+    """True if `Stored` is to be sent, too; `Removed` is sent to every node."""
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Ask for slots for these keys, in prefix order."""
+
+    request: int
+    keys: list[bytes]
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Blocks whose bytes are in granted slots, as durable as configured."""
+
+    request: int
+    epoch: int
+    """Epoch of the `Granted` that gave the slots."""
+    keys: list[bytes]
+    slots: bytes
+    checksums: bytes
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Granted slots that will not be committed; nothing writes to them any more."""
+
+    slots: bytes
+    has_failed: bool = False
+    """True if the device refused a write to them; the writer avoids their path for a while."""
+
+
+class Bad(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Blocks whose bytes do not match; the writer removes those whose entry still says the same."""
+
+    keys: list[bytes]
+    slots: bytes
+    checksums: bytes
+
+
+class Touch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A use of blocks, in prefix order; unknown ones are ignored."""
+
+    keys: list[bytes]
+    is_chain: bool = False
+    """True if these are all blocks of a request that ended."""
+    is_settle: bool = False
+    """True if one request stored these in parts: their order is corrected, and nothing used."""
+
+
+class Read(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Number of bytes that the node has read since the last report, for the totals."""
+
+    read_bytes: int
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Make every older block of the namespace unreachable; `Epoch` answers it."""
+
+    request: int
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """A question of a tool; `Told` answers it. It may be sent without a `Hello`."""
+
+    request: int
+    what: str
+    """Name of a question in `writer_questions`."""
+    body: bytes = b""
+    """JSON of the question's arguments."""
+
+
+class Retire(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """A newer version asks the writer to close cleanly; sent instead of `Hello`."""
+
+    protocol: int
+
+
+# -- from the writer to a node -----------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """The writer serves the node."""
+
+    protocol: int
+    client: int
+    epoch: int
+    folder: str
+    """Directory name of the namespace below each path."""
+    segment_slots: int
+    presence_bytes: int
+    """Size of the presence table's file in bytes."""
+    slots: int
+    """Final number of slots of the namespace."""
+    options: PathOptions
+    """Options in force."""
+    notes: list[str] = []
+    """Sentences for the node's log, such as options that were not adopted."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """The writer does not serve the node."""
+
+    why: RefusedWhy
+    text: str
+    """One sentence that says what to do."""
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Answer to `Grant`: one slot per key, or `ALREADY_SLOT` or `NO_SLOT`."""
+
+    request: int
+    epoch: int
+    slots: bytes
+    why: Why = Why.GRANTED
+
+
+class CommitDone(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """Answer to `Commit`: the code of a `Committed` for each block."""
+
+    request: int
+    outcomes: bytes
+
+
+class Epoch(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """The namespace has a new epoch. Sent to every node of the namespace."""
+
+    epoch: int
+    request: int = 0
+    """Number of the `Reset` that this answers; 0 for the other nodes."""
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=37):
+    """Blocks that were stored; sent to nodes that publish events."""
+
+    keys: list[bytes]
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """Blocks that were evicted or found damaged; not those of a reset."""
+
+    keys: list[bytes]
+
+
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag=39):
+    """The presence table's file was replaced; nodes map it anew."""
+
+    presence_bytes: int
+    slots: int
+
+
+class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """Figures of the namespace, about once a second if they changed."""
+
+    blocks: int
+    capacity_blocks: int
+    evicted_blocks: int
+    budget_left_bytes: int | None
+    day: tuple[int, int, int] | None = None
+    """1 if the totals cover a whole day and 0 otherwise, then the bytes written and those read in
+    the last 24 hours; None if unknown."""
+    why: Why = Why.GRANTED
+    """Reason why the last grant was not full."""
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """Answer to `Ask`: JSON."""
+
+    request: int
+    body: bytes
+
+
+class SegmentsRemoved(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """Segments whose files are deleted. Nodes close what they have open of them at once: a later
+    segment of the same number is another file."""
+
+    numbers: list[int]
+
+
+FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire
+FromWriter = (
+    Welcome
+    | Refused
+    | Granted
+    | CommitDone
+    | Epoch
+    | Stored
+    | Removed
+    | Moved
+    | TierFigures
+    | Told
+    | SegmentsRemoved
+)
+
+from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)

@@ -1,0 +1,301 @@
+"""Directories of a namespace as the writer of a path uses them: locks, description, segments.
+
+`lock` in each directory is held shared while the writer lives, so that an older version neither
+opens nor removes the namespace. Its time of change is the last use. All functions raise a
+`KVCascadeError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .....errors import ConfigError, CorruptionError, InUseError, KVCascadeError, os_errors
+from .....logs import get_logger
+from ...disk.filesystem import FileLock, FileSystem
+from ...namespace import (
+    DESCRIPTION,
+    LOCK,
+    MAX_OPEN_TRIES,
+    NamespaceKey,
+    is_namespace_name,
+    lock_namespace,
+    remove_locked_namespace,
+)
+from ...segments.format import (
+    MAX_DESCRIPTION_BYTES,
+    SegmentLayout,
+    parse_description,
+)
+from ...segments.segment_files import SegmentSet
+from ..block_table import block_table_bytes
+from ..path_messages import NamespaceSpec
+from .path_plan import SegmentPlan, plan_segments
+
+PATH_FORMAT_VERSION = 3
+"""Version of a namespace that the writer of a path keeps."""
+BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
+LOCK_WAIT_S = 5.0
+"""Longest wait for another process that is removing the directory."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class NamespaceHome:
+    """The directories of one namespace, locked against removal."""
+
+    name: str
+    """Name of the directory below each path."""
+    folders: tuple[Path, ...]
+    description: Mapping[str, Any]
+    slots: int
+    """Final number of slots."""
+    segments: SegmentSet
+    """Segment files. The writer keeps none of them open."""
+    locks: list[FileLock] = field(default_factory=list)
+
+    @property
+    def layout(self) -> SegmentLayout:
+        """Shape of a segment."""
+        return self.segments.layout
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.layout.block_bytes
+
+    @property
+    def state_folder(self) -> Path:
+        """Directory of the arrays of the eviction order."""
+        return self.folders[0] / STATE
+
+    def note_use(self, fs: FileSystem) -> None:
+        """Set the time of the last use to now."""
+        for folder in self.folders:
+            with os_errors(f"locking {folder}"):
+                fs.lock(folder / LOCK, shared=True).release()
+
+    def close(self) -> None:
+        """Release the locks; idempotent."""
+        self.segments.close()
+        for lock in self.locks:
+            lock.release()
+        self.locks.clear()
+
+
+def key_of(spec: NamespaceSpec) -> NamespaceKey:
+    """Return the identity that a node names. Raises `ConfigError`."""
+    try:
+        fields, about = json.loads(spec.fields), json.loads(spec.about or b"{}")
+    except ValueError:
+        fields = about = None
+    if not isinstance(fields, dict) or not isinstance(about, dict):
+        raise ConfigError("the namespace's fields are no JSON object; use equal versions")
+    return NamespaceKey(spec.label, fields, about)
+
+
+def make_home(
+    fs: FileSystem,
+    roots: Sequence[Path],
+    spec: NamespaceSpec,
+    capacity_bytes: int,
+    segment_bytes: int | None,
+) -> NamespaceHome:
+    """Open the namespace of a node; create it if it does not exist.
+
+    Raises `ConfigError`, `FormatError`, `CorruptionError`, `InUseError` or `TierIOError`.
+    """
+    key = key_of(spec)
+    name = key.directory_name
+    home = open_home(fs, roots, name, capacity_bytes)
+    if home is not None:
+        _check_same(home, key, spec.block_bytes)
+        return home
+    slots = None if segment_bytes is None else max(1, segment_bytes // spec.block_bytes)
+    plan = plan_segments(capacity_bytes, spec.block_bytes, len(roots), slots)
+    folders = tuple(root / name for root in roots)
+    locks = _lock_folders(fs, roots, folders)
+    try:
+        document = _describe(fs, folders, key, spec.block_bytes, plan)
+    except BaseException:
+        _release(locks)
+        raise
+    return _home(fs, name, folders, document, plan, locks)
+
+
+def open_home(
+    fs: FileSystem, roots: Sequence[Path], name: str, capacity_bytes: int
+) -> NamespaceHome | None:
+    """Open an existing namespace by the name of its directory; None if there is none.
+
+    Raises `FormatError` for a namespace of another version, and as `make_home` otherwise.
+    """
+    folders = tuple(root / name for root in roots)
+    if not fs.exists(folders[0] / DESCRIPTION):
+        return None
+    document = read_description(fs, folders[0])
+    if (document.get("part"), document.get("parts")) != (0, len(roots)):
+        raise ConfigError(
+            f"path: {folders[0]} was part {document.get('part')} of {document.get('parts')} paths, "
+            f"not 0 of {len(roots)}; give the paths as before or remove that directory"
+        )
+    size = document["slots_per_segment"]
+    plan = plan_segments(capacity_bytes, document["block_bytes"], len(roots), size)
+    locks = _lock_folders(fs, roots, folders)
+    try:
+        with os_errors(f"opening {folders[0]}"):
+            for folder in folders:
+                fs.make_dir(folder / SEGMENTS)
+        return _home(fs, name, folders, document, plan, locks)
+    except BaseException:
+        _release(locks)
+        raise
+
+
+def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
+    """Return the checked description of a directory of this version.
+
+    Raises `FormatError` with the remedy for other versions, or `CorruptionError`.
+    """
+    with os_errors(f"reading {folder}"):
+        data = fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES)
+    return parse_description(data, str(folder), PATH_FORMAT_VERSION)
+
+
+def is_of_path(fs: FileSystem, folder: Path) -> bool:
+    """Return True if the directory is a namespace of this version."""
+    try:
+        read_description(fs, folder)
+    except KVCascadeError:
+        return False
+    return True
+
+
+def homes_under(fs: FileSystem, root: Path) -> list[str]:
+    """Return the names of the namespaces of this version in a path."""
+    with os_errors(f"listing {root}"):
+        names = [name for name in fs.list_dir(root) if is_namespace_name(name)]
+    return [name for name in names if is_of_path(fs, root / name)]
+
+
+def remove_home(fs: FileSystem, home: NamespaceHome) -> bool:
+    """Delete all directories of a namespace. Return False if another process has one open."""
+    home.close()
+    is_gone = True
+    for folder in reversed(home.folders):  # the index goes last: it says what the others hold
+        lock = lock_namespace(fs, folder)
+        if lock is None:
+            is_gone = is_gone and not fs.exists(folder)
+            continue
+        try:
+            remove_locked_namespace(fs, folder)
+        finally:
+            lock.release()
+    return is_gone
+
+
+def _home(
+    fs: FileSystem,
+    name: str,
+    folders: tuple[Path, ...],
+    document: Mapping[str, Any],
+    plan: SegmentPlan,
+    locks: list[FileLock],
+) -> NamespaceHome:
+    fingerprint = NamespaceKey("", document["fields"]).fingerprint
+    layout = SegmentLayout(document["block_bytes"], document["slots_per_segment"], fingerprint)
+    segments = SegmentSet(fs, [folder / SEGMENTS for folder in folders], layout)
+    with os_errors(f"listing {folders[0]}"):
+        highest = max(segments.found(), default=-1)
+    slots = max(plan.segments, highest + 1) * plan.slots_per_segment
+    return NamespaceHome(name, folders, document, slots, segments, locks)
+
+
+def _check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
+    folder = home.folders[0]
+    if home.description["fields"] == dict(key.fields) and home.block_bytes == block_bytes:
+        return
+    home.close()
+    raise CorruptionError(
+        f"{folder} describes other blocks than its name says; remove that directory to start empty"
+    )
+
+
+def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:
+    """Create missing directories, and lock all of them against removal."""
+    locks: list[FileLock] = []
+    try:
+        for root, folder in zip(roots, folders, strict=True):
+            if not fs.exists(root):
+                raise ConfigError(f"path {str(root)!r} does not exist; create it")
+            with os_errors(f"opening the namespace {folder}"):
+                locks.append(_lock_folder(fs, folder))
+    except BaseException:
+        _release(locks)
+        raise
+    return locks
+
+
+def _lock_folder(fs: FileSystem, folder: Path) -> FileLock:
+    for _ in range(MAX_OPEN_TRIES):
+        fs.make_dir(folder)
+        try:
+            return fs.lock(folder / LOCK, shared=True, wait_s=LOCK_WAIT_S, is_noted=False)
+        except FileNotFoundError:  # removed in the meantime
+            continue
+    raise InUseError(f"{folder} is being removed over and over; stop what does that")
+
+
+def _release(locks: list[FileLock]) -> None:
+    for lock in locks:
+        lock.release()
+
+
+def _describe(
+    fs: FileSystem,
+    folders: Sequence[Path],
+    key: NamespaceKey,
+    block_bytes: int,
+    plan: SegmentPlan,
+) -> Mapping[str, Any]:
+    """Create a namespace. Its first directory is described last: it is complete from then on."""
+    documents: list[Mapping[str, Any]] = []
+    for part, folder in reversed(list(enumerate(folders))):
+        document = {
+            "format": "kvcascade-namespace",
+            "format_version": PATH_FORMAT_VERSION,
+            "label": key.label,
+            "fingerprint": key.fingerprint,
+            "fields": dict(key.fields),
+            "block_bytes": block_bytes,
+            "slots_per_segment": plan.slots_per_segment,
+            "index_bytes": block_table_bytes(plan.slots),
+            "part": part,
+            "parts": len(folders),
+            "created": datetime.now(UTC).isoformat(),
+            **({"about": dict(key.about)} if key.about else {}),
+        }
+        with os_errors(f"creating the namespace {folder}"):
+            _remove_segments(fs, folder)
+            for name in (BLOCKS, STATE, SEGMENTS) if part == 0 else (SEGMENTS,):
+                fs.make_dir(folder / name)
+            data = json.dumps(document, indent=2).encode() + b"\n"
+            fs.replace(folder / DESCRIPTION, data)
+        documents.append(document)
+    return documents[-1]
+
+
+def _remove_segments(fs: FileSystem, folder: Path) -> None:
+    """Remove segments that no table names: those of a directory without its first part."""
+    if not fs.exists(folder / SEGMENTS):
+        return
+    left = fs.list_dir(folder / SEGMENTS)
+    for name in left:
+        fs.unlink(folder / SEGMENTS / name)
+    if left:
+        _log.warning("removed %d segments in %s: their index is gone", len(left), folder)

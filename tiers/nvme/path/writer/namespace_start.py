@@ -1,0 +1,138 @@
+"""Opening of one namespace by the writer of its path.
+
+The block table says which blocks there are, and the presence table which slots they use. Blocks in
+segments that no longer exist are removed. No segment is read but its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from .....errors import KVCascadeError, os_errors
+from .....logs import get_logger
+from ....base import SlotMask
+from ...disk.filesystem import FileSystem
+from ...namespace import NamespaceKey
+from ..block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
+from ..presence_file import OpenPresence, is_of_this_boot, open_presence
+from .namespace_home import BLOCKS, NamespaceHome
+from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .recency import Recency
+from .slot_space import SlotSpace
+
+_log = get_logger(__name__)
+
+
+class OpenTable(Protocol):
+    """Opens or creates a block table: `open_block_table`, or a twin in memory."""
+
+    def __call__(
+        self,
+        folder: Path,
+        map_bytes: int,
+        identity: bytes,
+        *,
+        is_durable: bool,
+        is_same_boot: bool,
+        wall_clock: Callable[[], float],
+    ) -> BlockTable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StartMeans:
+    """What the opening of a namespace takes from its process."""
+
+    fs: FileSystem
+    wall_clock: Callable[[], float]
+    """Seconds since 1970."""
+    open_table: OpenTable
+    boot: bytes
+    """`presence_file.boot_id()`."""
+
+    def recency_of(self, home: NamespaceHome, policy: str, is_used: SlotMask) -> Recency:
+        """Open the order of eviction of a namespace. Raises a `KVCascadeError`."""
+        return Recency(self.fs, home.state_folder, policy, is_used, self.wall_clock)
+
+    def table_of(self, home: NamespaceHome, *, is_durable: bool) -> BlockTable:
+        """Open the block table of a namespace. Raises a `KVCascadeError`."""
+        layout = home.layout
+        digest = NamespaceKey("", home.description["fields"]).digest
+        identity = digest + b"%d/%d" % (layout.block_bytes, layout.slots)
+        with os_errors(f"opening {home.folders[0]}"):
+            self.fs.make_dir(home.folders[0] / BLOCKS)
+        return self.open_table(
+            home.folders[0] / BLOCKS,
+            block_table_bytes(home.slots),
+            identity,
+            is_durable=is_durable,
+            is_same_boot=is_of_this_boot(self.fs, home.folders[0], self.boot),
+            wall_clock=self.wall_clock,
+        )
+
+
+def open_namespace_writer(
+    means: StartMeans, home: NamespaceHome, policy: str, *, is_durable: bool
+) -> NamespaceWriter:
+    """Open a namespace for changes. Raises a `KVCascadeError`; `home` is closed then."""
+    table: BlockTable | None = None
+    presence: OpenPresence | None = None
+    try:
+        table = means.table_of(home, is_durable=is_durable)
+        presence = open_presence(means.fs, home.folders[0], home.slots, table, means.boot)
+        used = presence.used.copy()
+        there = _usable_segments(home)
+        _drop_missing(home, table, presence, used)
+        space = SlotSpace(home.layout.slots, home.slots, len(home.folders))
+        space.is_used[:] = used
+        space.used = int(np.count_nonzero(used))
+        for number in there:
+            space.add_segment(number)
+        recency = means.recency_of(home, policy, space.is_used)
+    except BaseException:
+        if presence is not None:
+            presence.file.close()
+        if table is not None:
+            table.abandon()
+        home.close()
+        raise
+    _log.info("%s: %d blocks, presence table %s", home.name, space.used, presence.origin.value)
+    return NamespaceWriter(home, table, presence, space, recency)
+
+
+def _usable_segments(home: NamespaceHome) -> list[int]:
+    """Return the numbers of the segments whose files can be opened; damaged ones are repaired."""
+    usable: list[int] = []
+    with os_errors(f"listing {home.folders[0]}"):
+        numbers = home.segments.found()
+    for number in numbers:
+        try:
+            home.segments.mend(number)
+            usable.append(number)
+        except KVCascadeError as error:  # its blocks stay until they are evicted
+            _log.warning("a segment is left out: %s", error)
+    return usable
+
+
+def _drop_missing(
+    home: NamespaceHome, table: BlockTable, presence: OpenPresence, used: np.ndarray
+) -> None:
+    """Remove the blocks in segments that do not exist, and their marks in `used`."""
+    is_there = np.zeros(home.slots // home.layout.slots, dtype=np.bool_)
+    is_there[home.segments.found()] = True
+    lost = np.flatnonzero(used & ~np.repeat(is_there, home.layout.slots))
+    for start in range(0, len(lost), MAX_EVICTIONS_PER_STEP):
+        slots = lost[start : start + MAX_EVICTIONS_PER_STEP].tolist()
+        applied = table.apply(Changes(table.epoch, cleared=slots))
+        if applied.outcome is not ApplyOutcome.DONE:
+            _log.warning("%s: blocks of missing segments stay for now", home.name)
+            return
+        if applied.journal is not None:
+            presence.table.apply(applied.journal)
+        used[slots] = False
+    if len(lost):
+        _log.warning("%s: removed %d blocks whose segments are gone", home.name, len(lost))

@@ -1,0 +1,445 @@
+"""One namespace as its writer changes it: commits, evictions, resets.
+
+Messages of all nodes are gathered, and `settle` puts them into one commit of the block table. The
+presence table follows, then the replies. A slot is free for the next grant only after that.
+
+Used by the writer's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from .....errors import os_errors
+from .....logs import get_logger
+from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
+from ..path_messages import (
+    ALREADY_SLOT,
+    MAX_KEYS_PER_MESSAGE,
+    NO_SLOT,
+    Bad,
+    Commit,
+    CommitDone,
+    Committed,
+    FromWriter,
+    Grant,
+    Granted,
+    Touch,
+    Why,
+)
+from ..presence_file import OpenPresence
+from .namespace_home import NamespaceHome
+from .recency import Recency
+from .slot_space import SlotSpace
+
+MAX_EVICTIONS_PER_STEP = 4096
+"""Most blocks that one commit evicts; more follow in the next step."""
+Reply = tuple[int, FromWriter]
+"""A message and the number of the client that gets it."""
+MAX_WAITING_PER_CLIENT = 64
+"""Most grants of one client that wait; more are answered without slots."""
+
+_FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGrant:
+    """A grant without an answer."""
+
+    client: int
+    message: Grant
+    until_s: float
+    """Time at which it is answered in any case."""
+    need: int
+    """Number of slots that it needs at most."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """What one commit did, for the nodes."""
+
+    replies: list[Reply] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Puts:
+    """Blocks of the batch whose grants are valid."""
+
+    entries: list[tuple[bytes, int, int]] = field(default_factory=list)
+    """Key, slot and checksum of each."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """For each the position of its message in the batch, and its own position in that."""
+
+
+class NamespaceWriter:
+    """An open namespace. `open_namespace_writer` makes one."""
+
+    def __init__(
+        self,
+        home: NamespaceHome,
+        table: BlockTable,
+        presence: OpenPresence,
+        space: SlotSpace,
+        recency: Recency,
+    ) -> None:
+        self.home = home
+        self.table = table
+        self.presence = presence.table
+        self.space = space
+        self.recency = recency
+        self.clients: set[int] = set()
+        self.unsynced_clients: set[int] = set()
+        """Clients that sync no segment before a commit, although every commit is to be durable."""
+        self.min_share_bytes = 0
+        self.evicted_blocks = 0
+        self.waiting: deque[WaitingGrant] = deque()
+        """Grants without an answer, oldest first."""
+        self.last_why = Why.GRANTED
+        """Reason of the last grant that got too few slots."""
+        self.resets_owed: list[tuple[int, int]] = []
+        """(Client, request) of resets that the block table could not take yet."""
+        self._presence = presence
+        self._commits: list[tuple[int, Commit]] = []
+        self._bads: list[Bad] = []
+        self._read_bytes = 0
+
+    @property
+    def epoch(self) -> int:
+        """Number of resets."""
+        return self.presence.epoch
+
+    @property
+    def has_work(self) -> bool:
+        """True if `settle` has something to write."""
+        return bool(self._commits or self._bads)
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def add_grant(self, client: int, message: Grant, until_s: float) -> bool:
+        """Let a grant wait for `serve`, at most until `until_s`. Return False if too many wait."""
+        if sum(each.client == client for each in self.waiting) >= MAX_WAITING_PER_CLIENT:
+            return False
+        self.recency.expect(message.keys)
+        need = int(np.count_nonzero(self.presence.find_many(message.keys) < 0))
+        self.waiting.append(WaitingGrant(client, message, until_s, need))
+        return True
+
+    def add_commit(self, client: int, message: Commit) -> None:
+        """Take a `Commit` into the batch."""
+        self._commits.append((client, message))
+
+    def add_bad(self, message: Bad) -> None:
+        """Take a report of damaged blocks into the batch."""
+        self._bads.append(message)
+
+    def add_read(self, read_bytes: int) -> None:
+        """Count bytes that were read; they are written down with the next commit."""
+        self._read_bytes += max(0, read_bytes)
+
+    def touch(self, message: Touch) -> None:
+        """Note uses of blocks."""
+        found = self.presence.find_many(message.keys).tolist()
+        if message.is_chain and self.recency.wants_chains:
+            here = list(takewhile(self._holds, found))
+            self.recency.chain(here, len(message.keys))
+            return
+        slots = [slot for slot in found if self._holds(slot)]
+        if slots:
+            self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
+
+    @property
+    def demand(self) -> int:
+        """Number of slots that the waiting grants need at most."""
+        return sum(each.need for each in self.waiting)
+
+    # -- one commit ----------------------------------------------------------------------------
+
+    def settle(self, evictions: int = 0) -> Settled:
+        """Commit the batch, with the removal of so many of the coldest blocks."""
+        result = Settled()
+        codes = [bytearray([Committed.STALE]) * len(m.keys) for _, m in self._commits]
+        puts = self._valid_puts()
+        self._sync_segments(puts, codes)
+        removals = self._damaged()
+        victims = self.recency.victims(min(evictions, MAX_EVICTIONS_PER_STEP))
+        if puts.entries or removals or victims:
+            applied = self._apply(puts.entries, removals, victims)
+            self._record(applied, puts, codes, result)
+            if applied.outcome is ApplyOutcome.DONE:
+                self._forget(applied.removed, set(victims), result)
+        for (client, message), outcomes in zip(self._commits, codes, strict=True):
+            result.replies.append((client, CommitDone(message.request, bytes(outcomes))))
+        self._commits, self._bads = [], []
+        return result
+
+    def remove_slots(self, slots: Sequence[int]) -> list[bytes] | None:
+        """Remove the blocks in these slots in one commit. Return their keys; None if it failed."""
+        applied = self._apply([], [], slots)
+        if applied.outcome is not ApplyOutcome.DONE:
+            return None
+        result = Settled()
+        self._forget(applied.removed, set(slots), result)
+        return result.removed
+
+    def reset(self) -> bool:
+        """Begin a new epoch without any block. Return False if that is not durable yet.
+
+        Readers see the new epoch at once in either case, so that no older block is served.
+        """
+        if self.presence.epoch == self.table.epoch:
+            self.presence.clear(self.table.epoch + 1)
+            self.recency.clear()
+            self.space.clear()
+        applied = self.table.reset(self.presence.epoch)
+        if applied.outcome is not ApplyOutcome.DONE or applied.journal is None:
+            return False
+        self.presence.apply(applied.journal)
+        return True
+
+    # -- grants --------------------------------------------------------------------------------
+
+    def serve(
+        self, paths: list[int], allowed: int, why: Why, may_wait: bool, now_s: float
+    ) -> list[Reply]:
+        """Answer waiting grants from the free slots in `paths`, oldest first.
+
+        At most `allowed` slots are granted. `why` is the reason if slots are missing. With
+        `may_wait` a grant that needs more slots than are free stays until its deadline.
+        """
+        replies: list[Reply] = []
+        while self.waiting:
+            first = self.waiting[0]
+            keys = first.message.keys
+            held = self._held(keys)
+            absent = list(dict.fromkeys(key for key in keys if key not in held))
+            free = min(self.space.free(paths) if paths else 0, allowed)
+            if len(absent) > free and may_wait and now_s < first.until_s:
+                break
+            self.waiting.popleft()
+            granted = absent[:free]
+            slots = self.space.take(first.client, self.epoch, granted, paths) if granted else []
+            allowed -= len(slots)
+            at = dict(zip(granted, slots, strict=True))
+            answer = [ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in keys]
+            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
+            packed = np.array(answer, dtype="<i4").tobytes()
+            reply = Granted(first.message.request, self.epoch, packed, self.last_why)
+            replies.append((first.client, reply))
+        return replies
+
+    def release(self, client: int, slots: Sequence[int]) -> list[int]:
+        """End grants of a client; return those that were its own."""
+        own = [slot for slot in dict.fromkeys(slots) if self.space.grant_of(slot, client)]
+        self.space.give_back(own)
+        return own
+
+    def leave(self, client: int) -> None:
+        """Forget a client. Its commits in the batch must be settled before."""
+        self.clients.discard(client)
+        self.unsynced_clients.discard(client)
+        self.waiting = deque(each for each in self.waiting if each.client != client)
+        self.resets_owed = [each for each in self.resets_owed if each[0] != client]
+        self.space.end_client(client)
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
+        self._flush_reads()
+        try:
+            self.table.close()
+            self._presence.close_clean()
+            self.recency.close(is_clean=True)
+        finally:
+            self.home.close()
+
+    def abandon(self) -> None:
+        """Close as a kill would; nothing is synced and nothing marked as clean."""
+        self.table.abandon()
+        self._presence.file.close()
+        self.recency.close(is_clean=False)
+        self.home.close()
+
+    def make_durable(self, reopen: Callable[[NamespaceHome], BlockTable]) -> None:
+        """Sync all blocks, and open the block table anew, so that every commit is durable.
+
+        Raises a `KVCascadeError`.
+        """
+        with os_errors(f"syncing {self.home.name}"):
+            for number in self.space.segments:
+                self.home.segments.sync_unopened(number)
+        self.table.close()
+        self.table = reopen(self.home)
+        self.unsynced_clients |= self.clients
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _holds(self, slot: int) -> bool:
+        return 0 <= slot < len(self.space.is_used) and bool(self.space.is_used[slot])
+
+    def _held(self, keys: Sequence[bytes]) -> frozenset[bytes]:
+        """Return those of the keys that are committed; the block table has the last word."""
+        found = self.presence.find_many(keys).tolist()
+        maybe = [key for key, slot in zip(keys, found, strict=True) if slot >= 0]
+        if not maybe:
+            return frozenset()
+        entries = self.table.get_many(maybe)
+        return frozenset(k for k, entry in zip(maybe, entries, strict=True) if entry is not None)
+
+    def _valid_puts(self) -> _Puts:
+        """Return the blocks of the batch whose grants are valid; all other slots are freed."""
+        puts, seen = _Puts(), set[int]()
+        epoch = -1 if self.resets_owed else self.epoch
+        grant_of = self.space.grant_of
+        for reply, (client, message) in enumerate(self._commits):
+            slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
+            if not len(slots) == len(checksums) == len(message.keys):
+                self.release(client, slots)
+                continue
+            blocks = zip(message.keys, slots, checksums, strict=True)
+            for place, entry in enumerate(blocks):
+                key, slot, _ = entry
+                grant = grant_of(slot, client)
+                if grant is None or slot in seen:
+                    continue
+                if grant.key == key and grant.epoch == message.epoch == epoch:
+                    seen.add(slot)
+                    puts.entries.append(entry)
+                    puts.places.append((reply, place))
+                else:
+                    self.space.give_back([slot])
+        return puts
+
+    def _sync_segments(self, puts: _Puts, codes: list[bytearray]) -> None:
+        """Sync what nodes wrote that joined before commits were to be durable.
+
+        Their blocks may be offered by other nodes, to which "held already" means durable.
+        """
+        if not self.unsynced_clients:
+            return
+        unsynced = [client in self.unsynced_clients for client, _ in self._commits]
+        size = self.space.slots_per_segment
+        places = zip(puts.entries, puts.places, strict=True)
+        numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
+        try:
+            for number in numbers:
+                self.home.segments.sync_unopened(number)
+        except OSError as error:
+            _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
+            for reply, place in puts.places:
+                codes[reply][place] = Committed.IO_ERROR
+            self.space.give_back([slot for _, slot, _ in puts.entries])
+            puts.entries.clear()
+            puts.places.clear()
+
+    def _damaged(self) -> list[bytes]:
+        """Return the keys of reported blocks whose entries still say the same."""
+        removals: list[bytes] = []
+        for bad in self._bads:
+            slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
+            entries = self.table.get_many(bad.keys)
+            for key, slot, checksum, entry in zip(
+                bad.keys, slots, checksums, entries, strict=False
+            ):
+                if entry is not None and (entry.slot, entry.checksum) == (slot, checksum):
+                    removals.append(key)
+        return removals
+
+    def _apply(
+        self,
+        puts: Sequence[tuple[bytes, int, int]],
+        removals: Sequence[bytes],
+        cleared: Sequence[int],
+    ) -> Applied:
+        """Commit to the block table, then to the presence table."""
+        changes = Changes(
+            self.table.epoch,
+            puts,
+            removals,
+            cleared,
+            written_bytes=len(puts) * self.home.block_bytes,
+            read_bytes=self._read_bytes,
+        )
+        applied = self.table.apply(changes)
+        if applied.outcome is not ApplyOutcome.DONE:
+            _log.warning("%s: the index could not be written (%s)", self.home.name, applied.outcome)
+        else:
+            self._read_bytes = 0
+            if applied.journal is not None:
+                self.presence.apply(applied.journal)
+        return applied
+
+    def _record(
+        self, applied: Applied, puts: _Puts, codes: list[bytearray], result: Settled
+    ) -> None:
+        """Turn the outcome of a commit into codes, used slots and recency."""
+        if applied.outcome is not ApplyOutcome.DONE:
+            failed = _FAILED.get(applied.outcome, Committed.IO_ERROR)
+            for reply, place in puts.places:
+                codes[reply][place] = failed
+            self.space.give_back([slot for _, slot, _ in puts.entries])
+            return
+        fresh: dict[int, tuple[list[bytes], list[int]]] = {}
+        already: list[int] = []
+        blocks = zip(puts.entries, puts.places, strict=True)
+        for position, ((key, slot, _), (reply, place)) in enumerate(blocks):
+            if position in applied.already:
+                codes[reply][place] = Committed.ALREADY
+                already.append(slot)
+                continue
+            codes[reply][place] = Committed.OK
+            if reply not in fresh:
+                fresh[reply] = [], []
+            keys, slots = fresh[reply]
+            keys.append(key)
+            slots.append(slot)
+        self.space.give_back(already)
+        for keys, slots in fresh.values():
+            self.space.use(slots)
+            self.recency.insert(keys, slots)
+            result.stored.extend(keys)
+
+    def _forget(
+        self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled
+    ) -> None:
+        """Free the slots of removed blocks."""
+        used = self.space.is_used
+        gone = [(key, slot) for key, slot in removed if used[slot]]
+        left = [(key, slot) for key, slot in gone if slot in victims]
+        other = [slot for _, slot in gone if slot not in victims]
+        if left:
+            self.recency.evicted([key for key, _ in left], [slot for _, slot in left])
+            self.evicted_blocks += len(left)
+        self.recency.remove(other)
+        self.space.unuse([slot for _, slot in gone])
+        nameless = victims - {slot for _, slot in gone}
+        if nameless:  # the index does not say whose they are: they stay in use, and out of order
+            self.recency.remove(sorted(nameless))
+        result.removed.extend(key for key, _ in gone)
+
+    def _flush_reads(self) -> None:
+        if self._read_bytes:
+            self._apply([], [], [])
+
+
+def slots_of(data: bytes) -> list[int]:
+    """Return the slots of a message. A length that is no multiple of four gives none."""
+    return [] if len(data) % 4 else np.frombuffer(data, dtype="<i4").tolist()
+
+
+def checksums_of(data: bytes) -> list[int]:
+    """Return the checksums of a message. A length that is no multiple of eight gives none."""
+    return [] if len(data) % 8 else np.frombuffer(data, dtype="<u8").tolist()
+
+
+def is_within_limits(keys: Sequence[bytes]) -> bool:
+    """Return True if a message may have these keys."""
+    return len(keys) <= MAX_KEYS_PER_MESSAGE and all(0 < len(key) <= 64 for key in keys)

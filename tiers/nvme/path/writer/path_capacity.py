@@ -1,0 +1,156 @@
+"""Disk space of a path over all its namespaces: capacity, reserve, and older versions beside it.
+
+The writer counts its own namespaces exactly: it makes and deletes every file of them. Namespaces of
+older versions are measured while the lock is held that those versions take, too, before they make a
+file. So both together keep the capacity and the reserve. As ever, a namespace of an older version
+that no process has open is removed if its room is needed, the one used longest ago first.
+
+`claim` runs on an I/O thread, everything else on the writer's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from .....errors import InUseError, NoSpaceError, os_errors
+from .....logs import get_logger
+from ...disk.filesystem import FileSystem
+from ...namespace import (
+    FoundNamespace,
+    lock_namespace,
+    namespaces_under,
+    remove_leftovers,
+    remove_locked_namespace,
+)
+from ...writer.capacity import BUDGET_LOCK, BUDGET_WAIT_S, SpaceBudget
+from ..path_messages import PathOptions
+
+PATH_REST_S = 5.0
+"""Rest of a path after a failed write; then it is tried again."""
+RETRY_AFTER_S = 30.0
+"""Pause after a segment could not be made in a path."""
+
+_log = get_logger(__name__)
+
+
+class PathCapacity:
+    """Space in each path; callers say what our own files take."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        roots: Sequence[Path],
+        options: PathOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns monotonic seconds."""
+        self.options = options
+        self._fs = fs
+        self._roots = tuple(roots)
+        self._clock = clock
+        self._foreign = [0] * len(roots)
+        """Bytes in each path of older versions, when they were measured last."""
+        self._retry_at_s = [0.0] * len(roots)
+        """Time of the next attempt to make a segment, by path."""
+        self._rests_until_s = [0.0] * len(roots)
+
+    @property
+    def paths(self) -> int:
+        """Number of paths."""
+        return len(self._roots)
+
+    @property
+    def share_bytes(self) -> int:
+        """Capacity of each path."""
+        return self.options.capacity_bytes // len(self._roots)
+
+    @property
+    def awake(self) -> list[int]:
+        """Numbers of the paths that take writes."""
+        now_s = self._clock()
+        return [p for p in range(self.paths) if self._rests_until_s[p] <= now_s]
+
+    def rest(self, path: int) -> None:
+        """Let a path take no writes for a while, because its device failed."""
+        self._rests_until_s[path] = self._clock() + PATH_REST_S
+
+    def put_off(self, path: int) -> None:
+        """Make no segment in a path for a while."""
+        self._retry_at_s[path] = self._clock() + RETRY_AFTER_S
+
+    def note_foreign(self, path: int, foreign: int) -> None:
+        """Take in the bytes of older versions in a path."""
+        self._foreign[path] = foreign
+
+    def may_try(self, path: int) -> bool:
+        """Return True if no attempt in this path failed a short time ago."""
+        return self._clock() >= self._retry_at_s[path]
+
+    def left_bytes(self, path: int, own_bytes: int) -> int:
+        """Return what is left of the capacity of a path; negative if too much is taken."""
+        return self.share_bytes - self._foreign[path] - own_bytes
+
+    # -- on an I/O thread ----------------------------------------------------------------------
+
+    @contextmanager
+    def claim(self, path: int, growth: int, own_bytes: int, own: frozenset[Path]) -> Iterator[int]:
+        """Make a file of `growth` bytes in a path inside this context.
+
+        `own_bytes` are those of our files with the new one, `own` their directories. Yields the
+        bytes of older versions. Raises `NoSpaceError` if capacity or reserve would not be kept.
+        """
+        root = self._roots[path]
+        try:
+            with os_errors(f"locking {root}"):
+                lock = self._fs.lock(root / BUDGET_LOCK, wait_s=BUDGET_WAIT_S)
+        except InUseError:
+            raise NoSpaceError(f"another process is making room in {root}; try again") from None
+        try:
+            yield self._make_room(root, growth, own_bytes, own)
+        finally:
+            lock.release()
+
+    def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
+        taken = remove_leftovers(self._fs, root)
+        ahead = 0
+        measure = SpaceBudget(self._fs, [root / "x"], self.options.capacity_bytes, 0)
+        with ExitStack() as locks:
+            idle: list[FoundNamespace] = []
+            for one in self._others(root, own):
+                lock = lock_namespace(self._fs, one.path)
+                if lock is None:
+                    ahead += measure.set_aside(one.path)
+                else:
+                    locks.callback(lock.release)
+                    idle.append(one)
+                taken += one.used_bytes
+            with os_errors(f"asking for the free space of {root}"):
+                free = self._fs.free_bytes(root)
+            over = taken + ahead + own_bytes - self.share_bytes
+            reserve = self.options.min_free_bytes
+            short = growth + reserve + (ahead if reserve else 0) - free
+            return taken + ahead - self._remove_oldest(root, idle, over, short)
+
+    def _remove_oldest(
+        self, root: Path, idle: Sequence[FoundNamespace], over: int, short: int
+    ) -> int:
+        """Remove enough of these; return their bytes. None is removed if all are not enough."""
+        removed, chosen = 0, []
+        for one in idle:
+            if removed >= max(over, short):
+                break
+            chosen.append(one)
+            removed += one.used_bytes
+        if removed < over:
+            raise NoSpaceError(f"the capacity in {root} is taken by an older version's namespaces")
+        if removed < short:
+            raise NoSpaceError(f"less than the reserve would be left on the disk of {root}")
+        for one in chosen:
+            remove_locked_namespace(self._fs, one.path)
+            _log.warning("removed %s, of an older version, used longest ago, for room", one.path)
+        return removed
+
+    def _others(self, root: Path, own: frozenset[Path]) -> list[FoundNamespace]:
+        return [one for one in namespaces_under(self._fs, root) if one.path not in own]

@@ -1,0 +1,121 @@
+"""`.kvcascade/path.json` in the first path: the list of paths, and the options in force.
+
+The options are those of the engine whose node became writer last. Of the durabilities of all nodes
+the strongest holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .....config.sizes import human
+from .....errors import ConfigError, CorruptionError, os_errors
+from ....policies import order_class
+from ...disk.filesystem import FileSystem
+from ..path_messages import PathOptions
+
+PATH_FOLDER = ".kvcascade"
+"""Folder in the first path that belongs to the path and to no namespace."""
+PATH_FILE = "path.json"
+PATH_RECORD_VERSION = 1
+MAX_RECORD_BYTES = 1 << 20
+POWER = "power"
+DURABILITIES = ("process", POWER)
+
+
+@dataclass(slots=True)
+class PathRecord:
+    """What is recorded with a path."""
+
+    paths: tuple[str, ...]
+    """All paths of the tier in order."""
+    options: PathOptions
+    min_shares: dict[str, int] = field(default_factory=dict)
+    """By name of a namespace: bytes that other namespaces may not take from it."""
+
+
+def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
+    """Return what is recorded with a path; None if nothing is. Raises `CorruptionError`."""
+    path = root / PATH_FOLDER / PATH_FILE
+    with os_errors(f"reading {path}"):
+        if not fs.exists(path):
+            return None
+        data = fs.read(path, MAX_RECORD_BYTES)
+    try:
+        document = json.loads(data)
+        if document["version"] != PATH_RECORD_VERSION:
+            raise ValueError
+        return PathRecord(
+            tuple(map(str, document["paths"])),
+            msgspec.convert(document["options"], PathOptions),
+            {str(name): int(share) for name, share in document["min_shares"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        raise CorruptionError(
+            f"{path} is damaged or of another version; remove it, and the options of the next "
+            "engine are recorded"
+        ) from None
+
+
+def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
+    """Record options and paths durably. Raises a `KVCascadeError`."""
+    document: dict[str, Any] = {
+        "version": PATH_RECORD_VERSION,
+        "paths": list(record.paths),
+        "options": msgspec.to_builtins(record.options),
+        "min_shares": record.min_shares,
+    }
+    path = root / PATH_FOLDER / PATH_FILE
+    with os_errors(f"writing {path}"):
+        fs.make_dir(root / PATH_FOLDER)
+        fs.replace(path, json.dumps(document, indent=2).encode() + b"\n")
+
+
+def check_paths(found: Sequence[str], given: Sequence[str]) -> None:
+    """Raise `ConfigError` with both lists if an engine names other paths than the tier has."""
+    if list(found) != list(given):
+        raise ConfigError(
+            f"path: this tier has the paths {', '.join(found)}; the engine names "
+            f"{', '.join(given)}; give the same list in the same order"
+        )
+
+
+def check_options(options: PathOptions) -> None:
+    """Raise `ConfigError` for options that no writer can keep."""
+    if options.durability not in DURABILITIES:
+        raise ConfigError(
+            f"durability {options.durability!r} is unknown; use one of {', '.join(DURABILITIES)}"
+        )
+    order_class(options.policy)
+
+
+def is_stronger(asked: PathOptions, in_force: PathOptions) -> bool:
+    """Return True if a node asks for a stronger durability than the one in force."""
+    return asked.durability == POWER and in_force.durability != POWER
+
+
+def differences(asked: PathOptions, in_force: PathOptions) -> list[str]:
+    """Return one sentence with every option that was not adopted; nothing if all are equal."""
+    parts: list[str] = []
+    for name in PathOptions.__struct_fields__:
+        has, wants = getattr(in_force, name), getattr(asked, name)
+        if has != wants:
+            parts.append(
+                f"{name.removesuffix('_bytes')} {_shown(name, has)} instead of "
+                f"{_shown(name, wants)}"
+            )
+    if not parts:
+        return []
+    return [f"options of the path that are in force, of the engine that writes: {', '.join(parts)}"]
+
+
+def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "none"
+    return human(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)

@@ -1,0 +1,90 @@
+"""How many slots fit a capacity, and what a namespace takes beside its segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .....errors import ConfigError
+from ...segments.format import (
+    MAX_BLOCK_BYTES,
+    MAX_SLOTS,
+    PAGE_BYTES,
+    SLOT_RECORD_BYTES,
+    SegmentLayout,
+)
+from ...writer.capacity import (
+    MAX_SEGMENTS_PER_PATH,
+    MIN_SEGMENTS_PER_PATH,
+    SEGMENT_BYTES,
+    SMALL_FILES_BYTES,
+)
+from ..block_table import block_table_bytes
+from ..presence_table import presence_bytes
+
+STATE_FIXED_BYTES = 256 << 10
+STATE_BYTES_PER_SLOT = 110
+"""Arrays of the eviction order and of the last uses. The largest policy takes 99 bytes; what finds
+no room lives in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """The shape of a namespace that has a whole capacity to itself."""
+
+    slots_per_segment: int
+    segments: int
+    """Number of segments over all paths."""
+
+    @property
+    def slots(self) -> int:
+        """Final number of slots."""
+        return self.slots_per_segment * self.segments
+
+
+def fixed_bytes(slots: int, path: int) -> int:
+    """Return the most bytes of a namespace in a path beside its segments."""
+    if path > 0:
+        return SMALL_FILES_BYTES
+    state = STATE_FIXED_BYTES + STATE_BYTES_PER_SLOT * slots
+    return SMALL_FILES_BYTES + block_table_bytes(slots) + presence_bytes(slots) + state
+
+
+def capacity_of(segments: int, slots_per_segment: int, block_bytes: int, paths: int = 1) -> int:
+    """Return the least capacity with which a namespace may have so many segments."""
+    file_bytes = SegmentLayout(block_bytes, slots_per_segment, "0" * 64).file_bytes
+    per_path = -(-segments // paths)
+    return paths * (per_path * file_bytes + fixed_bytes(per_path * paths * slots_per_segment, 0))
+
+
+def plan_segments(
+    capacity_bytes: int, block_bytes: int, paths: int, slots_per_segment: int | None = None
+) -> SegmentPlan:
+    """Lay out a capacity over `paths`; no namespace may have more segments than that.
+
+    `slots_per_segment` is given for an existing namespace, or if the user chose a size. Raises
+    `ConfigError`.
+    """
+    if block_bytes <= 0 or block_bytes % PAGE_BYTES or block_bytes > MAX_BLOCK_BYTES:
+        raise ConfigError(
+            f"a block of {block_bytes} bytes cannot be stored; it must be a positive multiple "
+            f"of {PAGE_BYTES} and at most {MAX_BLOCK_BYTES}"
+        )
+    if slots_per_segment is None:
+        usable = capacity_bytes // paths - fixed_bytes(0, 0)
+        largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
+        small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
+        slots_per_segment = max(1, min(largest, small) // (block_bytes + SLOT_RECORD_BYTES))
+    low, high = 0, MAX_SLOTS // (slots_per_segment * paths)
+    while low < high:  # segments per path
+        middle = (low + high + 1) // 2
+        if capacity_of(middle * paths, slots_per_segment, block_bytes, paths) <= capacity_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low < 1:
+        needed = capacity_of(paths, slots_per_segment, block_bytes, paths)
+        raise ConfigError(
+            f"capacity {capacity_bytes} holds no segment of {slots_per_segment} blocks of "
+            f"{block_bytes} bytes; give at least {needed} bytes"
+        )
+    return SegmentPlan(slots_per_segment, low * paths)

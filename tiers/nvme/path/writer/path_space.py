@@ -1,0 +1,352 @@
+"""Room for new blocks: new segments, evictions, or segments taken from other namespaces.
+
+A namespace that needs room gets, in this order: a new segment if the capacity allows it; otherwise
+the coldest segment of another namespace if that is colder than its own coldest blocks; otherwise
+its own coldest blocks are evicted. A segment that is taken loses its blocks first, its file is
+deleted, and a segment of the namespace that needs it is made in its place.
+
+Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
+the writer's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .....errors import KVCascadeError
+from .....logs import get_logger
+from .idle_namespaces import IdleNamespaces
+from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .path_capacity import PathCapacity
+from .path_plan import fixed_bytes
+
+PATIENCE_S = 5.0
+"""Age of an attempt to make a segment after which blocks are evicted instead."""
+RANK_EVERY_S = 1.0
+"""Shortest time between two comparisons of a namespace with all others."""
+MAX_EVICTED_AHEAD = 256
+"""Most blocks that are evicted beyond the need, so that the next grants need no commit."""
+EVICTED_AHEAD_SHARE = 64
+"""Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How the need of a namespace is met."""
+
+    evictions: int = 0
+    """Number of its own blocks to evict now."""
+    is_coming: bool = False
+    """True if a segment is on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenSegment:
+    """A segment that leaves its namespace."""
+
+    name: str
+    number: int
+
+
+@dataclass(slots=True)
+class _Files:
+    """Segment files of one namespace, with those that are being made or deleted."""
+
+    numbers: set[int]
+    file_bytes: int
+    making_since_s: float | None = None
+    """Time at which a segment began to be made; None if none is."""
+
+
+class PathSpace:
+    """Segments of all open namespaces of a path."""
+
+    def __init__(
+        self,
+        capacity: PathCapacity,
+        idle: IdleNamespaces,
+        open_idle: Callable[[str], bool],
+        executor: Executor,
+        clock: Callable[[], float],
+    ) -> None:
+        """`open_idle` opens a namespace of `idle`. `clock` returns monotonic seconds."""
+        self.capacity = capacity
+        self.namespaces: dict[str, NamespaceWriter] = {}
+        """Open namespaces by the name of their directories."""
+        self.idle = idle
+        self.taking: TakenSegment | None = None
+        """Segment that loses its blocks now."""
+        self._files: dict[str, _Files] = {}
+        self._open_idle = open_idle
+        self._executor = executor
+        self._clock = clock
+        self._done: deque[Callable[[], None]] = deque()
+        """What the writer's thread does after a job on an I/O thread."""
+        self._ranked_at_s: dict[str, float] = {}
+        self._taken_for: tuple[str, float] = ("", 0.0)
+        """Namespace for which a segment is taken, and the time of the beginning."""
+        self._deleting = 0
+        self._failing: set[int] = set()
+        """Paths in which the last attempt to make a segment failed; each is logged once."""
+
+    def add(self, namespace: NamespaceWriter) -> None:
+        """Count a namespace that was opened."""
+        home = namespace.home
+        self.namespaces[home.name] = namespace
+        self.idle.take(home.name)
+        numbers = set(home.segments.found())
+        self._files[home.name] = _Files(numbers, home.layout.file_bytes)
+
+    def forget(self, name: str) -> None:
+        """Stop counting a namespace that was closed or removed."""
+        self.namespaces.pop(name, None)
+        self._files.pop(name, None)
+        if self.taking is not None and self.taking.name == name:
+            self.taking = None
+
+    def segments_of(self, name: str) -> int:
+        """Return the number of segment files of a namespace, with those that are being made."""
+        return len(self._files[name].numbers)
+
+    @property
+    def has_jobs(self) -> bool:
+        """True while a segment is being made, emptied or deleted."""
+        makes = any(files.making_since_s is not None for files in self._files.values())
+        return makes or self._deleting > 0 or self.taking is not None
+
+    def poll(self) -> None:
+        """Take in what the I/O threads have done."""
+        while self._done:
+            self._done.popleft()()
+
+    def own_bytes(self, path: int) -> int:
+        """Return the bytes of our namespaces in a path, all that they may take without asking."""
+        total = self.idle.bytes_in(path)
+        return total + sum(self._bytes_in(name, path) for name in self.namespaces)
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of an open namespace, all that it may take without asking."""
+        return sum(self._bytes_in(name, path) for path in range(self.capacity.paths))
+
+    # -- what is done for a need ----------------------------------------------------------------
+
+    def room_for(self, namespace: NamespaceWriter, need: int) -> Room:
+        """Find room for `need` slots, and start what takes time."""
+        space, name = namespace.space, namespace.home.name
+        free = space.free(self.capacity.awake)
+        if free - need < space.slots_per_segment // 2 or not space.segments:
+            if not self._grow(namespace):
+                self._take_colder(namespace)
+        if free >= need:
+            return Room()
+        since_s = self._files[name].making_since_s
+        if self._taken_for[0] == name:
+            since_s = self._taken_for[1]
+        if since_s is not None and self._clock() - since_s < PATIENCE_S:
+            return Room(is_coming=True)
+        ahead = min(MAX_EVICTED_AHEAD, space.used // EVICTED_AHEAD_SHARE)
+        evictions = min(need - free + ahead, space.used, MAX_EVICTIONS_PER_STEP)
+        return Room(evictions, is_coming=evictions > 0 and evictions < need - free < space.used)
+
+    def shrink(self) -> None:
+        """Take a segment if a path holds more than its share."""
+        if self.taking is not None or self._deleting:
+            return
+        for path in range(self.capacity.paths):
+            if self.capacity.left_bytes(path, self.own_bytes(path)) < 0:
+                self.take_coldest(None, {path})
+                return
+
+    def take_coldest(
+        self, spared: str | None, paths: set[int], least_age_s: float = -np.inf
+    ) -> bool:
+        """Begin to take the coldest segment in some paths that is older than `least_age_s`.
+
+        `spared` is a namespace that loses none. Return False if there is no such segment.
+        """
+        best: tuple[float, str, int] | None = None
+        for name, namespace in self.namespaces.items():
+            found = None if name == spared else self._coldest_of(namespace, paths, spared is None)
+            if found is not None and (best is None or found[0] > best[0]):
+                best = found[0], name, found[1]
+        oldest = self.idle.oldest(spared)
+        if oldest is not None and oldest[1] > max(least_age_s, best[0] if best else -np.inf):
+            return self._open_idle(oldest[0])  # its segments are compared from now on
+        if best is None or best[0] <= least_age_s:
+            return False
+        _, name, number = best
+        if not self.namespaces[name].space.set_aside(number):
+            return False
+        self.taking = TakenSegment(name, number)
+        return True
+
+    def empty_taken(self) -> tuple[TakenSegment, list[bytes], bool] | None:
+        """Remove some blocks of the segment that is taken.
+
+        Return it with the keys of these blocks, and whether it is empty and its file is being
+        deleted; None if there is no such segment, or if the blocks cannot be removed now.
+        """
+        taken = self.taking
+        if taken is None:
+            return None
+        namespace = self.namespaces[taken.name]
+        slots = namespace.space.used_in(taken.number)[:MAX_EVICTIONS_PER_STEP].tolist()
+        removed: list[bytes] | None = []
+        if slots:
+            removed = namespace.remove_slots(slots)
+            if removed is None:
+                return None
+        is_empty = not len(namespace.space.used_in(taken.number))
+        if not is_empty and not removed:  # slots that the index does not know
+            namespace.space.unuse(slots)
+            is_empty = not len(namespace.space.used_in(taken.number))
+        if is_empty:
+            self.taking = None
+            self._delete(namespace, taken.number)
+        return taken, removed or [], is_empty
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _bytes_in(self, name: str, path: int) -> int:
+        files, slots = self._files[name], self.namespaces[name].home.slots
+        here = sum(number % self.capacity.paths == path for number in files.numbers)
+        return here * files.file_bytes + fixed_bytes(slots, path)
+
+    def _coldest_of(
+        self, namespace: NamespaceWriter, paths: set[int], is_forced: bool
+    ) -> tuple[float, int] | None:
+        """Return age and number of the coldest segment that may be taken from a namespace."""
+        space = namespace.space
+        size = self._files[namespace.home.name].file_bytes
+        left = (len(space.segments) - 1) * size
+        if not is_forced and left < namespace.min_share_bytes:
+            return None
+        numbers = [n for n in space.segments if n % self.capacity.paths in paths]
+        if not numbers:
+            return None
+        ages = namespace.recency.segment_ages_s(space.slots_per_segment)
+        number = max(numbers, key=lambda n: (float(ages[n]), n))
+        return float(ages[number]), number
+
+    def _take_colder(self, namespace: NamespaceWriter) -> None:
+        """Take a segment that is colder than this namespace's coldest blocks, if there is one."""
+        name, now_s = namespace.home.name, self._clock()
+        if self.taking is not None or self._deleting:
+            return
+        if now_s < self._ranked_at_s.get(name, -RANK_EVERY_S) + RANK_EVERY_S:
+            return
+        paths = {path for path in self.capacity.awake if self._missing(namespace, path) is not None}
+        if not paths:
+            return
+        self._ranked_at_s[name] = now_s
+        age_s = namespace.recency.coldest_age_s()
+        if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
+            self._taken_for = name, now_s
+            if self.taking is None:  # an idle namespace was opened: compare again at once
+                self._ranked_at_s.pop(name)
+
+    def _missing(self, namespace: NamespaceWriter, path: int) -> int | None:
+        """Return the lowest number in a path of which the namespace has no segment."""
+        numbers, paths = self._files[namespace.home.name].numbers, self.capacity.paths
+        total = namespace.home.slots // namespace.space.slots_per_segment
+        return next((n for n in range(path, total, paths) if n not in numbers), None)
+
+    def _grow(self, namespace: NamespaceWriter) -> bool:
+        """Make a segment if the capacity of some path allows it. Return True while it is made."""
+        files, capacity = self._files[namespace.home.name], self.capacity
+        if files.making_since_s is not None:
+            return True
+        choices: list[tuple[int, int]] = []
+        for path in capacity.awake:
+            number = self._missing(namespace, path) if capacity.may_try(path) else None
+            if number is None:
+                continue
+            if capacity.left_bytes(path, self.own_bytes(path)) >= files.file_bytes:
+                choices.append((number // capacity.paths, number))
+        if choices:
+            self._make(namespace, min(choices)[1])
+        return bool(choices)
+
+    def _make(self, namespace: NamespaceWriter, number: int) -> None:
+        home, capacity = namespace.home, self.capacity
+        files, path = self._files[home.name], number % capacity.paths
+        files.numbers.add(number)
+        files.making_since_s = self._clock()
+        own_bytes, own = self.own_bytes(path), self._own_folders()
+
+        def make() -> None:
+            try:
+                with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
+                    home.segments.create(number)
+                home.segments.let_go(number)
+                self._done.append(lambda: self._made(namespace, number, foreign))
+            except (OSError, KVCascadeError) as error:
+                reason = error
+                self._done.append(lambda: self._failed(namespace, number, reason))
+
+        self._submit(make, lambda: self._failed(namespace, number, None))
+
+    def _made(self, namespace: NamespaceWriter, number: int, foreign: int) -> None:
+        path = number % self.capacity.paths
+        self._failing.discard(path)
+        self.capacity.note_foreign(path, foreign)
+        if self.namespaces.get(namespace.home.name) is namespace:
+            self._files[namespace.home.name].making_since_s = None
+            namespace.space.add_segment(number)
+
+    def _failed(self, namespace: NamespaceWriter, number: int, error: Exception | None) -> None:
+        path = number % self.capacity.paths
+        if error is not None and path not in self._failing:
+            self._failing.add(path)
+            _log.warning("no segment can be made for now: %s", error)
+        self.capacity.put_off(path)
+        if self.namespaces.get(namespace.home.name) is namespace:
+            files = self._files[namespace.home.name]
+            files.making_since_s = None
+            files.numbers.discard(number)
+
+    def _delete(self, namespace: NamespaceWriter, number: int) -> None:
+        self._deleting += 1
+
+        def delete() -> None:
+            try:
+                namespace.home.segments.remove(number)
+                self._done.append(lambda: self._deleted(namespace, number, True))
+            except (OSError, KVCascadeError) as error:
+                _log.warning("a segment could not be deleted: %s", error)
+                self._done.append(lambda: self._deleted(namespace, number, False))
+
+        self._submit(delete, lambda: self._deleted(namespace, number, False))
+
+    def _deleted(self, namespace: NamespaceWriter, number: int, is_gone: bool) -> None:
+        self._deleting -= 1
+        files = self._files.get(namespace.home.name)
+        if files is None:
+            return
+        if is_gone:
+            files.numbers.discard(number)
+        else:
+            namespace.space.add_segment(number)
+        needs = self.namespaces.get(self._taken_for[0])
+        self._taken_for = "", 0.0
+        if needs is not None and is_gone:
+            self._ranked_at_s.pop(needs.home.name, None)
+            self._grow(needs)
+
+    def _submit(self, job: Callable[[], None], refused: Callable[[], None]) -> None:
+        try:
+            self._executor.submit(job)
+        except RuntimeError:  # the executor is shutting down
+            self._done.append(refused)
+
+    def _own_folders(self) -> frozenset[Path]:
+        homes = [namespace.home for namespace in self.namespaces.values()]
+        return self.idle.folders.union(*(home.folders for home in homes))

@@ -1,0 +1,404 @@
+"""`PathWriter`: the only one that changes a path. It serves the nodes of all engines.
+
+Its only input and output are files. Messages come in by `receive`, and `step` returns what is to be
+sent. The owner holds the lock of the path while this object lives.
+
+    writer = PathWriter(means, roots, options, clock, executor)
+    writer.connect(1)
+    writer.receive(1, Hello(...))
+    for client, message in writer.step(): ...
+
+One thread. Segment files are made and deleted in the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .....errors import CorruptionError, KVCascadeError
+from .....logs import get_logger
+from ..path_messages import (
+    NO_SLOT,
+    PROTOCOL,
+    Ask,
+    Bad,
+    Commit,
+    CommitDone,
+    Committed,
+    Epoch,
+    FromNode,
+    FromWriter,
+    Grant,
+    Granted,
+    Hello,
+    PathOptions,
+    Read,
+    Refused,
+    RefusedWhy,
+    Release,
+    Removed,
+    Reset,
+    Retire,
+    SegmentsRemoved,
+    Stored,
+    TierFigures,
+    Touch,
+    Welcome,
+    Why,
+)
+from ..presence_table import presence_bytes
+from .namespace_start import StartMeans
+from .namespace_writer import NamespaceWriter, Reply, Settled, is_within_limits, slots_of
+from .path_namespaces import PathNamespaces
+from .path_options import check_paths, differences, is_stronger
+from .writer_questions import WriterQuestions
+
+GRANT_WAIT_S = 1.0
+"""Longest time in seconds that a grant waits for room that is being made."""
+BUSY_WAIT_S = 0.005
+"""Time until the next step, in seconds, while something is under way."""
+FIGURES_EVERY_S = 1.0
+"""Interval of the figures that nodes get, in seconds."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Client:
+    """One connection."""
+
+    number: int
+    name: str = "?"
+    """Name of the node in logs."""
+    namespace: NamespaceWriter | None = None
+    wants_events: bool = False
+    figures: TierFigures | None = None
+    """Figures that it was sent last."""
+
+    @property
+    def folder(self) -> str | None:
+        """Directory name of its namespace; None if it has none."""
+        return None if self.namespace is None else self.namespace.home.name
+
+
+class PathWriter:
+    """Writer of all namespaces of a path."""
+
+    def __init__(
+        self,
+        means: StartMeans,
+        roots: Sequence[Path],
+        options: PathOptions,
+        clock: Callable[[], float],
+        executor: Executor,
+    ) -> None:
+        """Begin to write the path; `options` are in force from now on, and are recorded.
+
+        `clock` returns monotonic seconds. Raises a `KVCascadeError`, such as `ConfigError` if the
+        tier has other paths.
+        """
+        self.path = PathNamespaces(means, roots, options, clock, executor)
+        self.wants_close = False
+        """True once a newer version asked the writer to close."""
+        self._clock = clock
+        self._clients: dict[int, Client] = {}
+        self._out: list[Reply] = []
+        self._upkeep_at_s = clock()
+        self._questions = WriterQuestions(self)
+        self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
+            Hello: self._hello,
+            Grant: self._grant,
+            Commit: self._commit,
+            Release: self._release,
+            Bad: self._bad,
+            Touch: self._touch,
+            Read: self._read,
+            Reset: self._reset,
+            Ask: self._ask,
+            Retire: self._retire,
+        }
+
+    @property
+    def namespaces(self) -> dict[str, NamespaceWriter]:
+        """Open namespaces by the names of their directories."""
+        return self.path.open
+
+    @property
+    def clients(self) -> list[Client]:
+        """All connections."""
+        return list(self._clients.values())
+
+    # -- clients -------------------------------------------------------------------------------
+
+    def connect(self, client: int) -> None:
+        """Take a new connection; numbers are never used twice."""
+        self._clients[client] = Client(client)
+
+    def disconnect(self, client: int) -> None:
+        """Forget a connection that ended. Its grants are free at once."""
+        gone = self._clients.get(client)
+        if gone is not None and gone.namespace is not None:
+            self._settle(gone.namespace)  # what it committed before it ended counts
+            gone.namespace.leave(client)
+            self.path.note_use(gone.namespace)
+        self._clients.pop(client, None)
+        self._questions.forget(client)
+
+    def receive(self, client: int, message: FromNode) -> None:
+        """Take a message of a connection; `step` has the answer."""
+        sender = self._clients.get(client)
+        if sender is not None:
+            self._handlers[type(message)](sender, message)
+
+    def step(self) -> list[Reply]:
+        """Do what the messages since the last call ask for; return messages and their clients.
+
+        Raises `CorruptionError` if an index failed in a way that only opening it again can repair:
+        the caller closes the writer without `is_clean`, and lets another process lead.
+        """
+        self.path.space.poll()
+        for namespace in list(self.namespaces.values()):
+            if namespace.resets_owed:
+                self._pay_resets(namespace)
+            if namespace.waiting or namespace.has_work:
+                self._serve(namespace)
+            if namespace.table.has_panicked:
+                raise CorruptionError(
+                    f"the index of {namespace.home.folders[0]} takes no more changes; the next "
+                    "writer opens it again, and names the remedy if it is damaged"
+                )
+        self._take_segments()
+        self._out += self._questions.poll()
+        self._upkeep()
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def wait_s(self) -> float:
+        """Longest time until the next `step`, in seconds."""
+        is_waiting = any(n.waiting or n.resets_owed for n in self.namespaces.values())
+        is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
+        return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
+
+    def close(self, *, is_clean: bool = True) -> list[Reply]:
+        """Settle what was received, and close all namespaces. Return the last messages.
+
+        Without `is_clean` everything is left as a kill would leave it.
+        """
+        for namespace in self.namespaces.values() if is_clean else ():
+            self._settle(namespace)
+        self.path.close(is_clean=is_clean)
+        out, self._out = self._out, []
+        return out
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _hello(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Hello)
+        if client.namespace is not None:
+            return  # a node says it once
+        client.name = message.name
+        if message.protocol != PROTOCOL:
+            text = f"the writer of the path speaks protocol {PROTOCOL}, not {message.protocol}; "
+            self._refuse(client, RefusedWhy.PROTOCOL, text + "run one version of kvcascade")
+            return
+        if self.wants_close:
+            self._refuse(client, RefusedWhy.CLOSING, "the writer of the path is closing; try again")
+            return
+        why = RefusedWhy.PATHS
+        try:
+            check_paths(self.path.record.paths, message.paths)
+            why = RefusedWhy.NAMESPACE
+            if is_stronger(message.options, self.path.options):
+                for each in self.namespaces.values():
+                    self._settle(each)
+                self.path.strengthen()
+            namespace = self.path.open_for(message)
+        except KVCascadeError as error:
+            self._refuse(client, why, str(error))
+            return
+        client.namespace, client.wants_events = namespace, message.wants_events
+        namespace.clients.add(client.number)
+        notes = differences(message.options, self.path.options)
+        if notes:
+            _log.warning("%s: %s", message.name, notes[0])
+        home = namespace.home
+        self._send(
+            client.number,
+            Welcome(
+                PROTOCOL,
+                client.number,
+                namespace.epoch,
+                home.name,
+                home.layout.slots,
+                presence_bytes(home.slots),
+                home.slots,
+                self.path.options,
+                notes,
+            ),
+        )
+
+    def _grant(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Grant)
+        namespace = client.namespace
+        if namespace is not None and is_within_limits(message.keys):
+            until_s = self._clock() + GRANT_WAIT_S
+            if namespace.add_grant(client.number, message, until_s):
+                return
+        none = NO_SLOT.to_bytes(4, "little", signed=True) * len(message.keys)
+        self._send(client.number, Granted(message.request, 0, none, Why.LATER))
+
+    def _commit(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Commit)
+        if client.namespace is None or not is_within_limits(message.keys):
+            outcomes = bytes([Committed.STALE]) * len(message.keys)
+            self._send(client.number, CommitDone(message.request, outcomes))
+            return
+        client.namespace.add_commit(client.number, message)
+
+    def _release(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Release)
+        if client.namespace is None:
+            return
+        own = client.namespace.release(client.number, slots_of(message.slots))
+        if message.has_failed and own:
+            for path in {self._path_of(client.namespace, slot) for slot in own}:
+                _log.warning(
+                    "path %s takes no writes for a while: a write failed", self.path.roots[path]
+                )
+                self.path.space.capacity.rest(path)
+
+    def _bad(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Bad)
+        if client.namespace is not None and is_within_limits(message.keys):
+            client.namespace.add_bad(message)
+
+    def _touch(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Touch)
+        if client.namespace is not None and is_within_limits(message.keys):
+            client.namespace.touch(message)
+
+    def _read(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Read)
+        if client.namespace is not None:
+            client.namespace.add_read(message.read_bytes)
+
+    def _reset(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Reset)
+        namespace = client.namespace
+        if namespace is None:
+            return
+        self._settle(namespace)
+        namespace.resets_owed.append((client.number, message.request))
+        self._pay_resets(namespace)
+
+    def _ask(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Ask)
+        told = self._questions.ask(client.number, message)
+        if told is not None:
+            self._send(client.number, told)
+
+    def _retire(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Retire)
+        if message.protocol > PROTOCOL:
+            self.wants_close = True
+            return
+        text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
+        self._refuse(client, RefusedWhy.PROTOCOL, text)
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def _serve(self, namespace: NamespaceWriter) -> None:
+        """Find room for the waiting grants, commit, and answer."""
+        capacity = self.path.space.capacity
+        need = namespace.demand
+        allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
+        room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
+        self._settle(namespace, room.evictions if room is not None else 0)
+        awake = capacity.awake
+        why = Why.FULL
+        if not awake:
+            why = Why.RESTING
+        elif allowed < need:
+            why = Why.BUDGET
+        elif room is not None and (room.is_coming or room.evictions):
+            why = Why.LATER
+        may_wait = why is Why.LATER
+        self._out += namespace.serve(awake, allowed, why, may_wait, self._clock())
+
+    def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
+        if namespace.has_work or evictions:
+            result = namespace.settle(evictions)
+            self._tell(namespace, result)  # first: an engine that got its answer knows the rest
+            self._out += result.replies
+
+    def _tell(self, namespace: NamespaceWriter, result: Settled) -> None:
+        """Send events of stored and removed blocks."""
+        for number in namespace.clients if result.stored or result.removed else ():
+            if result.removed:
+                self._send(number, Removed(result.removed))
+            if result.stored and self._clients[number].wants_events:
+                self._send(number, Stored(result.stored))
+
+    def _pay_resets(self, namespace: NamespaceWriter) -> None:
+        """Reset a namespace, and answer everybody who asked for it once it is durable."""
+        if not namespace.reset():
+            return
+        owed = dict(namespace.resets_owed)
+        for client, request in namespace.resets_owed:
+            self._send(client, Epoch(namespace.epoch, request))
+        for number in namespace.clients.difference(owed):
+            self._send(number, Epoch(namespace.epoch))
+        namespace.resets_owed.clear()
+
+    def _take_segments(self) -> None:
+        """Go on with the segment that is taken, and begin with one if too much is stored."""
+        self.path.space.shrink()
+        emptied = self.path.space.empty_taken()
+        if emptied is None:
+            return
+        taken, removed, is_empty = emptied
+        namespace = self.namespaces[taken.name]
+        self._tell(namespace, Settled(removed=removed))
+        for number in namespace.clients if is_empty else ():
+            self._send(number, SegmentsRemoved([taken.number]))
+
+    def _upkeep(self) -> None:
+        """Do what is due about once a second."""
+        now_s = self._clock()
+        if now_s < self._upkeep_at_s:
+            return
+        self._upkeep_at_s = now_s + FIGURES_EVERY_S
+        self.path.remove_empty()
+        self._send_figures()
+
+    def _send_figures(self) -> None:
+        left = self.path.budget.left_bytes(self.namespaces.values())
+        for namespace in self.namespaces.values():
+            day = namespace.table.day_totals()
+            figures = TierFigures(
+                namespace.space.used,
+                namespace.home.slots,
+                namespace.evicted_blocks,
+                left,
+                (int(day.is_whole_day), day.written, day.read),
+                namespace.last_why,
+            )
+            for number in namespace.clients:
+                client = self._clients[number]
+                if client.figures != figures:
+                    client.figures = figures
+                    self._send(number, figures)
+
+    def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
+        return slot // namespace.space.slots_per_segment % len(self.path.roots)
+
+    def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
+        _log.warning("%s is refused: %s", client.name, text)
+        self._send(client.number, Refused(why, text))
+
+    def _send(self, client: int, message: FromWriter) -> None:
+        self._out.append((client, message))

@@ -1,0 +1,156 @@
+"""Order of eviction of one namespace, with the time of each slot's last use.
+
+Both are arrays in `<namespace>/state/`, so they survive restarts and `kill -9`. Used by the
+writer's thread only; nothing waits for a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .....errors import KVCascadeError, os_errors
+from .....logs import get_logger
+from ....base import BlockHash, SlotMask
+from ....policies import EvictionOrder, order_class
+from ....policies.ordered import tag_of
+from ....policies.usage import UsageOrder
+from ...disk.filesystem import FileSystem
+from ...segments.arrays import MappedArrays
+
+SESSION = "session"
+"""File in the state folder: the number of the last opening, in decimal digits."""
+MAX_SESSION_DIGITS = 18
+COLDEST_SAMPLE = 64
+"""Number of next victims whose mean last use stands for a namespace's coldest blocks."""
+
+_log = get_logger(__name__)
+
+
+class Recency:
+    """Eviction order by slot. `wall_clock` returns seconds since 1970."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        folder: Path,
+        policy: str,
+        is_used: SlotMask,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """Load the order as it was left. After a crash it is fitted to the used slots.
+
+        Raises `ConfigError` for an unknown policy, or another `KVCascadeError`.
+        """
+        doing = f"making arrays in {folder}"  # without room they live in memory
+        session = _next_session(fs, folder)
+        self._arrays = MappedArrays(fs, folder, session, lambda growth: os_errors(doing))
+        self._wall_clock = wall_clock
+        self._is_used = is_used
+        inner = order_class(policy)(len(is_used), self._arrays)
+        self._expects = inner.wants_tags and type(inner).expect is not EvictionOrder.expect
+        self._order = UsageOrder(inner, self._arrays, wall_clock)
+        if self._arrays.was_replaced:
+            self._order.reconcile(np.flatnonzero(is_used))
+
+    @property
+    def wants_chains(self) -> bool:
+        """True if the policy uses the blocks of ended requests."""
+        return self._order.wants_chains
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Announce blocks that will be stored, before room is made for them."""
+        if self._expects:
+            self._order.expect([tag_of(BlockHash(key)) for key in keys])
+
+    def insert(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Add blocks in prefix order; the first is the most recent afterwards."""
+        self._order.insert(slots[::-1], self._tags(keys[::-1]))
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Note a use of blocks in prefix order."""
+        self._order.touch(slots[::-1])
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Put blocks that were stored in parts into prefix order; this is no use."""
+        self._order.settle(slots[::-1])
+
+    def order_by_last_use(self) -> None:
+        """Order the blocks by their last use: what another policy left to this one."""
+        slots = np.flatnonzero(self._is_used)
+        by_use = np.argsort(self._order.last_use[slots], kind="stable")
+        self._order.settle(slots[by_use].tolist())
+
+    def chain(self, slots: Sequence[int], blocks: int) -> None:
+        """Note the end of a request of `blocks` blocks; `slots` ends before the first absent."""
+        self._order.chain(slots, blocks)
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Forget blocks that are gone for other reasons than eviction."""
+        self._order.remove(slots)
+
+    def evicted(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Forget blocks because they were evicted."""
+        self._order.evicted(slots, self._tags(keys))
+
+    def victims(self, n: int, spared: frozenset[int] | set[int] = frozenset()) -> list[int]:
+        """Return up to `n` slots in order of eviction, none of them in `spared`."""
+        return self._order.victims(n, lambda slot: slot not in spared)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._order.clear()
+
+    def coldest_age_s(self) -> float | None:
+        """Return the mean time since the last use of the next victims; None without blocks."""
+        slots = self.victims(COLDEST_SAMPLE)
+        return None if not slots else self._age_s(np.asarray(slots))
+
+    def segment_ages_s(self, slots_per_segment: int) -> npt.NDArray[np.float64]:
+        """Return the mean time since the last use by segment; infinite for one without blocks."""
+        return segment_ages_s(
+            self._order.last_use, self._is_used, slots_per_segment, self._wall_clock()
+        )
+
+    def close(self, *, is_clean: bool) -> None:
+        """Close the arrays. With `is_clean` they are sealed, so that the next start trusts them."""
+        if is_clean:
+            with suppress(KVCascadeError):  # the next start fits them to the used slots
+                self._arrays.sync()
+        self._arrays.close()
+
+    def _age_s(self, slots: npt.NDArray[np.intp]) -> float:
+        return float(self._wall_clock() - self._order.last_use[slots].mean(dtype=np.float64))
+
+    def _tags(self, keys: Sequence[bytes]) -> list[int]:
+        return [tag_of(BlockHash(key)) for key in keys] if self._order.wants_tags else []
+
+
+def segment_ages_s(
+    last_use: npt.NDArray[np.uint32],
+    is_used: SlotMask,
+    slots_per_segment: int,
+    now_s: float,
+) -> npt.NDArray[np.float64]:
+    """Return the mean time since the last use by segment; infinite for one without blocks."""
+    rows = is_used.reshape(-1, slots_per_segment)
+    used = np.count_nonzero(rows, axis=1)
+    sums = np.where(rows, last_use.reshape(-1, slots_per_segment), 0).sum(axis=1, dtype=np.float64)
+    ages = np.full(len(used), np.inf)
+    np.divide(sums, used, out=ages, where=used > 0)
+    return np.where(used > 0, now_s - ages, np.inf)
+
+
+def _next_session(fs: FileSystem, folder: Path) -> int:
+    """Number this opening. Arrays that the opening before it did not seal are stale."""
+    path = folder / SESSION
+    with os_errors(f"numbering the opening of {folder}"):
+        fs.make_dir(folder)
+        digits = fs.read(path, MAX_SESSION_DIGITS) if fs.exists(path) else b""
+        session = int(digits) + 1 if digits.isdigit() else 1
+        fs.replace(path, b"%d" % session)
+    return session

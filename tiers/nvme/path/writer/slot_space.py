@@ -1,0 +1,163 @@
+"""Slots of one namespace: free, granted to a node, or used by a committed block.
+
+Used by the writer's thread only. No method does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....base import SlotMask
+from ...segments.extents import ExtentPool, complement
+
+
+class HeldGrant(NamedTuple):
+    """One slot that a node may write to."""
+
+    client: int
+    key: bytes
+    epoch: int
+    """Epoch of the namespace when the slot was granted."""
+
+
+class SlotSpace:
+    """Free and granted slots of the segments that exist. Segment `n` lies in path `n % paths`."""
+
+    def __init__(self, slots_per_segment: int, slots: int, paths: int) -> None:
+        """`slots` is the final number of slots of the namespace."""
+        self.slots_per_segment = slots_per_segment
+        self.paths = paths
+        self.segments: set[int] = set()
+        """Numbers of the segments whose slots may be granted or used."""
+        self.is_used: SlotMask = np.zeros(slots, dtype=np.bool_)
+        """One flag per slot; True if a committed block is in it."""
+        self.used = 0
+        """Number of used slots."""
+        self._pools = [ExtentPool() for _ in range(paths)]
+        self._grants: dict[int, HeldGrant] = {}
+        self._of_client: dict[int, set[int]] = {}
+
+    @property
+    def granted(self) -> int:
+        """Number of slots that nodes may write to now."""
+        return len(self._grants)
+
+    def free(self, paths: Iterable[int]) -> int:
+        """Return the number of free slots in these paths."""
+        return sum(len(self._pools[path]) for path in paths)
+
+    def add_segment(self, number: int) -> None:
+        """Add a segment. Its slots are free, except those that are used already."""
+        assert number not in self.segments, "a segment is added once"
+        self.segments.add(number)
+        self._free_unused(number)
+
+    def drop_segment(self, number: int) -> None:
+        """Remove a segment without used and granted slots."""
+        first, end = self.bounds(number)
+        assert not self.is_used[first:end].any(), "blocks are removed before their segment"
+        self.segments.discard(number)
+        self._pools[number % self.paths].carve(first, end)
+
+    def set_aside(self, number: int) -> bool:
+        """Let no more slots of a segment be granted. Return False if a node may write to it."""
+        if any(slot // self.slots_per_segment == number for slot in self._grants):
+            return False
+        self.segments.discard(number)
+        self._pools[number % self.paths].carve(*self.bounds(number))
+        return True
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return the first slot of a segment, and that of the next one."""
+        first = number * self.slots_per_segment
+        return first, first + self.slots_per_segment
+
+    def used_in(self, number: int) -> npt.NDArray[np.int64]:
+        """Return the used slots of a segment, ascending."""
+        first, end = self.bounds(number)
+        return np.flatnonzero(self.is_used[first:end]) + first
+
+    def take(self, client: int, epoch: int, keys: Sequence[bytes], paths: list[int]) -> list[int]:
+        """Grant one slot to each key, adjacent where possible; so many must be free there."""
+        slots: list[int] = []
+        while len(slots) < len(keys):
+            pool = max((self._pools[path] for path in paths), key=len)
+            for first, length in pool.take(min(len(keys) - len(slots), len(pool))):
+                slots.extend(range(first, first + length))
+        for key, slot in zip(keys, slots, strict=True):
+            self._grants[slot] = HeldGrant(client, key, epoch)
+        self._of_client.setdefault(client, set()).update(slots)
+        return slots
+
+    def grant_of(self, slot: int, client: int) -> HeldGrant | None:
+        """Return the grant of a slot that this client may write to, or None."""
+        grant = self._grants.get(slot)
+        return grant if grant is not None and grant.client == client else None
+
+    def use(self, slots: Sequence[int]) -> None:
+        """End grants because their blocks are committed now."""
+        self._end(slots)
+        self.is_used[slots] = True
+        self.used += len(slots)
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """End grants without a block; the slots are free again."""
+        slots = list(slots)
+        self._end(slots)
+        self._free(slots)
+
+    def unuse(self, slots: Sequence[int]) -> None:
+        """Free slots whose blocks are removed from index and presence table."""
+        if not len(slots):
+            return
+        assert bool(self.is_used[slots].all()), "only a used slot loses its block"
+        self.is_used[slots] = False
+        self.used -= len(slots)
+        self._free(slots)
+
+    def end_client(self, client: int) -> int:
+        """Free all slots granted to a client. Return their number."""
+        slots = self._of_client.pop(client, set())
+        for slot in slots:
+            del self._grants[slot]
+        self._free(sorted(slots))
+        return len(slots)
+
+    def clear(self) -> None:
+        """Free every used slot; grants stay until their nodes end them."""
+        self.is_used[:] = False
+        self.used = 0
+        self._pools = [ExtentPool() for _ in range(self.paths)]
+        for number in sorted(self.segments):
+            self._free_unused(number)
+
+    def _free_unused(self, number: int) -> None:
+        first, end = self.bounds(number)
+        taken = self.used_in(number)
+        granted = [slot for slot in self._grants if first <= slot < end]
+        if granted:
+            taken = np.union1d(taken, np.array(granted, dtype=np.int64))
+        pool = self._pools[number % self.paths]
+        for start, length in complement(taken, first, end):
+            pool.free(start, length)
+
+    def _end(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._of_client[self._grants.pop(slot).client].discard(slot)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """Free slots by runs. Slots of segments that are set aside are forgotten."""
+        begin = end = -1
+        for slot in [*sorted(slots), -1]:
+            is_next = slot == end and slot % self.slots_per_segment
+            if is_next:
+                end += 1
+                continue
+            if begin >= 0 and begin // self.slots_per_segment in self.segments:
+                number = begin // self.slots_per_segment
+                self._pools[number % self.paths].free(begin, end - begin)
+            begin, end = slot, slot + 1

@@ -1,0 +1,181 @@
+"""The contract of a remote engine: keys to objects, somewhere behind a network.
+
+An object is a header of `HEADER_BYTES` and a payload. Engines do not look into either; `objects`
+makes and verifies them. A fault of the network, the server or the object is an outcome, never an
+exception. Bytes that an engine reads arrive in private memory (`PrivateBuffer`), never in a slot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+HEADER_BYTES = 192
+"""Bytes of every header."""
+
+
+class RemoteOutcome(StrEnum):
+    """Outcome of one key of a call."""
+
+    OK = "ok"
+    """The object is there; it arrived complete; it was stored; it is not there any more."""
+    ABSENT = "absent"
+    """There is no such object."""
+    EXISTS = "exists"
+    """Not written: there was an object of this name before, and it is unchanged."""
+    CORRUPT = "corrupt"
+    """The object is there and wrong: another length, half of it, or it failed verification."""
+    NO_SPACE = "no_space"
+    """The server is full."""
+    DENIED = "denied"
+    """The server refused the credentials or the right, or the bucket does not exist."""
+    BUSY = "busy"
+    """The server asks to come back later."""
+    TIMED_OUT = "timed_out"
+    """No answer in time, or no time left to ask."""
+    IO_ERROR = "io_error"
+    """The connection or the server failed."""
+    RESTING = "resting"
+    """Not asked: the breaker of this direction is open. Only `RemoteStore` says so."""
+    DROPPED = "dropped"
+    """Not asked: given up before its turn. Only `RemoteStore` says so."""
+
+
+FAILURES = frozenset(
+    {
+        RemoteOutcome.NO_SPACE,
+        RemoteOutcome.DENIED,
+        RemoteOutcome.BUSY,
+        RemoteOutcome.TIMED_OUT,
+        RemoteOutcome.IO_ERROR,
+    }
+)
+"""Outcomes that say something about the server, not about an object."""
+
+
+class PrivateBuffer:
+    """Private memory for one object on its way here.
+
+    An engine writes into `header` and `payload`, or hands over memory of its own with `adopt`. The
+    buffer of a call that did not end with `OK` is thrown away, because an engine could still write
+    to it.
+    """
+
+    __slots__ = ("_own", "header", "payload", "payload_bytes")
+
+    def __init__(self, payload_bytes: int) -> None:
+        """Make a buffer for payloads of `payload_bytes`; its memory is allocated on first use."""
+        self.payload_bytes = payload_bytes
+        self._own: memoryview | None = None
+        self.header = memoryview(b"")
+        self.payload = memoryview(b"")
+
+    def allocate(self) -> tuple[memoryview, memoryview]:
+        """Return writable memory for the header and the payload."""
+        if self._own is None:
+            self._own = np.empty(HEADER_BYTES + self.payload_bytes, np.uint8).data
+        self.header, self.payload = self._own[:HEADER_BYTES], self._own[HEADER_BYTES:]
+        return self.header, self.payload
+
+    def adopt(self, data: memoryview) -> bool:
+        """Take over an object in memory that nothing will write to any more.
+
+        Return False, and take nothing, if its length is not that of the object.
+        """
+        if data.nbytes != HEADER_BYTES + self.payload_bytes:
+            return False
+        self.header, self.payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteObject:
+    """An object to be stored."""
+
+    header: bytes
+    """`HEADER_BYTES` bytes."""
+    payload: memoryview
+    """Contiguous bytes; they must not change before the call has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterAnswer:
+    """Answer of a call about a counter."""
+
+    outcome: RemoteOutcome
+    value: int = 0
+    """Value of the counter; 0 unless the outcome is `OK`."""
+
+
+Arrived = Callable[[int], None]
+"""Takes an object that is complete in its buffer, by its number in the call."""
+
+
+def ignore(number: int) -> None:
+    """Do nothing with an object that arrived; it is used when the call has returned."""
+
+
+class RemoteEngine(ABC):
+    """One bucket or server. Any thread may call any method, many at a time.
+
+    Names are ASCII without spaces and braces. Each call has a limit: it begins nothing after
+    `limit_s` seconds, and returns at most the engine's own `timeout_s` later. No method raises for
+    a fault of network, server or object.
+    """
+
+    asks_in_one_trip: bool
+    """Whether `exist_many` costs about one round trip for any number of names. If not, each name is
+    a request."""
+    names_per_call: int
+    """Number of names per `get_into` or `put` that suits the engine."""
+    timeout_s: float
+    """Longest time in seconds that one request takes."""
+
+    @abstractmethod
+    def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        """Return `OK` or `ABSENT` for each name, or the failure that prevented an answer."""
+
+    @abstractmethod
+    def get_into(
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
+    ) -> list[RemoteOutcome]:
+        """Read objects into private buffers.
+
+        `OK` means that an object of the right length is in the buffer; it is not verified yet. The
+        engine takes `buffers[i]` when object `i` begins to arrive, once, and calls `arrived(i)` as
+        soon as it is complete. From then on it leaves the buffer alone.
+        """
+
+    @abstractmethod
+    def put(
+        self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
+    ) -> list[RemoteOutcome]:
+        """Store objects whose names are free; `EXISTS` for those that are not."""
+
+    @abstractmethod
+    def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        """Remove objects; `OK` also for one that was not there."""
+
+    @abstractmethod
+    def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
+        """Return the value of a counter.
+
+        If there is none, begin it at `first`, unless another process does so at the same moment;
+        all then get one value. With None the answer is `ABSENT`.
+        """
+
+    @abstractmethod
+    def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
+        """Raise a counter to a value that it never had, and that is `at_least` or more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections and threads; idempotent. Calls under way may fail."""

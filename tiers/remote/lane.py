@@ -1,0 +1,165 @@
+"""One direction of a remote tier: a queue, a bound on its threads, a breaker and a rate.
+
+Errands begin in the order in which they were added. An errand that cannot begin in time is given
+up, and while the breaker rests all that wait are: nobody waits for a server that does not answer.
+While a probe is under way, errands that were added before it wait for its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ...logs import get_logger
+from ..breaker import Breaker
+from .base import FAILURES, RemoteOutcome
+from .pacing import TokenBucket
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A call of the engine that is to be made."""
+
+    ends_s: float
+    """Monotonic time after which it is given up if it has not begun."""
+    n_bytes: int
+    """Payload bytes that it moves, for the rate."""
+    run: Callable[[], RemoteOutcome]
+    """Makes the call and hands over its outcomes. Returns the worst one. Runs on a thread."""
+    give_up: Callable[[RemoteOutcome], None]
+    """Ends the errand without a call, with this outcome. Any thread."""
+    is_over: Callable[[], bool] = lambda: False
+    """Returns True if nobody waits for it any more. Any thread."""
+
+
+class Lane:
+    """Any thread may call any method; none of them waits for an engine."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        clock: Callable[[], float],
+        threads: int,
+        breaker: Breaker,
+        bucket: TokenBucket,
+        late: RemoteOutcome,
+    ) -> None:
+        """`threads`: calls at a time; `late`: outcome of an errand that cannot begin in time."""
+        self.breaker = breaker
+        self._executor = executor
+        self._clock = clock
+        self._threads = threads
+        self._bucket = bucket
+        self._late = late
+        self._lock = threading.Lock()
+        self._waiting: deque[Errand] = deque()
+        self._running = 0
+        self._is_closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if errands may be added; False while the breaker is open."""
+        with self._lock:
+            return not (self._is_closed or self.breaker.is_open)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits and nothing runs."""
+        with self._lock:
+            return not (self._waiting or self._running)
+
+    def add(self, errand: Errand) -> None:
+        """Add an errand, and start it if a thread is free."""
+        with self._lock:
+            self._waiting.append(errand)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give up what is late, and start what may begin."""
+        given_up: list[tuple[Errand, RemoteOutcome]] = []
+        starts = 0
+        with self._lock:
+            self.breaker.look_at_clock()
+            now_s = self._clock()
+            if self._is_closed or self.breaker.is_resting:
+                given_up += ((errand, RemoteOutcome.RESTING) for errand in self._waiting)
+                self._waiting.clear()
+            while self._waiting and self._waiting[0].ends_s <= now_s:
+                given_up.append((self._waiting.popleft(), self._late))
+            starts = min(len(self._waiting), self._threads - self._running)
+            self._running += starts
+        for errand, outcome in given_up:
+            errand.give_up(outcome)
+        for _ in range(starts):
+            self._start()
+
+    def drop_all(self, outcome: RemoteOutcome) -> None:
+        """Give up everything that has not begun."""
+        with self._lock:
+            dropped = [*self._waiting]
+            self._waiting.clear()
+        for errand in dropped:
+            errand.give_up(outcome)
+
+    def close(self) -> None:
+        """Give up everything that has not begun, and begin nothing any more."""
+        with self._lock:
+            self._is_closed = True
+        self.pump()
+
+    def _start(self) -> None:
+        try:
+            self._executor.submit(self._work)
+        except RuntimeError:  # the executor is shut down
+            with self._lock:
+                self._running -= 1
+                self._is_closed = True
+            self.drop_all(RemoteOutcome.DROPPED)
+
+    def _work(self) -> None:
+        """Run errands until none may begin."""
+        while True:
+            errand, skipped = self._take()
+            for other in skipped:
+                other.give_up(RemoteOutcome.DROPPED)
+            if errand is None:
+                return
+            try:
+                outcome = errand.run()
+            except Exception as error:  # an engine that breaks its contract
+                _log.error("a remote engine raised %s; report it", type(error).__name__)
+                outcome = RemoteOutcome.IO_ERROR
+                errand.give_up(outcome)
+            self._note_end(outcome)
+
+    def _take(self) -> tuple[Errand | None, list[Errand]]:
+        """Return the next errand, counted as begun, and those that nobody waits for.
+
+        Without a next errand the work of this thread has ended.
+        """
+        skipped: list[Errand] = []
+        with self._lock:
+            while self._waiting and self._waiting[0].is_over():
+                skipped.append(self._waiting.popleft())
+            if not self._may_begin():
+                self._running -= 1
+                return None, skipped
+            self.breaker.started()
+            return self._waiting.popleft(), skipped
+
+    def _may_begin(self) -> bool:
+        if not self._waiting or self._is_closed or self.breaker.is_open:
+            return False
+        first = self._waiting[0]
+        return first.ends_s > self._clock() and self._bucket.take(first.n_bytes)
+
+    def _note_end(self, outcome: RemoteOutcome) -> None:
+        with self._lock:
+            self.breaker.ended(outcome in FAILURES)
+            if outcome in (RemoteOutcome.TIMED_OUT, RemoteOutcome.DENIED):
+                self.breaker.trip()  # it cost a whole deadline, or will not change soon

@@ -1,0 +1,153 @@
+"""Lookups of a remote tier: the chains of one step become one batch on one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..base import BlockHash
+from .base import FAILURES, RemoteEngine, RemoteOutcome
+from .generation import Generation
+from .objects import ObjectFormat
+from .pacing import LinkSpeed
+from .presence import ChainSearch, Presence, PresenceMemory, held_prefix
+from .remote_counters import RemoteCounters, Verb
+
+NAMES_PER_LOOKUP = 4096
+"""Limit on the names of one call."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """A chain of blocks that a ticket asks for, in prefix order."""
+
+    ticket: int
+    keys: Sequence[BlockHash]
+    ends_s: float
+    is_over: bool = False
+    """True if nobody waits for it any more, or it was answered."""
+    answers: list[RemoteOutcome] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What lookups, reads and uploads share."""
+
+    engine: RemoteEngine
+    objects: ObjectFormat
+    generation: Generation
+    memory: PresenceMemory
+    counters: RemoteCounters
+    speed: LinkSpeed
+    clock: Callable[[], float]
+
+
+class Lookups:
+    """Answers batches of chains. Any thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+
+    def answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
+        """Ask the engine for all chains that somebody still waits for, and fill their answers.
+
+        Return the worst outcome. Runs on a thread.
+        """
+        link = self._link
+        begun_s, epoch = link.clock(), link.memory.epoch
+        asks = [ask for ask in asks if not ask.is_over and ask.ends_s > begun_s]
+        if not asks:
+            return RemoteOutcome.OK
+        ends_s = max(ask.ends_s for ask in asks)
+        generation = link.generation.current(ends_s - begun_s)
+        if generation.outcome is not RemoteOutcome.OK:
+            for ask in asks:
+                ask.answers = [generation.outcome] * len(ask.keys)
+            return generation.outcome
+        if link.engine.asks_in_one_trip:
+            worst = self._ask_all(asks, generation.value, ends_s, epoch)
+        else:
+            worst = self._search_all(asks, generation.value, ends_s, epoch)
+        if worst is RemoteOutcome.OK:
+            with self._lock:
+                link.speed.asked(link.clock() - begun_s)
+        return worst
+
+    def _exist(
+        self, keys: Sequence[BlockHash], generation: int, ends_s: float
+    ) -> list[RemoteOutcome]:
+        link = self._link
+        found: list[RemoteOutcome] = []
+        for start in range(0, len(keys), NAMES_PER_LOOKUP):
+            names = [link.objects.name(k, generation) for k in keys[start:][:NAMES_PER_LOOKUP]]
+            begun_s = link.clock()
+            some = link.engine.exist_many(names, max(0.0, ends_s - begun_s))
+            requests = 1 if link.engine.asks_in_one_trip else len(names)
+            took_s = link.clock() - begun_s
+            link.counters.note(Verb.LOOKUP, some, requests=requests, took_s=took_s)
+            found += some
+        return found
+
+    def _ask_all(
+        self, asks: Sequence[Ask], generation: int, ends_s: float, epoch: int
+    ) -> RemoteOutcome:
+        """One pipelined call about every block that is not known."""
+        memory = self._link.memory
+        unknown = dict.fromkeys(
+            key for ask in asks for key in ask.keys if memory.of(key) is Presence.UNKNOWN
+        )
+        keys = [*unknown]
+        answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
+        held = [key for key, answer in answers.items() if answer is RemoteOutcome.OK]
+        absent = [key for key, answer in answers.items() if answer is RemoteOutcome.ABSENT]
+        memory.note(epoch, held, absent)
+        for ask in asks:
+            ask.answers = [answers.get(k) or _known(memory.of(k)) for k in ask.keys]
+        return _worst(answers.values())
+
+    def _search_all(
+        self, asks: Sequence[Ask], generation: int, ends_s: float, epoch: int
+    ) -> RemoteOutcome:
+        """Search all chains at once: one round of requests narrows each of them."""
+        memory = self._link.memory
+        open_searches = [
+            (ask, ChainSearch(len(ask.keys), held_prefix(memory, ask.keys))) for ask in asks
+        ]
+        worst = RemoteOutcome.OK
+        while open_searches:
+            probes = [(ask, search, search.probes()) for ask, search in open_searches]
+            wanted = dict.fromkeys(
+                ask.keys[block] for ask, _, blocks in probes for block in blocks if not ask.is_over
+            )
+            keys = [*wanted]
+            answers = dict(zip(keys, self._exist(keys, generation, ends_s), strict=True))
+            open_searches = []
+            for ask, search, blocks in probes:
+                found = {block: answers.get(ask.keys[block]) for block in blocks}
+                failed = [a for a in found.values() if a is not None and a in FAILURES]
+                if failed:
+                    worst = _worst(failed)
+                    self._end(ask, search.held, failed[0], epoch)
+                    continue
+                search.learn({block: a is RemoteOutcome.OK for block, a in found.items()})
+                if search.probes() and not ask.is_over:
+                    open_searches.append((ask, search))
+                else:
+                    self._end(ask, search.held, RemoteOutcome.ABSENT, epoch)
+        return worst
+
+    def _end(self, ask: Ask, held: int, rest: RemoteOutcome, epoch: int) -> None:
+        ask.answers = [RemoteOutcome.OK] * held + [rest] * (len(ask.keys) - held)
+        absent = ask.keys[held:] if rest is RemoteOutcome.ABSENT and not ask.is_over else ()
+        self._link.memory.note(epoch, ask.keys[:held], absent)
+
+
+def _known(presence: Presence) -> RemoteOutcome:
+    return RemoteOutcome.OK if presence is Presence.HELD else RemoteOutcome.ABSENT
+
+
+def _worst(outcomes: Iterable[RemoteOutcome]) -> RemoteOutcome:
+    """Return the first failure, or `OK`."""
+    return next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK)

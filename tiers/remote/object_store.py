@@ -1,0 +1,302 @@
+"""Objects in a bucket or a folder, through `obstore`: S3 and compatibles, GCS, Azure, `file://`.
+
+An object of the store is header and payload in one. `obstore` returns each body in memory of its
+own, so a request that was given up writes nowhere. Its timeouts and retries are always set here,
+because its defaults wait for minutes.
+
+A counter is a folder of empty objects whose names are its values. A value is taken by a conditional
+create, which one process wins.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from ...errors import ConfigError
+from .base import (
+    Arrived,
+    CounterAnswer,
+    PrivateBuffer,
+    RemoteEngine,
+    RemoteObject,
+    RemoteOutcome,
+    ignore,
+)
+
+REQUESTS_AT_A_TIME = 16
+ADVANCE_TRIES = 16
+"""Limit on the attempts to take the next value of a counter that others raise too."""
+OBJECT_SCHEMES = ("s3", "gs", "az", "file")
+_VALUE_DIGITS = 20
+_STATUS = re.compile(r"status code: (\d{3})")
+_OUTCOMES = {
+    "AlreadyExistsError": RemoteOutcome.EXISTS,
+    "PreconditionError": RemoteOutcome.EXISTS,
+    "FileNotFoundError": RemoteOutcome.ABSENT,
+    "NotFoundError": RemoteOutcome.ABSENT,
+    "PermissionDeniedError": RemoteOutcome.DENIED,
+    "PermissionError": RemoteOutcome.DENIED,
+    "UnauthenticatedError": RemoteOutcome.DENIED,
+}
+_STATUS_OUTCOMES = {
+    "408": RemoteOutcome.TIMED_OUT,
+    "429": RemoteOutcome.BUSY,
+    "503": RemoteOutcome.BUSY,
+    "507": RemoteOutcome.NO_SPACE,
+}
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStoreOptions:
+    """Where the objects are, and how long one request may take."""
+
+    url: str
+    """Such as "s3://bucket/prefix" or "file:///mnt/nfs/kv"; it holds no credentials."""
+    timeout_s: float
+    connect_timeout_s: float
+    endpoint: str | None = None
+    """URL of the server; None: the provider's own."""
+    region: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More settings of the store, such as credentials; never shown."""
+
+
+def open_object_store(options: ObjectStoreOptions) -> ObjectStoreEngine:
+    """Return the engine for a URL.
+
+    Nothing is asked of the server. Credentials that are not in `settings` come from the environment
+    or the platform's role, as `obstore` finds them. Raises `ConfigError`, without any credential in
+    it, if `obstore` is missing or refuses the settings.
+    """
+    try:
+        stores: Any = import_module("obstore.store")
+    except ImportError:
+        scheme = urlsplit(options.url).scheme
+        raise ConfigError(
+            f"remote URLs with {scheme}:// need the package obstore; install kvcascade[s3]."
+        ) from None
+    try:
+        store = _store(stores, options)
+    except Exception as error:  # classes differ by store, and their texts may hold settings
+        raise ConfigError(
+            f"the object store refuses its settings ({type(error).__name__}); check url, endpoint, "
+            "region and the credentials in the environment."
+        ) from None
+    return ObjectStoreEngine(store, options.timeout_s)
+
+
+def _store(stores: Any, options: ObjectStoreOptions) -> Any:
+    parts = urlsplit(options.url)
+    if parts.scheme == "file":
+        folder = Path(parts.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        return stores.LocalStore(str(folder))
+    is_plain = (options.endpoint or "").startswith("http://")
+    client = {
+        "allow_http": is_plain,
+        "timeout": timedelta(seconds=options.timeout_s),
+        "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+    }
+    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=options.timeout_s)}
+    settings: dict[str, Any] = dict(options.settings)
+    if options.endpoint:
+        settings["endpoint"] = options.endpoint
+    if parts.scheme == "s3":
+        # Where TLS protects the payload, signing it too would cost half of the rate.
+        settings["unsigned_payload"] = not is_plain
+        if options.region:
+            settings["region"] = options.region
+        if options.endpoint:
+            settings.setdefault("virtual_hosted_style_request", False)
+    kind = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}[parts.scheme]
+    return getattr(stores, kind)(
+        parts.netloc,
+        prefix=parts.path.strip("/") or None,
+        client_options=client,
+        retry_config=retries,
+        **settings,
+    )
+
+
+class ObjectStoreEngine(RemoteEngine):
+    """One bucket or folder; a call with many names has up to `REQUESTS_AT_A_TIME` in flight."""
+
+    asks_in_one_trip = False
+    names_per_call = 1
+
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        """`store`: one of `obstore.store`, which ends each request within `timeout_s`."""
+        self.timeout_s = timeout_s
+        self._store = store
+        self._obstore: Any = import_module("obstore")
+        self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
+
+    def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        return self._each(self._exists, names, limit_s)
+
+    def get_into(
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
+    ) -> list[RemoteOutcome]:
+        def get(number: int) -> RemoteOutcome:
+            found: list[memoryview] = []
+
+            def read() -> None:
+                found.append(memoryview(self._obstore.get(self._store, names[number]).bytes()))
+
+            outcome = self._tried(read)
+            if outcome is RemoteOutcome.OK:
+                if not buffers[number].adopt(found[0]):
+                    return RemoteOutcome.CORRUPT
+                arrived(number)
+            return outcome
+
+        return self._each(get, range(len(names)), limit_s)
+
+    def put(
+        self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
+    ) -> list[RemoteOutcome]:
+        return self._each(self._put, [*zip(names, objects, strict=True)], limit_s)
+
+    def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        return self._each(self._remove, names, limit_s)
+
+    def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
+        ends_s = time.monotonic() + limit_s
+        found = self._values(name)
+        if found.outcome is not RemoteOutcome.ABSENT or first is None:
+            return found
+        if time.monotonic() >= ends_s:
+            return CounterAnswer(RemoteOutcome.TIMED_OUT)
+        # One fixed name decides who begins the counter, whatever value each would begin at.
+        begun = self._create(f"{name}/begin", str(first).encode())
+        if begun not in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
+            return CounterAnswer(begun)
+        return self._values(name)
+
+    def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
+        ends_s = time.monotonic() + limit_s
+        for _ in range(ADVANCE_TRIES):
+            found = self._values(name)
+            if found.outcome not in (RemoteOutcome.OK, RemoteOutcome.ABSENT):
+                return found
+            if time.monotonic() >= ends_s:
+                return CounterAnswer(RemoteOutcome.TIMED_OUT)
+            value = max(found.value + 1, at_least)
+            taken = self._create(_value_name(name, value), b"")
+            if taken is RemoteOutcome.OK:
+                return CounterAnswer(RemoteOutcome.OK, value)
+            if taken is not RemoteOutcome.EXISTS:
+                return CounterAnswer(taken)
+        return CounterAnswer(RemoteOutcome.BUSY)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _each(
+        self, one: Callable[[_Item], RemoteOutcome], items: Sequence[_Item], limit_s: float
+    ) -> list[RemoteOutcome]:
+        """Do one request for each item, many at a time; those that begin too late are not done."""
+        ends_s = time.monotonic() + limit_s
+
+        def in_time(item: _Item) -> RemoteOutcome:
+            return one(item) if time.monotonic() < ends_s else RemoteOutcome.TIMED_OUT
+
+        if len(items) == 1:
+            return [in_time(items[0])]
+        try:
+            return [*self._threads.map(in_time, items)]
+        except RuntimeError:  # closed meanwhile
+            return [RemoteOutcome.IO_ERROR] * len(items)
+
+    def _exists(self, name: str) -> RemoteOutcome:
+        return self._tried(lambda: self._obstore.head(self._store, name))
+
+    def _put(self, item: tuple[str, RemoteObject]) -> RemoteOutcome:
+        name, made = item
+        return self._create(name, [made.header, made.payload])
+
+    def _create(self, name: str, data: Any) -> RemoteOutcome:
+        outcome = self._tried(
+            lambda: self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        )
+        # A bucket that does not exist is "not found" to a write.
+        return RemoteOutcome.DENIED if outcome is RemoteOutcome.ABSENT else outcome
+
+    def _remove(self, name: str) -> RemoteOutcome:
+        outcome = self._tried(lambda: self._obstore.delete(self._store, [name]))
+        return RemoteOutcome.OK if outcome is RemoteOutcome.ABSENT else outcome
+
+    def _values(self, name: str) -> CounterAnswer:
+        """Return the largest value of a counter, from one listing of its folder."""
+        names: list[str] = []
+
+        def look() -> None:
+            for batch in self._obstore.list(self._store, f"{name}/"):
+                names.extend(str(entry["path"]).rpartition("/")[2] for entry in batch)
+
+        outcome = self._tried(look)
+        if outcome is not RemoteOutcome.OK:
+            missing = outcome is RemoteOutcome.ABSENT
+            return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
+        values = [int(word) for word in names if word.isdigit()]
+        if not values and "begin" in names:
+            return self._begun(name)
+        if not values:
+            return CounterAnswer(RemoteOutcome.ABSENT)
+        return CounterAnswer(RemoteOutcome.OK, max(values))
+
+    def _begun(self, name: str) -> CounterAnswer:
+        found: list[bytes] = []
+
+        def read() -> None:
+            found.append(bytes(self._obstore.get(self._store, f"{name}/begin").bytes()))
+
+        outcome = self._tried(read)
+        if outcome is not RemoteOutcome.OK:
+            return CounterAnswer(outcome)
+        if not found[0].isdigit() or len(found[0]) > _VALUE_DIGITS:
+            return CounterAnswer(RemoteOutcome.CORRUPT)
+        return CounterAnswer(RemoteOutcome.OK, int(found[0]))
+
+    def _tried(self, request: Callable[[], object]) -> RemoteOutcome:
+        try:
+            request()
+        except Exception as error:  # obstore raises its own classes, OSError and ValueError
+            return outcome_of(error)
+        return RemoteOutcome.OK
+
+
+def _value_name(name: str, value: int) -> str:
+    return f"{name}/{value:0{_VALUE_DIGITS}d}"
+
+
+def outcome_of(error: Exception) -> RemoteOutcome:
+    """Return the outcome that an error of `obstore` means. Its text is read, but never shown."""
+    text = str(error)
+    if "NoSuchBucket" in text or "ContainerNotFound" in text:
+        return RemoteOutcome.DENIED
+    status = _STATUS.search(text)
+    if status and status[1] in _STATUS_OUTCOMES:
+        return _STATUS_OUTCOMES[status[1]]
+    for kind in type(error).__mro__:
+        if kind.__name__ in _OUTCOMES:
+            return _OUTCOMES[kind.__name__]
+    if "timed out" in text or "TimedOut" in text:
+        return RemoteOutcome.TIMED_OUT
+    return RemoteOutcome.IO_ERROR

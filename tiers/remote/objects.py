@@ -1,0 +1,234 @@
+"""The format of a remote object, how it is made, and how it is verified.
+
+The header, all numbers little endian: magic, version, flags, payload length, generation, digest of
+the namespace, key, nonce, checksum, tag, zeros up to `HEADER_BYTES`. The checksum covers everything
+before it and the stored payload. The tag is a message authentication code over the same bytes, or
+the tag of AES-GCM; without a secret key it is zero.
+
+The digest of the namespace is derived from the fingerprint and from the secret key. Engines with
+other keys therefore use other names, and never see, reject or remove each other's objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ...errors import ConfigError
+from ..base import BlockHash
+from .base import HEADER_BYTES, PrivateBuffer, RemoteObject
+
+OBJECT_VERSION = 1
+MAX_REMOTE_KEY_BYTES = 64
+SECRET_BYTES = 32
+_MAGIC = b"KVCR"
+_BODY = struct.Struct("<4sHHQQ32sB64s12s")
+_CHECKSUM_BYTES = 16
+_TAG_BYTES = 32
+_GCM_TAG_BYTES = 16
+_NONCE_BYTES = 12
+_FIELDS_BYTES = _BODY.size + _CHECKSUM_BYTES + _TAG_BYTES
+_PADDING = bytes(HEADER_BYTES - _FIELDS_BYTES)
+assert _FIELDS_BYTES <= HEADER_BYTES
+
+
+class Seal(ABC):
+    """Protection of objects by a secret key. Any thread."""
+
+    flag: int
+    """Value of the header's flags."""
+    label: bytes
+    """What distinguishes the namespaces of different keys; it does not reveal the key."""
+
+    @abstractmethod
+    def new_nonce(self) -> bytes:
+        """Return the nonce of the next object."""
+
+    @abstractmethod
+    def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
+        """Return the payload as it is stored, and the tag."""
+
+    @abstractmethod
+    def open(self, body: bytes, nonce: bytes, payload: memoryview, tag: bytes) -> memoryview | None:
+        """Return the payload in plain, or None if the tag is not right."""
+
+
+class NoSeal(Seal):
+    """No secret key: the checksum finds damage, but not a forgery."""
+
+    flag = 0
+    label = b""
+
+    def new_nonce(self) -> bytes:
+        return bytes(_NONCE_BYTES)
+
+    def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
+        return payload, bytes(_TAG_BYTES)
+
+    def open(self, body: bytes, nonce: bytes, payload: memoryview, tag: bytes) -> memoryview | None:
+        return payload if tag == bytes(_TAG_BYTES) else None
+
+
+class MacSeal(Seal):
+    """HMAC-SHA-256 over header and payload: who does not know the key can forge nothing."""
+
+    flag = 1
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret`: `SECRET_BYTES` random bytes. Raises `ConfigError` for another length."""
+        self._secret = _checked(secret)
+        self.label = _label(b"mac", secret)
+
+    def new_nonce(self) -> bytes:
+        return bytes(_NONCE_BYTES)
+
+    def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
+        return payload, self._tag(body, payload)
+
+    def open(self, body: bytes, nonce: bytes, payload: memoryview, tag: bytes) -> memoryview | None:
+        return payload if hmac.compare_digest(tag, self._tag(body, payload)) else None
+
+    def _tag(self, body: bytes, payload: memoryview) -> bytes:
+        mac = hmac.new(self._secret, body, hashlib.sha256)
+        mac.update(payload)
+        return mac.digest()
+
+
+class GcmSeal(Seal):
+    """AES-256-GCM: payloads are encrypted, and header and payload are authenticated."""
+
+    flag = 2
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret`: `SECRET_BYTES` random bytes. Raises `ConfigError` for another length, or if
+        the package `cryptography` is missing."""
+        try:
+            ciphers: Any = import_module("cryptography.hazmat.primitives.ciphers")
+            exceptions: Any = import_module("cryptography.exceptions")
+        except ImportError:
+            raise ConfigError(
+                "encryption of remote blocks needs the package cryptography; install "
+                "kvcascade[encryption]."
+            ) from None
+        self._ciphers = ciphers
+        self._wrong_tag: type[Exception] = exceptions.InvalidTag
+        self._algorithm = ciphers.algorithms.AES(_checked(secret))
+        self.label = _label(b"gcm", secret)
+
+    def new_nonce(self) -> bytes:
+        return os.urandom(_NONCE_BYTES)
+
+    def close(self, body: bytes, nonce: bytes, payload: memoryview) -> tuple[memoryview, bytes]:
+        modes = self._ciphers.modes
+        work = self._ciphers.Cipher(self._algorithm, modes.GCM(nonce)).encryptor()
+        work.authenticate_additional_data(body)
+        stored = np.empty(payload.nbytes, np.uint8).data
+        work.update_into(payload, stored)
+        work.finalize()
+        return stored, work.tag.ljust(_TAG_BYTES, b"\0")
+
+    def open(self, body: bytes, nonce: bytes, payload: memoryview, tag: bytes) -> memoryview | None:
+        modes = self._ciphers.modes
+        if tag[_GCM_TAG_BYTES:] != bytes(_TAG_BYTES - _GCM_TAG_BYTES):
+            return None
+        mode = modes.GCM(nonce, tag[:_GCM_TAG_BYTES])
+        work = self._ciphers.Cipher(self._algorithm, mode).decryptor()
+        work.authenticate_additional_data(body)
+        plain = np.empty(payload.nbytes, np.uint8).data
+        work.update_into(payload, plain)
+        try:
+            work.finalize()
+        except self._wrong_tag:
+            return None
+        return plain
+
+
+class ObjectFormat:
+    """Makes and verifies the objects of one namespace. Any thread."""
+
+    def __init__(self, fingerprint: str, payload_bytes: int, seal: Seal | None = None) -> None:
+        """`fingerprint`: everything that shapes the bytes of a block, as one word.
+
+        All payloads have `payload_bytes`.
+        """
+        self.payload_bytes = payload_bytes
+        self._seal = seal or NoSeal()
+        named = hashlib.sha256(b"kvcascade remote\0" + fingerprint.encode() + b"\0")
+        named.update(payload_bytes.to_bytes(8, "little") + self._seal.label)
+        self._digest = named.digest()
+        self.namespace = self._digest[:16].hex()
+        """First part of every name."""
+
+    @property
+    def counter_name(self) -> str:
+        """Name of the counter that holds the generation."""
+        return f"{self.namespace}/generation"
+
+    def name(self, key: BlockHash, generation: int) -> str:
+        """Return the name of a block's object."""
+        word = key.hex()
+        return f"{self.namespace}/{generation:x}/{word[:2]}/{word}"
+
+    def make(self, key: BlockHash, generation: int, payload: memoryview) -> RemoteObject:
+        """Return the object of a block; without encryption its payload is the given memory."""
+        nonce = self._seal.new_nonce()
+        body = self._body(key, generation, nonce)
+        stored, tag = self._seal.close(body, nonce, payload)
+        checksum = _checksum(body, stored)
+        return RemoteObject(body + checksum + tag + _PADDING, stored)
+
+    def verified(self, key: BlockHash, generation: int, buffer: PrivateBuffer) -> memoryview | None:
+        """Return the payload of an object, or None if it is not exactly the one that was asked for.
+
+        The payload lies in private memory, mostly that of `buffer`.
+        """
+        header, payload = bytes(buffer.header), buffer.payload
+        if len(header) != HEADER_BYTES or payload.nbytes != self.payload_bytes:
+            return None
+        nonce = header[_BODY.size - _NONCE_BYTES : _BODY.size]
+        body = self._body(key, generation, nonce)
+        tag_at = _BODY.size + _CHECKSUM_BYTES
+        if header[: _BODY.size] != body or header[_FIELDS_BYTES:] != _PADDING:
+            return None
+        if header[_BODY.size : tag_at] != _checksum(body, payload):
+            return None
+        return self._seal.open(body, nonce, payload, header[tag_at:_FIELDS_BYTES])
+
+    def _body(self, key: BlockHash, generation: int, nonce: bytes) -> bytes:
+        assert 0 < len(key) <= MAX_REMOTE_KEY_BYTES
+        return _BODY.pack(
+            _MAGIC,
+            OBJECT_VERSION,
+            self._seal.flag,
+            self.payload_bytes,
+            generation,
+            self._digest,
+            len(key),
+            key,
+            nonce,
+        )
+
+
+def _checksum(body: bytes, payload: memoryview) -> bytes:
+    """Return 128 bits over both parts, in one call, so that two threads can hash at a time."""
+    return xxhash.xxh3_128_digest(payload, seed=xxhash.xxh3_64_intdigest(body))
+
+
+def _checked(secret: bytes) -> bytes:
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"the key for remote blocks has {len(secret)} bytes; give {SECRET_BYTES} random bytes."
+        )
+    return secret
+
+
+def _label(purpose: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, b"kvcascade remote " + purpose, hashlib.sha256).digest()

@@ -1,0 +1,126 @@
+"""What is known of the blocks of a remote tier without asking, and how a chain is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+
+from ..base import BlockHash
+
+WAYS = 8
+"""A search splits the open part of a chain into so many parts at a time."""
+MAX_REMEMBERED = 1 << 17
+"""Limit on the blocks whose presence is remembered."""
+
+
+class Presence(Enum):
+    """What is known of one block."""
+
+    HELD = "held"
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+
+
+class PresenceMemory:
+    """Answers of the last seconds. Any thread; `of` takes no lock."""
+
+    def __init__(self, clock: Callable[[], float], held_s: float, absent_s: float) -> None:
+        """`clock` returns monotonic seconds; the others say how long an answer counts."""
+        self._clock = clock
+        self._held_s, self._absent_s = held_s, absent_s
+        self._lock = threading.Lock()
+        self._until: dict[BlockHash, float] = {}
+        """Time until which an answer counts; negative for an absent block."""
+        self.epoch = 0
+        """Grows with `clear`. An answer that was asked for in an earlier epoch is not kept."""
+
+    def of(self, key: BlockHash) -> Presence:
+        """Return what is known of a block."""
+        until_s = self._until.get(key)
+        if until_s is None or abs(until_s) < self._clock():
+            return Presence.UNKNOWN
+        return Presence.HELD if until_s > 0 else Presence.ABSENT
+
+    def note(self, epoch: int, held: Iterable[BlockHash], absent: Iterable[BlockHash]) -> None:
+        """Remember answers that were asked for in `epoch`."""
+        now_s = self._clock()
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            for key in held:
+                self._until[key] = now_s + self._held_s
+            for key in absent:
+                self._until[key] = -(now_s + self._absent_s)
+            excess = len(self._until) - MAX_REMEMBERED
+            for key in [*self._until][: max(0, excess)]:
+                del self._until[key]
+
+    def clear(self) -> None:
+        """Forget everything; answers on their way are not kept either."""
+        with self._lock:
+            self.epoch += 1
+            self._until = {}
+
+
+class ChainSearch:
+    """Search for the end of the part of a prefix chain that is there.
+
+    Blocks are written head first, so the first absent one ends the useful part. The first block
+    that is not known is asked for alone: a prompt that nobody had costs one request. Then up to
+    `WAYS` blocks that divide the open part are asked for at a time.
+    """
+
+    def __init__(self, length: int, held: int = 0) -> None:
+        """`length`: number of blocks, at least 1; the first `held` of them are there."""
+        self._length = length
+        self._is_new = True
+        self._low = held - 1
+        """Last block that is there; -1: none is known."""
+        self._high = length
+        """First block that is absent; `length`: none is known."""
+
+    @property
+    def held(self) -> int:
+        """Number of blocks that are there, from the first one on, as far as is known."""
+        return self._low + 1
+
+    def probes(self) -> list[int]:
+        """Return the blocks to ask for next; none if the end is known."""
+        first, last = self._low + 1, self._high - 1
+        if first > last:
+            return []
+        if self._is_new:
+            return [first]
+        if self._high == self._length:  # the last one may be there: then no other is asked for
+            parts = min(WAYS, last - first + 1)
+            step = (last - self._low) / parts
+            return sorted({self._low + round(step * i) for i in range(1, parts + 1)})
+        gaps = min(WAYS, self._high - self._low)
+        step = (self._high - self._low) / gaps
+        return sorted({self._low + round(step * i) for i in range(1, gaps)})
+
+    def learn(self, is_there: Mapping[int, bool]) -> None:
+        """Take the answers to `probes`."""
+        self._is_new = False
+        absent = [block for block, there in is_there.items() if not there]
+        self._high = min([self._high, *absent])
+        below = [block for block, there in is_there.items() if there and block < self._high]
+        self._low = max([self._low, *below])
+
+
+def held_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int:
+    """Return how many blocks at the begin of a chain are known to be held."""
+    presences = (memory.of(key) for key in keys)
+    return next((n for n, p in enumerate(presences) if p is not Presence.HELD), len(keys))
+
+
+def known_prefix(memory: PresenceMemory, keys: Sequence[BlockHash]) -> int | None:
+    """Return how many blocks of a chain are held, or None if that must be asked for."""
+    for number, key in enumerate(keys):
+        presence = memory.of(key)
+        if presence is Presence.UNKNOWN:
+            return None
+        if presence is Presence.ABSENT:
+            return number
+    return len(keys)

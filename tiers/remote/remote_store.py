@@ -1,0 +1,423 @@
+"""`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
+
+The owner is one thread. It asks what is held (`presence`, `ask`), reads (`get`), offers blocks
+(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline of
+a ticket covers asking and reading.
+
+A payload arrives in private memory, is verified, and is then copied into the destination. The copy
+is made under the lock of its read, and never after the read has ended: the destination is then
+somebody else's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from enum import Enum
+
+from ..base import BlockHash
+from ..breaker import Breaker
+from .base import RemoteEngine, RemoteOutcome
+from .generation import Generation
+from .lane import Errand, Lane
+from .lookups import Ask, Link, Lookups
+from .objects import ObjectFormat
+from .pacing import LinkSpeed, TokenBucket
+from .presence import Presence, PresenceMemory, known_prefix
+from .reads import ReadJob, Reads
+from .remote_counters import RemoteCounters, Verb
+from .uploads import Offer, UploadJob, Uploads, WriteWhen
+
+LOOKUPS_AT_A_TIME = 2
+TICKETS_MAX = 1 << 16
+"""Limit on the tickets whose deadline is remembered between lookup and read."""
+CLOSE_ROUND_S = 0.005
+"""Time between two looks at what is under way while the store closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Limits of a store."""
+
+    deadline_s: float = 2.0
+    """Longest time from the first question of a ticket to its last block."""
+    held_s: float = 30.0
+    """Time for which a block that was there counts as held."""
+    absent_s: float = 5.0
+    """Time for which a block that was absent is not asked for again."""
+    reads_at_a_time: int = 4
+    writes_at_a_time: int = 2
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+    when: WriteWhen = WriteWhen.SECOND_TOUCH
+    queue_bytes: int = 256 << 20
+    """Limit on the payload bytes of blocks that wait to be written or are being written."""
+    queue_s: float = 10.0
+    """Longest time that a block waits to be written."""
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that an executor for the store needs."""
+        return LOOKUPS_AT_A_TIME + self.reads_at_a_time + self.writes_at_a_time
+
+
+class EndedKind(Enum):
+    """What ended."""
+
+    LOOKUP = "lookup"
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEnded:
+    """The end of one call of `ask`, `get` or `offer`; each is reported once."""
+
+    ticket: int
+    kind: EndedKind
+    outcomes: Sequence[RemoteOutcome]
+    """One for each block of the call; for `offer`, for each block that was queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteState:
+    """What is under way in a store."""
+
+    generation: int | None
+    """None while it is unknown."""
+    is_reset_pending: bool
+    """True from `reset` until the server is told."""
+    queued_bytes: int
+    """Payload bytes that wait to be written or are being written."""
+    resting: frozenset[Verb]
+    """Directions whose breaker is open."""
+    openings: Mapping[Verb, int]
+    """How often the breaker of each direction opened."""
+
+
+class RemoteStore:
+    """One namespace in one engine. Methods are for the owner's thread; only `close` waits."""
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        objects: ObjectFormat,
+        executor: Executor,
+        options: StoreOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The executor needs `options.threads` threads; its owner shuts it down after `close`.
+
+        `clock` returns monotonic seconds, `wall_clock` Unix time. `on_ended` is called, on any
+        thread, when `poll` has something new.
+        """
+        self._options = options = options or StoreOptions()
+        self._clock = clock
+        self._on_ended = on_ended
+        self._link = Link(
+            engine,
+            objects,
+            Generation(engine, objects.counter_name, clock, wall_clock),
+            PresenceMemory(clock, options.held_s, options.absent_s),
+            RemoteCounters(),
+            LinkSpeed(clock),
+            clock,
+        )
+        self._lookups, self._reads = Lookups(self._link), Reads(self._link)
+        self._uploads = Uploads(self._link, options.when, options.queue_bytes)
+
+        def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
+            breaker = Breaker(clock, max(options.deadline_s, engine.timeout_s))
+            return Lane(executor, clock, threads, breaker, TokenBucket(rate, clock), late)
+
+        reads, writes = options.reads_at_a_time, options.writes_at_a_time
+        self._asking = lane(LOOKUPS_AT_A_TIME, None, RemoteOutcome.TIMED_OUT)
+        self._reading = lane(reads, options.read_bytes_per_s, RemoteOutcome.TIMED_OUT)
+        self._writing = lane(writes, options.write_bytes_per_s, RemoteOutcome.DROPPED)
+        self._gathered: list[Ask] = []
+        self._asks: dict[int, Ask] = {}
+        self._jobs: dict[int, ReadJob] = {}
+        self._deadlines: dict[int, float] = {}
+        self._ended: deque[tuple[Ask | ReadJob | UploadJob, RemoteEnded]] = deque()
+        self._is_telling = False
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def presence(self, key: BlockHash) -> Presence:
+        """Return what is known of a block; `ABSENT` for an unknown one while lookups rest."""
+        found = self._link.memory.of(key)
+        if found is Presence.UNKNOWN and not self._asking.is_open:
+            return Presence.ABSENT
+        return found
+
+    def ask(self, ticket: int, keys: Sequence[BlockHash]) -> None:
+        """Ask for a prefix chain; `send` makes one batch of what was asked in a step.
+
+        The blocks of one chain are those of one KV group, head first. A ticket has one question at
+        a time.
+        """
+        ask = self._asks[ticket] = Ask(ticket, keys, self._deadline(ticket))
+        known = known_prefix(self._link.memory, keys)
+        if known is not None:
+            absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
+            self._end_ask(ask, [RemoteOutcome.OK] * known + absent)
+        elif not self._asking.is_open:
+            self._end_unasked(ask, RemoteOutcome.RESTING)
+        else:
+            self._gathered.append(ask)
+
+    def forget(self, ticket: int) -> None:
+        """Nobody waits for the lookup of a ticket any more; it is not asked, and does not end."""
+        ask = self._asks.pop(ticket, None)
+        if ask is not None:
+            ask.is_over = True
+        self._deadlines.pop(ticket, None)
+
+    def send(self) -> None:
+        """Ask what was gathered, in one batch. Call it at the end of each step."""
+        asks = [ask for ask in self._gathered if not ask.is_over]
+        self._gathered = []
+        if asks:
+
+            def give_up(outcome: RemoteOutcome) -> None:
+                for ask in asks:
+                    self._end_unasked(ask, outcome)
+
+            self._asking.add(
+                Errand(
+                    max(ask.ends_s for ask in asks),
+                    0,
+                    lambda: self._answer(asks),
+                    give_up,
+                    lambda: all(ask.is_over for ask in asks),
+                )
+            )
+        self._pump()
+
+    def _answer(self, asks: Sequence[Ask]) -> RemoteOutcome:
+        worst = self._lookups.answer(asks)
+        for ask in asks:
+            self._end_ask(ask, ask.answers)
+        return worst
+
+    def _end_unasked(self, ask: Ask, outcome: RemoteOutcome) -> None:
+        answers = [outcome] * len(ask.keys)
+        self._link.counters.note(Verb.LOOKUP, answers)
+        self._end_ask(ask, answers)
+
+    def _end_ask(self, ask: Ask, answers: Sequence[RemoteOutcome]) -> None:
+        """Report the end of a question, on any thread; `poll` takes the first report only."""
+        answers = answers or [RemoteOutcome.TIMED_OUT] * len(ask.keys)
+        self._end(ask, RemoteEnded(ask.ticket, EndedKind.LOOKUP, answers))
+
+    # -- reads -------------------------------------------------------------------------------
+
+    def get(
+        self, ticket: int, keys: Sequence[BlockHash], destinations: Sequence[memoryview]
+    ) -> None:
+        """Read blocks into contiguous memory of the payload's length each.
+
+        The destinations are the store's until the read has ended. A block whose outcome is not `OK`
+        left its destination as it was. A ticket has one read at a time.
+        """
+        n = len(keys)
+        job = ReadJob(ticket, keys, destinations, self._deadline(ticket), [None] * n, n)
+        self._deadlines.pop(ticket, None)
+        self._jobs[ticket] = job
+        if not keys:
+            self._end_read(job)
+            return
+        if not self._reading.is_open:
+            self._link.counters.note(Verb.READ, [RemoteOutcome.RESTING] * n)
+            job.settle(range(n), RemoteOutcome.RESTING)
+            self._end_read(job)
+            return
+        part = self._link.engine.names_per_call
+        for start in range(0, n, part):
+            self._reading.add(self._read_errand(job, range(start, min(start + part, n))))
+
+    def _read_errand(self, job: ReadJob, numbers: Sequence[int]) -> Errand:
+        def run() -> RemoteOutcome:
+            worst, ended = self._reads.read(job, numbers)
+            if ended:
+                self._end_read(job)
+            return worst
+
+        def give_up(outcome: RemoteOutcome) -> None:
+            self._link.counters.note(Verb.READ, [outcome] * len(numbers))
+            if job.settle(numbers, outcome):
+                self._end_read(job)
+
+        n_bytes = len(numbers) * self._link.objects.payload_bytes
+        return Errand(job.ends_s, n_bytes, run, give_up, lambda: job.is_over)
+
+    def _end_read(self, job: ReadJob) -> None:
+        outcomes = [outcome or RemoteOutcome.TIMED_OUT for outcome in job.outcomes]
+        self._end(job, RemoteEnded(job.ticket, EndedKind.READ, outcomes))
+
+    # -- writes ------------------------------------------------------------------------------
+
+    def offer(
+        self, ticket: int, keys: Sequence[BlockHash], payloads: Sequence[memoryview]
+    ) -> list[Offer]:
+        """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
+
+        Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
+        reported only if a block was queued.
+        """
+        answers = self._uploads.answer(keys, self._writing.is_open)
+        taken = [number for number, answer in enumerate(answers) if answer is Offer.QUEUED]
+        if not taken:
+            return answers
+        n = len(taken)
+        job = UploadJob(
+            ticket,
+            [keys[number] for number in taken],
+            [payloads[number] for number in taken],
+            self._clock() + self._options.queue_s,
+            self._link.memory.epoch,
+            [None] * n,
+            n,
+        )
+        part = self._link.engine.names_per_call
+        for start in range(0, n, part):
+            self._writing.add(self._write_errand(job, range(start, min(start + part, n))))
+        return answers
+
+    def _write_errand(self, job: UploadJob, numbers: Sequence[int]) -> Errand:
+        def run() -> RemoteOutcome:
+            worst, ended = self._uploads.write(job, numbers)
+            if ended:
+                self._end_write(job)
+            return worst
+
+        def give_up(outcome: RemoteOutcome) -> None:
+            if self._uploads.give_up(job, numbers, outcome):
+                self._end_write(job)
+
+        n_bytes = len(numbers) * self._link.objects.payload_bytes
+        return Errand(job.ends_s, n_bytes, run, give_up, lambda: self._uploads.is_stale(job))
+
+    def _end_write(self, job: UploadJob) -> None:
+        outcomes = [outcome or RemoteOutcome.DROPPED for outcome in job.outcomes]
+        self._end(job, RemoteEnded(job.ticket, EndedKind.WRITE, outcomes))
+
+    # -- outcomes and upkeep -------------------------------------------------------------------
+
+    def poll(self) -> list[RemoteEnded]:
+        """Return what ended since the last call; what is past its deadline ends now."""
+        self._pump()
+        self._expire()
+        found: list[RemoteEnded] = []
+        while self._ended:
+            call, ended = self._ended.popleft()
+            if isinstance(call, Ask):
+                if call.is_over:  # forgotten, or reported before
+                    continue
+                call.is_over = True
+                del self._asks[call.ticket]
+            elif isinstance(call, ReadJob):
+                del self._jobs[call.ticket]
+            found.append(ended)
+        return found
+
+    def reset(self) -> None:
+        """Make every older block unreachable, for all hosts as soon as the server is told.
+
+        Until it is told, this store neither reads nor writes.
+        """
+        self._link.memory.clear()
+        self._link.generation.reset()
+        for ask in self._asks.values():
+            self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
+        for job in self._jobs.values():
+            if job.give_up(RemoteOutcome.ABSENT, waits=True):
+                self._end_read(job)
+        self._writing.drop_all(RemoteOutcome.DROPPED)
+        self._tell_reset()
+
+    @property
+    def counters(self) -> RemoteCounters:
+        """Totals since the start."""
+        return self._link.counters
+
+    def state(self) -> RemoteState:
+        """Return what is under way, for metrics and tools."""
+        lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
+        return RemoteState(
+            self._link.generation.value,
+            self._link.generation.is_reset_pending,
+            self._uploads.borrowed_bytes,
+            frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
+            {verb: lane.breaker.openings for verb, lane in lanes.items()},
+        )
+
+    def expected_s(self, n_bytes: int) -> float | None:
+        """Return the expected seconds to read so many bytes: latency and rate; None if unknown."""
+        return self._link.speed.expected_s(n_bytes)
+
+    def close(self, limit_s: float) -> bool:
+        """Begin nothing any more, wait for calls under way, and close the engine.
+
+        Wait at most `limit_s`, the only wait of the store. Return True if all calls have ended;
+        payloads and destinations of the others stay borrowed.
+        """
+        lanes = (self._asking, self._reading, self._writing)
+        for lane in lanes:
+            lane.close()
+        ends_s = time.monotonic() + limit_s
+        while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
+            time.sleep(CLOSE_ROUND_S)
+        self._link.engine.close()
+        return all(lane.is_idle for lane in lanes)
+
+    def _end(self, call: Ask | ReadJob | UploadJob, ended: RemoteEnded) -> None:
+        self._ended.append((call, ended))
+        self._on_ended()
+
+    def _pump(self) -> None:
+        for lane in (self._asking, self._reading, self._writing):
+            lane.pump()
+        if self._link.generation.is_reset_pending:
+            self._tell_reset()
+
+    def _tell_reset(self) -> None:
+        """Raise the generation on a thread, unless that is being done."""
+        if self._is_telling or not self._asking.is_open:
+            return
+        self._is_telling = True
+        limit_s = self._link.engine.timeout_s
+
+        def tell() -> RemoteOutcome:
+            begun_s = self._clock()
+            outcome = self._link.generation.current(limit_s).outcome
+            took_s = self._clock() - begun_s
+            self._link.counters.note(Verb.RESET, [outcome], requests=1, took_s=took_s)
+            self._is_telling = False
+            return outcome
+
+        def give_up(outcome: RemoteOutcome) -> None:
+            self._is_telling = False
+
+        self._asking.add(Errand(self._clock() + limit_s, 0, tell, give_up))
+
+    def _expire(self) -> None:
+        """End questions and reads whose deadline has passed, though their calls go on."""
+        now_s = self._clock()
+        for ask in self._asks.values():
+            if ask.ends_s <= now_s:
+                self._end_ask(ask, ())
+        for job in self._jobs.values():
+            if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
+                self._end_read(job)
+
+    def _deadline(self, ticket: int) -> float:
+        """Return the time at which a ticket ends; it begins with its first question."""
+        if len(self._deadlines) >= TICKETS_MAX:
+            del self._deadlines[next(iter(self._deadlines))]
+        return self._deadlines.setdefault(ticket, self._clock() + self._options.deadline_s)

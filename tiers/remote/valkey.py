@@ -1,0 +1,448 @@
+"""Objects in a Valkey or Redis server, or in a cluster of them.
+
+A block is two values: the payload under `{name}`, and the header under `{name}:h` together with the
+last `TAIL_BYTES` of the payload. Many payloads are exact powers of two. The server adds a few bytes
+of its own to a value, which would push it into the allocator's next size class, 1.25 times as
+large. The braces put both values into one slot of a cluster, and one transaction writes both. Half
+a pair counts as absent, and the next write replaces it.
+
+The server evicts by its own rules (`maxmemory-policy`), and a time to live is optional.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from binascii import crc_hqx
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .base import (
+    HEADER_BYTES,
+    Arrived,
+    CounterAnswer,
+    PrivateBuffer,
+    RemoteEngine,
+    RemoteObject,
+    RemoteOutcome,
+    ignore,
+)
+from .resp import Address, Argument, Login, RespBrokenError, RespConnection, RespError
+
+CLUSTER_SLOTS = 16384
+REDIRECTS_MAX = 4
+"""Limit on how often one key is sent to another node of a cluster."""
+IDLE_CONNECTIONS_MAX = 16
+"""Limit on the idle connections of one node."""
+TAIL_BYTES = 128
+"""Bytes of the payload that lie behind the header."""
+_PAIR = 2
+_EXISTS = b"*3\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
+"""Command about both values of a pair."""
+_NX_REPLIES = (b"+OK", b"$-1")
+"""Replies to SET: written, or there before."""
+_OUTCOMES = {
+    "OOM": RemoteOutcome.NO_SPACE,
+    "MISCONF": RemoteOutcome.NO_SPACE,
+    "NOAUTH": RemoteOutcome.DENIED,
+    "WRONGPASS": RemoteOutcome.DENIED,
+    "NOPERM": RemoteOutcome.DENIED,
+    "READONLY": RemoteOutcome.DENIED,
+    "ASK": RemoteOutcome.BUSY,
+    "BUSY": RemoteOutcome.BUSY,
+    "CLUSTERDOWN": RemoteOutcome.BUSY,
+    "LOADING": RemoteOutcome.BUSY,
+    "MASTERDOWN": RemoteOutcome.BUSY,
+    "NOREPLICAS": RemoteOutcome.BUSY,
+    "TRYAGAIN": RemoteOutcome.BUSY,
+    "WRONGTYPE": RemoteOutcome.CORRUPT,
+}
+
+Answer = RemoteOutcome | Address
+"""Outcome of a key, or the node that has it."""
+Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
+"""Exchange about the keys with these numbers; it sets the answer of each as it comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyOptions:
+    """Where the server is, and how to use it."""
+
+    address: Address
+    login: Login
+    ttl_s: float | None = None
+    """Seconds after which the server removes a block; None: never."""
+
+
+class Nodes:
+    """Idle connections of each node, and which node has which slot. Any thread."""
+
+    def __init__(self, seed: Address, login: Login) -> None:
+        self._login = login
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[RespConnection]] = {}
+        self._known = [seed]
+        """Nodes that can be asked where a key is; the first one is asked."""
+        self._slots: dict[int, Address] = {}
+        """Empty without a cluster."""
+        self._is_closed = False
+
+    def places(self, names: Mapping[int, str]) -> dict[Address, list[int]]:
+        """Return the node to ask for each name, as the numbers of the names of each node."""
+        with self._lock:
+            slots, first = self._slots, self._known[0]
+        if not slots:
+            return {first: [*names]}
+        found: dict[Address, list[int]] = {}
+        for number, name in names.items():
+            found.setdefault(slots.get(hash_slot(name), first), []).append(number)
+        return found
+
+    def borrow(self, address: Address, ends_s: float) -> RespConnection:
+        """Return an idle connection or a new one. Raises `OSError` or `RespError`."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise RespBrokenError("the engine is closed")
+                idle = self._idle.get(address)
+                found = idle.pop() if idle else None
+            if found is None:
+                return RespConnection(address, self._login, ends_s)
+            found.ends_s = ends_s
+            if not found.is_stale:
+                return found
+            found.close()
+
+    def give_back(self, address: Address, connection: RespConnection) -> None:
+        """Keep a connection that has no answer outstanding."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if not self._is_closed and len(idle) < IDLE_CONNECTIONS_MAX:
+                idle.append(connection)
+                return
+        connection.close()
+
+    def note_failure(self, address: Address) -> None:
+        """Forget what a node that failed has, and ask another one first."""
+        with self._lock:
+            idle = self._idle.pop(address, [])
+            self._slots = {s: a for s, a in self._slots.items() if a != address}
+            if self._known[0] == address:
+                self._known.append(self._known.pop(0))
+        for connection in idle:
+            connection.close()
+
+    def note_move(self, connection: RespConnection, slot: int, address: Address) -> None:
+        """Read the map of the cluster after a node said that a slot is elsewhere."""
+        slots = {slot: address}
+        try:
+            connection.send([b"CLUSTER", b"SLOTS"])
+            for first, last, (host, port, *_), *_ in connection.reply():
+                node = Address(host.decode() or address.host, port)
+                slots |= dict.fromkeys(range(first, min(last, CLUSTER_SLOTS - 1) + 1), node)
+        except (RespError, ValueError, TypeError, AttributeError):
+            pass  # the one slot is known all the same
+        with self._lock:
+            self._slots = self._slots | slots | {slot: address}
+            self._known += sorted(
+                {*self._slots.values()} - {*self._known}, key=lambda a: (a.host, a.port)
+            )
+
+    def close(self) -> None:
+        """Close all idle connections; those that are in use are closed when they come back."""
+        with self._lock:
+            self._is_closed = True
+            idle = [connection for some in self._idle.values() for connection in some]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+
+
+class ValkeyEngine(RemoteEngine):
+    """One server or cluster; each call uses one connection of its own for each node."""
+
+    asks_in_one_trip = True
+    names_per_call = 4
+
+    def __init__(self, options: ValkeyOptions) -> None:
+        """Nothing is asked of the server yet."""
+        self.timeout_s = options.login.stall_s
+        self._nodes = Nodes(options.address, options.login)
+        ttl_s = options.ttl_s
+        self._lifetime: list[Argument] = (
+            [] if ttl_s is None else [b"PX", b"%d" % max(1, int(ttl_s * 1000))]
+        )
+
+    def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        def ask(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            for i, count in zip(some, _count(connection, [names[i] for i in some]), strict=True):
+                answers[i] = _presence(count)
+
+        return self._routed(names, ask, limit_s)
+
+    def get_into(
+        self,
+        names: Sequence[str],
+        buffers: Sequence[PrivateBuffer],
+        limit_s: float,
+        arrived: Arrived = ignore,
+    ) -> list[RemoteOutcome]:
+        def read(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            pairs = [_pair(names[i]) for i in some]
+            connection.send(*([b"MGET", header, payload] for payload, header in pairs))
+            for i in some:
+                answers[i] = _read_pair(connection, buffers, i)
+                if answers[i] is RemoteOutcome.OK:
+                    arrived(i)
+
+        return self._routed(names, read, limit_s)
+
+    def put(
+        self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
+    ) -> list[RemoteOutcome]:
+        def write(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            counts = _count(connection, [names[i] for i in some])
+            new: list[int] = []
+            torn: list[int] = []
+            for i, count in zip(some, counts, strict=True):
+                if isinstance(count, RespError):
+                    answers[i] = _answer(count)
+                elif count == _PAIR:
+                    answers[i] = RemoteOutcome.EXISTS
+                else:
+                    (torn if count else new).append(i)
+            torn += self._write_pairs(connection, names, objects, new, [b"NX"], answers)
+            self._write_pairs(connection, names, objects, torn, [], answers)
+
+        return self._routed(names, write, limit_s)
+
+    def _write_pairs(
+        self,
+        connection: RespConnection,
+        names: Sequence[str],
+        objects: Sequence[RemoteObject],
+        some: Sequence[int],
+        condition: Sequence[Argument],
+        answers: list[Answer],
+    ) -> list[int]:
+        """Write pairs, one transaction each; return those of which only half was written."""
+        commands: list[Sequence[Argument]] = []
+        for i in some:
+            payload, header = _pair(names[i])
+            body, tail = _split(objects[i].payload)
+            options = (*condition, *self._lifetime)
+            commands += (
+                [b"MULTI"],
+                [b"SET", payload, body, *options],
+                [b"SET", header, objects[i].header + bytes(tail), *options],
+                [b"EXEC"],
+            )
+        if commands:
+            connection.send(*commands)
+        halves: list[int] = []
+        for i in some:
+            answer = _transaction(connection)
+            if answer is None:
+                halves.append(i)
+            else:
+                answers[i] = answer
+        return halves
+
+    def remove(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
+        def delete(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            connection.send(*([b"UNLINK", *_pair(names[i])] for i in some))
+            for i, count in zip(some, connection.integers(len(some)), strict=True):
+                answers[i] = RemoteOutcome.OK if isinstance(count, int) else _answer(count)
+
+        return self._routed(names, delete, limit_s)
+
+    def counter(self, name: str, first: int | None, limit_s: float) -> CounterAnswer:
+        values: list[int | None] = [None]
+
+        def ask(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+            key = name.encode()
+            if first is not None:
+                connection.send([b"SET", key, b"%d" % first, b"NX"])
+                connection.expect(*_NX_REPLIES)
+            connection.send([b"GET", key])
+            value = connection.value()
+            if value is None:
+                answers[0] = RemoteOutcome.ABSENT
+            elif not value.isdigit():
+                answers[0] = RemoteOutcome.CORRUPT
+            else:
+                values[0], answers[0] = int(value), RemoteOutcome.OK
+
+        return self._about_counter(name, ask, values, limit_s)
+
+    def advance(self, name: str, at_least: int, limit_s: float) -> CounterAnswer:
+        values: list[int | None] = [None]
+
+        def raise_it(connection: RespConnection, _: Sequence[int], answers: list[Answer]) -> None:
+            key = name.encode()
+            # The value that another process sets meanwhile is below: both only raise it.
+            connection.send([b"SET", key, b"%d" % (at_least - 1), b"NX"])
+            connection.expect(*_NX_REPLIES)
+            connection.send([b"INCR", key])
+            value = connection.number()
+            if value < at_least:
+                connection.send([b"INCRBY", key, b"%d" % (at_least - value)])
+                value = connection.number()
+            values[0], answers[0] = value, RemoteOutcome.OK
+
+        return self._about_counter(name, raise_it, values, limit_s)
+
+    def _about_counter(
+        self, name: str, work: Work, values: list[int | None], limit_s: float
+    ) -> CounterAnswer:
+        (outcome,) = self._routed([name], work, limit_s)
+        value = values[0] if outcome is RemoteOutcome.OK else None
+        return CounterAnswer(outcome, value or 0)
+
+    def close(self) -> None:
+        self._nodes.close()
+
+    def _routed(self, names: Sequence[str], work: Work, limit_s: float) -> list[RemoteOutcome]:
+        """Do the work at the node of each name, following the cluster's redirections."""
+        ends_s = time.monotonic() + limit_s
+        answers: list[Answer] = [RemoteOutcome.IO_ERROR] * len(names)
+        places = self._nodes.places(dict(enumerate(names)))
+        for _ in range(1 + REDIRECTS_MAX):
+            for address, some in places.items():
+                self._at(address, names, some, work, answers, ends_s)
+            places = {}
+            for number, answer in enumerate(answers):
+                if isinstance(answer, Address):
+                    places.setdefault(answer, []).append(number)
+            if not places:
+                break
+        return [RemoteOutcome.BUSY if isinstance(a, Address) else a for a in answers]
+
+    def _at(
+        self,
+        address: Address,
+        names: Sequence[str],
+        some: Sequence[int],
+        work: Work,
+        answers: list[Answer],
+        ends_s: float,
+    ) -> None:
+        """Do the work at one node; after a fault, keys without an answer get its outcome."""
+        waiting = RemoteOutcome.RESTING  # stands for no answer yet
+        for i in some:
+            answers[i] = waiting
+        connection = None
+        fault: RemoteOutcome
+        try:
+            connection = self._nodes.borrow(address, ends_s)
+            work(connection, some, answers)
+            moved = [i for i in some if isinstance(answers[i], Address)]
+            if moved:
+                place = answers[moved[0]]
+                assert isinstance(place, Address)
+                self._nodes.note_move(connection, hash_slot(names[moved[0]]), place)
+            self._nodes.give_back(address, connection)
+            return
+        except RespError as error:
+            answer = _answer(error)
+            if isinstance(answer, Address) and connection is not None:
+                for i in some:
+                    answers[i] = answer
+                self._try_note_move(connection, names[some[0]], answer)
+                connection.close()
+                return
+            fault = RemoteOutcome.IO_ERROR if isinstance(answer, Address) else answer
+        except TimeoutError:
+            fault = RemoteOutcome.TIMED_OUT
+        except OSError:
+            fault = RemoteOutcome.IO_ERROR
+        if connection is not None:
+            connection.close()
+        self._nodes.note_failure(address)
+        for i in some:
+            if answers[i] is waiting:
+                answers[i] = fault
+
+    def _try_note_move(self, connection: RespConnection, name: str, place: Address) -> None:
+        try:
+            self._nodes.note_move(connection, hash_slot(name), place)
+        except OSError:
+            pass  # the redirection is followed all the same
+
+
+def hash_slot(name: str) -> int:
+    """Return the cluster's slot of a name."""
+    return crc_hqx(name.encode(), 0) % CLUSTER_SLOTS
+
+
+def _pair(name: str) -> tuple[bytes, bytes]:
+    """Return the keys of a payload and its header; the braces make their slot that of the name."""
+    tag = b"{%s}" % name.encode()
+    return tag, tag + b":h"
+
+
+def _split(payload: memoryview) -> tuple[memoryview, memoryview]:
+    """Return the part of a payload that is a value of its own, and the rest."""
+    at = max(0, len(payload) - TAIL_BYTES)
+    return payload[:at], payload[at:]
+
+
+def _count(connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
+    """Return how many values of each pair are there."""
+    tags = [b"{%s}" % name.encode() for name in names]
+    connection.send_raw([b"".join(_EXISTS % (len(t), t, len(t) + 2, t) for t in tags)])
+    return connection.integers(len(names))
+
+
+def _presence(count: int | RespError) -> Answer:
+    if isinstance(count, RespError):
+        return _answer(count)
+    return RemoteOutcome.OK if count == _PAIR else RemoteOutcome.ABSENT
+
+
+def _read_pair(connection: RespConnection, buffers: Sequence[PrivateBuffer], number: int) -> Answer:
+    try:
+        count = connection.length_of_array()
+    except RespError as error:
+        return _answer(error)
+    if count != _PAIR:
+        raise RespBrokenError("the server sent another number of values than was asked for")
+    header, payload = buffers[number].allocate()
+    body, tail = _split(payload)
+    front = connection.value()
+    body_bytes = connection.value_into(body)
+    if front is None or body_bytes < 0:
+        return RemoteOutcome.ABSENT
+    if len(front) != HEADER_BYTES + len(tail) or body_bytes != len(body):
+        return RemoteOutcome.CORRUPT
+    header[:], tail[:] = front[:HEADER_BYTES], front[HEADER_BYTES:]
+    return RemoteOutcome.OK
+
+
+def _transaction(connection: RespConnection) -> Answer | None:
+    """Read the replies of one transaction; None if only half of the pair was written."""
+    error: RespError | None = None
+    for reply in (b"+OK", b"+QUEUED", b"+QUEUED"):  # MULTI and two SET
+        try:
+            connection.expect(reply)
+        except RespError as found:
+            error = error or found
+    try:
+        count = connection.length_of_array()
+        if count != _PAIR:
+            raise RespBrokenError("the server did not carry out a transaction of two commands")
+        written = [connection.expect(*_NX_REPLIES) == b"+OK" for _ in range(count)]
+    except RespError as found:
+        return _answer(error or found)
+    if all(written):
+        return RemoteOutcome.OK
+    return None if any(written) else RemoteOutcome.EXISTS
+
+
+def _answer(error: RespError) -> Answer:
+    """Return what an error of the server means."""
+    if error.code == "MOVED" and len(error.words) > 1:
+        host, _, port = error.words[1].rpartition(":")
+        if port.isdigit() and host:
+            return Address(host, int(port))
+    return _OUTCOMES.get(error.code, RemoteOutcome.IO_ERROR)

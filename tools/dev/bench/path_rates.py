@@ -1,0 +1,253 @@
+"""Cost of the presence table and the block table: lookups, commits, opening and memory."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from ....tiers.nvme.disk.filesystem import RealFileSystem
+from ....tiers.nvme.path.block_table import ApplyOutcome, Changes, block_table_bytes
+from ....tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
+from ....tiers.nvme.path.presence_file import (
+    OpenPresence,
+    PresenceOrigin,
+    boot_id,
+    is_of_this_boot,
+    map_presence,
+    open_presence,
+)
+from ....tiers.nvme.path.presence_table import PresenceTable, presence_bytes
+from ...commands.bench.bench_results import OURS, BenchError, Goal, Quantity
+from ...commands.bench.raw_disk import drop_page_cache
+from .measurement import Case, Figures, Measurement, MeasurementSetup, Say
+from .scheduler.reopen_probe import resident_bytes
+
+FILL_BATCH = 4096
+COMMIT_BATCHES = (512, 64, 16)
+"""Blocks of a commit. The largest come first: the first touch of each page is a page fault."""
+COMMITS = 64
+"""Most commits of each batch size; fewer where these are more blocks than the table has."""
+STRETCH = 500
+"""Lookups that are timed together. The fastest stretch and the median stretch are reported."""
+SPARE_SHARE = 64
+"""One of this many slots is free, so that commits can replace blocks."""
+IDENTITY = b"bench"
+EVICTING = "commit of a block that replaces one, batches of"
+_OTHER_BOOT = b"another boot"
+
+
+def key_of(number: int) -> bytes:
+    """Return a key of 36 bytes, as blocks of one KV group have."""
+    return hashlib.sha256(number.to_bytes(8, "little")).digest() + bytes(4)
+
+
+class FilledPath:
+    """A block table and a presence table of `blocks` blocks in a folder."""
+
+    def __init__(self, folder: Path, blocks: int) -> None:
+        self.folder = folder
+        self.blocks = blocks
+        self.slots = blocks + max(1, blocks // SPARE_SHARE)
+        self.fs = RealFileSystem()
+        self.replaced: set[int] = set()
+        """Numbers of blocks that `commits` evicted; a block's number is its first slot."""
+
+    def open(self, boot: bytes) -> tuple[LmdbBlockTable, OpenPresence]:
+        """Open both, as a writer of this boot does."""
+        is_same_boot = is_of_this_boot(self.fs, self.folder, boot)
+        table = open_block_table(
+            self.folder / "blocks",
+            block_table_bytes(self.slots),
+            IDENTITY,
+            is_durable=False,
+            is_same_boot=is_same_boot,
+        )
+        return table, open_presence(self.fs, self.folder, self.slots, table, boot)
+
+    def fill(self, say: Say) -> None:
+        """Create both in random order of keys, and close them cleanly."""
+        (self.folder / "blocks").mkdir(parents=True)
+        table, presence = self.open(boot_id())
+        for start in range(0, self.blocks, FILL_BATCH):
+            say(f"filling a block table: {start:,} of {self.blocks:,} blocks")
+            numbers = range(start, min(start + FILL_BATCH, self.blocks))
+            commit(table, presence, [(key_of(number), number, number) for number in numbers])
+        table.close()
+        presence.close_clean()
+
+
+def commit(
+    table: LmdbBlockTable,
+    presence: OpenPresence,
+    puts: Sequence[tuple[bytes, int, int]],
+    cleared: Sequence[int] = (),
+) -> None:
+    """Commit blocks and apply them to the presence table, as the writer of a path does."""
+    applied = table.apply(Changes(table.epoch, puts, cleared=cleared, written_bytes=len(puts)))
+    if applied.outcome is not ApplyOutcome.DONE or applied.journal is None:
+        raise BenchError(f"the block table in {table.path} took no changes: {applied.outcome}")
+    presence.table.apply(applied.journal)
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield a case per size."""
+    for blocks in setup.scale.path_blocks:
+        path = FilledPath(setup.folder / str(blocks), blocks)
+        needed = block_table_bytes(path.slots) + presence_bytes(path.slots)
+        if needed > shutil.disk_usage(setup.folder).free:
+            setup.note(f"path: {blocks:,} blocks need {needed >> 20} MiB in {setup.folder}")
+            return
+        path.fill(setup.say)
+        yield Case(f"{blocks:,} blocks", {OURS: partial(measure, path, setup.scale.questions)})
+        shutil.rmtree(path.folder)
+
+
+def measure(path: FilledPath, questions: int) -> Figures:
+    """Measure one filled folder; the blocks in it change, their number does not."""
+    figures: dict[str, float] = {}
+    figures |= openings(path)
+    figures |= lookups(path, questions)
+    figures |= commits(path)
+    files = [path.folder / "presence", *(path.folder / "blocks").iterdir()]
+    sizes = [file.stat().st_blocks * 512 / path.blocks for file in files]
+    return figures | {"presence file": sizes[0], "block table": sum(sizes[1:])}
+
+
+def openings(path: FilledPath) -> dict[str, float]:
+    """Open after a clean close, after `kill -9` and after a loss of power; end cleanly."""
+    figures: dict[str, float] = {}
+    boot = boot_id()
+    drop_page_cache([path.folder])
+    before = resident_bytes()["anonymous"]
+    began = perf_counter()
+    table, presence = path.open(boot)
+    figures["opening after a clean close"] = perf_counter() - began
+    figures["anonymous memory of a writer"] = (resident_bytes()["anonymous"] - before) / path.blocks
+    expect(presence.origin, PresenceOrigin.TRUSTED)
+    applied = presence.table.applied
+    commit(table, presence, [(key_of(path.blocks), path.slots - 1, 0)])
+    presence.table.note_applied(applied)  # as if killed before the commit was applied
+    table.abandon()
+    began = perf_counter()
+    table, presence = path.open(boot)
+    figures["opening after kill -9"] = perf_counter() - began
+    expect(presence.origin, PresenceOrigin.REPLAYED)
+    commit(table, presence, [], [path.slots - 1])
+    table.abandon()
+    drop_page_cache([path.folder])
+    began = perf_counter()
+    table, presence = path.open(_OTHER_BOOT)
+    figures["opening after a loss of power"] = perf_counter() - began
+    expect(presence.origin, PresenceOrigin.REBUILT)
+    table.close()
+    presence.close_clean()
+    return figures
+
+
+def expect(found: PresenceOrigin, wanted: PresenceOrigin) -> None:
+    """Raise `BenchError` if the presence table was opened in another way."""
+    if found is not wanted:
+        raise BenchError(f"the presence table was {found.value}, not {wanted.value}")
+
+
+def lookups(path: FilledPath, questions: int) -> dict[str, float]:
+    """Look up keys that are present and absent, as a reader in another process would."""
+    presence = map_presence(path.fs, path.folder, path.slots)
+    warm = presence.used_slots()
+    if int(warm.sum()) != path.blocks:
+        raise BenchError(f"{int(warm.sum())} of {path.blocks} blocks are in the presence table")
+    figures: dict[str, float] = {}
+    # Keys made in one go lie side by side; those of an engine do not.
+    numbers = random.choices(range(path.blocks), k=2 * questions)
+    known = [key_of(number) for number in numbers if number not in path.replaced][:questions]
+    unknown = [key_of(-1 - number + (1 << 60)) for number in range(questions)]
+    for name, keys in (("present", known), ("absent", unknown)):
+        stretches = timed(partial(ask, presence), keys)
+        figures[f"find, {name}"] = stretches[len(stretches) // 2]
+        figures[f"  fastest stretch, {name}"] = stretches[0]
+        bulk = sorted(timed(presence.find_many, keys, len(keys)) for _ in range(5))
+        figures[f"find in bulk, {name}"] = bulk[0][0]
+        if name == "present" and any(presence.find(key) < 0 for key in keys):
+            raise BenchError("a block that is present was not found")
+    return figures
+
+
+def ask(presence: PresenceTable, keys: Sequence[bytes]) -> None:
+    """Look up keys one by one."""
+    find = presence.find
+    for key in keys:
+        find(key)
+
+
+def timed(
+    look: Callable[[Sequence[bytes]], object], keys: Sequence[bytes], stretch: int = STRETCH
+) -> list[float]:
+    """Return the time per key of each stretch of keys in µs, ascending."""
+    found: list[float] = []
+    for start in range(0, max(1, len(keys) - stretch + 1), stretch):
+        part = keys[start : start + stretch]
+        began = perf_counter()
+        look(part)
+        found.append((perf_counter() - began) / len(part) * 1e6)
+    return sorted(found)
+
+
+def commits(path: FilledPath) -> dict[str, float]:
+    """Replace blocks: each commit clears slots and fills others, in a full table."""
+    figures: dict[str, float] = {}
+    table, presence = path.open(boot_id())
+    number = 1 << 50
+    try:
+        for size in COMMIT_BATCHES:
+            batch = min(size, path.slots - path.blocks)
+            free = [int(slot) for slot in (~presence.table.used_slots()).nonzero()[0][:batch]]
+            rounds = max(1, min(COMMITS, path.blocks // batch))
+            taken: list[float] = []
+            for _ in range(rounds):
+                puts = [(key_of(number + i), slot, i) for i, slot in enumerate(free)]
+                number += batch
+                first = random.randrange(path.blocks - 2 * batch)
+                used = [s for s in range(first, first + 2 * batch) if s not in set(free)][:batch]
+                began = perf_counter()
+                commit(table, presence, puts, used)
+                taken.append((perf_counter() - began) / batch * 1e6)
+                path.replaced.update(used)
+                free = used
+            figures[f"{EVICTING} {size}"] = sorted(taken)[len(taken) // 2]
+    finally:
+        table.close()
+        presence.close_clean()
+    return figures
+
+
+MEASUREMENT = Measurement(
+    "path",
+    "One writer per path: presence table and block table",
+    "Keys are random, and the block table was filled in their order of arrival. Lookups are on a "
+    "mapping of the presence file, 500 keys a stretch; the row is the median stretch. A commit is "
+    "one LMDB transaction without sync, then the change of the presence table. Page cache dropped "
+    "before the openings after a clean close and a loss of power. After a loss of power every page "
+    "of the block table is checked, and the table is scanned.",
+    (
+        Quantity("find, present", "µs/key", (Goal(0.6),)),
+        Quantity("  fastest stretch, present", "µs/key"),
+        Quantity("find, absent", "µs/key", (Goal(0.6),)),
+        Quantity("  fastest stretch, absent", "µs/key"),
+        Quantity("find in bulk, present", "µs/key", (Goal(0.1),)),
+        Quantity("find in bulk, absent", "µs/key", (Goal(0.1),)),
+        *(Quantity(f"{EVICTING} {size}", "µs/block") for size in COMMIT_BATCHES),
+        Quantity("opening after a clean close", "s"),
+        Quantity("opening after kill -9", "s", (Goal(5.0),)),
+        Quantity("opening after a loss of power", "s"),
+        Quantity("anonymous memory of a writer", "B/block"),
+        Quantity("presence file", "B/block"),
+        Quantity("block table", "B/block"),
+    ),
+    cases,
+)
+"""Cost of the tables of a path."""
