@@ -14,8 +14,8 @@ import numpy as np
 
 from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Why
-from ..breaker import Breaker
 from ..counters import LinkCounters
 from .node_feed import NodeFeed
 from .port import Ended, Put
