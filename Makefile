@@ -22,10 +22,12 @@ PINS := $(filter-out %/seed.txt %/torch-2.11.txt,$(wildcard tools/requirements/*
 # Two processes: one runs the engine tests, the other everything else, file by file. PYTEST="-n 0"
 # runs all in one, as a debugger needs it.
 IN_TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict \
+	--config-file tools/dev/site/mkdocs.yml
 QUICK := not engine and not lengthy and not slow and not soak
 
 .PHONY: help setup demo bench bench-gpu sanitize-gpu test test-quick test-vllm lint format soak
-.PHONY: wheel clean
+.PHONY: docs figures wheel clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,12 +62,20 @@ test-vllm: ## run the tests for another vLLM (VERSION=0.19.1; the README lists t
 soak: $(STAMP) ## run the tests that take long
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m "slow or soak" $(PYTEST)
 
-lint: $(STAMP) ## ruff, mypy (package, then tests) and pyright
+lint: $(STAMP) ## ruff, mypy (package, then tests), pyright, and the site built strictly
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(SITE)
+
+docs: $(STAMP) ## build the documentation site into out/site
+	@$(SITE)
+	@echo "open out/site/index.html"
+
+figures: $(STAMP) ## draw the pictures of the documentation from the data in it
+	@$(BIN)/python -m kvcascade.tools.dev.site.figures
 
 format: $(STAMP) ## let ruff lay out the code
 	@$(BIN)/ruff check --fix .

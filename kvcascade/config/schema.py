@@ -59,6 +59,21 @@ VLLM_KEYS: Mapping[str, Reader] = {
 }
 """Keys of the same dictionary that vLLM reads. vLLM reads them only after the model is loaded and
 does not check their types, so they are checked here; their values are not kept."""
+VLLM_KEY_MEANINGS: Mapping[str, str] = {
+    "spec_name": 'Name of the spec: `"CascadeOffloadingSpec"`.',
+    "spec_module_path": 'Module of the spec: `"kvcascade.spec"`. Where kvcascade is installed, it '
+    "may be left out, because a plugin registers the name with vLLM.",
+    "block_size": "Tokens of an offloaded block, a multiple of vLLM's block size: several GPU "
+    "blocks become one offloaded block.",
+    "blocks_per_chunk": "The same as a number of GPU blocks; give one of the two. Above 1 it is "
+    "refused for models with sliding windows or states, because vLLM would store chunks with gaps.",
+    "offload_prompt_only": "Offload the blocks of prompts only, as in vLLM. False is refused with "
+    "vLLM 0.26 to 0.29: they store the last token of an answer before it is computed.",
+    "self_describing_kv_events": "Add token ids and more to KV events, as in vLLM.",
+    "sync_load_budget_bytes": "As in vLLM, from 0.33 on.",
+    "canonical_layout": "Only false is supported.",
+}
+"""Meaning of each key, for the documentation."""
 
 ELSEWHERE = {
     "cpu_bytes_to_use": "tiers[0].capacity",
@@ -143,20 +158,25 @@ class CpuTierOptions:
     key: str
     """Place in the configuration, for messages: "tiers[0]"."""
     capacity: Annotated[Size | DeviceShare, sized(sizes.parse_size)] = DeviceShare(Fraction(4, 10))
-    """Bytes, or a share of the machine's memory; the default is 40 % of the memory, in equal
-    parts for each device of the machine (see `machine.settled`)."""
+    """Memory of the arena, over all ranks: a size, or a share of the memory of the machine or of
+    its container. The default is 40 % of that memory, divided by the devices of the machine and
+    multiplied by those of the engine; without GPUs, an eighth of it."""
     policy: Annotated[str, policy_name] = "lru"
-    """Name, or "package.module:Class", of the eviction policy."""
+    """Eviction policy: a built-in name, the name of an entry point of the group
+    `kvcascade.policies`, or "package.module:Class"."""
     arena_dir: Annotated[Path, folder] = Path("/dev/shm")
-    """Folder of a memory file system that holds the arena."""
+    """Folder of a memory file system, or of hugetlbfs, that holds the arena. On a disk, the
+    contents of memory would also be written to that disk."""
     prefault: Annotated[bool, flag] = True
     """Touch every page at the start, so that no step pays for it later."""
     low_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(4, 10))
-    """Share of the tier that is free or clean; below it, demotion starts."""
+    """Demotion starts when less than this share of the tier is free or clean."""
     high_watermark: Annotated[Share, sized(sizes.parse_share)] = Share(Fraction(5, 10))
-    """Share of the tier that is free or clean when demotion stops."""
+    """Demotion stops when this share of the tier is free or clean."""
     persist: Annotated[bool, flag] = False
-    """Keep the arena in shared memory, for the next engine of the same namespace."""
+    """Keep the arena in shared memory however the engine ends. The next engine of the same
+    namespace and capacity takes over every complete block. `kvcascade shm ls` lists such arenas,
+    `kvcascade shm drop` frees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +188,34 @@ class NvmeTierOptions:
     key: str
     """Place in the configuration, for messages: "tiers[1]"."""
     path: Annotated[tuple[Path, ...], folders, _PATH_REMEDY]
-    """Absolute folders, one per device."""
+    """Absolute folder, or a list of folders on several devices, whose bandwidth adds up."""
     capacity: Annotated[Size | FreeShare, sized(sizes.parse_size)] = FreeShare(Fraction(8, 10))
-    """Bytes over all paths and namespaces, or a share of the disks; the default is 80 % of the
-    space that is free, or used by the tier, beyond `min_free`."""
+    """Disk space over all paths and all models in them, index included: a size, or a share of the
+    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`."""
     policy: Annotated[str, policy_name] = "lru"
-    """Name, or "package.module:Class", of the eviction policy."""
+    """Eviction policy, as for the CPU tier."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
-    """Failure that every block reported as stored survives."""
+    """Failure that a stored block survives: the death of the process, or a loss of power."""
     admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
-    """Rule for the blocks that may enter; "package.module:function" is the user's own."""
+    """Blocks that may enter the tier: all, or only blocks that were used again. A rule of your own
+    is a function `function(block_hash, uses) -> bool`, given as "package.module:function"."""
     write_budget: Annotated[WriteAmount | None, optional(sized(sizes.parse_daily_writes))] = None
-    """Bytes, or drive writes, per day; `None`: no limit."""
+    """Bytes that all engines together may write in any 24 hours, restarts included: `"500GB"`, or
+    drive writes per day, `"0.3 DWPD"`."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
-    """Bytes, or a share of the disk, that stay free."""
+    """Disk space that is never used: a size, or a share of the disk."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
-    """Number of concurrent reads, and of concurrent writes."""
+    """Number of concurrent reads, and of concurrent writes. Each takes two threads of the mover
+    process, and two buffers of 8 MiB if the arena is in small pages."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
-    """Process that moves blocks to and from the CPU tier: its own, or the scheduler's."""
+    """Where blocks are moved to and from the CPU tier: in a small process of its own, which a busy
+    scheduler does not slow down, or on threads of the scheduler's process."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
-    """Whether payload bypasses the page cache; `auto`: if the file system supports it."""
+    """Whether payload bypasses the page cache: if the file system supports it (`"auto"`, and
+    `true`), or never (`false`)."""
     segment_size: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
-    """Approximate bytes of one segment file; `None`: 1 GiB, adapted to the tier's size."""
+    """Approximate size of one file. The default is about 1 GiB: smaller in small tiers, larger in
+    large ones."""
 
 
 TierConfig = CpuTierOptions | NvmeTierOptions
@@ -248,31 +274,42 @@ class CascadeConfig:
     key: str
     """Empty, because the options are at the top level."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
-    """From the fastest down; the first is the only `CpuTierOptions`."""
+    """The tiers, fastest first: one `cpu` tier, then `nvme` tiers; 8 at most. A key `path` instead
+    of it stands for a `cpu` tier and an `nvme` tier on that path, with default capacities."""
     write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
-    """Time of writing a block to the tier below; `None`: chosen by `machine.writing`."""
+    """When a block is written down: when it leaves the CPU tier or at shutdown (`"demote"`), also
+    `dirty_age_s` after it was stored (`"back"`), or at once (`"through"`). The default is
+    `"back"` where the first NVMe tier is at least twice as large as the CPU tier, else
+    `"demote"`; the log and `kvcascade check` say which."""
     dirty_age_s: Annotated[float, seconds] = 5.0
-    """Longest time that a block may be dirty in mode `back`."""
+    """Longest time in seconds that a stored block may exist in memory only, in mode `back`. It is
+    longer only if the tier below has no room."""
     on_reset: Annotated[OnReset, choice(OnReset)] = OnReset.INVALIDATE
-    """Effect of `reset_cache` on stored blocks."""
+    """Effect of `reset_prefix_cache(reset_connector=True)`. `"invalidate"`: older blocks are
+    unreachable, and blocks stored later are not for the next start, because the weights may have
+    been updated in place. `"keep"`: blocks stay; for engines that reset only for sleep and wake."""
     shutdown_flush_s: Annotated[float | None, optional(seconds)] = None
-    """Longest time for writing dirty blocks at shutdown; `None`: vLLM's shutdown timeout, or
-    `DEFAULT_FLUSH_S` if vLLM does not have one."""
+    """Time limit in seconds for writing dirty blocks at shutdown. The default is vLLM's
+    `--shutdown-timeout` less 2 s, or 20 s where vLLM has none."""
     promotion_deadline_s: Annotated[float, deadline] = 10.0
-    """Time after which a pending read counts as a miss."""
+    """A pending read without progress for this many seconds counts as a miss."""
     promotion_budget: Annotated[Budget | None, optional(sized(sizes.parse_budget))] = None
-    """Slots of the first tier that promotions may hold at a time; `None`: nearly all that are not
-    dirty, but at least half."""
+    """Part of the CPU tier that reads from below may hold at a time: a share, a size or a number of
+    blocks. The default is the tier without 1/16 and without dirty blocks, and at least half."""
     load_or_recompute: Annotated[bool, flag] = True
-    """Read blocks only if that is expected to be faster than recomputing them."""
+    """Read blocks from a lower tier only if reading is expected to take less than twice as long as
+    computing them. The requests ahead count on both sides."""
     prefill_tokens_per_s: Annotated[float | None, optional(rate)] = None
-    """Prefill speed; `None`: measured while serving."""
+    """Prefill speed for that choice. The default is measured while serving."""
     record: Annotated[Path | None, optional(folder)] = None
-    """Folder for a recording of all requests, for replay; `None`: no recording."""
+    """Folder in which every request is recorded, without tokens, for `kvcascade replay`: mode 0600,
+    at most 1 GiB for each engine that records there; the oldest recordings are removed."""
     label: Annotated[str, text] = ""
-    """Free-text tag that is added to the fingerprint of the namespace."""
+    """Free-text tag that is added to the fingerprint. Engines with different labels share no
+    blocks."""
     weights_id: Annotated[str | None, word_or_none] = None
-    """Identity of the weights; `None`: determined from the model."""
+    """Identity of the weights: a name that changes with them. The default is determined from the
+    model."""
 
     @property
     def cpu(self) -> CpuTierOptions:

@@ -1,4 +1,4 @@
-"""Pages of figures: each committed page is what the command makes of the JSON beside it."""
+"""Pages of figures, as the site makes them of the committed JSON files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcascade.tools.dev.bench import BenchOptions, command_of
 from kvcascade.tools.dev.bench.bench_page import main, page
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+RUNS = sorted(FOLDER.glob("*.json"))
 MACHINE = {
     "processor": "A processor",
     "cores": 2,
@@ -53,14 +53,20 @@ def made() -> dict[str, Any]:
     return document([Table("transfers", "Transfers", "How.", rows)], facts)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_committed_page_is_made_from_its_json(path: Path) -> None:
-    source = path.with_suffix(".json")
-    assert path.read_text() == page(source.name, json.loads(source.read_text()))
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_a_committed_run_makes_a_page_with_every_row(path: Path) -> None:
+    run = json.loads(path.read_text())
+    text = page(path.name, run)
+    rows = [row for measurement in run["measurements"] for row in measurement["rows"]]
+    assert rows and run["command"] in text
+    for row in rows:
+        section = text.partition(f"### {row['case']}\n")[2]
+        assert f"| {row['quantity']} |" in section
 
 
-def test_every_committed_json_has_its_page() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == {path.stem for path in PAGES}
+def test_every_committed_run_is_listed_for_readers_of_the_repository() -> None:
+    listed = (FOLDER / "README.md").read_text()
+    assert RUNS and all(f"]({path.name})" in listed for path in RUNS)
 
 
 def test_a_page_names_run_figures_and_goals() -> None:
@@ -71,20 +77,20 @@ def test_a_page_names_run_figures_and_goals() -> None:
     assert "| load average at the start (1, 5, 15 min) | 0.10, 2.00, 3.46 |" in lines
     assert "Note of the run: the disk was busy" in lines
     begin = lines.index("## Transfers")
-    assert lines[begin + 2] == "| case | quantity | ours | limit | ours / limit | unit | goal |"
-    assert lines[begin + 4] == (
-        "| 64 KiB / two paths | rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |"
-    )
-    assert lines[begin + 5] == "| nothing | rate | – | – | – | GB/s |  |"
-    assert lines[begin + 7] == "How."
+    assert lines[begin + 2] == "How."
+    assert lines[begin + 4] == "### 64 KiB | two paths"
+    assert lines[begin + 6] == "| quantity | ours | limit | ours / limit | unit | goal |"
+    assert lines[begin + 8] == ("| rate | 1.50 ±33% | 3.00 ±33% | 0.500× | GB/s | ≥ 0.9× limit ✗ |")
+    assert lines[begin + 10] == "### nothing"
+    assert lines[begin + 14] == "| rate | GB/s |  |"
     assert not any(VLLM in line for line in lines[begin:]), "it has no figure, and no column"
 
 
-def test_the_page_is_written_beside_its_json(tmp_path: Path) -> None:
+def test_the_command_prints_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "run.json"
     source.write_text(json.dumps(made()))
     main([str(source)])
-    assert (tmp_path / "run.md").read_text() == page("run.json", made())
+    assert capsys.readouterr().out.strip() == page("run.json", made()).strip()
 
 
 def test_the_command_of_a_run_has_its_options_and_no_folder() -> None:

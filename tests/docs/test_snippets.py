@@ -32,6 +32,8 @@ RECORDING = "/var/log/kv"
 BLOCK_HASH = "5f3c"
 METRICS = "http://127.0.0.1:8000/metrics"
 DISK = "/mnt/nvme"
+PYTHON_PAGES = ("api.md", "policies.md")
+"""Pages whose examples in Python run by themselves."""
 NOT_RUN = {"bench", "demo"}
 """Commands with tests of their own that take minutes: their arguments are read."""
 
@@ -54,7 +56,7 @@ def commands(page: Path) -> list[str]:
         if language not in ("", "sh", "bash", "console"):
             continue
         for line in _joined(text):
-            words = line.split("  #")[0].strip().removeprefix("$ ")
+            words = re.split(r"  +#| > ", line)[0].strip().removeprefix("$ ")
             if re.match(r"(kvcascade|make|vllm|PYTHONHASHSEED)\b", words):
                 found.append(words)
     return found
@@ -124,7 +126,7 @@ def metrics_url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("find", "at_least"), [(commands, 40), (json_objects, 2), (names_in_text, 15)]
+    ("find", "at_least"), [(commands, 40), (json_objects, 4), (names_in_text, 15)]
 )
 def test_what_the_pages_hold_is_found(
     find: Callable[[Path], Collection[str]], at_least: int
@@ -137,6 +139,14 @@ def test_what_the_pages_hold_is_found(
 def test_every_json_object_is_a_right_configuration(page: Path) -> None:
     for text in json_objects(page):
         check_json(json.loads(text))
+
+
+@pytest.mark.parametrize("name", PYTHON_PAGES)
+def test_python_examples_run(name: str) -> None:
+    blocks = [text for language, text in fenced(ROOT / "docs" / name) if language == "python"]
+    assert blocks
+    for text in blocks:
+        exec(compile(text, name, "exec"), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

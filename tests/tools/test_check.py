@@ -331,8 +331,8 @@ def test_a_module_that_cannot_be_imported(
 
 
 def test_the_nvme_tier_in_vllms_own_tiering_fits(tmp_path: Path, has_vllm: bool) -> None:
-    """As README has it, but for the path and the sizes."""
-    text = (ROOT / "README.md").read_text()
+    """As the docs have it, but for the path and the sizes."""
+    text = (ROOT / "docs" / "configure.md").read_text()
     start = text.index('{"spec_name": "TieringOffloadingSpec"')
     extra = json.loads(text[start : text.index("```", start)])
     extra["cpu_bytes_to_use"] = 64 * MIB

@@ -21,7 +21,7 @@ from kvcascade.tools.commands.bench.bench_results import (
     document,
 )
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.inspect import inspect_plot as namespace_plot
+from kvcascade.tools.commands.picture import MISSING
 from kvcascade.tools.dev.bench.bench_plot import COLOURS, NAMES, _unit, plot
 
 
@@ -63,7 +63,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")
-    assert answer.code == ExitCode.MISSING and namespace_plot.MISSING in answer.err
+    assert answer.code == ExitCode.MISSING and MISSING in answer.err
 
 
 @pytest.mark.parametrize(

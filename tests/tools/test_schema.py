@@ -32,8 +32,8 @@ DOCUMENTS: list[tuple[str, type[Any]]] = [
     ("inspect", LayerStatistics), ("top", Frame), ("top", TierFrame), ("verify", VerifyReport),
     ("verify", BlockProblem), ("verify", RebuildReport), ("gc", GcReport),
     ("export", ExportReport), ("export", ImportReport), ("check", CheckReport),
-    ("check", TierReport), ("bench", ReplayReport), ("bench", ReplayedTier), ("bench", Quantiles),
-    ("bench", BreakEven),
+    ("check", TierReport), ("replay", ReplayReport), ("replay", ReplayedTier),
+    ("replay", Quantiles), ("replay", BreakEven),
 ]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_figures_of_benchmark_and_demo() -> None:
     for document in (measured, measured["measurements"][0], measured["measurements"][0]["rows"][0]):
         assert document.keys() <= _named("bench")
     for document in (demonstrated, demonstrated["phases"][0]):
-        assert document.keys() <= _named("bench")
+        assert document.keys() <= _named("demo")
 
 
 def _named(section: str) -> set[str]:

@@ -39,7 +39,7 @@ STORM = [DOCUMENT_TOKENS[i % DOCUMENTS] + tokens(f"end {i}", TAIL_TOKENS) for i 
 
 
 def cascade(path: Path, cpu_blocks: int) -> dict[str, Any]:
-    """The README's configuration, but for its sizes."""
+    """The configuration of the docs, but for its sizes."""
     return {
         "tiers": [
             {"type": "cpu", "capacity": cpu_blocks * BLOCK_BYTES},

@@ -1,4 +1,4 @@
-"""Policies side by side on request traces: the tables and pictures of docs/policies.md.
+"""Policies side by side on request traces: the tables of docs/policies.md, and pictures.
 
     python -m kvcascade.tools.dev.policy_study OUT TRACE...
 
@@ -20,11 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 from ...tiers.base import BlockHash, BlockStatus, CachePolicy
 from ...tiers.policies import ORDERS, create
+from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
 from ..replay.traces import Trace, read_trace
 
 SHARES = (0.01, 0.05, 0.1, 0.3)
@@ -34,7 +35,6 @@ WAYS = ("early", "late")
 SIZED_BY_NATURE = frozenset({"arc", "fifo", "lirs", "s3fifo", "sieve", "slru"})
 """Policies that depend on their own capacity or on the order of arrival. `late` would give them
 additional slots that they count, so they are studied with `early` only."""
-DPI = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,32 +197,27 @@ def table(name: str, found: Sequence[PolicyCell]) -> str:
 
 
 def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
-    """Draw the hit ratio over the size as PNG, one line per policy. Raises `ImportError` without
+    """Draw the hit ratio over the size as PNG, one line per policy. Raises `CommandError` without
     matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for policy in dict.fromkeys(cell.policy for cell in found):
+    figure = new_figure(7.6, 4.4)
+    axes = figure.add_axes((0.075, 0.135, 0.755, 0.66))
+    ends: list[tuple[str, float, str]] = []
+    for policy, style in zip(dict.fromkeys(c.policy for c in found), cycle(LINES), strict=False):
         way = "late" if policy == OPTIMUM else "early"
         points = [c for c in found if (c.policy, c.way) == (policy, way)]
-        style: dict[str, Any] = {"linewidth": 1.2, "marker": "."}
-        if policy == "prefix":
-            style = {"linewidth": 2.6, "marker": "o", "color": "#1b4965"}
-        elif policy == OPTIMUM:
-            style = {"linewidth": 1.2, "linestyle": ":", "color": "#222222"}
-        axes.plot([c.share for c in points], [c.hit_ratio for c in points], label=policy, **style)
+        axes.plot([c.share for c in points], [c.hit_ratio for c in points], **style.options)
+        ends.append((policy, points[-1].hit_ratio, style.colour))
     axes.set_xscale("log")
     axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
     axes.minorticks_off()
-    axes.set_xlabel("size of the tier, as a share of the distinct blocks")
-    axes.set_ylabel("input tokens found")
-    axes.set_title(name)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
-    figure.savefig(path)
+    axes.set_ylim(0, max(cell.hit_ratio for cell in found) * 1.06 or 1)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
+    axes.set_xlabel("size of the tier, as a share of the distinct blocks", fontsize=9, color=INK)
+    axes.grid(axis="y", alpha=0.25)
+    tidy(axes)
+    label_lines(axes, ends)
+    head(figure, name, "input tokens that the tier had when their request came")
+    save(figure, path)
 
 
 def _load(text: str) -> StudyWorkload:

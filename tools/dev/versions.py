@@ -1,10 +1,11 @@
 """Tested vLLM versions, devices and kinds of model, with the evidence.
 
-This is the only list of them. The status line and the tables of the README are generated from it,
-and a test compares the README with it. A row is true only as far as its evidence: tests of this
-tree, run as `make test-vllm VERSION=...` runs them.
+This is the only list of them. The README's status line and the tables of `docs/compatibility.md`
+are generated from it, and a test compares the README with it. A row is true only as far as its
+evidence: tests of this tree, run as `make test-vllm VERSION=...` runs them.
 
-    python -m kvcascade.tools.dev.versions                print the status line and the tables
+    python -m kvcascade.tools.dev.versions                print the status line
+    python -m kvcascade.tools.dev.versions tables         print the tables
     python -m kvcascade.tools.dev.versions tests 0.19.1   print the tests that run with it
 """
 
@@ -175,7 +176,7 @@ def status_line(gpu_runs: Sequence[GpuRun] = GPU_RUNS) -> str:
         "; ".join(runs)
         or "never yet: take the code for GPUs as untested ([how to run it on one](docs/gpu.md))"
     )
-    cpu = f"the real engine ([how](#which-vllm)), vLLM {', '.join(spans)}"
+    cpu = f"the real engine ([how](docs/compatibility.md)), vLLM {', '.join(spans)}"
     return f"**What was run where.** CPU: {cpu}. GPU: {gpu}."
 
 
@@ -193,12 +194,14 @@ def feature_table() -> str:
     return "\n".join(rows)
 
 
-def blocks() -> tuple[str, str]:
-    """Return the text between each pair of marks in the README: the status line, then the
-    tables."""
-    texts = (status_line(), f"{version_table()}\n\n{feature_table()}")
-    first, second = (f"{BEGIN}\n{text}\n{END}" for text in texts)
-    return first, second
+def readme_block() -> str:
+    """Return the status line between its marks, as the README has it."""
+    return f"{BEGIN}\n{status_line()}\n{END}"
+
+
+def tables() -> str:
+    """Return the tables of versions, models and kinds of parallelism."""
+    return f"{version_table()}\n\n{feature_table()}"
 
 
 def files_for(version: str) -> list[str]:
@@ -217,7 +220,7 @@ def main(argv: list[str]) -> None:
         except KeyError as error:
             sys.exit(str(error.args[0]))
     else:
-        print(*blocks(), sep="\n\n")
+        print(tables() if argv[:1] == ["tables"] else readme_block())
 
 
 if __name__ == "__main__":

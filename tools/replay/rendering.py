@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from ...config import sizes
 from ...errors import os_errors
 from ..commands import show
+from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
 from .replay_report import Quantiles, ReplayedTier, ReplayReport
 from .virtual import Rate
 
@@ -155,29 +157,32 @@ def write_csv(points: Sequence[SweepPoint], path: Path) -> None:
 
 
 def write_png(points: Sequence[SweepPoint], path: Path) -> None:
-    """Draw the hit-rate curve as PNG. Needs matplotlib; raises the mapped form of an `OSError`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draw the hit-rate curve as PNG, or as SVG if the name ends so.
 
-    figure = Figure(figsize=(8, 5), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for policy in dict.fromkeys(point.policy for point in points):
-        of_policy = sorted(
-            (point.capacity_bytes / (1 << 30), 100 * point.report.hit_ratio)
-            for point in points
-            if point.policy == policy
-        )
-        axes.plot(*zip(*of_policy, strict=True), marker="o", label=policy)
+    Raises `CommandError` without matplotlib, and the mapped form of an `OSError`.
+    """
+    figure = new_figure(7.6, 4.4)
+    axes = figure.add_axes((0.075, 0.135, 0.79, 0.66))
+    policies = list(dict.fromkeys(point.policy for point in points))
+    sizes_bytes = sorted({point.capacity_bytes for point in points})
+    ends: list[tuple[str, float, str]] = []
+    for policy, style in zip(policies, cycle(LINES), strict=False):
+        ratios = {p.capacity_bytes: p.report.hit_ratio for p in points if p.policy == policy}
+        at = sorted(ratios)
+        axes.plot(at, [ratios[size] for size in at], **style.options)
+        ends.append((policy, ratios[at[-1]], style.colour))
     axes.set_xscale("log", base=2)
-    axes.set_xlabel(f"size of {points[0].tier} (GiB)", parse_math=False)
-    axes.set_ylabel("prefix-hit tokens (%)")
-    axes.set_title(show.plain(points[0].report.trace), parse_math=False)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    with os_errors(f"writing {path}"):
-        figure.savefig(path, format="png")
+    axes.set_xticks(sizes_bytes, [f"{size / (1 << 30):g} GiB" for size in sizes_bytes])
+    axes.minorticks_off()
+    top = max(point.report.hit_ratio for point in points)
+    axes.set_ylim(0, 1.06 * top or 1)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:.0%}")
+    axes.set_xlabel(f"size of {points[0].tier}", parse_math=False, color=INK, fontsize=9)
+    axes.grid(axis="y", alpha=0.25)
+    tidy(axes)
+    label_lines(axes, ends)
+    head(figure, show.plain(points[0].report.trace), "prompt tokens found, of all prompt tokens")
+    save(figure, path)
 
 
 def _rate(rate: Rate | None) -> str:

@@ -9,31 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import os_errors
 from ....tiers.nvme.offline.reader import Location
 from .. import show
 from ..cache_access import opened
-from ..command_line import CommandError, ExitCode
+from ..picture import DARK, INK, MAP_COLOURS, head, new_figure, save, tidy
 from .namespace_report import NamespaceReport, occupancy, report
 
-INK, FAINT, DARK, LIGHT = "#222222", "#dddddd", "#1b4965", "#8ecae6"
-DPI = 160
 MAP_COLUMNS = 256
 """Cells per segment in the occupancy map; each shows the share of its slots in use."""
 MAX_MAP_ROWS = 256
-MISSING = "matplotlib is not installed; pip install 'kvcascade[plot]'"
-
-
-def figure_of(width: float, height: float) -> Any:
-    """Return an empty figure that needs no display. Raises `CommandError` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CommandError(MISSING, ExitCode.MISSING) from None
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def plot_namespace(location: Location, path: Path) -> None:
@@ -41,7 +25,7 @@ def plot_namespace(location: Location, path: Path) -> None:
 
     Raises a `KVCascadeError`, or `CommandError` without matplotlib.
     """
-    figure = figure_of(12, 7.2)
+    figure = new_figure(12, 7.2)
     found = report(location, time.time())
     with opened(location, is_trusted=True) as cache:  # the report has just read the index
         maps = occupancy(cache, cache.index.snapshot())
@@ -58,22 +42,8 @@ def plot_namespace(location: Location, path: Path) -> None:
     ):
         _draw_histogram(figure.add_subplot(grid[0, column]), title, counts)
     _draw_map(figure, figure.add_subplot(grid[1, :]), maps)
-    figure.suptitle(
-        show.plain(found.label or found.name), x=0.015, y=0.975, ha="left", fontsize=15,
-        fontweight="bold", color=INK, parse_math=False,
-    )  # fmt: skip
-    figure.text(0.015, 0.91, _subtitle(found), ha="left", va="center", fontsize=9.5, color="#666")
-    with os_errors(f"writing {path}"):
-        figure.savefig(path, format="png")
-
-
-def tidy(axes: Any, title: str) -> None:
-    """Give axes a title on the left and no frame."""
-    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=9)
-    axes.tick_params(length=0, colors=INK, labelsize=8.5)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    head(figure, show.plain(found.label or found.name), _subtitle(found))
+    save(figure, path)
 
 
 def _subtitle(found: NamespaceReport) -> str:
@@ -107,7 +77,7 @@ def _draw_map(figure: Any, axes: Any, maps: Mapping[int, Any]) -> None:
         table = np.array([piece.mean(axis=0) for piece in pieces])
     from matplotlib.colors import LinearSegmentedColormap
 
-    colours = LinearSegmentedColormap.from_list("use", ["#eef3f6", LIGHT, DARK])
+    colours = LinearSegmentedColormap.from_list("use", MAP_COLOURS)
     image = axes.imshow(
         table, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest",
         extent=(0, 1, len(maps) or 1, 0),

@@ -61,6 +61,7 @@ MEASUREMENTS = {
     "busy": "the same while the scheduler's thread never rests",
     "faults": "wrong bytes served, and blocks lost, after faults on disk",
     "engine": "time to the first token in the real engine, and bytes written to the disk",
+    "first_token": "time to the first token cold, warm, after a restart and after kill -9",
     "restart": "what a server computes again after a restart, and how it serves a storm",
     "gpu": "device to CPU tier and back, on a machine with a GPU; then the two below",
     "round_trip": "all tiers without an engine: store, write, restart, read back, compare",
@@ -77,6 +78,7 @@ _MODULES = {
     "busy": "busy",
     "faults": "faults",
     "engine": "engine.engine",
+    "first_token": "engine.first_token",
     "restart": "engine.restart",
     "gpu": "gpu.gpu",
     "round_trip": "round_trip",
@@ -268,7 +270,7 @@ def names_of(only: Sequence[str], scale: Scale) -> list[str]:
     if only:
         asked = {*only, *BARE} if "gpu" in only else {*only}
         return [name for name in MEASUREMENTS if name in asked]
-    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "restart")
+    left_out = ASKED_FOR if scale.is_whole else (*ASKED_FOR, "engine", "first_token", "restart")
     return [name for name in MEASUREMENTS if name not in left_out]
 
 

@@ -1,8 +1,8 @@
 """Pages of figures, made from the JSON that `kvcascade bench` saves.
 
-    python -m kvcascade.tools.dev.bench.bench_page docs/benchmarks/*.json
+    python -m kvcascade.tools.dev.bench.bench_page docs/benchmarks/2-cores-quick.json
 
-Each page is written beside its JSON. A test compares the committed pages with the committed JSON.
+prints one page. The site makes a page of each JSON file in `docs/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from ...commands.bench.bench_report import NOTHING, TITLES, number
 from ...commands.bench.bench_results import CONTENDERS, OURS
 from ...commands.bench.machine_facts import headline
-
-COMMAND = "python -m kvcascade.tools.dev.bench.bench_page"
 
 
 def page(name: str, document: dict[str, Any]) -> str:
@@ -27,7 +27,7 @@ def page(name: str, document: dict[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in document["versions"].items())
     parts = [
         f"# Benchmark: {name.removesuffix('.json')}",
-        f"Made from [{name}]({name}) by `{COMMAND}`. The JSON holds every sample.",
+        f"Made from [{name}]({name}), which holds every sample.",
         _table(
             ["run", ""],
             [
@@ -44,20 +44,21 @@ def page(name: str, document: dict[str, Any]) -> str:
         *(f"Note of the run: {note}" for note in document["notes"]),
     ]
     for measurement in document["measurements"]:
-        parts += [f"## {measurement['title']}", _rows(measurement["rows"]), measurement["note"]]
+        parts += [f"## {measurement['title']}", measurement["note"]]
+        for case, rows in groupby(measurement["rows"], key=itemgetter("case")):
+            parts += [f"### {case}", _rows(rows)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the rows of a measurement; a contender without any figure has no column."""
+    """Return the rows of a case; a contender without any figure has no column."""
     rows = list(rows)
     there = [who for who in CONTENDERS if any(who in row["median"] for row in rows)]
-    head = ["case", "quantity", *(TITLES[who] for who in there)]
+    head = ["quantity", *(TITLES[who] for who in there)]
     others = [who for who in there if who != OURS]
     head += [*(f"ours / {TITLES[who]}" for who in others), "unit", "goal"]
     lines = [
         [
-            row["case"],
             row["quantity"],
             *(_figure(row, who) for who in there),
             *(_ratio(row, who) for who in others),
@@ -87,10 +88,9 @@ def _table(head: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def main(paths: Iterable[str]) -> None:
-    """Write the page of each JSON file beside it."""
+    """Print the page of each JSON file."""
     for path in map(Path, paths):
-        text = page(path.name, json.loads(path.read_text()))
-        path.with_suffix(".md").write_text(text)
+        print(page(path.name, json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

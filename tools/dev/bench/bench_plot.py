@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....errors import os_errors
 from ...commands.bench.bench_results import LIMIT, NONE, OURS, PAGES, VLLM
+from ...commands.picture import DARK, INK, LIGHT, MIDDLE, PALE, head, new_figure, save, tidy
 
-INK, FAINT = "#222222", "#dddddd"
-COLOURS = {OURS: "#1b4965", VLLM: "#e07a5f", PAGES: "#f2b5a0", LIMIT: "#c9c9c9", NONE: "#81b29a"}
+COLOURS = {OURS: DARK, VLLM: MIDDLE, PAGES: "#e9b98f", LIMIT: PALE, NONE: LIGHT}
 NAMES = {
     OURS: "kvcascade",
     VLLM: "vLLM's own",
@@ -22,7 +21,6 @@ NAMES = {
     LIMIT: "limit of the machine",
     NONE: "without offloading",
 }
-DPI = 160
 ROW_INCHES = 0.34
 PANEL_INCHES = 0.95
 MAX_RATIO = 4.0
@@ -32,28 +30,20 @@ MAX_RATIO = 4.0
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """Write the picture as a PNG file.
 
-    Raises `ImportError` without matplotlib, and the mapped form of an `OSError`.
+    Raises `CommandError` without matplotlib, and the mapped form of an `OSError`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = [(table, _rows(table)) for table in document["measurements"]]
     panels = [(table, rows) for table, rows in panels if rows]
     heights = [len(rows) * ROW_INCHES + PANEL_INCHES for _, rows in panels] or [1.0]
     total = sum(heights) + 1.3
-    figure = Figure(figsize=(11, total), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, total)
     grid = figure.add_gridspec(
         len(heights), 1, height_ratios=heights, left=0.36, right=0.975,
         top=1 - 1.3 / total, bottom=0.35 / total, hspace=0.62 / (sum(heights) / len(heights)),
     )  # fmt: skip
     for number, (table, rows) in enumerate(panels):
         _draw(figure.add_subplot(grid[number]), str(table["title"]), rows)
-    figure.text(
-        0.015, 1 - 0.3 / total, "kvcascade bench: each figure relative to kvcascade's own",
-        fontsize=14, fontweight="bold", color=INK, va="center",
-    )  # fmt: skip
-    figure.text(0.015, 1 - 0.58 / total, _subtitle(document), fontsize=9, color="#666", va="center")
+    head(figure, "kvcascade bench: each figure relative to kvcascade's own", _subtitle(document))
     if panels:
         handles = [
             figure.axes[0].barh(0, 0, color=COLOURS[name], label=NAMES[name]) for name in NAMES
@@ -62,8 +52,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             handles=handles, loc="upper right", bbox_to_anchor=(0.985, 1 - 0.62 / total),
             ncols=len(NAMES), frameon=False, fontsize=9,
         )  # fmt: skip
-    with os_errors(f"writing {path}"):
-        figure.savefig(path, format="png")
+    save(figure, path)
 
 
 def _rows(table: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -92,11 +81,7 @@ def _draw(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlim(0, MAX_RATIO * 1.12)
     axes.set_xticks([0, 1, 2, 3, 4], ["0", "1×", "2×", "3×", "4×"])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.tick_params(length=0, colors=INK, labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    tidy(axes, title)
 
 
 def _unit(row: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ def _finish(
     settings, machine = facts["settings"], facts["machine"]
     draw(
         phases,
-        f"{facts['engine']} on {machine['cores']} cores, float32; GPU cache "
+        f"{facts['engine']} on {machine['cores']} cores, float32; device cache "
         f"{settings['gpu_blocks']} blocks, CPU tier {settings['cpu_capacity']}, NVMe tier "
         f"{settings['nvme_capacity']}; {settings['shape']['conversations']} conversations, "
         f"{settings['shape']['prefixes']} system prompts; "

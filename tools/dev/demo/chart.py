@@ -6,37 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...commands.picture import DARK, INK, MIDDLE, PALE, head, new_figure, save, tidy
 from .demo_results import Phase
 
 SOURCES = (
-    ("gpu", "GPU cache", "#1b4965"),
-    ("cpu", "CPU tier", "#3d8eb9"),
-    ("nvme", "NVMe tier", "#8ecae6"),
-    ("recomputed", "recomputed", "#e07a5f"),
+    ("gpu", "device cache", DARK),
+    ("cpu", "CPU tier", "#4f86b0"),
+    ("nvme", "NVMe tier", "#b5d3e7"),
+    ("recomputed", "recomputed", MIDDLE),
 )
-WITH, WITHOUT, INK, FAINT = "#1b4965", "#c9c9c9", "#222222", "#dddddd"
+WITH, WITHOUT = DARK, PALE
 LABELLED_SHARE = 0.045
 """Smallest share of a bar that is wide enough for a number."""
-DPI = 160
 
 
 def draw(phases: Sequence[Phase], subtitle: str, path: Path) -> None:
     """Write the picture as a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.4), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 5.4)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     _draw_sources(left, phases)
     _draw_times(right, phases)
-    figure.suptitle(
-        "kvcascade: prompt tokens from the cache instead of computed again",
-        x=0.015, y=0.975, ha="left", fontsize=15, fontweight="bold", color=INK,
-    )  # fmt: skip
-    figure.text(0.015, 0.905, subtitle, ha="left", va="center", fontsize=9.5, color="#666666")
+    head(figure, "kvcascade: prompt tokens from the cache instead of computed again", subtitle)
     figure.subplots_adjust(left=0.155, right=0.985, top=0.76, bottom=0.085, wspace=0.14)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
@@ -59,7 +51,7 @@ def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
     axes.set_xlim(0, 1)
     axes.set_xticks([])
     axes.invert_yaxis()
-    _tidy(axes, "Where prompt tokens came from")
+    tidy(axes, "Where prompt tokens came from", pad=27)
     axes.legend(
         loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=4, frameon=False, fontsize=9.5,
         handlelength=0.9, handleheight=0.9, columnspacing=1.4, handletextpad=0.5,
@@ -85,17 +77,8 @@ def _draw_times(axes: Any, phases: Sequence[Phase]) -> None:
     axes.set_xticks(range(len(groups)), [group[0] for group in groups], fontsize=9.5)
     axes.set_yticks([])
     axes.margins(y=0.12)
-    _tidy(axes, "Time to first token, ms, same requests")
+    tidy(axes, "Time to first token, ms, same requests", pad=27)
     axes.legend(
         loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=2, frameon=False, fontsize=9.5,
         handlelength=0.9, handleheight=0.9, columnspacing=1.4, handletextpad=0.5,
     )  # fmt: skip
-
-
-def _tidy(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=27)
-    axes.tick_params(length=0, colors=INK)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_visible(True)
-    axes.spines["bottom"].set_color(FAINT)

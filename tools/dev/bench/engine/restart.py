@@ -54,29 +54,26 @@ class Restarts:
         self._model = model
         self._scale = scale
         self._sleep = sleep
-        source = random.Random("documents")
-        self._documents = [
-            _tokens(source, scale.document_blocks * BLOCK_TOKENS) for _ in range(scale.documents)
-        ]
+        self._documents = documents(scale)
 
     def once_each(self, contender: str, cpu_bytes: int, stop: Stop) -> Figures:
         """Request every document once, one after another."""
-        prompts = [_with_tail(document, f"again {i}") for i, document in self._numbered()]
+        prompts = [with_tail(document, f"again {i}") for i, document in self._numbered()]
         answers, _ = self._ask_again(contender, cpu_bytes, stop, prompts, 1)
-        return {COMPUTED: _computed(answers)}
+        return {COMPUTED: computed_tokens(answers)}
 
     def storm(self, contender: str, cpu_bytes: int, clients: int) -> Figures:
         """Send several requests for each document, with `clients` at a time, after `kill -9`."""
         scale = self._scale
         prompts = [
-            _with_tail(self._documents[i % scale.documents], f"request {i}")
+            with_tail(self._documents[i % scale.documents], f"request {i}")
             for i in range(scale.requests)
         ]
         random.Random("order").shuffle(prompts)
-        answers, total_s = self._ask_again(contender, cpu_bytes, _kill, prompts, clients)
+        answers, total_s = self._ask_again(contender, cpu_bytes, kill_server, prompts, clients)
         ttft_s = [answer.ttft_s for answer in answers]
         return {
-            COMPUTED: _computed(answers),
+            COMPUTED: computed_tokens(answers),
             TOTAL: total_s,
             "TTFT p50": quantile(ttft_s, 0.5) * 1e3,
             "TTFT p95": quantile(ttft_s, 0.95) * 1e3,
@@ -98,7 +95,7 @@ class Restarts:
                 self._servers.offloading(contender, folder, cpu_bytes, nvme),
             )
             with self._servers.running(contender, options) as server:
-                first = [_with_tail(document, f"first {i}") for i, document in self._numbered()]
+                first = [with_tail(document, f"first {i}") for i, document in self._numbered()]
                 server.complete_all(first, ANSWER_TOKENS, 1)
                 self._sleep(REST_S)
                 stop(server)
@@ -111,44 +108,67 @@ class Restarts:
         return list(enumerate(self._documents))
 
 
-def _kill(server: ServerProcess) -> None:
+def documents(scale: RestartScale) -> list[Prompt]:
+    """Return the documents of a scale, each of whole blocks."""
+    source = random.Random("documents")
+    length = scale.document_blocks * BLOCK_TOKENS
+    return [random_tokens(source, length) for _ in range(scale.documents)]
+
+
+def kill_server(server: ServerProcess) -> None:
+    """End a server by `kill -9`."""
     server.kill()
 
 
-def _stop(server: ServerProcess) -> None:
+def stop_server(server: ServerProcess) -> None:
+    """End a server by SIGTERM."""
     server.stop()
 
 
-def _tokens(source: random.Random, count: int) -> Prompt:
+def random_tokens(source: random.Random, count: int) -> Prompt:
+    """Return ordinary tokens."""
     from .engine_runs import FIRST_TOKEN, VOCABULARY
 
     return [source.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(count)]
 
 
-def _with_tail(document: Prompt, name: str) -> Prompt:
-    return document + _tokens(random.Random(name), TAIL_TOKENS)
+def with_tail(document: Prompt, name: str) -> Prompt:
+    """Return a request about a document; its tail depends only on the name."""
+    return document + random_tokens(random.Random(name), TAIL_TOKENS)
 
 
-def _computed(answers: Sequence[Completion]) -> float:
+def computed_tokens(answers: Sequence[Completion]) -> float:
+    """Return the prompt tokens that no cache had."""
     return float(sum(answer.prompt_tokens - answer.cached_tokens for answer in answers))
 
 
-def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Yield two ways to end a server, then storms with increasing numbers of clients."""
+def make_model(folder: Path, scale: RestartScale) -> Path:
+    """Write the model of a scale, with its tokenizer; return its folder."""
     from ...model import make_llama
-    from .engine_runs import VOCABULARY, Servers
+    from .engine_runs import VOCABULARY
 
-    scale = setup.scale.restart
     model = make_llama(
-        setup.folder / "model",
+        folder / "model",
         layers=scale.layers,
         hidden=scale.hidden,
         vocab=VOCABULARY,
         max_positions=scale.prompt_tokens_max,
     )
     write_tokenizer(model, VOCABULARY)
-    restarts = Restarts(Servers(setup.folder, is_on_cpu(), setup.say), model, scale)
-    for label, stop in (("SIGTERM after 8 s of rest", _stop), ("SIGKILL after 8 s of rest", _kill)):
+    return model
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield two ways to end a server, then storms with increasing numbers of clients."""
+    from .engine_runs import Servers
+
+    scale = setup.scale.restart
+    servers = Servers(setup.folder, is_on_cpu(), setup.say)
+    restarts = Restarts(servers, make_model(setup.folder, scale), scale)
+    for label, stop in (
+        ("SIGTERM after 8 s of rest", stop_server),
+        ("SIGKILL after 8 s of rest", kill_server),
+    ):
         yield Case(
             f"{label}: {scale.documents} documents, one client",
             {

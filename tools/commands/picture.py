@@ -1,0 +1,131 @@
+"""One style for all pictures: colours that stay apart when printed grey, titles, lines, labels.
+
+Functions import matplotlib when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import os_errors
+from .command_line import CommandError, ExitCode
+
+INK, DIM, FAINT = "#222222", "#666666", "#dddddd"
+DARK, MIDDLE, LIGHT, PALE = "#12395b", "#d07a35", "#8db9d9", "#cccccc"
+"""Fills from dark to light: their greys differ by a fifth or more."""
+MAP_COLOURS = ("#eef3f6", LIGHT, DARK)
+"""From empty to full."""
+DPI = 160
+TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 14, 9.5, 8.5
+LABEL_GAP = 0.055
+"""Smallest distance of two labels of lines, as a share of the axis."""
+MISSING = "matplotlib is not installed; pip install 'kvcascade[plot]'"
+
+
+@dataclass(frozen=True, slots=True)
+class LineStyle:
+    """Look of one line; lines differ by dash and marker too, for grey paper."""
+
+    colour: str
+    width: float = 1.4
+    dash: str = "-"
+    marker: str = "o"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Return the arguments of `Axes.plot`."""
+        return {
+            "color": self.colour,
+            "linewidth": self.width,
+            "linestyle": self.dash,
+            "marker": self.marker,
+            "markersize": 4.5,
+        }
+
+
+LINES = (
+    LineStyle(DARK, 2.6),
+    LineStyle(MIDDLE, 1.6, "-", "s"),
+    LineStyle("#4f86b0", 1.6, "--", "^"),
+    LineStyle("#777777", 1.4, "-.", "D"),
+    LineStyle(INK, 1.2, ":", "."),
+    LineStyle("#9a5b2a", 1.4, "--", "v"),
+    LineStyle("#5a7d5a", 1.4, "-.", "x"),
+    LineStyle("#999999", 1.2, "-", "."),
+)
+"""Styles of the first lines of a chart; more lines begin again."""
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure that needs no display. Raises `CommandError` without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CommandError(MISSING, ExitCode.MISSING) from None
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def head(figure: Any, title: str, subtitle: str, left: float = 0.015) -> None:
+    """Write a title and a line below it at the top left; any text is shown as it is."""
+    inches = figure.get_size_inches()[1]
+    texts = ((title, 0.28, TITLE_POINTS, "bold", INK), (subtitle, 0.56, TEXT_POINTS, "normal", DIM))
+    for text, top, points, weight, colour in texts:
+        figure.text(
+            left, 1 - top / inches, text, ha="left", va="center", fontsize=points,
+            fontweight=weight, color=colour, parse_math=False,
+        )  # fmt: skip
+
+
+def tidy(axes: Any, title: str = "", pad: float = 9) -> None:
+    """Give axes a title on the left, `pad` points above, and no frame but the line below."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=pad)
+    axes.tick_params(length=0, colors=INK, labelsize=SMALL_POINTS)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def label_lines(axes: Any, lines: Sequence[tuple[str, float, str]]) -> None:
+    """Write the name of each line right of its last point: name, height, colour.
+
+    Names that would overlap move apart. The limits of the axes must be set before.
+    """
+    low, high = axes.get_ylim()
+    gap = (high - low) * LABEL_GAP
+    heights: list[float] = []
+    ordered = sorted(lines, key=lambda line: line[1])
+    for _, height, _ in ordered:
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    if heights:
+        above = max(0.0, heights[-1] - high)
+        for place in range(len(heights) - 1, -1, -1):
+            top = heights[place + 1] - gap if place + 1 < len(heights) else heights[-1] - above
+            heights[place] = min(heights[place], top)
+    for (name, _, colour), height in zip(ordered, heights, strict=True):
+        axes.annotate(
+            name, (1, height), xycoords=("axes fraction", "data"), xytext=(6, 0),
+            textcoords="offset points", va="center", fontsize=TEXT_POINTS, color=colour,
+            annotation_clip=False, parse_math=False,
+        )  # fmt: skip
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure as SVG if the name ends so, else as PNG. Raises the form of an `OSError`.
+
+    The same figure always gives the same bytes.
+    """
+    import matplotlib
+
+    is_svg = path.suffix == ".svg"
+    with os_errors(f"writing {path}"), matplotlib.rc_context({"svg.hashsalt": "kvcascade"}):
+        if is_svg:
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        else:
+            figure.savefig(path, format="png")

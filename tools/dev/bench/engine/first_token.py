@@ -1,0 +1,210 @@
+"""Time to the first token of the same requests: cold, warm, after a restart and after `kill -9`.
+
+The picture of the README is drawn from this measurement (`tools.dev.bench.first_token_plot`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity, quantile
+from ...server import Completion, ServerProcess, is_on_cpu
+from ..measurement import Case, Figures, Measurement, MeasurementSetup
+from ..scale import BLOCK_TOKENS, RestartScale
+from .restart import (
+    ANSWER_TOKENS,
+    TAIL_TOKENS,
+    Prompt,
+    computed_tokens,
+    documents,
+    kill_server,
+    make_model,
+    random_tokens,
+    stop_server,
+    with_tail,
+)
+
+if TYPE_CHECKING:
+    from .engine_runs import Servers
+
+NAME = "first_token"
+MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
+"""When the requests are sent, in order."""
+TTFT, COMPUTED = "TTFT p50", "tokens computed"
+ORDER = (NONE, VLLM, OURS)
+"""Contenders, in the order in which they start."""
+UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
+LAYERS, DOCUMENTS, DEVICE_DOCUMENTS = 8, 6, 2
+"""Largest numbers of layers of the model and of documents; number of documents that the device
+holds."""
+WARM_UPS = 1
+"""Number of other prompts that each new server answers first, for the one-time costs."""
+
+LIVES: tuple[tuple[int, Callable[[ServerProcess], object]], ...] = (
+    (2, stop_server),
+    (1, kill_server),
+    (1, kill_server),
+)
+"""For each server over a cache, in turn: passes over all requests, and the way it ends."""
+
+
+def quantities() -> tuple[Quantity, ...]:
+    """Return the rows."""
+    found: list[Quantity] = []
+    for moment in MOMENTS:
+        goals = () if moment == "cold" else (Goal(1.0, VLLM),)
+        found.append(Quantity(f"{moment}: {TTFT}", "ms", goals))
+        found.append(Quantity(f"{moment}: {COMPUTED}", "tokens"))
+    return (*found, UNLIKE)
+
+
+class Lifetimes:
+    """Servers of all contenders side by side, three in turn over each cache.
+
+    All of them get the same requests, one at a time, each request all contenders in turn: if the
+    machine's speed changes, all are affected alike.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        model: Path,
+        scale: RestartScale,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._servers = servers
+        self._model = model
+        self._scale = scale
+        self._sleep = sleep
+        self._prompts = [with_tail(text, f"tail {i}") for i, text in enumerate(documents(scale))]
+        self._expected: Sequence[Sequence[int]] = ()
+        """Answers of the first server of all."""
+        self._found: dict[str, Figures] = {}
+        """Figures of the last run that nobody has taken."""
+
+    def figures(self, contender: str) -> Figures:
+        """Return times, computed and differing tokens; one run serves each contender once."""
+        if contender not in self._found:
+            self._found = self._run()
+        return self._found.pop(contender)
+
+    def _run(self) -> dict[str, Figures]:
+        """Send the requests at all `MOMENTS`."""
+        from .engine_runs import REST_S
+
+        passes: dict[str, list[list[Completion]]] = {name: [] for name in ORDER}
+        with ExitStack() as disks:
+            options = {
+                name: self._options(name, disks.enter_context(self._servers.disk(name)))
+                for name in ORDER
+            }
+            for number, (rounds, end) in enumerate(LIVES):
+                warm_up = _warm_up(self._scale, number)
+                with ExitStack() as running:
+                    servers = {
+                        name: running.enter_context(
+                            self._servers.running(name, options[name], warm_up)
+                        )
+                        for name in ORDER
+                    }
+                    for _ in range(rounds):
+                        for name, answers in self._ask(servers).items():
+                            passes[name].append(answers)
+                    self._sleep(REST_S)
+                    for server in servers.values():
+                        end(server)
+        return {name: self._figures(found) for name, found in passes.items()}
+
+    def _options(self, contender: str, folder: Path) -> dict[str, Any]:
+        scale = self._scale
+        stored_bytes = scale.documents * scale.document_bytes
+        nvme = {"capacity": 4 * max(scale.large_cpu_bytes, stored_bytes)}
+        return self._servers.options(
+            self._model,
+            scale.prompt_tokens_max,
+            scale.device_documents * (scale.document_blocks + 2),
+            self._servers.offloading(contender, folder, scale.large_cpu_bytes, nvme),
+        )
+
+    def _ask(self, servers: Mapping[str, ServerProcess]) -> dict[str, list[Completion]]:
+        """Send each request to one server after another, the others being idle."""
+        from .engine_runs import IDLE_AFTER_S
+
+        answers: dict[str, list[Completion]] = {name: [] for name in servers}
+        names = list(servers)
+        for number, prompt in enumerate(self._prompts):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                self._sleep(IDLE_AFTER_S)
+                answers[name] += servers[name].complete_all([prompt], ANSWER_TOKENS, 1)
+        return answers
+
+    def _figures(self, passes: Sequence[Sequence[Completion]]) -> Figures:
+        self._expected = self._expected or [answer.tokens for answer in passes[0]]
+        figures: dict[str, float] = {}
+        for moment, answers in zip(MOMENTS, passes, strict=True):
+            ttft_s = quantile((answer.ttft_s for answer in answers), 0.5)
+            figures[f"{moment}: {TTFT}"] = ttft_s * 1e3
+            figures[f"{moment}: {COMPUTED}"] = computed_tokens(answers)
+        pairs = [
+            pair
+            for answers in passes
+            for expected, answer in zip(self._expected, answers, strict=True)
+            for pair in zip_longest(expected, answer.tokens)
+        ]
+        figures[UNLIKE.name] = float(sum(a != b for a, b in pairs))
+        return figures
+
+
+def scale_of(scale: RestartScale) -> RestartScale:
+    """Return the sizes of `restart` with a smaller model and fewer documents."""
+    return replace(
+        scale,
+        layers=min(LAYERS, scale.layers),
+        documents=min(DOCUMENTS, scale.documents),
+        device_documents=DEVICE_DOCUMENTS,
+    )
+
+
+def _warm_up(scale: RestartScale, number: int) -> list[Prompt]:
+    source = random.Random(f"warm up {number}")
+    length = scale.document_blocks * BLOCK_TOKENS
+    return [random_tokens(source, length) for _ in range(WARM_UPS)]
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield one case: all contenders with the same documents."""
+    from .engine_runs import Servers
+
+    scale = scale_of(setup.scale.restart)
+    servers = Servers(setup.folder, is_on_cpu(), setup.say)
+    lifetimes = Lifetimes(servers, make_model(setup.folder, scale), scale)
+    yield Case(
+        f"{scale.documents} documents of {scale.document_blocks * BLOCK_TOKENS:,} tokens",
+        {name: partial(lifetimes.figures, name) for name in ORDER},
+        repeats=setup.scale.engine_repeats,
+    )
+
+
+MEASUREMENT = Measurement(
+    NAME,
+    "Time to the first token: cold, warm, after a restart, after kill -9",
+    "vLLM's OpenAI server with its default flags: without offloading, with vLLM's "
+    "TieringOffloadingSpec and its fs tier, and with kvcascade in its default configuration, side "
+    "by side. The same requests come four times, one at a time, and each goes to all three in "
+    "turn, while the others are idle; the device holds "
+    f"{DEVICE_DOCUMENTS} of the {DOCUMENTS} documents, the CPU tier all of them. After a restart: "
+    "SIGTERM after 8 s of rest, and a new server. After kill -9: all processes of that server are "
+    "killed after 8 s of rest. A new server answers another prompt first. Each request has "
+    f"{TAIL_TOKENS} tokens after the document that fill no block.",
+    quantities(),
+    cases,
+)
