@@ -284,8 +284,6 @@ class Mover:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return
-            if n < len(buffer):  # the next call would find nothing
-                return
 
     def _take(self, message: Any) -> None:
         ticket = getattr(message, "ticket", None)

@@ -16,6 +16,7 @@ from kvcascade.tools.dev.bench.transfer_bench import quantities
 
 FOUND = {
     "hit rate",
+    "blocks found",
     "recency kept",
     "cached tokens",
     "of the idle rate",

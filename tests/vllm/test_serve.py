@@ -140,7 +140,7 @@ def test_a_server_tells_what_it_holds(tmp_path: Path, model: Path) -> None:
         router.take(server)
         assert router.held["STORAGE"] == on_disk(disk), "what an earlier server left is announced"
         _import_beside(server, disk, carried)
-        assert LOADED not in server.metrics(), "nothing came from the disk so far"
+        assert not server.metrics()[LOADED], "nothing came from the disk so far"
         assert server.complete(prompt(0)) == first[0]
         settle(server, lambda metrics: metrics.get(LOADED, 0.0) >= PROMPT_BLOCKS - 1)
         _clear_out_beside(disk, carried)
