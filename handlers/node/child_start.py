@@ -6,15 +6,42 @@ import ctypes
 import logging
 import os
 import signal
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...errors import KVCascadeError
+from ...logs import log_to_stderr
 from ...tiers.cpu.huge_pages import address_of
 from ...tiers.cpu.prefault import PIECE_BYTES, populate
+from ...tiers.nvme.path.frames import WireError
 
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
+
+
+def run_child(
+    arguments: Sequence[str], name: str, serve: Callable[[socket.socket, int], None]
+) -> int:
+    """Run a process that moves blocks; return its exit status.
+
+    `arguments` are the descriptors of its socket and of the arena, and the number of its parent.
+    `serve` gets both descriptors and returns when the parent has closed the socket. `name` begins
+    every line of its log.
+    """
+    socket_fd, arena_fd, parent_pid = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent_pid)
+    give_way()
+    log_to_stderr(f"{name}: ")
+    try:
+        serve(socket.socket(fileno=socket_fd), arena_fd)
+    except (KVCascadeError, OSError, WireError) as error:
+        _log.error("ends: %s", error)
+        return 1
+    return 0
 
 
 def die_with(parent_pid: int) -> None:

@@ -52,7 +52,6 @@ CLOSE_LIMIT_S = 5.0
 """Time limit for a mover to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
 """Time limit for a killed mover to exit. Only a stuck disk makes it take longer."""
-RECEIVE_BYTES = 256 << 10
 RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
@@ -99,7 +98,6 @@ class Mover:
         self._changed = threading.Condition(self._lock)
         self._connection: Connection | None = None
         self._reader = FrameReader()
-        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._is_ready = False
         self._is_starting = False
         self._is_closed = False
@@ -265,20 +263,19 @@ class Mover:
     def _receive(self) -> None:
         connection = self._connection
         assert connection is not None
-        buffer = self._received
         for _ in range(RECEIVES_PER_POLL):
             try:
-                n = connection.socket.recv_into(buffer)
+                data = self._reader.receive(connection.socket)
             except BlockingIOError:
                 return
             except OSError:
-                n = 0
-            if not n:
+                data = memoryview(b"")
+            if not data:
                 self._has_hung_up = True
                 return
             self._heard_s = self._clock()
             try:
-                for body in self._reader.feed(buffer[:n]):
+                for body in self._reader.feed(data):
                     self._take(self._options.decode(body))
             except (WireError, msgspec.MsgspecError) as error:
                 _log.error("the process that moves blocks cannot be understood: %s", error)

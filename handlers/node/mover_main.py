@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,8 +25,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from ...errors import KVCascadeError, TierIOError
-from ...logs import log_to_stderr
+from ...errors import TierIOError
 from ...tiers.base import BlockHash, SlotSpec
 from ...tiers.cpu.huge_pages import has_huge_pages, map_file
 from ...tiers.nvme.attach import attach
@@ -35,7 +33,7 @@ from ...tiers.nvme.nvme_backend import NvmeSpec
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.segments.store import BlockStore
 from .bounce import ArenaBounce
-from .child_start import die_with, give_way, prefault
+from .child_start import prefault, run_child
 from .mover_wire import (
     Answer,
     LoadJob,
@@ -223,21 +221,7 @@ def arena_view(arena: memoryview, slot_bytes: int) -> ArenaView:
     return lambda slot: arena[slot * slot_bytes : (slot + 1) * slot_bytes]
 
 
-def main(arguments: list[str]) -> int:
-    """Run the process and return its exit status."""
-    socket_fd, arena_fd, parent_pid = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
-        signal.signal(number, signal.SIG_IGN)
-    die_with(parent_pid)
-    give_way()
-    log_to_stderr("kvcascade mover: ")
-    try:
-        serve(socket.socket(fileno=socket_fd), arena_fd)
-    except (KVCascadeError, OSError, WireError) as error:
-        _log.error("ends: %s", error)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # without waiting for work in flight
+    os._exit(
+        run_child(sys.argv[1:], "kvcascade mover", serve)
+    )  # without waiting for work in flight

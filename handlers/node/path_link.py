@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, RECEIVE_BYTES, FrameReader, WireError, frame
 
-RECEIVE_BYTES = 256 << 10
 RECEIVES_PER_CALL = 16
 MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""
@@ -40,7 +39,6 @@ class FrameSocket:
         self._decode = decode
         self._selector = selector
         self._reader = FrameReader(max_frame_bytes)
-        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ
         self._on_ready = on_ready
@@ -75,21 +73,21 @@ class FrameSocket:
         """Yield the messages that came; then see `is_broken`."""
         for _ in range(RECEIVES_PER_CALL):
             try:
-                n = self._socket.recv_into(self._received)
+                data = self._reader.receive(self._socket)
             except BlockingIOError:
                 return
             except OSError:
-                n = 0
-            if not n:
+                data = memoryview(b"")
+            if not data:
                 self.is_broken = True
                 return
             try:
-                for body in self._reader.feed(self._received[:n]):
+                for body in self._reader.feed(data):
                     yield self._decode(body)
             except (WireError, msgspec.MsgspecError):
                 self.is_broken = True
                 return
-            if n < RECEIVE_BYTES:  # the next call would find nothing
+            if len(data) < RECEIVE_BYTES:  # the next call would find nothing
                 return
 
     def close(self) -> None:

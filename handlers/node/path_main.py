@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 
 import msgspec
 
-from ...errors import KVCascadeError
 from ...tiers.cpu.huge_pages import has_huge_pages, map_file
 from ...tiers.nvme.disk.filesystem import RealFileSystem
 from ...tiers.nvme.path.frames import FrameReader, WireError
-from .child_start import die_with, give_way, prefault
+from .child_start import prefault, run_child
 from .path_loop import NodeLoop
 from .path_wire import NodeSetup, to_node
 
@@ -69,21 +67,5 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     NodeLoop(connection, setup, arena, fs, has_bounce=has_bounce).run()
 
 
-def main(arguments: list[str]) -> int:
-    """Run the process and return its exit status."""
-    socket_fd, arena_fd, parent_pid = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the closed socket ends this process
-        signal.signal(number, signal.SIG_IGN)
-    die_with(parent_pid)
-    give_way()
-    logging.basicConfig(level=logging.WARNING, format="kvcascade node: %(message)s")
-    try:
-        serve(socket.socket(fileno=socket_fd), arena_fd)
-    except (KVCascadeError, OSError, WireError) as error:
-        _log.error("ends: %s", error)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # without waiting for work in flight
+    os._exit(run_child(sys.argv[1:], "kvcascade node", serve))  # without waiting for work in flight

@@ -276,10 +276,16 @@ def nvme_capacity(tier: NvmeTierOptions, machine: Machine) -> int:
     """Return the tier's capacity in bytes, over all its paths."""
     if not isinstance(tier.capacity, FreeShare):
         return tier.capacity.of(nvme_disk_bytes(tier, machine))
+    room, reserve = _room_and_reserve(tier, machine)
+    return tier.capacity.of(max(0, room - reserve))
+
+
+def _room_and_reserve(tier: NvmeTierOptions, machine: Machine) -> tuple[int, int]:
+    """Return the bytes that are free or used by the tier, and those of them that stay free."""
     disks = _disks(tier, machine)
     own = sum(machine.used_by_namespaces(path) for path in tier.path)
     reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    return tier.capacity.of(max(0, sum(disk.free for disk in disks) + own - reserve))
+    return sum(disk.free for disk in disks) + own, reserve
 
 
 def file_system_of(directory: str) -> str:
@@ -342,11 +348,8 @@ def _check_folder(at: At, path: Path, machine: Machine) -> None:
 
 def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     at = At(f"{tier.key}.capacity")
-    disks = _disks(tier, machine)
-    own = sum(machine.used_by_namespaces(path) for path in tier.path)
-    capacity, room = nvme_capacity(tier, machine), sum(disk.free for disk in disks) + own
-    reserve = sum(tier.min_free.of(disk.total) for disk in disks)
-    total = sum(disk.total for disk in disks)
+    capacity, total = nvme_capacity(tier, machine), nvme_disk_bytes(tier, machine)
+    room, reserve = _room_and_reserve(tier, machine)
     where = " and ".join(str(path) for path in tier.path)
     _check_enough(at, tier.capacity, capacity, where)
     segment = tier.segment_size.count if tier.segment_size else 0

@@ -5,6 +5,7 @@ Used under the manager's lock. Each job is one message to the node and one answe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from ..counters import LinkCounters
 from .node_feed import NodeFeed
 from .port import Ended, Put
 from .tier_reads import SILENCE
-from .tier_writes import STALLED_S
+from .tier_writes import STALLED_S, answers_to_put
 
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
@@ -78,7 +79,7 @@ class _Going:
     started_s: float
 
 
-class _Traffic:
+class _Traffic(ABC):
     """Jobs of one direction."""
 
     def __init__(self, flow: NodeFlow, breaker: Breaker) -> None:
@@ -111,8 +112,9 @@ class _Traffic:
         del self.jobs[going.ticket]
         self._land(going, done)
 
+    @abstractmethod
     def _land(self, going: _Going, done: JobDone | None) -> None:
-        raise NotImplementedError
+        """Count a job that ended, and report it; `done` is None if the node died."""
 
     def _outcomes(self, going: _Going, done: JobDone | None) -> list[BlockOutcome]:
         n = len(going.keys)
@@ -193,14 +195,7 @@ class NodeWrites(_Traffic):
         started = new[:room]
         if started and not self._start(ticket, keys, slots, started):
             started, answer = [], Put.NOT_TAKEN
-        if len(started) == len(keys):
-            return [Put.STARTED] * len(keys)
-        answers = [Put.ALREADY] * len(keys)
-        for at in new:
-            answers[at] = answer
-        for at in started:
-            answers[at] = Put.STARTED
-        return answers
+        return answers_to_put(len(keys), new, started, answer)
 
     @property
     def _refusal(self) -> Put:

@@ -46,6 +46,22 @@ def slots_of(upper: Level) -> SpecOf:
     return spec
 
 
+def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
+    """Return the answer to each of the `n` keys of a put.
+
+    `new` are the positions of keys that the tier lacks. Those of them that were not `started` get
+    `refusal`.
+    """
+    if len(started) == n:
+        return [Put.STARTED] * n
+    answers = [Put.ALREADY] * n
+    for at in new:
+        answers[at] = refusal
+    for at in started:
+        answers[at] = Put.STARTED
+    return answers
+
+
 class TierWrites:
     """All writes into one tier."""
 
@@ -79,14 +95,7 @@ class TierWrites:
         started = new[:room]
         if started and not self._start(ticket, keys, slots, started):
             started, answer = [], Put.NOT_TAKEN
-        if len(started) == len(keys):
-            return [Put.STARTED] * len(keys)
-        answers = [Put.ALREADY] * len(keys)
-        for at in new:
-            answers[at] = answer
-        for at in started:
-            answers[at] = Put.STARTED
-        return answers
+        return answers_to_put(len(keys), new, started, answer)
 
     def collect(self) -> list[Ended]:
         """Collect the writes that ended."""

@@ -12,12 +12,16 @@ may transfer than exist, another thread is ready whenever a transfer ends.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import BoundedSemaphore
 from time import sleep
 
 from .filesystem import File
 
+MAX_BUFFERS_PER_CALL = 1024
+"""`IOV_MAX` of Linux."""
+MAX_BYTES_PER_CALL = 64 << 20
+"""Payload bytes per system call."""
 MAX_SHORT_TRANSFERS = 1000
 """Short transfers per call after which the device is considered broken."""
 HANDOVER_S = 50e-6
@@ -40,6 +44,18 @@ class TransferLimit:
     def __exit__(self, *error: object) -> None:
         self._free.release()
         self._pause(HANDOVER_S)
+
+
+def vectored(
+    buffers: Sequence[memoryview], offset: int, block_bytes: int
+) -> Iterator[tuple[Sequence[memoryview], int]]:
+    """Yield the buffers of adjacent blocks for one system call each, with their file offset.
+
+    Each buffer has `block_bytes`; the first one belongs at `offset`.
+    """
+    step = max(1, min(MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL // block_bytes))
+    for start in range(0, len(buffers), step):
+        yield buffers[start : start + step], offset + start * block_bytes
 
 
 def write_all(file: File, buffers: Sequence[memoryview], offset: int) -> None:

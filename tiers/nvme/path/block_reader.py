@@ -125,7 +125,7 @@ class BlockReader:
     ) -> None:
         slots = [place.slot for place in places]
         with self._at_device:
-            for begin, end in self._files.runs(slots):
+            for begin, end in self._files.layout.runs(slots):
                 run = [place.position for place in places[begin:end]]
                 outcome = self._read_run(slots[begin], [buffers[i] for i in run])
                 for i in run:

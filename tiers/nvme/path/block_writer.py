@@ -65,7 +65,7 @@ class BlockWriter:
         failed: list[int] = []
         is_full = False
         with self._at_device:
-            for begin, end in self._files.runs(ascending):
+            for begin, end in self._files.layout.runs(ascending):
                 run = range(begin, end)
                 error = self._write_run(ascending[begin], [buffers[order[at]] for at in run])
                 (written if error is None else failed).extend(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import msgspec
 
 MAX_FRAME_BYTES = 64 << 20
 """Longest body that a reader accepts unless it was given another limit."""
+RECEIVE_BYTES = 256 << 10
+"""Size of the buffer that a reader receives into."""
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -29,6 +32,15 @@ class FrameReader:
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._limit = max_frame_bytes
         self._buffer = bytearray()
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        """Memory that every call of `receive` uses again: new memory costs page faults."""
+
+    def receive(self, connection: socket.socket) -> memoryview:
+        """Return what a socket has now, for `feed`; empty if the other end closed it.
+
+        The memory is valid until the next call. Raises `OSError`, such as `BlockingIOError`.
+        """
+        return self._received[: connection.recv_into(self._received)]
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield every body that this data completes. Raises `WireError`."""

@@ -10,13 +10,12 @@ because a descriptor that is closed earlier might name another file during that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..disk.filesystem import File, FileSystem
-from ..disk.transfers import read_all, write_all
+from ..disk.transfers import read_all, vectored, write_all
 from ..segments.format import SegmentLayout, segment_name
-from ..segments.segment_files import MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL
 
 
 class PayloadFiles:
@@ -31,30 +30,16 @@ class PayloadFiles:
         self._lock = threading.Lock()
         self._files: dict[int, File] = {}
 
-    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Group positions of an ascending slot list into runs of adjacent slots in one segment.
-
-        Each run is the pair (begin, end) of positions.
-        """
-        found: list[tuple[int, int]] = []
-        begin, per_segment = 0, self.layout.slots
-        for i in range(1, len(slots) + 1):
-            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
-            if not is_next or slots[i] % per_segment == 0:
-                found.append((begin, i))
-                begin = i
-        return found
-
     def read_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Read whole adjacent slots from `first_slot` on into buffers of one block each."""
         file, offset = self._locate(first_slot, len(buffers))
-        for part, position in self._calls(buffers, offset):
+        for part, position in vectored(buffers, offset, self.layout.block_bytes):
             read_all(file, part, position)
 
     def write_run(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write whole adjacent slots from `first_slot` on from buffers of one block each."""
         file, offset = self._locate(first_slot, len(buffers))
-        for part, position in self._calls(buffers, offset):
+        for part, position in vectored(buffers, offset, self.layout.block_bytes):
             write_all(file, part, position)
 
     def sync(self, slots: Iterable[int]) -> None:
@@ -93,11 +78,3 @@ class PayloadFiles:
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
         return self._file(number), self._header_bytes + index * self.layout.block_bytes
-
-    def _calls(
-        self, buffers: Sequence[memoryview], offset: int
-    ) -> Iterator[tuple[Sequence[memoryview], int]]:
-        size = self.layout.block_bytes
-        step = max(1, min(MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL // size))
-        for start in range(0, len(buffers), step):
-            yield buffers[start : start + step], offset + start * size

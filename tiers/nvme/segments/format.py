@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,20 @@ class SegmentLayout:
         text = json.dumps(document, separators=(",", ":")).encode()
         padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
         return struct.pack("<Q", padded) + text.ljust(padded)
+
+    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Group positions of an ascending slot list into runs of adjacent slots in one segment.
+
+        Each run is the pair (begin, end) of positions.
+        """
+        found: list[tuple[int, int]] = []
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
+            if not is_next or slots[i] % self.slots == 0:
+                found.append((begin, i))
+                begin = i
+        return found
 
     @property
     def header_bytes(self) -> int:

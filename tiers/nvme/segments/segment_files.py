@@ -27,7 +27,7 @@ from ....errors import os_errors
 from ....logs import get_logger
 from ..disk.filesystem import File, FileSystem, View
 from ..disk.mapped_copy import PAGE_BYTES
-from ..disk.transfers import read_all, write_all
+from ..disk.transfers import read_all, vectored, write_all
 from .format import (
     RECORD_GENERATION,
     SLOT_RECORD_BYTES,
@@ -38,10 +38,6 @@ from .format import (
     segment_number,
 )
 
-MAX_BUFFERS_PER_CALL = 1024
-"""`IOV_MAX` of Linux."""
-MAX_BYTES_PER_CALL = 64 << 20
-"""Payload bytes per system call."""
 RECORDS_PER_PAGE = PAGE_BYTES // SLOT_RECORD_BYTES
 MAX_CACHED_PAGES = 256
 """Largest number of cached pages."""
@@ -194,7 +190,7 @@ class SegmentSet:
         """Write whole adjacent slots from `first_slot` on."""
         number, offset = self._locate(first_slot, len(buffers))
         payload = self._segment(number).payload
-        for part, position in self._calls(buffers, offset):
+        for part, position in vectored(buffers, offset, self.layout.block_bytes):
             write_all(payload, part, position)
 
     def write_records(self, first_slot: int, records: Sequence[bytes]) -> None:
@@ -210,7 +206,7 @@ class SegmentSet:
         number, offset = self._locate(first_slot, len(buffers))
         segment = self._open.get(number)
         payload = self._foreign_file(number) if segment is None else segment.payload
-        for part, position in self._calls(buffers, offset):
+        for part, position in vectored(buffers, offset, self.layout.block_bytes):
             read_all(payload, part, position)
 
     def sync(self, number: int) -> None:
@@ -272,17 +268,6 @@ class SegmentSet:
         """Allow pages of records that could not be read to be read again."""
         self._unreadable.clear()
 
-    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Group positions of an ascending slot list into runs: (begin, end) positions."""
-        found: list[tuple[int, int]] = []
-        begin = 0
-        for i in range(1, len(slots) + 1):
-            is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
-            if not is_next or slots[i] % self.layout.slots == 0:
-                found.append((begin, i))
-                begin = i
-        return found
-
     def close(self) -> None:
         """Close every file; idempotent."""
         for segment in self._open.values():
@@ -339,14 +324,6 @@ class SegmentSet:
         number, index = divmod(first_slot, self.layout.slots)
         assert index + count <= self.layout.slots, "a run may not cross a segment"
         return number, self._header_bytes + index * self.layout.block_bytes
-
-    def _calls(
-        self, buffers: Sequence[memoryview], offset: int
-    ) -> Iterator[tuple[Sequence[memoryview], int]]:
-        size = self.layout.block_bytes
-        step = max(1, min(MAX_BUFFERS_PER_CALL, MAX_BYTES_PER_CALL // size))
-        for start in range(0, len(buffers), step):
-            yield buffers[start : start + step], offset + start * size
 
     def _open_files(self, number: int, path: Path) -> Segment:
         payload = self._fs.open(path, direct=True)

@@ -142,7 +142,9 @@ class BlockStore:
         first = self.reserve_generations(len(writes))
         for generation, write in enumerate(writes, first):
             write.entry = self._entry_for(write, generation)
-        runs = [writes[i:j] for i, j in self._segments.runs([write.slot for write in writes])]
+        runs = [
+            writes[i:j] for i, j in self._segments.layout.runs([write.slot for write in writes])
+        ]
         with self._writing:
             for run in runs:
                 _note(outcomes, run, self._write_payload(run))
@@ -192,7 +194,7 @@ class BlockStore:
                 outcomes[i] = BlockOutcome.OK
                 order.append(i)
         with self._reading:
-            for begin, end in self._segments.runs([slots[i] for i in order]):
+            for begin, end in self._segments.layout.runs([slots[i] for i in order]):
                 run = order[begin:end]
                 outcome = self._read_run(slots[run[0]], [buffers[i] for i in run])
                 for i in run:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity, quantile
 from ...server import Completion, ServerProcess, is_on_cpu
@@ -27,6 +27,7 @@ from .restart import (
     documents,
     kill_server,
     make_model,
+    options_of,
     random_tokens,
     stop_server,
     with_tail,
@@ -103,7 +104,14 @@ class Lifetimes:
         passes: dict[str, list[list[Completion]]] = {name: [] for name in ORDER}
         with ExitStack() as disks:
             options = {
-                name: self._options(name, disks.enter_context(self._servers.disk(name)))
+                name: options_of(
+                    self._servers,
+                    self._model,
+                    self._scale,
+                    name,
+                    disks.enter_context(self._servers.disk(name)),
+                    self._scale.large_cpu_bytes,
+                )
                 for name in ORDER
             }
             for number, (rounds, end) in enumerate(LIVES):
@@ -122,17 +130,6 @@ class Lifetimes:
                     for server in servers.values():
                         end(server)
         return {name: self._figures(found) for name, found in passes.items()}
-
-    def _options(self, contender: str, folder: Path) -> dict[str, Any]:
-        scale = self._scale
-        stored_bytes = scale.documents * scale.document_bytes
-        nvme = {"capacity": 4 * max(scale.large_cpu_bytes, stored_bytes)}
-        return self._servers.options(
-            self._model,
-            scale.prompt_tokens_max,
-            scale.device_documents * (scale.document_blocks + 2),
-            self._servers.offloading(contender, folder, scale.large_cpu_bytes, nvme),
-        )
 
     def _ask(self, servers: Mapping[str, ServerProcess]) -> dict[str, list[Completion]]:
         """Send each request to one server after another, the others being idle."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ....commands.bench.bench_results import MIB, OURS, VLLM, Goal, Quantity, quantile
 from ...server import is_on_cpu, write_tokenizer
@@ -86,14 +86,7 @@ class Restarts:
 
         scale = self._scale
         with self._servers.disk(contender) as folder:
-            stored_bytes = scale.documents * scale.document_bytes
-            nvme = {"capacity": 4 * max(cpu_bytes, stored_bytes)}
-            options = self._servers.options(
-                self._model,
-                scale.prompt_tokens_max,
-                scale.device_documents * (scale.document_blocks + 2),
-                self._servers.offloading(contender, folder, cpu_bytes, nvme),
-            )
+            options = options_of(self._servers, self._model, scale, contender, folder, cpu_bytes)
             with self._servers.running(contender, options) as server:
                 first = [with_tail(document, f"first {i}") for i, document in self._numbered()]
                 server.complete_all(first, ANSWER_TOKENS, 1)
@@ -106,6 +99,25 @@ class Restarts:
 
     def _numbered(self) -> Sequence[tuple[int, Prompt]]:
         return list(enumerate(self._documents))
+
+
+def options_of(
+    servers: Servers,
+    model: Path,
+    scale: RestartScale,
+    contender: str,
+    folder: Path,
+    cpu_bytes: int,
+) -> dict[str, Any]:
+    """Return the options of a server whose disk in `folder` holds all documents."""
+    stored_bytes = scale.documents * scale.document_bytes
+    nvme = {"capacity": 4 * max(cpu_bytes, stored_bytes)}
+    return servers.options(
+        model,
+        scale.prompt_tokens_max,
+        scale.device_documents * (scale.document_blocks + 2),
+        servers.offloading(contender, folder, cpu_bytes, nvme),
+    )
 
 
 def documents(scale: RestartScale) -> list[Prompt]:

@@ -116,7 +116,7 @@ def _add(tier: NvmeTier, numbers: range) -> list[int]:
     slots = [status.block_id for status in statuses]
     entries = [IndexEntry(s, BLOCK_BYTES, s, g) for s, g in zip(slots, numbers, strict=True)]
     epoch = tier.directory.epoch
-    for begin, end in tier.segments.runs(slots):
+    for begin, end in tier.segments.layout.runs(slots):
         records = [
             SlotRecord(key, entry.generation, entry.checksum, entry.length, epoch).pack()
             for key, entry in zip(keys[begin:end], entries[begin:end], strict=True)
