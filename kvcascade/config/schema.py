@@ -208,8 +208,8 @@ class NvmeTierOptions:
     """Number of concurrent reads, and of concurrent writes. Each takes two threads of the mover
     process, and two buffers of 8 MiB if the arena is in small pages."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
-    """Where blocks are moved to and from the CPU tier: in a small process of its own, which a busy
-    scheduler does not slow down, or on threads of the scheduler's process."""
+    """Mover of blocks to and from the CPU tier: a small process of its own, which a busy scheduler
+    does not slow down, or threads of the scheduler's process."""
     direct_io: Annotated[DirectIO, _direct_io] = DirectIO.AUTO
     """Whether payload bypasses the page cache: if the file system supports it (`"auto"`, and
     `true`), or never (`false`)."""

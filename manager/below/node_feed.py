@@ -1,4 +1,4 @@
-"""What a tier behind a node knows in the scheduler's process: presence table, state, figures.
+"""State of a tier behind a node, in the scheduler's process: presence table, state, figures.
 
 The node's client calls `take` and `end` in any thread that waits for it. They only queue what came.
 The manager's thread works it off in order (`process`), under the manager's lock.

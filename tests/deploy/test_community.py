@@ -1,4 +1,4 @@
-"""What a public forge reads: workflows, forms for issues, and how to cite the project."""
+"""Files that a public forge reads: workflows, forms for issues, and how to cite the project."""
 
 from __future__ import annotations
 

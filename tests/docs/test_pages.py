@@ -1,4 +1,4 @@
-"""What the pages name is there: sections, files, messages, modules, statuses, calls."""
+"""Everything that the pages name exists: sections, files, messages, modules, statuses, calls."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_key_without_a_description_ends_the_build() -> None:
 
         key: str
         old: int = 3
-        """What it is."""
+        """Description of the key."""
         new: int = 4
 
     with pytest.raises(UndescribedError, match="new"):

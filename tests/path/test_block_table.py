@@ -195,7 +195,7 @@ def test_another_namespace_and_another_version_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(60))
 def test_flipped_bits_cost_blocks_or_are_refused(tmp_path: Path, seed: int) -> None:
-    """What is read is what was written, or absent; or opening names the remedy."""
+    """A read gives the written entry or none, or the opening names the remedy."""
     folder, rng = tmp_path / "blocks", random.Random(seed)
     keys = filled(folder)
     data = folder / "data.mdb"

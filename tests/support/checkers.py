@@ -23,7 +23,7 @@ INSTALLED_BY = {
     "promtool": "apt-get install prometheus",
     "systemd-analyze": "apt-get install systemd",
 }
-"""How to get each program."""
+"""Installation command of each program."""
 
 TIMEOUT_S = 120.0
 

@@ -34,7 +34,7 @@ class _State:
 
 
 class MemoryBlockDisk:
-    """What outlives a `MemoryBlockTable`: its commits, and which of them are durable."""
+    """The part that outlives a `MemoryBlockTable`: its commits, and the durable ones of them."""
 
     def __init__(self) -> None:
         self.states = [_State()]

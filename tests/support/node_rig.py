@@ -155,7 +155,7 @@ class CoreWriter:
         self._is_due = True
 
     def actions(self) -> list[Callable[[], None]]:
-        """What it may do next."""
+        """Actions that the node may take next."""
         return [self._step] if self._is_due and not self.is_stalled else []
 
     def _step(self) -> None:
@@ -267,7 +267,7 @@ class NodeTwin:
     # -- the rig ---------------------------------------------------------------------------------
 
     def actions(self) -> list[Callable[[], None]]:
-        """What may happen next."""
+        """Events that may happen next."""
         found: list[Callable[[], None]] = []
         if self.is_joining and self.can_join:
             found.append(self._join)

@@ -105,7 +105,7 @@ class PathEngine:
 
     @property
     def state(self) -> NodeState:
-        """What the node said last."""
+        """Last note of the node."""
         return self.tier.feed.state
 
     def view(self, slot: int) -> memoryview:

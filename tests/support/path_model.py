@@ -103,7 +103,7 @@ class DyingExecutor(Executor):
 
 
 class Oracle:
-    """What one namespace must hold."""
+    """Blocks that one namespace must hold."""
 
     def __init__(self) -> None:
         self.acknowledged: dict[int, tuple[int, int]] = {}

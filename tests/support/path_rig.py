@@ -114,7 +114,7 @@ class PathRig:
         self.inboxes.clear()
 
     def lose_power(self, rng: random.Random) -> None:
-        """What was not durable is lost in parts."""
+        """Lose any part of the writes that are not durable."""
         self.kill()
         self.boot = b"boot %d" % rng.getrandbits(60)
         self.fs.lose_power(rng)

@@ -1,4 +1,4 @@
-"""What README and site say about versions is what the one list says, and has evidence."""
+"""README and site agree with the one list of versions, and each entry has evidence."""
 
 from __future__ import annotations
 

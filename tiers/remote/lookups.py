@@ -32,7 +32,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What lookups, reads and uploads share."""
+    """Parts that lookups, reads and uploads share."""
 
     engine: RemoteEngine
     objects: ObjectFormat

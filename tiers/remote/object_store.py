@@ -60,7 +60,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreOptions:
-    """Where the objects are, and how long one request may take."""
+    """Place of the objects, and time limits of one request."""
 
     url: str
     """Such as "s3://bucket/prefix" or "file:///mnt/nfs/kv"; it holds no credentials."""

@@ -46,7 +46,7 @@ class Seal(ABC):
     flag: int
     """Value of the header's flags."""
     label: bytes
-    """What distinguishes the namespaces of different keys; it does not reveal the key."""
+    """Digest that distinguishes the namespaces of different keys; it does not reveal the key."""
 
     @abstractmethod
     def new_nonce(self) -> bytes:

@@ -1,4 +1,4 @@
-"""How fast a remote tier may be used, and how fast it is: token bucket and speed estimate.
+"""Allowed and measured speed of a remote tier: token bucket and speed estimate.
 
 Neither is thread-safe: their owner guards them with a lock of its own.
 """

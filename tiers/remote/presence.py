@@ -1,4 +1,4 @@
-"""What is known of the blocks of a remote tier without asking, and how a chain is asked for."""
+"""Known presence of blocks in a remote tier, and the search for the rest of a chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_REMEMBERED = 1 << 17
 
 
 class Presence(Enum):
-    """What is known of one block."""
+    """Knowledge about one block."""
 
     HELD = "held"
     ABSENT = "absent"

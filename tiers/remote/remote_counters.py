@@ -16,7 +16,7 @@ LATENCY_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 
 
 class Verb(StrEnum):
-    """What is asked of an engine."""
+    """Kind of a request to an engine."""
 
     LOOKUP = "lookup"
     READ = "read"

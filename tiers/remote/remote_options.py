@@ -104,7 +104,7 @@ class RemoteTierOptions:
     url: Annotated[str, _url, _URL_REMEDY]
     """Bucket and prefix, folder, or server."""
     writes: Annotated[WriteWhen, choice(WriteWhen)] = WriteWhen.SECOND_TOUCH
-    """When a block is written."""
+    """Time at which a block is written."""
     deadline_s: Annotated[float, deadline] = 2.0
     """Longest time that a request waits for the tier, lookup and read together."""
     timeout_s: Annotated[float, deadline] = 2.0

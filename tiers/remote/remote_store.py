@@ -65,7 +65,7 @@ class StoreOptions:
 
 
 class EndedKind(Enum):
-    """What ended."""
+    """Work that ended."""
 
     LOOKUP = "lookup"
     READ = "read"
@@ -84,7 +84,7 @@ class RemoteEnded:
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """What is under way in a store."""
+    """Work under way in a store."""
 
     generation: int | None
     """None while it is unknown."""
@@ -95,7 +95,7 @@ class RemoteState:
     resting: frozenset[Verb]
     """Directions whose breaker is open."""
     openings: Mapping[Verb, int]
-    """How often the breaker of each direction opened."""
+    """Number of openings of each direction's breaker."""
 
 
 class RemoteStore:

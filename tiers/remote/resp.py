@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """How to open a connection."""
+    """Parameters of a connection."""
 
     connect_timeout_s: float
     stall_s: float

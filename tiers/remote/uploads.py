@@ -18,10 +18,10 @@ FIRST_TOUCHES_MAX = 1 << 17
 
 
 class WriteWhen(StrEnum):
-    """When an offered block is written to the remote tier."""
+    """Time at which an offered block is written to the remote tier."""
 
     SECOND_TOUCH = "second_touch"
-    """When it is offered for the second time."""
+    """At its second offer."""
     THROUGH = "through"
     """Whenever it is offered."""
     OFF = "off"

@@ -66,7 +66,7 @@ Work = Callable[[RespConnection, Sequence[int], list[Answer]], None]
 
 @dataclass(frozen=True, slots=True)
 class ValkeyOptions:
-    """Where the server is, and how to use it."""
+    """Address of the server, and limits of its use."""
 
     address: Address
     login: Login

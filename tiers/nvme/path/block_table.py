@@ -61,7 +61,7 @@ class ApplyOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a commit did."""
+    """Result of a commit."""
 
     outcome: ApplyOutcome
     already: frozenset[int] = frozenset()

@@ -58,7 +58,7 @@ _CHECK_WORD = _HEAD.size // 8
 
 
 class PresenceOrigin(Enum):
-    """How a presence table came to be what it is at opening."""
+    """Origin of a presence table's contents at opening."""
 
     CREATED = "created"
     """There was no file, and the namespace is empty."""

@@ -37,7 +37,7 @@ class Finding:
     found: str
     """Fact as a clause."""
     remedy: str = ""
-    """What to do; empty if nothing is to be done."""
+    """Remedy as a clause; empty if nothing is to be done."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as a JSON object."""

@@ -1,4 +1,4 @@
-"""What the site adds to the files of `docs/`: pages of other files, and generated parts.
+"""Additions of the site to the files of `docs/`: pages of other files, and generated parts.
 
 A generated part stands between two marks in a page. Between them the page has a line for readers of
 the repository, which the site replaces:

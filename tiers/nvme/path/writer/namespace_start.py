@@ -45,7 +45,7 @@ class OpenTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartMeans:
-    """What the opening of a namespace takes from its process."""
+    """Resources of the process that the opening of a namespace uses."""
 
     fs: FileSystem
     wall_clock: Callable[[], float]

@@ -62,7 +62,7 @@ class WaitingGrant:
 
 @dataclass(slots=True)
 class Settled:
-    """What one commit did, for the nodes."""
+    """Result of one commit, for the nodes."""
 
     replies: list[Reply] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)

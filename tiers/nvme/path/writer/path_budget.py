@@ -15,7 +15,7 @@ UNLIMITED_SLOTS = 1 << 31
 
 
 class WriteBudget:
-    """What may still be written."""
+    """Bytes that may still be written today."""
 
     def __init__(self, limit_bytes: int | None, idle_written: Callable[[], int]) -> None:
         """`idle_written` returns the bytes written in a day to namespaces that are not open."""

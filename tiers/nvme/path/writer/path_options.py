@@ -31,7 +31,7 @@ DURABILITIES = ("process", POWER)
 
 @dataclass(slots=True)
 class PathRecord:
-    """What is recorded with a path."""
+    """Facts that are recorded with a path."""
 
     paths: tuple[str, ...]
     """All paths of the tier in order."""

@@ -1,4 +1,4 @@
-"""How many slots fit a capacity, and what a namespace takes beside its segments."""
+"""Number of slots that fit a capacity, and room of a namespace beside its segments."""
 
 from __future__ import annotations
 

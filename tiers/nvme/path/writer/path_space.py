@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How the need of a namespace is met."""
+    """Ways in which the need of a namespace is met."""
 
     evictions: int = 0
     """Number of its own blocks to evict now."""
@@ -89,7 +89,7 @@ class PathSpace:
         self._executor = executor
         self._clock = clock
         self._done: deque[Callable[[], None]] = deque()
-        """What the writer's thread does after a job on an I/O thread."""
+        """Function that the writer's thread calls after a job on an I/O thread."""
         self._ranked_at_s: dict[str, float] = {}
         self._taken_for: tuple[str, float] = ("", 0.0)
         """Namespace for which a segment is taken, and the time of the beginning."""

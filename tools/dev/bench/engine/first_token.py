@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NAME = "first_token"
 MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
-"""When the requests are sent, in order."""
+"""Moments at which the requests are sent, in order."""
 TTFT, COMPUTED = "TTFT p50", "tokens computed"
 ORDER = (NONE, VLLM, OURS)
 """Contenders, in the order in which they start."""
