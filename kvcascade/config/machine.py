@@ -127,7 +127,7 @@ class ThisMachine(Machine):
 
     def identity(self, path: Path) -> object:
         real = Path(os.path.realpath(path))
-        nearest = _nearest(real, self)
+        nearest = nearest_existing(real, self)
         found = nearest.stat()  # a folder that is mounted twice has two real paths
         return found.st_dev, found.st_ino, real.relative_to(nearest)
 
@@ -163,13 +163,15 @@ def settled(config: CascadeConfig, machine: Machine, workers: int) -> CascadeCon
     """Return the configuration with the default share of memory for an engine of `workers`.
 
     Every process of an engine gets the same result, because only constant facts of the machine
-    count: its memory (or that of its container) and its devices.
+    count: its memory (or that of its container) and its devices. A configuration whose first tier
+    could not be parsed stays as it is.
     """
-    if not isinstance(config.cpu.capacity, DeviceShare):
+    first = config.tiers[0] if config.tiers else None
+    if not isinstance(first, CpuTierOptions) or not isinstance(first.capacity, DeviceShare):
         return config
     present = max(workers, machine.devices() or DEVICES_IF_NONE)
-    share = replace(config.cpu.capacity, used=workers, present=present)
-    return replace(config, tiers=(replace(config.cpu, capacity=share), *config.tiers[1:]))
+    share = replace(first.capacity, used=workers, present=present)
+    return replace(config, tiers=(replace(first, capacity=share), *config.tiers[1:]))
 
 
 def nvme_disk_bytes(tier: NvmeTierOptions, machine: Machine) -> int:
@@ -332,7 +334,7 @@ def _check_enough(at: At, size: AnySize, count: int, where: str) -> None:
 def _check_folder(at: At, path: Path, machine: Machine) -> None:
     """Check that a folder is writable, or can be created."""
     with _looking_at(at, path):
-        nearest = _nearest(path, machine)
+        nearest = nearest_existing(path, machine)
         kind = machine.kind(nearest)
     if kind is PathKind.OTHER and nearest == path:
         raise at.wrong(str(path), "is a file, not a folder; give a folder")
@@ -380,11 +382,11 @@ def _looking_at(at: At, path: Path) -> Iterator[None]:
 
 def _disks(tier: NvmeTierOptions, machine: Machine) -> list[Disk]:
     """Return the file systems of a tier's paths, each once."""
-    found = (machine.disk(_nearest(path, machine)) for path in tier.path)
+    found = (machine.disk(nearest_existing(path, machine)) for path in tier.path)
     return list({disk.device: disk for disk in found}.values())
 
 
-def _nearest(path: Path, machine: Machine) -> Path:
+def nearest_existing(path: Path, machine: Machine) -> Path:
     """Return the path itself, or its closest parent that exists."""
     while machine.kind(path) is PathKind.MISSING and path != path.parent:
         path = path.parent

@@ -420,6 +420,12 @@ def test_the_default_share_of_memory_is_divided_by_devices(
     check_machine(config, twin)
 
 
+def test_a_configuration_without_its_first_tier_stays_as_it_is() -> None:
+    noted: list[str] = []
+    config = parse({"tiers": [{"type": "ssd"}]}, noted=noted)
+    assert noted and settled(config, Twin(), 1) is config
+
+
 def test_a_given_capacity_does_not_depend_on_devices() -> None:
     config = configured()
     assert settled(config, Twin(gpus=8), 1) == config

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.cache_rig import call
 
+from kvcascade.config.machine import MEMORY_FILE_SYSTEMS, file_system_of
 from kvcascade.tools.commands.doctor.doctor_facts import has_direct_io
 from kvcascade.tools.commands.doctor.findings import Facts, PathFacts, Severity, findings
 
@@ -115,3 +116,33 @@ def test_a_wrong_configuration_is_a_problem(tmp_path: Path) -> None:
     found = json.loads(answer.out)["findings"]
     assert answer.code == 1
     assert any(e["subject"] == "configuration" and e["level"] == "problem" for e in found)
+
+
+def test_a_first_tier_of_an_unknown_type_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    disk = {"type": "nvme", "path": str(tmp_path / "kv")}
+    path.write_text(json.dumps({"tiers": [{"type": "ssd"}, disk]}))
+    for command in ("doctor", "check"):
+        answer = call(command, str(path), "--json")
+        assert answer.code == 1 and "tiers[0].type" in answer.out
+
+
+def test_our_tier_inside_the_tiering_of_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    tier: dict[str, object] = {"type": "KVCascadeTier", "module_path": "kvcascade.vllm_tier"}
+    tier |= {"path": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 24}
+    path.write_text(json.dumps({**extra, "secondary_tiers": [tier]}))
+    found = json.loads(call("doctor", str(path), "--json").out)["findings"]
+    assert any(each["subject"] == f"path {tmp_path / 'kv'}" for each in found)
+    assert not any("tiers is missing" in each["found"] for each in found)
+
+
+def test_an_arena_on_a_disk_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    arena = {"type": "cpu", "capacity": "16MiB", "arena_dir": str(tmp_path)}
+    path.write_text(json.dumps({"spec_name": "CascadeOffloadingSpec", "tiers": [arena]}))
+    found = json.loads(call("doctor", str(path), "--json").out)["findings"]
+    said = [each for each in found if "written to a disk" in each["found"]]
+    is_on_disk = file_system_of(str(tmp_path)) not in MEMORY_FILE_SYSTEMS
+    assert len(said) == int(is_on_disk)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from ....assembly.named import checked, configured
+from ....assembly.named import checked
 from ....config.environment import OF_TIER, TOP
-from ....config.machine import KEPT_ARENAS, ThisMachine, cpu_capacity, doubts, file_system_of
-from ....config.schema import CascadeConfig
+from ....config.machine import (
+    KEPT_ARENAS,
+    ThisMachine,
+    cpu_capacity,
+    file_system_of,
+    nearest_existing,
+)
+from ....config.schema import CpuTierOptions, NvmeTierOptions
 from ....errors import ConfigError, KVCascadeError
 from ....tiers.cpu.huge_pages import may_share_huge_pages
 from ....vllm.engine_facts import hashes_change_at_restart
-from ..check.transfer_config import Given, read_config
+from ..check.transfer_config import Given, read_config, read_tiering
 from ..command_line import ARENA_DIR
 from ..version import ENGINES
 from .findings import Facts, PathFacts
@@ -27,18 +33,21 @@ AMD_DRIVER = Path("/sys/module/amdgpu/version")
 PROBE_BYTES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The parts of a configuration that facts are looked up for."""
+
+    pinned_bytes: int | None = None
+    arena_dir: Path = ARENA_DIR
+    nvme: Sequence[NvmeTierOptions] = ()
+
+
 def look(config: Path | None) -> Facts:
     """Return the facts, those of a configuration if there is one. Raises `CommandError`."""
-    machine, problems, warnings = ThisMachine(), list[str](), list[str]()
-    settings: CascadeConfig | None = None
+    machine, problems, doubts = ThisMachine(), list[str](), list[str]()
     given = _given(config)
-    if given is not None:
-        problems += given.problems
-        warnings += given.doubts
-        settings = _settings(given.extra, problems)
-    if settings is not None and not problems:
-        warnings += doubts(settings, machine)
-    arena_dir = ARENA_DIR if settings is None else settings.cpu.arena_dir
+    wanted = _Wanted() if given is None else _wanted(given, machine, problems, doubts)
+    arena_dir = wanted.arena_dir
     installed = _vllm_version()
     reason = None if installed is None else _vllm_problem()
     return Facts(
@@ -53,10 +62,10 @@ def look(config: Path | None) -> Facts:
         arena_file_system=file_system_of(str(arena_dir)),
         arena_free_bytes=machine.disk(arena_dir).free if arena_dir.is_dir() else 0,
         has_shared_huge_pages=may_share_huge_pages(),
-        pinned_bytes=None if settings is None else cpu_capacity(settings.cpu, machine),
-        paths=() if settings is None else _paths(settings, machine),
+        pinned_bytes=wanted.pinned_bytes,
+        paths=tuple(_path(path, machine) for tier in wanted.nvme for path in tier.path),
         problems=tuple(problems),
-        doubts=tuple(warnings),
+        doubts=tuple(doubts),
         kept_arenas=len(list(arena_dir.glob(KEPT_ARENAS))),
     )
 
@@ -70,29 +79,25 @@ def _given(config: Path | None) -> Given | None:
     return None
 
 
-def _settings(extra: Mapping[str, Any], problems: list[str]) -> CascadeConfig | None:
-    """Return the settings, complete or not; None if there is no usable list of tiers."""
+def _wanted(given: Given, machine: ThisMachine, problems: list[str], doubts: list[str]) -> _Wanted:
+    """Return what can be read of a configuration; what is wrong with it is added to the lists."""
+    problems += given.problems
+    doubts += given.doubts
+    if given.is_tiering:
+        tiering = read_tiering(given.extra, machine, problems, doubts)
+        return _Wanted(tiering.cpu_bytes, nvme=tiering.nvme)
     try:
-        settings = checked(extra, ThisMachine(), problems)
-    except ConfigError:
-        try:
-            settings = configured(extra)
-        except ConfigError as error:
-            if not problems:
-                problems.append(str(error))
-            return None
-    has_cpu = bool(settings.tiers) and settings.tiers[0].type == "cpu"
-    return settings if has_cpu else None
-
-
-def _paths(settings: CascadeConfig, machine: ThisMachine) -> tuple[PathFacts, ...]:
-    return tuple(_path(path, machine) for tier in settings.nvme for path in tier.path)
+        settings = checked(given.extra, machine, problems)
+    except ConfigError:  # its problems are in the list
+        return _Wanted()
+    if not settings.tiers or not isinstance(settings.tiers[0], CpuTierOptions):
+        return _Wanted(nvme=settings.nvme)
+    cpu = settings.tiers[0]
+    return _Wanted(cpu_capacity(cpu, machine), cpu.arena_dir, settings.nvme)
 
 
 def _path(path: Path, machine: ThisMachine) -> PathFacts:
-    nearest = path
-    while not nearest.is_dir() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = nearest_existing(path, machine)
     kind, free = file_system_of(str(nearest)), machine.disk(nearest).free
     return PathFacts(str(path), kind, free, has_direct_io(nearest))
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ....config.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS
 from ....config.sizes import human
 
 MIN_OPEN_FILES = 4096
 """Open files that an engine with large NVMe tiers needs beside those of vLLM: two per segment."""
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.glusterfs"}
 )
@@ -161,13 +161,13 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         remedy = f"docker: --shm-size={human(pinned).replace(' ', '')}, or `mount -o remount,size=`"
         found = f"{folder} has {free} free, and the CPU tier takes {human(pinned)}"
         yield Finding("shared memory", Severity.PROBLEM, found, remedy)
-    elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS | {"hugetlbfs"}:
+    elif facts.arena_file_system not in MEMORY_FILE_SYSTEMS:
         found = f"{folder} is on {facts.arena_file_system}, so memory is also written to a disk"
         remedy = "set arena_dir to a folder in shared memory"
         yield Finding("shared memory", Severity.ADVICE, found, remedy)
     else:
         yield Finding("shared memory", Severity.OK, f"{folder} has {free} free")
-    if facts.has_shared_huge_pages or facts.arena_file_system == "hugetlbfs":
+    if facts.has_shared_huge_pages or facts.arena_file_system == HUGETLBFS:
         yield Finding("huge pages", Severity.OK, "shared memory may use them")
     else:
         found = "the kernel gives none for shared memory, which makes direct I/O slower"
