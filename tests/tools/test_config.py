@@ -10,7 +10,7 @@ import pytest
 from support.cache_rig import call
 
 from kvcascade.config.schema import parse
-from kvcascade.tools.commands.config import FLUSH_TIMEOUT_S, has_shutdown_timeout
+from kvcascade.tools.commands.config import has_shutdown_timeout
 
 
 def extra_of(transfer: dict[str, Any]) -> dict[str, Any]:
@@ -39,9 +39,13 @@ def test_all_forms_are_the_same_configuration(options: list[str]) -> None:
     assert extra_of(json.loads(quoted[1:-1].replace("''", "'"))) == extra
 
 
-def test_the_timeout_is_given_to_a_vllm_that_has_it() -> None:
-    document = json.loads(call("config", "--path", "/mnt/nvme/kv", "--json").out)
-    assert document["shutdown_timeout"] == (FLUSH_TIMEOUT_S if has_shutdown_timeout() else None)
+@pytest.mark.parametrize(("flush_s", "timeout_s"), [(None, 22), (60, 62), (0, None)])
+def test_the_timeout_is_given_to_a_vllm_that_has_it(
+    flush_s: int | None, timeout_s: int | None
+) -> None:
+    more = [] if flush_s is None else ["--set", f"shutdown_flush_s={flush_s}"]
+    document = json.loads(call("config", "--path", "/mnt/nvme/kv", *more, "--json").out)
+    assert document["shutdown_timeout"] == (timeout_s if has_shutdown_timeout() else None)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ import typer
 from .command_line import CommandError, ExitCode, JsonOption, answering, emit
 from .version import ENGINES
 
-FLUSH_TIMEOUT_S = 22
-"""`--shutdown-timeout` with which an engine writes its dirty blocks at a stop, by default."""
 FIRST_WITH_TIMEOUT = (0, 32)
 """First vLLM that has `--shutdown-timeout`."""
 
@@ -62,8 +60,8 @@ def config(
         if not path:
             path, cpu, disk = _asked(cpu, disk)
         transfer = transfer_config(path, cpu, disk, others or ())
-        _check(transfer["kv_connector_extra_config"])
-        timeout_s = FLUSH_TIMEOUT_S if has_shutdown_timeout() else None
+        needed_s = _seconds_to_stop(transfer["kv_connector_extra_config"])
+        timeout_s = needed_s if has_shutdown_timeout() else None
         if as_json:
             emit("config", {"kv_transfer_config": transfer, "shutdown_timeout": timeout_s})
         elif as_yaml:
@@ -121,10 +119,12 @@ def _asked(cpu: str | None, disk: str | None) -> tuple[list[str], str | None, st
     return [path], cpu, disk
 
 
-def _check(extra: dict[str, Any]) -> None:
+def _seconds_to_stop(extra: dict[str, Any]) -> int | None:
+    """Return the `--shutdown-timeout` that the options need. Raises `ConfigError`."""
     from ...config.schema import parse
+    from ...vllm.scheduler_side import seconds_to_flush
 
-    parse(extra)
+    return seconds_to_flush(parse(extra))
 
 
 def _value(text: str) -> Any:
