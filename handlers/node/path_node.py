@@ -32,6 +32,8 @@ from ...tiers.nvme.path.path_messages import (
     FromWriter,
     Granted,
     Hello,
+    KeysListed,
+    ListKeys,
     Moved,
     Read,
     Refused,
@@ -172,6 +174,8 @@ class PathNode:
                 for start in range(0, len(message.keys), MAX_KEYS_PER_MESSAGE):
                     keys = message.keys[start : start + MAX_KEYS_PER_MESSAGE]
                     self._send(Touch(keys, message.is_chain, message.is_settle))
+            case ListKeys():
+                self._send(message)
             case ResetJob():
                 self._gets.forget()
                 self._send_reset([message.ticket])
@@ -219,7 +223,7 @@ class PathNode:
                 self._moved(message)
             case SegmentsRemoved():
                 self._means.forget_segments(message.numbers)
-            case Stored() | Removed() | TierFigures():
+            case Stored() | Removed() | KeysListed() | TierFigures():
                 self._means.tell(message)
             case _:
                 """Answers of questions that a node never asks."""

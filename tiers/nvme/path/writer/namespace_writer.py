@@ -15,7 +15,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from .....errors import os_errors
+from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
 from ..path_messages import (
@@ -117,6 +117,23 @@ class NamespaceWriter:
         return self.presence.epoch
 
     @property
+    def is_resetting(self) -> bool:
+        """True from the begin of a reset until it is durable."""
+        return self.presence.epoch != self.table.epoch
+
+    def keys_after(self, key: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` keys of committed blocks that follow `key`, in order; at most
+        `MAX_KEYS_PER_MESSAGE`."""
+        if self.is_resetting or limit <= 0:
+            return []
+        try:
+            found = self.table.keys_after(key, min(limit, MAX_KEYS_PER_MESSAGE))
+        except KVCascadeError as error:
+            _log.warning("%s: not every block is named in events: %s", self.home.name, error)
+            return []
+        return [key for key, _ in found]
+
+    @property
     def has_work(self) -> bool:
         """True if `settle` has something to write."""
         return bool(self._commits or self._bads)
@@ -194,7 +211,7 @@ class NamespaceWriter:
 
         Readers see the new epoch at once in either case, so that no older block is served.
         """
-        if self.presence.epoch == self.table.epoch:
+        if not self.is_resetting:
             self.presence.clear(self.table.epoch + 1)
             self.recency.clear()
             self.space.clear()
