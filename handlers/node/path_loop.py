@@ -243,7 +243,10 @@ class NodeLoop:
         except BaseException:
             lock.release()
             raise
-        self._service = WriterService(self._fs, self._roots, self._setup.options, lock, door)
+        setup = self._setup
+        self._service = WriterService(
+            self._fs, self._roots, setup.options, lock, door, name=setup.name
+        )
         return _Joined(self._service.connect(), is_leader=True)
 
     def _has_joined(self, joined: _Joined) -> None:

@@ -28,6 +28,7 @@ from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_
 from ...tiers.nvme.path.presence_file import boot_id
 from ...tiers.nvme.path.writer.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_writer import PathWriter
+from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
 from .path_link import FrameSocket
 
 PLACE_CHECK_INTERVAL_S = 1.0
@@ -45,12 +46,16 @@ class WriterService:
         self,
         fs: FileSystem,
         roots: Sequence[Path],
-        options: PathOptions,
+        options: PathOptions | None,
         lock: FileLock,
         door: PathDoor,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        name: str = "kvcascade",
     ) -> None:
         """Begin to serve; `lock` makes this process the writer. Raises a `KVCascadeError`.
+
+        `name` is recorded for tools. Without options, those that are recorded stay in force.
 
         Lock and door belong to the service from now on, and are released if this fails.
         """
@@ -69,6 +74,7 @@ class WriterService:
         self.was_retired = False
         """True if a newer version asked this writer to close."""
         try:
+            save_note(fs, roots[0], note_of_this_process(name))
             self._listener = door.listen()
             means = StartMeans(fs, time.time, open_block_table, boot_id())
             self._writer = PathWriter(means, roots, options, clock, self._executor)

@@ -91,11 +91,14 @@ class PathWriter:
         self,
         means: StartMeans,
         roots: Sequence[Path],
-        options: PathOptions,
+        options: PathOptions | None,
         clock: Callable[[], float],
         executor: Executor,
     ) -> None:
         """Begin to write the path; `options` are in force from now on, and are recorded.
+
+        Without options, those that are recorded stay in force, and `roots` may be other names of
+        the recorded paths.
 
         `clock` returns monotonic seconds. Raises a `KVCascadeError`, such as `ConfigError` if the
         tier has other paths.
