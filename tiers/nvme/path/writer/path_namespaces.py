@@ -55,6 +55,8 @@ class PathNamespaces:
         idle = IdleNamespaces(means, roots)
         idle.find(in_force.capacity_bytes, with_totals=in_force.write_budget_bytes is not None)
         capacity = PathCapacity(means.fs, roots, in_force, clock)
+        self._looked_at: set[str] = set()
+        """Namespaces that are open for a tool only; they stay, even without segments."""
         self.space = PathSpace(capacity, idle, self._open_idle, executor, clock)
         self.budget = WriteBudget(in_force.write_budget_bytes, idle.written_in_day)
 
@@ -82,6 +84,7 @@ class PathNamespaces:
             home.close()
         else:
             namespace = self._open_home(home)
+        self._looked_at.discard(home.name)
         self.note_use(namespace)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
@@ -91,6 +94,19 @@ class PathNamespaces:
             self._save()
         namespace.min_share_bytes = share
         return namespace
+
+    def look_at(self, name: str) -> NamespaceWriter:
+        """Return a namespace for a tool, and open it if it is not open. Raises a `KVCascadeError`."""
+        namespace = self.open.get(name)
+        if namespace is not None:
+            return namespace
+        home = None
+        if any(one.name == name for one in self.space.idle.all):
+            home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        if home is None:
+            raise ConfigError(f"there is no namespace {name}; `list` names them all")
+        self._looked_at.add(name)
+        return self._open_home(home)
 
     def strengthen(self) -> None:
         """Sync every commit from now on, because a node asks for that."""
@@ -132,7 +148,8 @@ class PathNamespaces:
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.open.items()):
-            if not namespace.clients and not self.space.segments_of(name):
+            is_needed = namespace.clients or name in self._looked_at
+            if not is_needed and not self.space.segments_of(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
 

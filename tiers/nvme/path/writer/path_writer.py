@@ -13,7 +13,7 @@ One thread. Segment files are made and deleted in the executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +196,23 @@ class PathWriter:
         self.path.close(is_clean=is_clean)
         out, self._out = self._out, []
         return out
+
+    def drop_blocks(
+        self, namespace: NamespaceWriter, wanted: Mapping[bytes, tuple[int, int]]
+    ) -> list[bytes] | None:
+        """Remove the blocks whose slot and checksum are these. Return their keys; None if the
+        index cannot be written."""
+        self._settle(namespace)
+        entries = namespace.table.get_many(list(wanted))
+        slots = [
+            entry.slot
+            for entry, pair in zip(entries, wanted.values(), strict=True)
+            if entry is not None and (entry.slot, entry.checksum) == pair
+        ]
+        removed = namespace.remove_slots(slots) if slots else []
+        if removed:
+            self._tell(namespace, Settled(removed=removed))
+        return removed
 
     # -- messages ------------------------------------------------------------------------------
 
