@@ -6,7 +6,7 @@ import json
 from collections import deque
 from typing import Any
 
-from support.path_rig import ROOT, PathRig, RigNode, key_of
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of
 
 from kvcascade.tiers.nvme.path.path_messages import Ask, Removed, SegmentsRemoved, Told, Touch, Why
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
@@ -146,7 +146,7 @@ def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:
         after = answer["next"]
     assert [row[0] for row in rows] == [key_of(n).hex() for n in range(10)]
     facts = tool.ask("namespace", name=name)
-    assert facts["blocks"] == 10 and facts["written_bytes"] == 10 * rig.options.segment_bytes // 8
+    assert facts["blocks"] == 10 and facts["written_bytes"] == 10 * BLOCK_BYTES
     again = RigNode(rig)
     changed = [rows[1][0], rows[1][1], rows[1][2] ^ 1]
     assert tool.ask("drop", name=name, blocks=[rows[0], changed]) == {"dropped": 1}

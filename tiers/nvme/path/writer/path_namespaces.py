@@ -96,7 +96,7 @@ class PathNamespaces:
         return namespace
 
     def look_at(self, name: str) -> NamespaceWriter:
-        """Return a namespace for a tool, and open it if it is not open. Raises a `KVCascadeError`."""
+        """Return a namespace, opened if it is not open. Raises a `KVCascadeError`."""
         namespace = self.open.get(name)
         if namespace is not None:
             return namespace
