@@ -240,6 +240,7 @@ class PathWriter:
                 notes,
             ),
         )
+        self._send_figures()
 
     def _grant(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Grant)
