@@ -26,6 +26,7 @@ from ...errors import KVCascadeError
 from ...tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
     PROTOCOL,
+    Chain,
     CommitDone,
     Epoch,
     FromNode,
@@ -174,7 +175,7 @@ class PathNode:
                 for start in range(0, len(message.keys), MAX_KEYS_PER_MESSAGE):
                     keys = message.keys[start : start + MAX_KEYS_PER_MESSAGE]
                     self._send(Touch(keys, message.is_chain, message.is_settle))
-            case ListKeys():
+            case ListKeys() | Chain():
                 self._send(message)
             case ResetJob():
                 self._gets.forget()

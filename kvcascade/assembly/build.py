@@ -345,6 +345,8 @@ def open_cascade(
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = chain_notes(opened[0]) if opened else None
+        if nodes:
+            chains = ChainNotes(nodes[0].note_chain)
         cascade = Cascade(
             settings, arena, manager, opened, executors, recorder, movers, chains, nodes
         )

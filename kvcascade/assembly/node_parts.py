@@ -32,7 +32,7 @@ from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.path_plan import plan_segments
@@ -71,6 +71,11 @@ class OpenTier:
         """End the node, which closes a path that it writes; idempotent."""
         self.node.close()
         self.mapper.shutdown()
+
+    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> tuple[()]:
+        """Have the writer log the order of a prompt's blocks: a `Write` of `ChainNotes`."""
+        self.node.tell(chain_of(keys, fresh, tokens))
+        return ()
 
     @property
     def folder(self) -> Path | None:

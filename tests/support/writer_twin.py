@@ -15,6 +15,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     NO_SLOT,
     PROTOCOL,
     Bad,
+    Chain,
     Commit,
     CommitDone,
     Committed,
@@ -188,6 +189,8 @@ class WriterTwin:
             case ListKeys():
                 after = sorted(key for key in self.held if key > message.after)
                 self._say(client, KeysListed(message.after, after[: message.limit]))
+            case Chain():
+                """It is in `heard`."""
             case _:
                 raise AssertionError(f"a node never sends {message}")
 

@@ -14,15 +14,20 @@ request exactly once, in any order, as long as the connection lives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 import msgspec
+
+from ..segments.chains import HEAD_BYTES
 
 PROTOCOL = 1
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
 """Longest list of keys in one message. Senders split longer lists."""
 MAX_FRAME_BYTES = 8 << 20
+MAX_CHAIN_HEADS = 1 << 16
+"""Most blocks of a prompt whose order is noted; longer prompts are cut."""
 MAX_RESET_EVENTS = 1 << 18
 """Most blocks of a reset that are sent to the other nodes as `Removed`. Listing them takes the
 writer about 0.2 s."""
@@ -203,6 +208,18 @@ class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=11):
     limit: int
 
 
+class Chain(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Order of the blocks of a request that ended, for commands that ask by prompt."""
+
+    heads: bytes
+    """First `HEAD_BYTES` of each key in prefix order, at most `MAX_CHAIN_HEADS` of them; shorter
+    keys are filled with zeros."""
+    fresh: int
+    """Number of the first blocks that earlier requests stored."""
+    tokens: int
+    """Tokens per block."""
+
+
 # -- from the writer to a node -----------------------------------------------------------------
 
 
@@ -317,7 +334,9 @@ class KeysListed(msgspec.Struct, frozen=True, array_like=True, tag=43):
     """Ascending keys; empty if no block follows."""
 
 
-FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire | ListKeys
+FromNode = (
+    Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire | ListKeys | Chain
+)
 FromWriter = (
     Welcome
     | Refused
@@ -335,3 +354,9 @@ FromWriter = (
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+
+
+def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:
+    """Return the message for the keys of a prompt; see `Chain` for the rest."""
+    heads = b"".join(key[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for key in keys[:MAX_CHAIN_HEADS])
+    return Chain(heads, min(fresh, len(heads) // HEAD_BYTES), tokens)

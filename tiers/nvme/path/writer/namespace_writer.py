@@ -34,6 +34,7 @@ from ..path_messages import (
 )
 from ..presence_file import OpenPresence
 from .namespace_home import NamespaceHome
+from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
 
@@ -89,12 +90,14 @@ class NamespaceWriter:
         presence: OpenPresence,
         space: SlotSpace,
         recency: Recency,
+        prompts: PromptLog,
     ) -> None:
         self.home = home
         self.table = table
         self.presence = presence.table
         self.space = space
         self.recency = recency
+        self.prompts = prompts
         self.clients: set[int] = set()
         self.unsynced_clients: set[int] = set()
         """Clients that sync no segment before a commit, although every commit is to be durable."""

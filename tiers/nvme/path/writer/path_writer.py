@@ -27,6 +27,7 @@ from ..path_messages import (
     PROTOCOL,
     Ask,
     Bad,
+    Chain,
     Commit,
     CommitDone,
     Committed,
@@ -127,6 +128,7 @@ class PathWriter:
             Ask: self._ask,
             Retire: self._retire,
             ListKeys: self._list,
+            Chain: self._chain,
         }
 
     @property
@@ -340,6 +342,11 @@ class PathWriter:
         namespace = client.namespace
         keys = [] if namespace is None else namespace.keys_after(message.after, message.limit)
         self._send(client.number, KeysListed(message.after, keys))
+
+    def _chain(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Chain)
+        if client.namespace is not None:
+            client.namespace.prompts.note(message)
 
     # -- work ----------------------------------------------------------------------------------
 
