@@ -1,9 +1,10 @@
 """Jobs of another manager over the port: its stores and loads, with one answer per block.
 
 The other manager decides what it offers and when. Admission, room and write budget may refuse
-blocks. A store leaves these blocks out and does not fail. A block that fails to load is a miss for
-`FORGET_FAILED_S`, so that the other manager does not ask for it in a loop. While the tier rests,
-because transfers fail or stall, it accepts no writes, and every block is a miss.
+blocks, at once or in the outcome. A store leaves these blocks out and does not fail. A block that
+fails to load is a miss for `FORGET_FAILED_S`, so that the other manager does not ask for it in a
+loop. While the tier rests, because transfers fail or stall, it accepts no writes, and every block
+is a miss.
 
 Used by one thread. Only `drain` and `close` wait.
 """
@@ -18,7 +19,6 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ..admission import Admission, PastUses
 from ..base import BlockEvent
 from .port import Below, Ended, Put
-from .tier_writes import NOT_WANTED
 
 FORGET_FAILED_S = 30.0
 MAX_FAILED = 65_536
@@ -173,7 +173,7 @@ class TierJobs:
 
     def _land(self, asked: _Asked, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
         if not ended.is_get:
-            return (), all(o is BlockOutcome.OK or o in NOT_WANTED for o in ended.outcomes)
+            return (), BlockOutcome.IO_ERROR not in ended.outcomes  # the rest found no room
         came = list(zip(asked.keys, ended.outcomes, strict=True))
         loaded = tuple(h for h, outcome in came if outcome is BlockOutcome.OK)
         if asked.epoch == self._epoch:
