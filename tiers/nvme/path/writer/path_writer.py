@@ -248,6 +248,7 @@ class PathWriter:
             self._refuse(client, why, str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
+        self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
         namespace.clients.add(client.number)
         notes = differences(message.options, self.path.options)
         if notes:
