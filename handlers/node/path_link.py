@@ -1,7 +1,8 @@
-"""Frames over a stream socket that never block the thread that uses it."""
+"""Frames over a stream socket that never block the thread that uses it, and a `Waker` for it."""
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,33 @@ MAX_UNSENT_BYTES = 64 << 20
 """Longest queue of a peer that does not read; beyond it the connection counts as broken."""
 
 Decode = Callable[[bytes], Any]
+
+
+class Waker:
+    """Ends the `select` of another thread.
+
+    The descriptor is closed with the object and not earlier. A thread that calls `wake` late would
+    otherwise write into another file that got the same number.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, on_wake: Callable[[], None]) -> None:
+        """`on_wake` is called by the thread of the selector after each `wake`, or after several."""
+        self._on_wake = on_wake
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        selector.register(self._fd, selectors.EVENT_READ, self._drain)
+
+    def wake(self) -> None:
+        """Wake the thread of the selector. Any thread, even after the selector was closed."""
+        with suppress(BlockingIOError):  # enough wakes are waiting
+            os.eventfd_write(self._fd, 1)
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        self._on_wake()
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 class FrameSocket:

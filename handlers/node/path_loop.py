@@ -7,31 +7,30 @@ own, because it opens files. If this node wins the election, its process serves 
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from ...errors import ConfigError, KVCascadeError
+from ...errors import ConfigError, CorruptionError, FormatError, KVCascadeError
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
 from ...tiers.nvme.path.path_messages import PROTOCOL, FromNode, Hello, Welcome, from_writer
+from ...tiers.nvme.path.writer.path_options import PATH_FOLDER, check_options
 from .path_io import IOThreads, NodeIO
-from .path_link import FrameSocket
+from .path_link import FrameSocket, Waker
 from .path_node import PathNode
 from .path_service import WriterService
-from .path_wire import NodeReady, NodeSetup, to_node
+from .path_wire import NodeNote, NodeReady, NodeSetup, to_node
 
 TICK_S = 0.05
 CONNECT_LIMIT_S = 1.0
@@ -71,8 +70,7 @@ class NodeLoop:
         block_bytes = setup.namespace.block_bytes
         self._setup, self._fs, self._roots = setup, fs, roots
         self._selector = selectors.DefaultSelector()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._waker = Waker(self._selector, lambda: None)
         self._posted: deque[Callable[[], None]] = deque()
         self._scheduler = FrameSocket(scheduler, to_node.decode, self._selector, self._ordered)
         self._writer: FrameSocket | None = None
@@ -80,6 +78,8 @@ class NodeLoop:
         self._place: PathDoor | None = None
         """Folder of the tier when it was first found. A mount point without it is another tier."""
         self._may_lead_s = 0.0
+        self._cannot_lead: str | None = None
+        """Reason why this process cannot be the writer; empty if there is none, None if unknown."""
         self._is_closing = False
         self._joiner = ThreadPoolExecutor(1, "kvcascade-join")
         self._io = NodeIO(
@@ -121,13 +121,11 @@ class NodeLoop:
                     self._node.tick()
         finally:
             self._close()
-            os.close(self._wake)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have the node's thread call this. Any thread."""
         self._posted.append(callback)
-        with suppress(OSError):  # the loop has ended
-            os.eventfd_write(self._wake, 1)
+        self._waker.wake()
 
     # -- the means of the node -----------------------------------------------------------------
 
@@ -181,10 +179,6 @@ class NodeLoop:
             if self._writer is not writer:  # the node hung up
                 return
 
-    def _woken(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-
     def _flush(self) -> None:
         self._scheduler.flush()
         writer = self._writer
@@ -200,7 +194,7 @@ class NodeLoop:
         """Find the writer, or become it. Runs on the joiner's thread."""
         try:
             joined = self._find_writer()
-        except ConfigError as error:
+        except (ConfigError, CorruptionError, FormatError) as error:
             joined = _Joined(None, text=str(error), is_final=True)
         except KVCascadeError as error:
             joined = _Joined(None, text=str(error))
@@ -221,17 +215,36 @@ class NodeLoop:
         if self._place is not None and not self._place.is_in_place():
             text = f"{root} was replaced or unmounted; put it back, or restart the engine"
             return _Joined(None, text=text)
-        may_lead = time.monotonic() >= self._may_lead_s
+        text = self._obstacle()
+        may_lead = not text and time.monotonic() >= self._may_lead_s
         lock = try_lead(self._fs, root) if may_lead else None
         if lock is not None:
             return self._lead(lock)
+        if text and not self._fs.exists(root / PATH_FOLDER):
+            return _Joined(None, text=text)
         if self._place is None:
             self._place = PathDoor(root)
-        text = (
-            f"nobody answers at {root} though its lock is held; stop the process that holds it, "
-            "which may be on another host"
-        )
+        if not text:
+            text = (
+                f"nobody answers at {root} though its lock is held; stop the process that holds "
+                "it, which may be on another host"
+            )
         return _Joined(self._place.connect(CONNECT_LIMIT_S), text=text)
+
+    def _obstacle(self) -> str:
+        """Return why this process cannot be the writer with its options; empty if it can.
+
+        A policy of the user's own may be found by the engine's process and not by this one.
+        """
+        if self._cannot_lead is None:
+            self._cannot_lead = ""
+            try:
+                check_options(self._setup.options)
+            except ConfigError as error:
+                self._cannot_lead = f"this engine cannot write the path, others can: {error}"
+                note = NodeNote(self._node.state, self._cannot_lead)
+                self.post(partial(self.tell, note))
+        return self._cannot_lead
 
     def _lead(self, lock: FileLock) -> _Joined:
         """Serve the path from this process."""
@@ -243,7 +256,10 @@ class NodeLoop:
         except BaseException:
             lock.release()
             raise
-        self._service = WriterService(self._fs, self._roots, self._setup.options, lock, door)
+        setup = self._setup
+        self._service = WriterService(
+            self._fs, self._roots, setup.options, lock, door, name=setup.name
+        )
         return _Joined(self._service.connect(), is_leader=True)
 
     def _has_joined(self, joined: _Joined) -> None:

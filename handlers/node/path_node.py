@@ -193,7 +193,7 @@ class PathNode:
     def not_linked(self, text: str, *, is_final: bool = False) -> None:
         """Note a failed attempt to join. With `is_final` there is no other attempt."""
         if is_final:
-            self._turn_off(text)
+            self._turn_off(text, is_misconfigured=True)
         else:
             self._retry_later(text)
 
@@ -316,8 +316,9 @@ class PathNode:
     def _refused(self, refused: Refused) -> None:
         is_other_version = refused.why is RefusedWhy.PROTOCOL
         self._hang_up(refused.text)
-        if refused.why in FINAL_REFUSALS or (is_other_version and self._has_asked_to_retire):
-            self._turn_off(refused.text)
+        is_misconfigured = refused.why in FINAL_REFUSALS
+        if is_misconfigured or (is_other_version and self._has_asked_to_retire):
+            self._turn_off(refused.text, is_misconfigured=is_misconfigured)
         elif is_other_version:
             self._should_retire_it = self._has_asked_to_retire = True
 
@@ -359,13 +360,14 @@ class PathNode:
             self._has_told_nobody = True
             self._means.tell(NodeNote(self.state, text))
 
-    def _turn_off(self, text: str) -> None:
+    def _turn_off(self, text: str, *, is_misconfigured: bool) -> None:
         self._since.retry_s = math.inf
         for tickets in self._resets.values():
             for ticket in tickets:
                 self._means.tell(JobDone(ticket))
         self._resets.clear()
-        self._enter(NodeState.OFF, text)
+        self.state = NodeState.OFF
+        self._means.tell(NodeNote(self.state, text, is_misconfigured))
 
     def _enter(self, state: NodeState, text: str) -> None:
         self.state = state

@@ -7,7 +7,6 @@ place, or when it fails. Its lock is released at the end, and the clients see th
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import threading
@@ -28,7 +27,8 @@ from ...tiers.nvme.path.path_messages import MAX_FRAME_BYTES, PathOptions, from_
 from ...tiers.nvme.path.presence_file import boot_id
 from ...tiers.nvme.path.writer.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_writer import PathWriter
-from .path_link import FrameSocket
+from ...tiers.nvme.path.writer_note import note_of_this_process, save_note
+from .path_link import FrameSocket, Waker
 
 PLACE_CHECK_INTERVAL_S = 1.0
 """Time between two checks that the lock and the folder of the path are still in place."""
@@ -45,12 +45,16 @@ class WriterService:
         self,
         fs: FileSystem,
         roots: Sequence[Path],
-        options: PathOptions,
+        options: PathOptions | None,
         lock: FileLock,
         door: PathDoor,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        name: str = "kvcascade",
     ) -> None:
         """Begin to serve; `lock` makes this process the writer. Raises a `KVCascadeError`.
+
+        `name` is recorded for tools. Without options, those that are recorded stay in force.
 
         Lock and door belong to the service from now on, and are released if this fails.
         """
@@ -62,21 +66,24 @@ class WriterService:
         self._numbers = count(1)
         self._clients: dict[int, FrameSocket] = {}
         self._checked_s = clock()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker = Waker(self._selector, self._woken)
+        self._listener: socket.socket | None = None
+        self._deaf: socket.socket | None = None
+        """The listener while this process has too many open files."""
         self._new: list[socket.socket] = []
         self._is_stopping = False
         self._is_clean = True
         self.was_retired = False
         """True if a newer version asked this writer to close."""
         try:
+            save_note(fs, roots[0], note_of_this_process(name))
             self._listener = door.listen()
             means = StartMeans(fs, time.time, open_block_table, boot_id())
             self._writer = PathWriter(means, roots, options, clock, self._executor)
         except BaseException:
             self._release()
             raise
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._listen(self._listener)
         self._thread = threading.Thread(target=self._run, name="kvcascade-writer", daemon=True)
         self._thread.start()
 
@@ -84,7 +91,7 @@ class WriterService:
         """Return a connection for the node of this process. Any thread."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._new.append(theirs)
-        self._awake()
+        self._waker.wake()
         return ours
 
     def stop(self, limit_s: float, *, is_clean: bool = True) -> bool:
@@ -94,7 +101,7 @@ class WriterService:
         """
         self._is_clean = self._is_clean and is_clean
         self._is_stopping = True
-        self._awake()
+        self._waker.wake()
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -130,17 +137,26 @@ class WriterService:
         if self._writer.wants_close:
             self.was_retired = self._is_stopping = True
 
-    def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionError):
-            connection, _ = self._listener.accept()
-            self._add(connection)
+    def _listen(self, listener: socket.socket) -> None:
+        accept = partial(self._accept, listener)
+        self._selector.register(listener, selectors.EVENT_READ, accept)
+        self._deaf = None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # who came is gone again
+        except OSError as error:  # too many open files: who waits is accepted later
+            _log.warning("the writer of the path takes no engine for now: %s", error)
+            self._selector.unregister(listener)
+            self._deaf = listener
+            return
+        self._add(connection)
 
     def _woken(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        new, self._new = self._new, []
-        for connection in new:
-            self._add(connection)
+        while self._new:
+            self._add(self._new.pop(0))
 
     def _add(self, connection: socket.socket) -> None:
         client = next(self._numbers)
@@ -165,6 +181,8 @@ class WriterService:
         if now_s - self._checked_s < PLACE_CHECK_INTERVAL_S:
             return
         self._checked_s = now_s
+        if self._deaf is not None:
+            self._listen(self._deaf)
         if not (self._lock.is_in_place() and self._door.is_in_place()):
             _log.error("the folder of the tier was replaced or unmounted; nothing is written")
             self._is_stopping, self._is_clean = True, False
@@ -177,8 +195,8 @@ class WriterService:
                     self._clients[client].flush()
         except KVCascadeError as error:
             _log.error("the writer of the path did not close cleanly: %s", error)
-        self._selector.unregister(self._listener)
-        self._listener.close()
+        except Exception:
+            _log.exception("the writer of the path failed at its end in a way it should not")
         self._release()
         for link in self._clients.values():  # last: a client that sees it may lead at once
             link.close()
@@ -187,10 +205,11 @@ class WriterService:
         self._selector.close()
 
     def _release(self) -> None:
+        """Give up socket and lock, in this order: a socket without a lock is nobody's."""
+        if self._listener is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._listener)
+            self._listener.close()
         self._executor.shutdown(wait=True)
         self._door.close()
         self._lock.release()
-
-    def _awake(self) -> None:
-        with suppress(OSError, ValueError):
-            os.eventfd_write(self._wake, 1)

@@ -127,6 +127,8 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True, tag=82):
     state: NodeState
     text: str = ""
     """Sentence for the log; empty if there is nothing to say."""
+    is_misconfigured: bool = False
+    """True if only another configuration helps. An engine that is starting then refuses it."""
 
 
 class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):

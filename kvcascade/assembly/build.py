@@ -41,12 +41,21 @@ from ..observe.announce import Announcer
 from ..observe.recording import Recorder, RecordFacts, open_recorder
 from ..tiers.base import BlockHash
 from ..tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
-from ..tiers.cpu.slot_table import KeptDirectory, SlotTable
+from ..tiers.cpu.slot_table import KeptDirectory
 from ..tiers.nvme import tier as nvme
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
 from .chain_notes import ChainNotes
+from .named import admission_rule
+from .node_parts import (
+    EngineFacts,
+    OpenTier,
+    epoch_below,
+    open_node_tiers,
+    port_of,
+    uses_nodes,
+)
 from .nvme_parts import (
     chain_notes,
     io_threads_of,
@@ -189,7 +198,9 @@ class Cascade:
         recorder: Recorder | None = None,
         movers: Sequence[Mover] = (),
         chains: ChainNotes | None = None,
+        nodes: Sequence[OpenTier] = (),
     ) -> None:
+        self.nodes = list(nodes)
         self.movers = list(movers)
         self.chains = chains
         """Log of the order of blocks in prompts; None without NVMe."""
@@ -249,7 +260,8 @@ class Cascade:
                 "stored before is safe, and the next start checks the rest"
             )
             return
-        ends: list[Callable[[], object]] = [mover.close for mover in self.movers]
+        ends: list[Callable[[], object]] = [node.close for node in self.nodes]
+        ends += [mover.close for mover in self.movers]
         ends += [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
         ends += [tier.close for tier in self.nvme_tiers]
         for end in (*ends, self.arena.close):
@@ -290,12 +302,19 @@ def open_cascade(
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
         opened: list[nvme.NvmeTier] = []
-        directory = None if table is None else _kept_directory(backend, table, opened)
+        nodes: list[OpenTier] = []
+        epoch_of = partial(epoch_below, nodes) if uses_nodes() else partial(_epoch_of, opened)
+        directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
         links: list[Link] = []
         executors: list[ThreadPoolExecutor] = []
         movers: list[Mover] = []
-        for number, options in enumerate(settings.nvme):
+        if uses_nodes():
+            engine = EngineFacts(
+                key, arena, settings.cpu.prefault, with_events, settings.promotion_deadline_s
+            )
+            open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
+        for number, options in enumerate(() if uses_nodes() else settings.nvme):
             stores, loads = io_threads_of(options, executors, undo)
             tier = open_nvme(options, arena_geometry.slot_bytes, key, stores, file_system(options))
             undo.callback(tier.close)
@@ -316,12 +335,19 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = build_cascade(tiers, links, options_)
-        if table is not None and table.begin(key.digest, _epoch_of(opened)):
+        if nodes:
+            rule = admission_rule(settings.nvme[0].admission)
+            below = port_of(nodes)
+            manager = CascadingOffloadingManager(tiers[0], below, options_, admission=rule)
+        else:
+            manager = build_cascade(tiers, links, options_)
+        if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = chain_notes(opened[0]) if opened else None
-        cascade = Cascade(settings, arena, manager, opened, executors, recorder, movers, chains)
+        cascade = Cascade(
+            settings, arena, manager, opened, executors, recorder, movers, chains, nodes
+        )
         undo.pop_all()
     if with_events:
         cascade.start_announcing()
@@ -334,11 +360,9 @@ def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:
     return sum(tier.directory.epoch for tier in tiers)
 
 
-def _kept_directory(
-    backend: CpuBackend, table: SlotTable, tiers: Sequence[nvme.NvmeTier]
-) -> KeptDirectory:
-    """Return the directory of an arena that outlives the engine; `tiers` may be opened later."""
-    return KeptDirectory(backend.capacity, table, lambda: _epoch_of(tiers))
+def _own_file_system(file_system: FileSystemOf) -> FileSystemOf | None:
+    """Return the function if it gives file systems that only this process has, else None."""
+    return None if file_system is real_file_system else file_system
 
 
 def _has_mover(options: NvmeTierOptions, file_system: FileSystemOf) -> bool:
@@ -414,6 +438,8 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
     settings = cascade.settings
+    if cascade.nodes:
+        return _node_fields(cascade)
     reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
     fields: dict[str, dict[str, object]] = {}
     states = cascade.manager.tier_states()
@@ -437,4 +463,27 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
                 "shutdown": "clean" if report.was_clean else "unclean",
                 "written": sizes.human(report.bytes_written),
             }
+    return fields
+
+
+def _node_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
+    fields: dict[str, dict[str, object]] = {}
+    places = [None, *(node.folder for node in cascade.nodes)]
+    states = cascade.manager.tier_states()
+    for number, (state, tier) in enumerate(zip(states, cascade.settings.tiers, strict=True)):
+        facts = fields[state.name] = {
+            "blocks": state.blocks,
+            "capacity_blocks": state.capacity_blocks,
+            "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
+            "policy": tier.policy,
+        }
+        share, folder = sizes.share_of(tier.capacity), places[number]
+        if share is not None:
+            facts["share"] = share
+        if number == 0:
+            facts["pages"] = "huge" if cascade.arena.is_huge else "small"
+        elif folder is not None:
+            facts["namespace"] = str(folder)
+            facts["fingerprint"] = folder.name.rpartition("-")[2]
+            facts["role"] = cascade.nodes[number - 1].port.feed.state.value
     return fields

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 from ...errors import KVCascadeError
@@ -54,6 +55,11 @@ class NodeFeed:
         self.find: Find = find_nothing
         """Search in the presence table."""
         self.state = NodeState.JOINING
+        self.misconfigured = ""
+        """Sentence that says why the path refuses this engine's configuration; empty if it does
+        not."""
+        self.folder: Path | None = None
+        """First directory of the namespace; None while the node has not joined."""
         self.figures: TierFigures | None = None
         self.blocks = 0
         """Number of blocks of the tier: the last figure, and what is known to have changed."""
@@ -146,10 +152,12 @@ class NodeFeed:
             case NodeJoined():
                 self._enter(message.state)
                 folder, slots = message.folder, message.slots
+                self.folder = Path(folder)
                 self._mapping = self._executor.submit(self._map_table, folder, slots)
             case NodeNote():
                 if message.text:
                     _log.warning("tier %s: %s", self._name, message.text)
+                self.misconfigured = message.text if message.is_misconfigured else ""
                 self._enter(message.state)
             case None:
                 self._enter(NodeState.JOINING)

@@ -6,9 +6,9 @@ import json
 from collections import deque
 from typing import Any
 
-from support.path_rig import ROOT, PathRig, RigNode, key_of
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of
 
-from kvcascade.tiers.nvme.path.path_messages import Ask, SegmentsRemoved, Told, Touch, Why
+from kvcascade.tiers.nvme.path.path_messages import Ask, Removed, SegmentsRemoved, Told, Touch, Why
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
@@ -128,3 +128,30 @@ def test_another_policy_begins_with_the_order_of_the_last_use() -> None:
     node.store(list(range(100, 124)))
     assert node.held(list(range(16))) == list(range(16))
     assert node.held(list(range(16, 32))) == []
+
+
+def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:
+    rig = PathRig(120)
+    node = RigNode(rig)
+    node.store(list(range(10)))
+    name = node.welcome.folder  # type: ignore[union-attr]
+    rig.close()
+    rig.start()
+    tool = Tool(rig)
+    rows: list[Any] = []
+    after: str | None = ""
+    while after is not None:
+        answer = tool.ask("blocks", name=name, after=after, limit=4)
+        rows += answer["blocks"]
+        after = answer["next"]
+    assert [row[0] for row in rows] == [key_of(n).hex() for n in range(10)]
+    facts = tool.ask("namespace", name=name)
+    assert facts["blocks"] == 10 and facts["written_bytes"] == 10 * BLOCK_BYTES
+    again = RigNode(rig)
+    changed = [rows[1][0], rows[1][1], rows[1][2] ^ 1]
+    assert tool.ask("drop", name=name, blocks=[rows[0], changed]) == {"dropped": 1}
+    assert again.held(list(range(10))) == list(range(1, 10))
+    assert len(rig.take(again.client, Removed)) == 1
+    for body in ({"limit": 0}, {"after": "x"}, {"name": "no-000000000000"}):
+        assert "error" in tool.ask("blocks", **{"name": name, **body})
+    assert "error" in tool.ask("drop", name=name, blocks=[[1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow
 from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.below.tier_chain import TierChain
@@ -11,12 +12,12 @@ from kvcascade.manager.level import Level
 
 
 def solos(below: Below) -> list[SoloTier]:
-    """The tiers behind a port."""
+    """The tiers behind a port that live in this process."""
     found: list[SoloTier] = []
     while isinstance(below, TierChain):
         found.append(below._first)
         below = below._rest
-    if not isinstance(below, NoTierBelow):
+    if not isinstance(below, NoTierBelow | NodeTier):
         assert isinstance(below, SoloTier)
         found.append(below)
     return found

@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from kvcascade.manager.below.port import Below
 from kvcascade.spec import CascadeOffloadingSpec
 from kvcascade.vllm.v0_26 import CascadeManager
 
@@ -77,7 +78,7 @@ class Driver:
         """What the events so far say lies in each medium."""
         self.metrics: dict[str, float] = {}
         """Sum of every counter that was sent, by name and labels."""
-        self.is_fresh = all(tier.report.blocks == 0 for tier in self.cascade.nvme_tiers)
+        self.is_fresh = all(state.blocks == 0 for state in self.cascade.manager.tier_states()[1:])
         """False if NVMe tiers held blocks already: nobody was told of those."""
         self.declared = CascadeOffloadingSpec.build_metric_definitions(self.extra_config)
         self.loaded_chunks = 0
@@ -278,8 +279,9 @@ class Driver:
         with manager.lock:
             tickets = {t for queue in manager._promoter.queues for t in queue.jobs}
             tickets |= manager._demoter.job_ids
-        for solo in solos(below):
-            solo.wait(tickets, WAIT_S)
+        parts: Sequence[Below] = solos(below) or [below]
+        for part in parts:
+            part.wait(tickets, WAIT_S)
         below.wait(set(), WAIT_S)
 
     def settle(self) -> None:

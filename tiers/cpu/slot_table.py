@@ -33,7 +33,7 @@ MAX_KEY_BYTES = 48
 CHECK_OFFSET = KEY_OFFSET + MAX_KEY_BYTES
 FINGERPRINT_BYTES = 32
 _BATCH_RECORDS = 1 << 16
-_NO_EPOCH = (1 << 64) - 1
+NO_EPOCH = (1 << 64) - 1
 """Epoch of blocks that were stored after this process's own reset. No later process has this epoch,
 so it discards them."""
 
@@ -62,7 +62,7 @@ class SlotTable:
         Return True if the table belongs to both already. Otherwise clear it and return False.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
-        if self.fingerprint == fingerprint and self._epoch[0] == epoch:
+        if self.fingerprint == fingerprint and self._epoch[0] == epoch != NO_EPOCH:
             return True
         self.clear()
         self._fingerprint[:] = np.frombuffer(fingerprint, np.uint8)
@@ -148,7 +148,7 @@ class KeptDirectory(DictDirectory):
 
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         super().mark_ready(block_hashes, slots)
-        epoch = _NO_EPOCH if self._was_reset else self._epoch_of()
+        epoch = NO_EPOCH if self._was_reset else self._epoch_of()
         self._table.mark(block_hashes, slots, epoch)
 
     def pop(self, block_hash: BlockHash) -> BlockStatus | None:

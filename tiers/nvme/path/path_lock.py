@@ -27,6 +27,8 @@ BACKLOG = 64
 """Most connections that wait to be accepted."""
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_ANSWER = (errno.ENOENT, errno.ECONNREFUSED)
+_NO_SOCKETS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+"""Answers of file systems that keep no sockets, such as vfat and some network file systems."""
 
 
 def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
@@ -48,9 +50,10 @@ def try_lead(fs: FileSystem, root: Path) -> FileLock | None:
     except TierIOError as error:
         if error.errno not in (errno.EPERM, errno.EACCES):
             raise
+        found = folder if fs.exists(folder) else root
         raise ConfigError(
-            f"{folder} belongs to another user or may be written by others; run all engines that "
-            "share a path as one user"
+            f"{found} belongs to another user or may be written by others; run all engines that "
+            "share a path as one user, with a path that this user may write"
         ) from error
 
 
@@ -66,14 +69,15 @@ class PathDoor:
     def listen(self) -> socket.socket:
         """Return the listening socket of the writer, in place of one that a dead writer left.
 
-        The caller holds the lock. Raises `TierIOError` if the file system has no sockets.
+        The caller holds the lock. Raises `ConfigError` if the file system has no sockets, or
+        `TierIOError`.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with os_errors(f"making {self._folder / SOCKET_NAME}"):
                 with suppress(FileNotFoundError):
                     os.unlink(SOCKET_NAME, dir_fd=self._fd)
-                listener.bind(self._address())
+                self._bind(listener)
                 os.chmod(SOCKET_NAME, 0o600, dir_fd=self._fd)
                 listener.listen(BACKLOG)
                 listener.setblocking(False)
@@ -115,6 +119,17 @@ class PathDoor:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _bind(self, listener: socket.socket) -> None:
+        try:
+            listener.bind(self._address())
+        except OSError as error:
+            if error.errno not in _NO_SOCKETS:
+                raise
+            raise ConfigError(
+                f"the file system of {self._folder} has no sockets ({os.strerror(error.errno)}), "
+                "through which engines share a path; use a path on a local file system"
+            ) from error
 
     def _address(self) -> str:
         if _DESCRIPTORS.is_dir():

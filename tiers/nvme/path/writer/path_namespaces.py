@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from .....errors import KVCascadeError, os_errors
+from .....errors import ConfigError, KVCascadeError, os_errors
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ..path_messages import Hello, PathOptions
@@ -43,26 +43,22 @@ class PathNamespaces:
         self,
         means: StartMeans,
         roots: Sequence[Path],
-        options: PathOptions,
+        options: PathOptions | None,
         clock: Callable[[], float],
         executor: Executor,
     ) -> None:
         """Put the options in force and record them; see `PathWriter`."""
-        check_options(options)
         self.roots = tuple(roots)
         self._means = means
-        paths = tuple(map(str, roots))
-        found = load_record(means.fs, self.roots[0])
-        if found is not None:
-            check_paths(found.paths, paths)
-        self.record = PathRecord(paths, options, {} if found is None else found.min_shares)
-        if found is None or found.options != options:
-            self._save()
+        self.record = self._record_of(options)
+        in_force = self.record.options
         idle = IdleNamespaces(means, roots)
-        idle.find(options.capacity_bytes, with_totals=options.write_budget_bytes is not None)
-        capacity = PathCapacity(means.fs, roots, options, clock)
+        idle.find(in_force.capacity_bytes, with_totals=in_force.write_budget_bytes is not None)
+        capacity = PathCapacity(means.fs, roots, in_force, clock)
+        self._looked_at: set[str] = set()
+        """Namespaces that are open for a tool only; they stay, even without segments."""
         self.space = PathSpace(capacity, idle, self._open_idle, executor, clock)
-        self.budget = WriteBudget(options.write_budget_bytes, idle.written_in_day)
+        self.budget = WriteBudget(in_force.write_budget_bytes, idle.written_in_day)
 
     @property
     def options(self) -> PathOptions:
@@ -88,6 +84,7 @@ class PathNamespaces:
             home.close()
         else:
             namespace = self._open_home(home)
+        self._looked_at.discard(home.name)
         self.note_use(namespace)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
@@ -97,6 +94,19 @@ class PathNamespaces:
             self._save()
         namespace.min_share_bytes = share
         return namespace
+
+    def look_at(self, name: str) -> NamespaceWriter:
+        """Return a namespace, opened if it is not open. Raises a `KVCascadeError`."""
+        namespace = self.open.get(name)
+        if namespace is not None:
+            return namespace
+        home = None
+        if any(one.name == name for one in self.space.idle.all):
+            home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        if home is None:
+            raise ConfigError(f"there is no namespace {name}; `list` names them all")
+        self._looked_at.add(name)
+        return self._open_home(home)
 
     def strengthen(self) -> None:
         """Sync every commit from now on, because a node asks for that."""
@@ -138,7 +148,8 @@ class PathNamespaces:
     def remove_empty(self) -> None:
         """Remove namespaces that lost their last segment while no node has them open."""
         for name, namespace in list(self.open.items()):
-            if not namespace.clients and not self.space.segments_of(name):
+            is_needed = namespace.clients or name in self._looked_at
+            if not is_needed and not self.space.segments_of(name):
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
 
@@ -173,6 +184,25 @@ class PathNamespaces:
         self.space.idle.close()
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _record_of(self, options: PathOptions | None) -> PathRecord:
+        """Return paths and options in force, and record them if options are given."""
+        found = load_record(self.fs, self.roots[0])
+        if options is None:  # a tool may reach the paths by other names
+            if found is None or len(found.paths) != len(self.roots):
+                raise ConfigError(
+                    f"{self.roots[0]} has no record of {len(self.roots)} paths; give all paths of "
+                    "a tier that an engine has used"
+                )
+            return found
+        check_options(options)
+        paths = tuple(map(str, self.roots))
+        if found is not None:
+            check_paths(found.paths, paths)
+        record = PathRecord(paths, options, {} if found is None else found.min_shares)
+        if found is None or found.options != options:
+            save_record(self.fs, self.roots[0], record)
+        return record
 
     def _open_home(self, home: NamespaceHome) -> NamespaceWriter:
         is_durable = self.options.durability == POWER

@@ -13,7 +13,7 @@ One thread. Segment files are made and deleted in the executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,14 @@ class PathWriter:
         self,
         means: StartMeans,
         roots: Sequence[Path],
-        options: PathOptions,
+        options: PathOptions | None,
         clock: Callable[[], float],
         executor: Executor,
     ) -> None:
         """Begin to write the path; `options` are in force from now on, and are recorded.
+
+        Without options, those that are recorded stay in force, and `roots` may be other names of
+        the recorded paths.
 
         `clock` returns monotonic seconds. Raises a `KVCascadeError`, such as `ConfigError` if the
         tier has other paths.
@@ -194,6 +197,23 @@ class PathWriter:
         out, self._out = self._out, []
         return out
 
+    def drop_blocks(
+        self, namespace: NamespaceWriter, wanted: Mapping[bytes, tuple[int, int]]
+    ) -> list[bytes] | None:
+        """Remove the blocks whose slot and checksum are these. Return their keys; None if the
+        index cannot be written."""
+        self._settle(namespace)
+        entries = namespace.table.get_many(list(wanted))
+        slots = [
+            entry.slot
+            for entry, pair in zip(entries, wanted.values(), strict=True)
+            if entry is not None and (entry.slot, entry.checksum) == pair
+        ]
+        removed = namespace.remove_slots(slots) if slots else []
+        if removed:
+            self._tell(namespace, Settled(removed=removed))
+        return removed
+
     # -- messages ------------------------------------------------------------------------------
 
     def _hello(self, client: Client, message: FromNode) -> None:
@@ -240,6 +260,7 @@ class PathWriter:
                 notes,
             ),
         )
+        self._send_figures()
 
     def _grant(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Grant)

@@ -8,6 +8,7 @@
 | `set` | options | `options` recorded, `later`: names that open namespaces do not follow yet |
 | `shrink` | `bytes` | `bytes` that are taken at the end; the coldest segments leave |
 
+`block_questions` has those about the blocks of one namespace.
 An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
 namespace that is not open, `last_used_s` for one that is.
 """
@@ -23,6 +24,7 @@ import msgspec
 
 from .....errors import ConfigError, KVCascadeError
 from ..path_messages import Ask, PathOptions, Told
+from .block_questions import describe, drop, some_blocks
 
 if TYPE_CHECKING:
     from .path_writer import PathWriter
@@ -52,6 +54,9 @@ class WriterQuestions:
             "list": self._list,
             "remove": self._remove,
             "set": self._set,
+            "namespace": lambda body: describe(writer, body),
+            "blocks": lambda body: some_blocks(writer, body),
+            "drop": lambda body: drop(writer, body),
         }
 
     @property
@@ -74,7 +79,10 @@ class WriterQuestions:
             names = ", ".join(sorted([*self._answers, "shrink"]))
             error = f"unknown question {message.what!r}; use one of {names}"
             return _told(message.request, {"error": error})
-        return _told(message.request, answer(body))
+        try:
+            return _told(message.request, answer(body))
+        except KVCascadeError as error:
+            return _told(message.request, {"error": str(error)})
 
     def poll(self) -> list[tuple[int, Told]]:
         """Go on with `shrink`; return answers and their clients."""

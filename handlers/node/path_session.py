@@ -1,0 +1,191 @@
+"""A tool's session with a path: a client of its writer, or the writer while nobody else is.
+
+A tool has no options of its own. If it leads, the options that are recorded with the path stay in
+force, and nothing is recorded. Questions are those of `writer_questions`; who answers makes no
+difference. One thread uses a session.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError, FormatError, InUseError, TierIOError
+from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
+from ...tiers.nvme.namespace import DESCRIPTION
+from ...tiers.nvme.path.frames import FrameReader, WireError, frame
+from ...tiers.nvme.path.path_lock import PathDoor, try_lead
+from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, Told, from_writer
+from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
+from ...tiers.nvme.path.writer_note import load_note
+from .path_service import WriterService
+
+TOOL_NAME = "kvcascade tool"
+JOIN_LIMIT_S = 5.0
+"""Longest search for a writer whose lock is held, but which does not answer the door."""
+JOIN_PAUSE_S = 0.05
+ANSWER_LIMIT_S = 10.0
+"""Longest wait for an answer, unless a question has a limit of its own."""
+CONNECT_LIMIT_S = 1.0
+STOP_LIMIT_S = 60.0
+"""Longest wait until a writer of this process has closed."""
+
+
+class PathSession(AbstractContextManager["PathSession"]):
+    """A connection to the writer of a path; `open_session` makes one."""
+
+    def __init__(
+        self, fs: FileSystem, root: Path, link: socket.socket, service: WriterService | None
+    ) -> None:
+        """`service` is the writer if it is in this process; the session stops it."""
+        self.root = root
+        self._fs = fs
+        self._link = link
+        self._service = service
+        self._reader = FrameReader()
+        self._request = 0
+
+    @property
+    def is_writer(self) -> bool:
+        """True if this process is the writer of the path."""
+        return self._service is not None
+
+    def ask(self, what: str, limit_s: float = ANSWER_LIMIT_S, **body: object) -> dict[str, Any]:
+        """Ask the writer, and return its answer.
+
+        Raises `ConfigError` with the sentence of an answer that names an error, or `InUseError`
+        with the name of a writer that does not answer.
+        """
+        self._request += 1
+        end_s = time.monotonic() + limit_s
+        try:
+            self._link.settimeout(limit_s)
+            self._link.sendall(frame(Ask(self._request, what, json.dumps(body).encode())))
+            told = self._told(end_s)
+        except TimeoutError:
+            raise InUseError(_silent(self._fs, self.root)) from None
+        except (OSError, WireError, msgspec.MsgspecError):
+            told = None
+        if told is None:
+            raise InUseError(f"the writer of {self.root} closed the connection; try again")
+        answer: dict[str, Any] = json.loads(told.body)
+        if "error" in answer:
+            raise ConfigError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        """Close the connection; a writer of this process closes the path cleanly."""
+        self._link.close()
+        if self._service is not None:
+            self._service.stop(STOP_LIMIT_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _told(self, end_s: float) -> Told | None:
+        """Return the answer to the last question; None at the end of the connection."""
+        while True:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._link.settimeout(left_s)
+            data = self._reader.receive(self._link)
+            if not data:
+                return None
+            for body in self._reader.feed(data):
+                message = from_writer.decode(body)
+                if isinstance(message, Told) and message.request == self._request:
+                    return message
+
+
+def open_session(
+    fs: FileSystem,
+    path: Path,
+    also: Sequence[Path] = (),
+    pause: Callable[[float], object] | None = None,
+) -> PathSession:
+    """Open a session with the tier whose first path is `path`; a namespace in it may be given.
+
+    `also` names the other paths of the tier in order, if they are mounted elsewhere than for the
+    engines. `pause` waits for some seconds between two attempts.
+
+    Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user,
+    `FormatError` for a writer of another version, and `InUseError` if the lock is held and nobody
+    answers.
+    """
+    root = path.parent if fs.exists(path / DESCRIPTION) else path
+    if not fs.exists(root):
+        raise TierIOError(errno.ENOENT, f"{root} does not exist; check the path")
+    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
+        raise TierIOError(
+            errno.ENOENT,
+            f"{root} is not the first path of a tier: it records no options; check the path",
+        )
+    wait = threading.Event().wait if pause is None else pause
+    for _ in range(round(JOIN_LIMIT_S / JOIN_PAUSE_S)):
+        lock = try_lead(fs, root)
+        if lock is not None:
+            return _lead(fs, root, also, lock)
+        session = _follow(fs, root)
+        if session is not None:
+            return session
+        wait(JOIN_PAUSE_S)
+    raise InUseError(_silent(fs, root))
+
+
+def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
+    try:
+        roots = _roots(fs, root, also)
+        door = PathDoor(root)
+    except BaseException:
+        lock.release()
+        raise
+    service = WriterService(fs, roots, None, lock, door, name=TOOL_NAME)
+    return PathSession(fs, root, service.connect(), service)
+
+
+def _follow(fs: FileSystem, root: Path) -> PathSession | None:
+    door = PathDoor(root)
+    try:
+        link = door.connect(CONNECT_LIMIT_S)
+    finally:
+        door.close()
+    if link is None:
+        return None
+    note = load_note(fs, root)
+    if note is not None and note.protocol != PROTOCOL:
+        link.close()
+        raise FormatError(
+            f"the writer of {root}, {note.shown}, speaks protocol {note.protocol}, not {PROTOCOL}; "
+            "use the tools of its version"
+        )
+    return PathSession(fs, root, link, None)
+
+
+def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
+    """Return all paths of the tier as this process reaches them. Raises a `KVCascadeError`."""
+    record = load_record(fs, root)
+    names = () if record is None else record.paths
+    if len(names) == 1 + len(also):
+        return [root, *also]
+    others = [Path(name) for name in names[1:]]
+    if also or not all(map(fs.exists, others)):
+        raise ConfigError(
+            f"this tier has the paths {', '.join(names)}; give the others with --also in that order"
+        )
+    return [root, *others]
+
+
+def _silent(fs: FileSystem, root: Path) -> str:
+    note = load_note(fs, root)
+    who = "it is not known which process that is" if note is None else f"it is {note.shown}"
+    return f"the writer of {root} does not answer; {who}; continue or end that process"

@@ -1,0 +1,225 @@
+"""Open NVMe tiers whose blocks nodes move: one node, and one port, for each tier.
+
+A node is a process, or a thread of this process with `"movers": "threads"` or a file system that no
+other process has. It joins the path, or writes it for all engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
+from ..config.schema import DirectIO, Movers, NvmeTierOptions
+from ..errors import ConfigError, os_errors
+from ..handlers.node.mover import Mover
+from ..handlers.node.path_client import node_process, node_thread
+from ..handlers.node.path_wire import NodeSetup, NodeState
+from ..logs import get_logger
+from ..manager.below.node_tier import NodeTier, NodeTierOptions
+from ..manager.below.port import Below, TierFacts
+from ..tiers.cpu import Arena
+from ..tiers.cpu.header import HEADER_BYTES
+from ..tiers.cpu.slot_table import NO_EPOCH
+from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from ..tiers.nvme.namespace import NamespaceKey
+from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from ..tiers.nvme.path.presence_file import map_presence
+from ..tiers.nvme.path.presence_table import PresenceTable
+from ..tiers.nvme.path.writer.path_plan import plan_segments
+from ..tiers.policies import order_class
+
+JOIN_LIMIT_S = 10.0
+"""Longest time that the start of an engine waits for a tier. Then the tier is absent until its
+node has joined the path."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Properties of the engine that its nodes need."""
+
+    key: NamespaceKey
+    arena: Arena
+    has_prefault: bool
+    """True if a node is to map every page of the arena at its start."""
+    with_events: bool
+    stall_s: float
+    """Time limit for stalled reads in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTier:
+    """A tier behind a node."""
+
+    port: NodeTier
+    node: Mover
+    mapper: ThreadPoolExecutor
+    """Maps the presence table."""
+
+    def close(self) -> None:
+        """End the node, which closes a path that it writes; idempotent."""
+        self.node.close()
+        self.mapper.shutdown()
+
+    @property
+    def folder(self) -> Path | None:
+        """First directory of the namespace; None while the node has not joined."""
+        return self.port.feed.folder
+
+
+def uses_nodes() -> bool:
+    """Return whether nodes move the blocks; else each engine owns a part of the segments."""
+    return os.environ.get("KVCASCADE_NODES") == "1"
+
+
+def path_options(options: NvmeTierOptions) -> PathOptions:
+    """Return what a tier's options ask of its path. Raises `ConfigError`."""
+    machine = ThisMachine()
+    capacity = nvme_capacity(options, machine)
+    budget, segment = options.write_budget, options.segment_size
+    return PathOptions(
+        capacity,
+        options.min_free.of(machine.disk(options.path[0]).total),
+        options.policy,
+        None if budget is None else budget.of(nvme_disk_bytes(options, machine)),
+        None if segment is None else segment.of(0),
+        str(options.durability),
+    )
+
+
+def open_node_tiers(
+    tiers: Sequence[NvmeTierOptions],
+    engine: EngineFacts,
+    file_system_of: Callable[[NvmeTierOptions], FileSystem] | None,
+    opened: list[OpenTier],
+    undo: ExitStack,
+) -> None:
+    """Open the tiers, nearest first, and append them to `opened`; `undo` closes them.
+
+    `file_system_of`: see `open_node_tier`. Raises one of our errors.
+    """
+    for number, options in enumerate(tiers):
+        name = "nvme" if len(tiers) == 1 else f"nvme{number}"
+        file_system = None if file_system_of is None else file_system_of(options)
+        opened.append(open_node_tier(name, options, engine, file_system))
+        undo.callback(opened[-1].close)
+
+
+def port_of(tiers: Sequence[OpenTier]) -> Below:
+    """Return one port for open tiers, nearest first."""
+    if len(tiers) > 1:
+        raise ConfigError("tiers: with KVCASCADE_NODES there may be one nvme tier; leave one out")
+    return tiers[0].port
+
+
+def epoch_below(tiers: Sequence[OpenTier]) -> int:
+    """Return the number of resets of all tiers, by any engine; `NO_EPOCH` while one is unknown."""
+    epochs = [tier.port.feed.epoch for tier in tiers]
+    known = [epoch for epoch in epochs if epoch is not None]
+    return sum(known) if len(known) == len(epochs) else NO_EPOCH
+
+
+def open_node_tier(
+    name: str, options: NvmeTierOptions, engine: EngineFacts, file_system: FileSystem | None
+) -> OpenTier:
+    """Start the node of a tier and wait until it has joined, at most `JOIN_LIMIT_S`.
+
+    `file_system`: one that only this process has; None for that of the machine. Raises one of our
+    errors if the path refuses the engine's configuration.
+    """
+    for path in options.path:
+        with os_errors(f"creating {path} ({options.key}.path)"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    asked = path_options(options)
+    block_bytes = engine.arena.geometry.slot_bytes
+    segment_bytes = asked.segment_bytes
+    slots = None if segment_bytes is None else max(1, segment_bytes // block_bytes)
+    plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
+    mapper = ThreadPoolExecutor(1, "kvcascade-map")
+    nodes: list[Mover] = []
+
+    def client_of(on_note: Callable[[Any], None]) -> Mover:
+        nodes.append(_node(options, asked, engine, file_system, on_note))
+        return nodes[0]
+
+    port = NodeTier(
+        client_of,
+        NodeTierOptions(
+            TierFacts(name, "NVME", block_bytes, plan.slots, is_lasting=True),
+            partial(_map_presence, file_system),
+            mapper,
+            engine.stall_s,
+            engine.with_events,
+            order_class(options.policy).wants_chains,
+        ),
+        monotonic,
+    )
+    opened = OpenTier(port, nodes[0], mapper)
+    try:
+        _join(opened, name)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _join(tier: OpenTier, name: str) -> None:
+    """Start the node, and wait until its tier can be used or is off. Raises one of our errors."""
+    port, feed = tier.port, tier.port.feed
+
+    def is_known() -> bool:
+        port.maintain()
+        return feed.can_write or feed.state is NodeState.OFF
+
+    tier.node.start()
+    if not tier.node.wait(is_known, JOIN_LIMIT_S):
+        _log.warning("tier %s: its node has not joined the path yet; it goes on trying", name)
+    if feed.misconfigured:
+        raise ConfigError(feed.misconfigured)
+
+
+def _node(
+    options: NvmeTierOptions,
+    asked: PathOptions,
+    engine: EngineFacts,
+    file_system: FileSystem | None,
+    on_note: Callable[[Any], None],
+) -> Mover:
+    arena, key = engine.arena, engine.key
+    setup = NodeSetup(
+        f"{socket.gethostname()}:{os.getpid()}",
+        tuple(map(str, options.path)),
+        NamespaceSpec(
+            key.label,
+            json.dumps(dict(key.fields)).encode(),
+            json.dumps(dict(key.about)).encode(),
+            arena.geometry.slot_bytes,
+        ),
+        asked,
+        HEADER_BYTES,
+        arena.geometry.slots,
+        options.io_threads,
+        engine.with_events,
+        options.direct_io is not DirectIO.OFF,
+        engine.has_prefault,
+        arena.is_huge,
+    )
+    if file_system is None and options.movers is Movers.PROCESS:
+        return node_process(setup, arena.duplicate, on_note)
+    fs = file_system or RealFileSystem(setup.is_direct)
+    return node_thread(setup, arena.slots.data.cast("B"), fs, on_note)
+
+
+def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:
+    return map_presence(file_system or RealFileSystem(), Path(folder), slots)

@@ -1,0 +1,100 @@
+"""Sessions of tools: clients of a writer, or the writer while nobody else is."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.path_engine import PathEngine
+
+from kvcascade.errors import ConfigError, FormatError, InUseError, TierIOError
+from kvcascade.handlers.node.path_session import open_session
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_messages import PROTOCOL, PathOptions
+from kvcascade.tiers.nvme.path.writer.path_options import PathRecord, load_record, save_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer_note import load_note, note_of_this_process, save_note
+
+FS = RealFileSystem()
+OPTIONS = PathOptions(capacity_of(8, 8, 4096), segment_bytes=8 * 4096, policy="s3fifo")
+
+
+def test_a_tool_leads_a_closed_path_with_the_recorded_options(tmp_path: Path) -> None:
+    engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+    engine.put(range(4))
+    engine.close()
+    before = load_record(FS, tmp_path)
+    folder = next(each for each in tmp_path.iterdir() if (each / "namespace.json").exists())
+    for path in (tmp_path, folder):
+        with open_session(FS, path) as session:
+            assert session.is_writer
+            stat = session.ask("stat")
+            assert stat["options"]["policy"] == "s3fifo"
+            assert [each["name"] for each in session.ask("list")["namespaces"]] == [folder.name]
+            with pytest.raises(ConfigError, match="use one of"):
+                session.ask("nothing")
+    assert load_record(FS, tmp_path) == before
+    lock = try_lead(FS, tmp_path)
+    assert lock is not None, "the session gave the lock back"
+    lock.release()
+
+
+def test_a_path_that_engines_know_by_another_name(tmp_path: Path) -> None:
+    PathEngine([tmp_path], OPTIONS, is_thread=True).open().close()
+    other = tmp_path.parent / f"{tmp_path.name}-moved"
+    tmp_path.rename(other)
+    with open_session(FS, other) as session:
+        assert session.ask("stat")["paths"] == [str(other)]
+    record = load_record(FS, other)
+    assert record is not None and record.paths == (str(tmp_path),)
+    two = replace(record, paths=("/nowhere/1", "/nowhere/2"))
+    assert isinstance(two, PathRecord)
+    save_record(FS, other, two)
+    with pytest.raises(ConfigError, match="/nowhere/1, /nowhere/2"):
+        open_session(FS, other)
+    lock = try_lead(FS, other)
+    assert lock is not None
+    lock.release()
+
+
+def test_a_tool_asks_the_writer_beside_engines_and_names_a_stopped_one(tmp_path: Path) -> None:
+    engine = PathEngine([tmp_path], OPTIONS, name="the engine").open()
+    try:
+        engine.put(range(4))
+        with open_session(FS, tmp_path) as session:
+            assert not session.is_writer
+            assert session.ask("list")["namespaces"][0]["blocks"] == 4
+            engine.signal(signal.SIGSTOP)
+            with pytest.raises(InUseError, match="the engine.*stopped"):
+                session.ask("stat", limit_s=0.2)
+            engine.signal(signal.SIGCONT)
+        note = load_note(FS, tmp_path)
+        assert note is not None and note.pid == engine.mover.pid
+    finally:
+        engine.signal(signal.SIGCONT)
+        engine.close()
+
+
+def test_no_tier_no_answer_and_another_version(tmp_path: Path) -> None:
+    with pytest.raises(TierIOError, match="check the path"):
+        open_session(FS, tmp_path / "missing")
+    with pytest.raises(TierIOError, match="not the first path"):
+        open_session(FS, tmp_path)
+    lock = try_lead(FS, tmp_path)
+    assert lock is not None
+    save_record(FS, tmp_path, PathRecord((str(tmp_path),), OPTIONS))
+    pauses: list[float] = []
+    with pytest.raises(InUseError, match="not known"):
+        open_session(FS, tmp_path, pause=pauses.append)
+    assert pauses
+    note = msgspec.structs.replace(note_of_this_process("newer"), protocol=PROTOCOL + 1)
+    save_note(FS, tmp_path, note)
+    door = PathDoor(tmp_path)
+    with door.listen(), pytest.raises(FormatError, match="newer"):
+        open_session(FS, tmp_path)
+    door.close()
+    lock.release()

@@ -1,0 +1,81 @@
+"""Questions of tools about the blocks of one namespace, in batches that the writer answers at once.
+
+| question | body | answer |
+| --- | --- | --- |
+| `namespace` | `name` | `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day` |
+| `blocks` | `name`, `after`, `limit` | `blocks`: hash, slot, checksum; `next`, null at the end |
+| `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
+
+`day` has `written_bytes`, `read_bytes` and `is_whole_day`. Hashes are hexadecimal; `after` is the
+last `next`, or empty. A namespace that no node has open is opened, and stays open with its writer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .....errors import ConfigError
+
+if TYPE_CHECKING:
+    from .namespace_writer import NamespaceWriter
+    from .path_writer import PathWriter
+
+MAX_BLOCKS_PER_ANSWER = 1024
+"""Most blocks of one answer; other messages wait for it."""
+Answer = dict[str, Any]
+
+
+def describe(writer: PathWriter, body: Answer) -> Answer:
+    """Answer `namespace`. Raises a `KVCascadeError`."""
+    namespace = _namespace(writer, body)
+    written, read = namespace.table.totals
+    day = namespace.table.day_totals()
+    return {
+        "blocks": namespace.space.used,
+        "slots": namespace.home.slots,
+        "epoch": namespace.epoch,
+        "written_bytes": written,
+        "read_bytes": read,
+        "day": {
+            "written_bytes": day.written,
+            "read_bytes": day.read,
+            "is_whole_day": day.is_whole_day,
+        },
+    }
+
+
+def some_blocks(writer: PathWriter, body: Answer) -> Answer:
+    """Answer `blocks`. Raises a `KVCascadeError`."""
+    limit = body.get("limit", MAX_BLOCKS_PER_ANSWER)
+    if type(limit) is not int or not 0 < limit <= MAX_BLOCKS_PER_ANSWER:
+        raise ConfigError(f"give `limit`, from 1 to {MAX_BLOCKS_PER_ANSWER}")
+    after = _key(body.get("after", ""))
+    found = _namespace(writer, body).table.keys_after(after, limit)
+    rows = [[key.hex(), entry.slot, entry.checksum] for key, entry in found]
+    return {"blocks": rows, "next": rows[-1][0] if rows else None}
+
+
+def drop(writer: PathWriter, body: Answer) -> Answer:
+    """Answer `drop`. Raises a `KVCascadeError`."""
+    rows = body.get("blocks")
+    if not isinstance(rows, list) or len(rows) > MAX_BLOCKS_PER_ANSWER:
+        raise ConfigError(f"give `blocks`, at most {MAX_BLOCKS_PER_ANSWER}")
+    try:
+        wanted = {_key(key): (int(slot), int(checksum)) for key, slot, checksum in rows}
+    except (TypeError, ValueError):
+        raise ConfigError("each of `blocks` is a hash, a slot and a checksum") from None
+    removed = writer.drop_blocks(_namespace(writer, body), wanted)
+    if removed is None:
+        raise ConfigError("the index could not be written; see the log of the writer")
+    return {"dropped": len(removed)}
+
+
+def _namespace(writer: PathWriter, body: Answer) -> NamespaceWriter:
+    return writer.path.look_at(str(body.get("name")))
+
+
+def _key(text: object) -> bytes:
+    try:
+        return bytes.fromhex(str(text))
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a hash in hexadecimal") from None

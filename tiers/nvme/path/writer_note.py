@@ -1,0 +1,93 @@
+"""`.kvcascade/writer.json` in the first path: which process writes the path, for people and tools.
+
+The writer leaves the file behind, however it ends. It says something only while the lock of the
+path is held.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ....errors import os_errors
+from ..disk.filesystem import FileSystem
+from .path_messages import PROTOCOL
+from .writer.path_options import PATH_FOLDER
+
+WRITER_FILE = "writer.json"
+MAX_NOTE_BYTES = 64 << 10
+_TEMPORARY_NAME = f"{WRITER_FILE}.new"
+_PROC = Path("/proc")
+
+
+class WriterNote(msgspec.Struct, frozen=True):
+    """The process that writes a path."""
+
+    name: str
+    """Name of the node, as in logs."""
+    host: str
+    pid: int
+    """Process number in the process's own PID namespace."""
+    pid_namespace: str
+    """Identity of that namespace; empty if the kernel does not say."""
+    protocol: int
+    since_s: float
+    """Wall-clock time from which it writes, in seconds since 1970."""
+
+    @property
+    def shown(self) -> str:
+        """Name the process in a sentence, and say so if it is stopped."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s))
+        text = f"process {self.pid} ({self.name}) on {self.host}, since {since}"
+        return f"{text}, which is stopped" if self.is_stopped else text
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the process can be seen from here and is stopped (SIGSTOP)."""
+        if self.host != socket.gethostname() or self.pid_namespace != _pid_namespace():
+            return False
+        try:
+            text = (_PROC / str(self.pid) / "stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[:1] == ["T"]
+
+
+def note_of_this_process(name: str) -> WriterNote:
+    """Return the note of this process as a writer."""
+    host, pid = socket.gethostname(), os.getpid()
+    return WriterNote(name, host, pid, _pid_namespace(), PROTOCOL, time.time())
+
+
+def save_note(fs: FileSystem, root: Path, note: WriterNote) -> None:
+    """Record the writer; the caller holds the lock of the path. Raises a `KVCascadeError`."""
+    folder = root / PATH_FOLDER
+    with os_errors(f"writing {folder / WRITER_FILE}"):
+        if fs.exists(folder / _TEMPORARY_NAME):
+            fs.unlink(folder / _TEMPORARY_NAME)
+        file = fs.open(folder / _TEMPORARY_NAME, create=True)
+        try:
+            file.pwritev([memoryview(msgspec.json.encode(note))], 0)
+        finally:
+            file.close()
+        fs.rename(folder / _TEMPORARY_NAME, folder / WRITER_FILE)
+
+
+def load_note(fs: FileSystem, root: Path) -> WriterNote | None:
+    """Return what the last writer recorded; None if it cannot be read."""
+    with suppress(OSError, msgspec.MsgspecError):
+        data = fs.read(root / PATH_FOLDER / WRITER_FILE, MAX_NOTE_BYTES)
+        return msgspec.json.decode(data, type=WriterNote)
+    return None
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink(_PROC / "self/ns/pid")
+    except OSError:
+        return ""
