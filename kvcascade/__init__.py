@@ -23,19 +23,24 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .block_cache import BlockCache, PutOutcome, open
     from .tiers.base import Backend, BlockStatus, CachePolicy, LoadStoreSpec
 
 __version__ = "0.1.0"
 
 _LATE = {
     "Backend": ".tiers.base",
+    "BlockCache": ".block_cache",
     "BlockStatus": ".tiers.base",
     "CachePolicy": ".tiers.base",
     "LoadStoreSpec": ".tiers.base",
+    "PutOutcome": ".block_cache",
+    "open": ".block_cache",
 }
 
 __all__ = [
     "Backend",
+    "BlockCache",
     "BlockStatus",
     "CachePolicy",
     "CascadeConfig",
@@ -48,8 +53,10 @@ __all__ = [
     "KVCascadeError",
     "LoadStoreSpec",
     "NoSpaceError",
+    "PutOutcome",
     "TierIOError",
     "__version__",
+    "open",
     "parse",
 ]
 

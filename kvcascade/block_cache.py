@@ -284,7 +284,7 @@ class BlockCache:
     def _join(self) -> None:
         self._client.start()
         limit_s = self._options.timeout_s
-        self._client.wait(lambda: self._state is not NodeState.JOINING or bool(self._said), limit_s)
+        self._client.wait(lambda: self._state is not NodeState.JOINING, limit_s)
         if self._state is NodeState.OFF:
             raise ConfigError(self._said)
         if self._state is NodeState.JOINING:
@@ -372,7 +372,6 @@ def open(
         fs, path, {**given, "io_threads": io_threads, "direct_io": direct_io}, "open"
     )
     spec = _namespace(fs, parts, at, namespace, block_bytes)
-    make_folders(parts.roots)
     try:
         buffer_bytes = parse_bytes(buffer_size).count
     except ValueError as error:
@@ -384,6 +383,7 @@ def open(
         parts.tier.direct_io is not DirectIO.OFF,
         is_read_only=OWN_FIELD not in json.loads(spec.fields),
     )
+    make_folders(parts.roots)
     return BlockCache(fs, parts.roots, spec, parts.options, options)
 
 

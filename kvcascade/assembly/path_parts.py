@@ -1,4 +1,4 @@
-"""A path as the Python API and tools open it: its options, and the description of a namespace.
+"""Options of a path, and the description of a namespace, as the Python API and tools need them.
 
 Options of a path are recorded with it. So whoever opens an existing path changes only the options
 that it was given.
@@ -33,7 +33,7 @@ from ..tiers.nvme.path.writer.path_options import PathRecord, load_record
 from ..tiers.policies import known_names
 
 GivenPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A folder, or one folder for each device."""
+"""A folder, or a list or tuple with one folder for each device."""
 
 _OF_PATH = {
     "capacity": "capacity_bytes",
@@ -77,11 +77,9 @@ def path_parts(
     the first is enough. Raises `ConfigError`, `CorruptionError` or `TierIOError`.
     """
     machine = machine or ThisMachine()
-    roots = tuple(Path(os.path.abspath(one)) for one in _each(path))
     at = At(key, policies=known_names())
-    tier = read_options(
-        NvmeTierOptions, at, {"path": [str(root) for root in roots], **given}, also=()
-    )
+    tier = read_options(NvmeTierOptions, at, {"path": _absolute(path), **given}, also=())
+    roots = tier.path
     record = load_record(fs, roots[0])
     if record is not None and tuple(map(str, roots)) == record.paths[:1]:
         roots = tuple(map(Path, record.paths))
@@ -94,7 +92,7 @@ def path_parts(
 
 
 def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
-    """Return the options of a path, with sizes in bytes."""
+    """Return what a tier's options ask of its path. Raises `ConfigError`."""
     budget, segment = tier.write_budget, tier.segment_size
     return PathOptions(
         nvme_capacity(tier, machine),
@@ -147,10 +145,11 @@ def existing_names(fs: FileSystem, root: Path) -> list[str]:
         return [name for name in names if fs.exists(root / name / DESCRIPTION)]
 
 
-def _each(path: GivenPath) -> list[str]:
+def _absolute(path: object) -> object:
+    """Return the folders as absolute paths; what is none stays as it is."""
     if isinstance(path, str | os.PathLike):
-        return [os.fspath(path)]
-    return [os.fspath(one) for one in path]
+        return os.path.abspath(os.path.expanduser(path))
+    return [_absolute(one) for one in path] if isinstance(path, list | tuple) else path
 
 
 def _with_recorded(
