@@ -35,7 +35,7 @@ from ..tiers.policies import known_names
 GivenPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A folder, or a list or tuple with one folder for each device."""
 
-_OF_PATH = {
+OPTIONS_OF_PATH = {
     "capacity": "capacity_bytes",
     "min_free": "min_free_bytes",
     "policy": "policy",
@@ -83,7 +83,7 @@ def path_parts(
     record = load_record(fs, roots[0])
     if record is not None and tuple(map(str, roots)) == record.paths[:1]:
         roots = tuple(map(Path, record.paths))
-    if record is None or not given.keys().isdisjoint(_OF_PATH):
+    if record is None or not given.keys().isdisjoint(OPTIONS_OF_PATH):
         check_nvme(CascadeConfig("", (tier,)), machine)
     options = path_options(tier, machine)
     if record is not None:
@@ -156,5 +156,7 @@ def _with_recorded(
     options: PathOptions, given: Collection[str], recorded: PathOptions
 ) -> PathOptions:
     """Return the recorded options, with those that were given."""
-    chosen = {name: getattr(options, name) for word, name in _OF_PATH.items() if word in given}
+    chosen = {
+        name: getattr(options, name) for word, name in OPTIONS_OF_PATH.items() if word in given
+    }
     return msgspec.structs.replace(recorded, **chosen)
