@@ -22,9 +22,9 @@ from ..command_line import (
 )
 
 if TYPE_CHECKING:
+    from ....tiers.nvme.disk.transfers import Throttle
     from ....tiers.nvme.offline.reader import Location
-    from ....tiers.nvme.offline.scan import Throttle
-    from .verify_blocks import VerifyReport
+    from .verify_report import VerifyReport
 
 RepairOption = Annotated[
     bool,
@@ -81,7 +81,7 @@ def _run(
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
-    from ....tiers.nvme.offline.scan import Throttle
+    from ....tiers.nvme.disk.transfers import Throttle
     from ..cache_access import choose, chosen_of, locations
 
     rate = size_of("--bwlimit", bwlimit)
@@ -106,7 +106,7 @@ def _verify_one(
     The results for the other namespaces, and their repairs, are kept.
     """
     from ....tiers.nvme.offline.presence import owners
-    from .verify_blocks import VerifyReport
+    from .verify_report import VerifyReport
     from .verify_view import print_verified
 
     try:
