@@ -22,6 +22,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .block_cache import BlockCache, PutOutcome, open
     from .config.schema import CascadeConfig, parse
     from .tiers.base import Backend, BlockStatus, CachePolicy, LoadStoreSpec
 
@@ -29,15 +30,19 @@ __version__ = "0.1.0"
 
 _LATE = {
     "Backend": ".tiers.base",
+    "BlockCache": ".block_cache",
     "BlockStatus": ".tiers.base",
     "CachePolicy": ".tiers.base",
     "CascadeConfig": ".config.schema",
     "LoadStoreSpec": ".tiers.base",
+    "PutOutcome": ".block_cache",
+    "open": ".block_cache",
     "parse": ".config.schema",
 }
 
 __all__ = [
     "Backend",
+    "BlockCache",
     "BlockStatus",
     "CachePolicy",
     "CascadeConfig",
@@ -50,8 +55,10 @@ __all__ = [
     "KVCascadeError",
     "LoadStoreSpec",
     "NoSpaceError",
+    "PutOutcome",
     "TierIOError",
     "__version__",
+    "open",
     "parse",
 ]
 

@@ -92,12 +92,12 @@ def json_handler(stream: TextIO | None = None) -> logging.Handler:
     return handler
 
 
-def log_to_stderr(prefix: str) -> None:
-    """Set up a child process: warnings go to standard error, as JSON or after `prefix`."""
+def log_to_stderr(prefix: str, level: int = logging.WARNING) -> None:
+    """Set up a process of ours: its log goes to standard error, as JSON or after `prefix`."""
     handler = json_handler() if wants_json() else logging.StreamHandler()
     if not isinstance(handler.formatter, JsonFormatter):
         handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 _limit = RateLimit()

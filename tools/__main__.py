@@ -24,6 +24,7 @@ from .commands import (
     gc,
     inspect,
     shm,
+    store,
     top,
     verify,
     version,
@@ -66,6 +67,7 @@ app.command("gc")(gc.gc)
 app.command("export")(carry.export)
 app.command("import")(carry.import_)
 app.command("check")(check.check)
+app.command("store")(store.store)
 app.add_typer(shm.app, name="shm")
 app.command("replay")(replay_options.replay)
 for _name, _command in ({"bench": bench.bench} | _of_checkout()).items():

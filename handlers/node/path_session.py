@@ -144,7 +144,7 @@ def open_session(
 
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
     try:
-        roots = _roots(fs, root, also)
+        roots = tier_roots(fs, root, also)
         door = PathDoor(root)
     except BaseException:
         lock.release()
@@ -171,7 +171,7 @@ def _follow(fs: FileSystem, root: Path) -> PathSession | None:
     return PathSession(fs, root, link, None)
 
 
-def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
+def tier_roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
     """Return all paths of the tier as this process reaches them. Raises a `KVCascadeError`."""
     record = load_record(fs, root)
     names = () if record is None else record.paths

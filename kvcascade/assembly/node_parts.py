@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
+from ..config.machine import ThisMachine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError, os_errors
 from ..handlers.node.mover import Mover
@@ -37,6 +37,7 @@ from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.path_plan import plan_segments
 from ..tiers.policies import order_class
+from .path_parts import path_options
 
 JOIN_LIMIT_S = 10.0
 """Longest time that the start of an engine waits for a tier. Then the tier is absent until its
@@ -108,21 +109,6 @@ def uses_nodes() -> bool:
     return os.environ.get("KVCASCADE_NODES") == "1"
 
 
-def path_options(options: NvmeTierOptions) -> PathOptions:
-    """Return what a tier's options ask of its path. Raises `ConfigError`."""
-    machine = ThisMachine()
-    capacity = nvme_capacity(options, machine)
-    budget, segment = options.write_budget, options.segment_size
-    return PathOptions(
-        capacity,
-        options.min_free.of(machine.disk(options.path[0]).total),
-        options.policy,
-        None if budget is None else budget.of(nvme_disk_bytes(options, machine)),
-        None if segment is None else segment.of(0),
-        str(options.durability),
-    )
-
-
 def open_node_tiers(
     tiers: Sequence[NvmeTierOptions],
     engine: EngineFacts,
@@ -166,7 +152,7 @@ def open_node_tier(
     for path in options.path:
         with os_errors(f"creating {path} ({options.key}.path)"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    asked = path_options(options)
+    asked = path_options(options, ThisMachine())
     block_bytes = engine.memory.slot_bytes
     segment_bytes = asked.segment_bytes
     slots = None if segment_bytes is None else max(1, segment_bytes // block_bytes)

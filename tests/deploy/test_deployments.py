@@ -89,8 +89,9 @@ class TestTools:
         objects.write_text(passes("helm", "template", "demo", CHART))
         passes("kubernetes-validate", "--strict", objects)
 
-    def test_unit(self) -> None:
-        assert not passes("systemd-analyze", "verify", DEPLOY / "systemd" / "vllm.service").strip()
+    @pytest.mark.parametrize("name", ["vllm.service", "kvcascade-store.service"])
+    def test_unit(self, name: str) -> None:
+        assert not passes("systemd-analyze", "verify", DEPLOY / "systemd" / name).strip()
 
     def test_workflows(self) -> None:
         passes(

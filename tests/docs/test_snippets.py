@@ -34,8 +34,9 @@ METRICS = "http://127.0.0.1:8000/metrics"
 DISK = "/mnt/nvme"
 PYTHON_PAGES = ("api.md", "policies.md")
 """Pages whose examples in Python run by themselves."""
-NOT_RUN = {"bench", "demo"}
-"""Commands with tests of their own that take minutes: their arguments are read."""
+NOT_RUN = {"bench", "demo", "store"}
+"""Commands with tests of their own that take minutes, or end at a signal: their arguments are
+read."""
 
 
 def fenced(page: Path) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,16 @@ def test_two_nodes_that_store_one_block_keep_one() -> None:
     assert (space.used, space.granted) == (1, 0)
 
 
+def test_a_grant_whose_own_blocks_are_evicted_for_it_gets_all_its_slots() -> None:
+    rig = PathRig(segments=1, slots_per_segment=8)
+    node = RigNode(rig)
+    node.store(list(range(8)))
+    node.ask([7, *range(100, 107)])
+    rig.step(3)
+    (answer,) = node.grants()
+    assert answer.why is Why.GRANTED and sorted(slots_in(answer)) == list(range(8))
+
+
 def test_the_least_recently_used_leave() -> None:
     rig = PathRig(segments=2, slots_per_segment=64)
     node = RigNode(rig)

@@ -36,7 +36,8 @@ from kvcascade.tiers.nvme.segments.store import Durability
 from kvcascade.tools.commands.cache_access import locations, opened
 from kvcascade.tools.commands.carry import export_file as export_module
 from kvcascade.tools.commands.carry.carried import CarriedReader
-from kvcascade.tools.commands.carry.export_file import Choice, export
+from kvcascade.tools.commands.carry.export_file import export
+from kvcascade.tools.commands.carry.export_writer import Choice
 from kvcascade.tools.commands.carry.import_file import import_file
 from kvcascade.tools.commands.carry.visitor import Visitor, WantedNamespace
 from kvcascade.tools.commands.command_line import ExitCode

@@ -12,7 +12,7 @@ from demo.demo_phases import phase
 
 from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
 from kvcascade.tools.commands.bench.bench_results import document as bench_document
-from kvcascade.tools.commands.carry.export_file import ExportReport
+from kvcascade.tools.commands.carry.export_writer import ExportReport
 from kvcascade.tools.commands.carry.import_file import ImportReport
 from kvcascade.tools.commands.check.config_check import CheckReport, TierReport
 from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
@@ -21,7 +21,7 @@ from kvcascade.tools.commands.inspect.block_report import BlockReport, LayerStat
 from kvcascade.tools.commands.inspect.namespace_report import GroupReport, NamespaceReport
 from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
 from kvcascade.tools.commands.verify.rebuild import RebuildReport
-from kvcascade.tools.commands.verify.verify_blocks import BlockProblem, Problem, VerifyReport
+from kvcascade.tools.commands.verify.verify_report import BlockProblem, Problem, VerifyReport
 from kvcascade.tools.dev.demo.demo_results import document as demo_document
 from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 

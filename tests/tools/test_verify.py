@@ -29,9 +29,9 @@ from support.clock import ManualClock
 from support.nvme_rig import BLOCK, key
 
 from kvcascade.errors import CorruptionError, NoSpaceError
+from kvcascade.tiers.nvme.disk.transfers import Throttle
 from kvcascade.tiers.nvme.index.clean_close import pack_saved_slots, parse_saved_slots
 from kvcascade.tiers.nvme.offline.reader import Description, IndexReader
-from kvcascade.tiers.nvme.offline.scan import Throttle
 from kvcascade.tiers.nvme.segments.format import IndexEntry
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.verify import verify_blocks as core

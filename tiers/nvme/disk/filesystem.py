@@ -490,3 +490,19 @@ def _try_direct(descriptor: int) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+def open_read_only(path: Path, *, direct: bool = False) -> RealFile:
+    """Open a regular file for reading; no symbolic links. Raises `OSError`."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
+        file = RealFile(descriptor)
+        if direct:
+            file.try_direct()
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return file

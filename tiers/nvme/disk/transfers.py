@@ -12,9 +12,9 @@ may transfer than exist, another thread is ready whenever a transfer ends.
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import BoundedSemaphore
-from time import sleep
 
 from .filesystem import File
 
@@ -33,9 +33,9 @@ pause is far shorter than a transfer, which takes milliseconds."""
 class TransferLimit:
     """Context manager around a transfer. Entering waits until a place is free. Any thread."""
 
-    def __init__(self, at_once: int, pause: Callable[[float], None] = sleep) -> None:
+    def __init__(self, at_once: int, pause: Callable[[float], None] = time.sleep) -> None:
         """`at_once` is the number of threads that may be inside. `pause` takes seconds."""
-        self._free = BoundedSemaphore(at_once)
+        self._free = threading.BoundedSemaphore(at_once)
         self._pause = pause
 
     def __enter__(self) -> None:
@@ -44,6 +44,31 @@ class TransferLimit:
     def __exit__(self, *error: object) -> None:
         self._free.release()
         self._pause(HANDOVER_S)
+
+
+class Throttle:
+    """Limits a byte rate by waiting before work is handed out."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        """`bytes_per_s` None means no limit. `wait` takes seconds."""
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._wait = wait or threading.Event().wait
+        self._free_at_s = clock()
+
+    def take(self, count: int) -> None:
+        """Wait until `count` more bytes may be moved."""
+        if self._rate is None:
+            return
+        now = self._clock()
+        if self._free_at_s > now:
+            self._wait(self._free_at_s - now)
+        self._free_at_s = max(self._free_at_s, now) + count / self._rate
 
 
 def vectored(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from ....errors import CorruptionError, TierIOError, os_errors
 from ...endurance import DayTotals, day_totals
-from ..disk.filesystem import RealFile, read_and_close
+from ..disk.filesystem import RealFile, open_read_only, read_and_close
 from ..disk.transfers import read_all
 from ..index.clean_close import parse_saved_slots, runs_within
 from ..index.index_errors import from_lmdb
@@ -474,22 +473,6 @@ class SegmentReader:
         finally:
             file.close()
         return bytes(data[:done])
-
-
-def open_read_only(path: Path, *, direct: bool = False) -> RealFile:
-    """Open a regular file for reading; no symbolic links. Raises `OSError`."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not the kind of file that was expected", str(path))
-        file = RealFile(descriptor)
-        if direct:
-            file.try_direct()
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return file
 
 
 def _segment_files(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from enum import Enum
 
 import xxhash
 
+from ..disk.transfers import Throttle
 from .reader import SegmentReader
 
 SCAN_THREADS = 4
@@ -55,31 +55,6 @@ class Scanned:
 
     wanted: Wanted
     verdict: Verdict
-
-
-class Throttle:
-    """Limits a byte rate by waiting before work is handed out."""
-
-    def __init__(
-        self,
-        bytes_per_s: float | None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], object] | None = None,
-    ) -> None:
-        """`bytes_per_s` None means no limit. `wait` takes seconds."""
-        self._rate = bytes_per_s
-        self._clock = clock
-        self._wait = wait or threading.Event().wait
-        self._free_at_s = clock()
-
-    def take(self, count: int) -> None:
-        """Wait until `count` more bytes may be moved."""
-        if self._rate is None:
-            return
-        now = self._clock()
-        if self._free_at_s > now:
-            self._wait(self._free_at_s - now)
-        self._free_at_s = max(self._free_at_s, now) + count / self._rate
 
 
 def payload_checksum(key: bytes, payload: memoryview) -> int:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from ...policies import ORDERS
 from ...policies.usage import LAST_USE, TIMES_USED, WRITTEN_AT
+from ..disk.filesystem import open_read_only
 from ..segments.arrays import HEADER_BYTES, parse_header
 from ..segments.chains import CHAINS, Chains
 from ..writer.owners import MAX_PROCESSES
-from .reader import open_read_only
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ..command_line import (
 from ..verify import LimitOption, size_of
 
 if TYPE_CHECKING:
-    from .export_file import Choice
+    from .export_writer import Choice
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
 InArgument = Annotated[
@@ -129,7 +129,7 @@ def import_(
 
 def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
     from ..cache_access import parse_hash
-    from .export_file import Choice
+    from .export_writer import Choice
 
     return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))
 
@@ -145,7 +145,7 @@ def _export(
     as_json: bool,
 ) -> ExitCode:
     from ....config.sizes import human
-    from ....tiers.nvme.offline.scan import Throttle
+    from ....tiers.nvme.disk.transfers import Throttle
     from ..cache_access import choose, locations, opened
     from ..verify.verify_view import progress_of
     from . import export_file as core

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import ConfigError, CorruptionError, FormatError, os_errors
+from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import read_all
 from ....tiers.nvme.namespace import NamespaceKey
-from ....tiers.nvme.offline.reader import Description, open_read_only
 from ....tiers.nvme.segments.format import (
     MAX_BLOCK_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -72,20 +72,6 @@ class CarriedHead:
         text = json.dumps(document, separators=(",", ":")).encode()
         room = room_bytes or -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES
         return struct.pack("<Q", room - 8) + text.ljust(room - 8)
-
-
-def carried_head(description: Description, blocks: int, created: str) -> CarriedHead:
-    """Return the head of a file for a number of blocks of a namespace."""
-    return CarriedHead(
-        label=description.label,
-        fields=description.fields,
-        about=description.about,
-        fingerprint=description.fingerprint,
-        block_bytes=description.block_bytes,
-        slots_per_segment=description.slots_per_segment,
-        blocks=blocks,
-        created=created,
-    )
 
 
 def real_file(path: Path) -> Path:

@@ -22,7 +22,7 @@ from ....tiers.nvme.offline.scan import payload_checksum
 from ....tiers.nvme.segments.format import SegmentLayout, SlotRecord
 from ....tiers.nvme.writer.capacity import plan_capacity
 from ..cache_access import choose, differing
-from ..verify.verify_blocks import Progress
+from ..verify.verify_report import Progress
 from .carried import CarriedHead, CarriedReader
 from .visitor import Visitor, WantedNamespace
 

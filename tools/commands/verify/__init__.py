@@ -22,10 +22,15 @@ from ..command_line import (
 )
 
 if TYPE_CHECKING:
+    from ....tiers.nvme.disk.transfers import Throttle
     from ....tiers.nvme.offline.reader import Location
-    from ....tiers.nvme.offline.scan import Throttle
-    from .verify_blocks import VerifyReport
+    from ..path_blocks import OpenPath
+    from .verify_report import VerifyReport
 
+NO_REBUILD = (
+    "--rebuild-index: these namespaces keep no records of their blocks beside the index, so a lost "
+    "index is an empty cache; leave the option out, or remove the namespace with `kvcascade gc`"
+)
 RepairOption = Annotated[
     bool,
     typer.Option("--repair", help="Drop damaged blocks, and nothing else."),
@@ -34,7 +39,8 @@ RebuildOption = Annotated[
     bool,
     typer.Option(
         "--rebuild-index",
-        help="Build a new index from the segments (the namespace must be closed).",
+        help="Build a new index from the segments (the namespace must be closed). A path with one "
+        "writer has no records for that: there a lost index is an empty cache.",
     ),
 ]
 LimitOption = Annotated[
@@ -81,11 +87,16 @@ def _run(
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
-    from ....tiers.nvme.offline.scan import Throttle
+    from ....tiers.nvme.disk.transfers import Throttle
     from ..cache_access import choose, chosen_of, locations
+    from ..path_blocks import has_one_writer
 
     rate = size_of("--bwlimit", bwlimit)
     throttle = Throttle(rate)
+    if has_one_writer(path):
+        if rebuild_index:
+            raise CommandError(NO_REBUILD, ExitCode.USAGE)
+        return _run_path(path, also, namespace, repair, throttle, as_json)
     found = locations(path, also)
     if rebuild_index:
         return _rebuild(choose(found, namespace), throttle, as_json)
@@ -98,6 +109,54 @@ def _run(
     return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
 
 
+def _run_path(
+    path: Path,
+    also: list[Path] | None,
+    namespace: str | None,
+    repair: bool,
+    throttle: Throttle,
+    as_json: bool,
+) -> ExitCode:
+    """Verify namespaces of a path with one writer."""
+    from ..path_blocks import open_path
+    from .verify_report import VerifyReport
+    from .verify_view import print_verified
+
+    reports: list[VerifyReport] = []
+    with open_path(path, also) as opened:
+        names = opened.chosen(namespace, path)
+        for name in names:
+            try:
+                report = _verify_in_path(opened, name, repair, throttle, as_json)
+            except KVCascadeError as error:
+                if len(names) == 1:
+                    raise
+                report = VerifyReport(name, False, problem=sentence(error))
+            reports.append(report)
+            if not as_json:
+                print_verified(report)
+    if as_json:
+        emit("verify", {"namespaces": [each.as_json() for each in reports]})
+    return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
+
+
+def _verify_in_path(
+    opened: OpenPath, name: str, repair: bool, throttle: Throttle, as_json: bool
+) -> VerifyReport:
+    from time import perf_counter
+
+    from .verify_path import verify_namespace
+    from .verify_view import progress_of
+
+    found = opened.namespace(name)
+    began = perf_counter()
+    total = opened.facts(name)["blocks"]
+    with progress_of(name, total, found.block_bytes, as_json) as advance:
+        report = verify_namespace(opened, found, throttle, advance, may_repair=repair)
+    report.seconds = perf_counter() - began
+    return report
+
+
 def _verify_one(
     location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
 ) -> VerifyReport:
@@ -106,7 +165,7 @@ def _verify_one(
     The results for the other namespaces, and their repairs, are kept.
     """
     from ....tiers.nvme.offline.presence import owners
-    from .verify_blocks import VerifyReport
+    from .verify_report import VerifyReport
     from .verify_view import print_verified
 
     try:

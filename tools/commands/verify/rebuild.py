@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CorruptionError, KVCascadeError
+from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.index.block_index import GENERATIONS_PER_SESSION
 from ....tiers.nvme.index.index_keys import MAX_EPOCH, MAX_SESSION
 from ....tiers.nvme.offline.maintenance import Totals, exclusive, replace_index
 from ....tiers.nvme.offline.reader import Description, SegmentReader
-from ....tiers.nvme.offline.scan import Throttle, Verdict, Wanted, scan
+from ....tiers.nvme.offline.scan import Verdict, Wanted, scan
 from ....tiers.nvme.offline.state_reader import StateReader
 from ....tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
 from ..cache_access import check_index_can_be_walked, open_index
-from .verify_blocks import Progress
+from .verify_report import Progress
 
 
 @dataclass(slots=True)

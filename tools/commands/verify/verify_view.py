@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -17,9 +18,11 @@ from rich.progress import (
 from rich.text import Text
 
 from .. import show
-from .rebuild import RebuildReport
-from .verify_blocks import Progress as Advance
-from .verify_blocks import VerifyReport
+from .verify_report import Progress as Advance
+from .verify_report import VerifyReport
+
+if TYPE_CHECKING:
+    from .rebuild import RebuildReport
 
 MAX_SHOWN = 20
 """Number of blocks to print; `--json` lists all."""

@@ -3,11 +3,13 @@
 | question | body | answer |
 | --- | --- | --- |
 | `namespace` | `name` | `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day` |
-| `blocks` | `name`, `after`, `limit` | `blocks`: hash, slot, checksum; `next`, null at the end |
+| `blocks` | `name`, `after`, `limit` | `blocks`: see below; `next`, null at the end |
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 
-`day` has `written_bytes`, `read_bytes` and `is_whole_day`. Hashes are hexadecimal; `after` is the
-last `next`, or empty. A namespace that no node has open is opened, and stays open with its writer.
+`day` has `written_bytes`, `read_bytes` and `is_whole_day`. A block is its hash, slot, checksum and
+the time of its last use in seconds since 1970; `drop` needs the first three. Hashes are
+hexadecimal; `after` is the last `next`, or empty. A namespace that no node has open is opened, and
+stays open with its writer.
 """
 
 from __future__ import annotations
@@ -50,8 +52,13 @@ def some_blocks(writer: PathWriter, body: Answer) -> Answer:
     if type(limit) is not int or not 0 < limit <= MAX_BLOCKS_PER_ANSWER:
         raise ConfigError(f"give `limit`, from 1 to {MAX_BLOCKS_PER_ANSWER}")
     after = _key(body.get("after", ""))
-    found = _namespace(writer, body).table.keys_after(after, limit)
-    rows = [[key.hex(), entry.slot, entry.checksum] for key, entry in found]
+    namespace = _namespace(writer, body)
+    found = namespace.table.keys_after(after, limit)
+    used_s = namespace.recency.last_used_s([entry.slot for _, entry in found])
+    rows = [
+        [key.hex(), entry.slot, entry.checksum, used]
+        for (key, entry), used in zip(found, used_s, strict=True)
+    ]
     return {"blocks": rows, "next": rows[-1][0] if rows else None}
 
 
@@ -61,7 +68,7 @@ def drop(writer: PathWriter, body: Answer) -> Answer:
     if not isinstance(rows, list) or len(rows) > MAX_BLOCKS_PER_ANSWER:
         raise ConfigError(f"give `blocks`, at most {MAX_BLOCKS_PER_ANSWER}")
     try:
-        wanted = {_key(key): (int(slot), int(checksum)) for key, slot, checksum in rows}
+        wanted = {_key(key): (int(slot), int(checksum)) for key, slot, checksum, *_ in rows}
     except (TypeError, ValueError):
         raise ConfigError("each of `blocks` is a hash, a slot and a checksum") from None
     removed = writer.drop_blocks(_namespace(writer, body), wanted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -241,8 +241,12 @@ class NamespaceWriter:
             held = self._held(keys)
             absent = list(dict.fromkeys(key for key in keys if key not in held))
             free = min(self.space.free(paths) if paths else 0, allowed)
-            if len(absent) > free and may_wait and now_s < first.until_s:
-                break
+            if len(absent) > free and now_s < first.until_s:
+                if may_wait:
+                    break
+                if len(absent) > first.need:  # blocks of it were evicted while it waited
+                    self.waiting[0] = replace(first, need=len(absent))
+                    break
             self.waiting.popleft()
             granted = absent[:free]
             slots = self.space.take(first.client, self.epoch, granted, paths) if granted else []

@@ -116,6 +116,11 @@ class Recency:
             self._order.last_use, self._is_used, slots_per_segment, self._wall_clock()
         )
 
+    def last_used_s(self, slots: Sequence[int]) -> list[int]:
+        """Return the time of the last use of each slot, in seconds since 1970."""
+        inside = np.clip(np.asarray(slots, dtype=np.int64), 0, len(self._is_used) - 1)
+        return list(map(int, self._order.last_use[inside]))
+
     def close(self, *, is_clean: bool) -> None:
         """Close the arrays. With `is_clean` they are sealed, so that the next start trusts them."""
         if is_clean:

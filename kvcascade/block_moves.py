@@ -1,0 +1,250 @@
+"""Blocks on their way between the caller's buffers and the node of a path, through an own arena.
+
+A call sends jobs of a few blocks each, so that copying overlaps with I/O. A call that runs out of
+time leaves its jobs behind. Their slots are used again only after the node has answered.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_buffers import Bytes
+from .handlers.node.bounce import huge_pages
+from .handlers.node.path_jobs import PART_BYTES
+from .handlers.node.path_wire import GetJob, JobDone, PutJob, pack_slots, unpack_outcomes
+from .tiers.base import BlockOutcome
+
+MIN_SLOTS = 2
+"""Fewest blocks in the arena: one is copied while another one is transferred."""
+RETRY_PAUSE_S = 0.02
+"""Pause before blocks are offered again that were not taken."""
+
+
+class MovesClient(Protocol):
+    """The methods of a node's client that are used here."""
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        """Send a job, built from its ticket. Return False if it cannot be taken now."""
+        ...
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Receive answers until the condition holds or the time is over."""
+        ...
+
+
+@dataclass(slots=True)
+class MoveJob:
+    """Blocks that were sent to the node together."""
+
+    positions: list[int]
+    """Positions of the blocks in the call."""
+    slots: list[int]
+    """Slots of the arena, one for each block."""
+    done: JobDone | None = None
+    has_ended: bool = False
+
+    def end(self, done: JobDone | None) -> None:
+        """Note the answer, in any thread that calls a method of the client."""
+        self.done, self.has_ended = done, True
+
+    @property
+    def packed_slots(self) -> bytes:
+        """The slots as they are sent."""
+        return pack_slots(np.array(self.slots, dtype=np.int32))
+
+    @property
+    def outcomes(self) -> list[BlockOutcome]:
+        """Outcome of each block."""
+        if self.done is None:
+            return [BlockOutcome.IO_ERROR] * len(self.positions)
+        return unpack_outcomes(self.done.outcomes, len(self.positions))
+
+
+class Move(ABC):
+    """The blocks of one call. Subclasses know the direction."""
+
+    def __init__(self, keys: Sequence[bytes], positions: Sequence[int], limit_s: float) -> None:
+        """`positions` are those of the keys to move."""
+        self.keys = keys
+        self.todo = deque(positions)
+        """Blocks that are not moved yet and not under way."""
+        self.jobs: list[MoveJob] = []
+        """Jobs that are under way."""
+        self._end_s = monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Time left for the call, in seconds; 0 if none is."""
+        return max(0.0, self._end_s - monotonic())
+
+    @property
+    def has_news(self) -> bool:
+        """True if a job has ended."""
+        return any(job.has_ended for job in self.jobs)
+
+    def take_ended(self) -> list[MoveJob]:
+        """Return the jobs that have ended, and forget them."""
+        ended = [job for job in self.jobs if job.has_ended]
+        self.jobs = [job for job in self.jobs if not job.has_ended]
+        return ended
+
+    @abstractmethod
+    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], Any]:
+        """Prepare the job's slots of the arena; return a function from its ticket to its message.
+
+        `arena` has the shape (slots, block bytes).
+        """
+
+    @abstractmethod
+    def land(self, job: MoveJob, arena: Bytes) -> list[int]:
+        """Take the outcomes of a job; return the positions of blocks to send again."""
+
+
+class PutMove(Move):
+    """Blocks that are written."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        limit_s: float,
+        views: Sequence[Bytes],
+        epoch: int | None,
+    ) -> None:
+        """`views` are the bytes of each key's block; `epoch` is that of the blocks."""
+        super().__init__(keys, positions, limit_s)
+        self.outcomes = [BlockOutcome.CANCELLED] * len(keys)
+        """Outcome of each block; CANCELLED without one."""
+        self._views = views
+        self._epoch = epoch
+
+    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], PutJob]:
+        for slot, at in zip(job.slots, job.positions, strict=True):
+            np.copyto(arena[slot], self._views[at])
+        keys = [self.keys[at] for at in job.positions]
+        return lambda ticket: PutJob(ticket, keys, job.packed_slots, self._epoch)
+
+    def land(self, job: MoveJob, arena: Bytes) -> list[int]:
+        for at, outcome in zip(job.positions, job.outcomes, strict=True):
+            self.outcomes[at] = outcome
+        return [at for at in job.positions if self.outcomes[at] is BlockOutcome.CANCELLED]
+
+
+class GetMove(Move):
+    """Blocks that are read."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        limit_s: float,
+        views: Sequence[Bytes] | None,
+    ) -> None:
+        """`views` are filled with the blocks; without them each block gets an array of its own."""
+        super().__init__(keys, positions, limit_s)
+        self.read: dict[int, Bytes] = {}
+        """Bytes of the blocks that were read and verified, by position."""
+        self._views = views
+
+    def order(self, job: MoveJob, arena: Bytes) -> Callable[[int], GetJob]:
+        keys = [self.keys[at] for at in job.positions]
+        return lambda ticket: GetJob(ticket, keys, job.packed_slots)
+
+    def land(self, job: MoveJob, arena: Bytes) -> list[int]:
+        for at, slot, outcome in zip(job.positions, job.slots, job.outcomes, strict=True):
+            if outcome is BlockOutcome.OK:
+                view = np.empty_like(arena[slot]) if self._views is None else self._views[at]
+                np.copyto(view, arena[slot])
+                self.read[at] = view
+        return []
+
+
+class BlockMoves:
+    """The arena of a cache, and its calls: one moves blocks at a time. Any thread."""
+
+    def __init__(self, block_bytes: int, buffer_bytes: int) -> None:
+        self.slots = max(MIN_SLOTS, buffer_bytes // block_bytes)
+        """Number of blocks in the arena."""
+        self.memory = huge_pages(self.slots * block_bytes)
+        """The arena, for the node."""
+        self._arena: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
+        self._arena = self._arena.reshape(self.slots, block_bytes)
+        self._most = max(1, PART_BYTES // block_bytes)
+        """Most blocks of one job."""
+        self._turn = threading.Lock()
+        self._free = list(range(self.slots))
+        self._left: list[MoveJob] = []
+        """Jobs of calls that ran out of time."""
+
+    def run(self, move: Move, client: MovesClient, check: Callable[[], None]) -> None:
+        """Move blocks until all have an outcome or the time of the call is over.
+
+        `check` raises an error if it is of no use to go on.
+        """
+        with self._taking_turn(move) as has_turn:
+            while has_turn and (move.todo or move.jobs):
+                check()
+                self._step(move, client)
+                if not move.left_s:
+                    return
+
+    # -- inside, for the call that has its turn ------------------------------------------------
+
+    @contextmanager
+    def _taking_turn(self, move: Move) -> Iterator[bool]:
+        """Wait until no other call moves blocks; False if the time is over before that."""
+        has_turn = bool(move.todo) and self._turn.acquire(timeout=move.left_s)
+        try:
+            yield has_turn
+        finally:
+            if has_turn:
+                self._left += move.jobs
+                self._turn.release()
+
+    def _step(self, move: Move, client: MovesClient) -> None:
+        """Send jobs, wait for an answer, and take the answers."""
+        self._take_back()
+        is_taken = True
+        while move.todo and self._free and is_taken:
+            is_taken = self._submit(move, client)
+        limit_s = move.left_s if move.jobs or not self._free else min(RETRY_PAUSE_S, move.left_s)
+        client.wait(lambda: move.has_news or self._has_back, limit_s)
+        again: list[int] = []
+        for job in move.take_ended():
+            again += move.land(job, self._arena)
+            self._free += job.slots
+        if again:
+            client.wait(lambda: False, min(RETRY_PAUSE_S, move.left_s))
+            move.todo.extendleft(reversed(again))
+
+    def _submit(self, move: Move, client: MovesClient) -> bool:
+        """Send the next blocks; return False if the node takes none now."""
+        count = min(len(move.todo), len(self._free), self._most)
+        positions = [move.todo.popleft() for _ in range(count)]
+        job = MoveJob(positions, [self._free.pop() for _ in range(count)])
+        if client.submit(move.order(job, self._arena), job.end):
+            move.jobs.append(job)
+            return True
+        move.todo.extendleft(reversed(positions))
+        self._free += job.slots
+        return False
+
+    @property
+    def _has_back(self) -> bool:
+        return any(job.has_ended for job in self._left)
+
+    def _take_back(self) -> None:
+        """Take back the slots of jobs whose call ran out of time."""
+        for job in [job for job in self._left if job.has_ended]:
+            self._left.remove(job)
+            self._free += job.slots

@@ -1,0 +1,398 @@
+"""`kvcascade.open`: blocks in a path of one's own, beside engines, and in an engine's namespace."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.keys import key
+from support.path_engine import PathEngine
+
+import kvcascade
+from kvcascade.block_moves import BlockMoves, GetMove, PutMove
+from kvcascade.errors import ClosedError, ConfigError, FormatError
+from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
+from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+
+BLOCK = 4096
+STORED, HELD = kvcascade.PutOutcome.STORED, kvcascade.PutOutcome.HELD
+Open = Callable[..., kvcascade.BlockCache]
+
+
+def content(number: int, version: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng([number, version]).integers(0, 256, BLOCK, np.uint8)
+
+
+def engine_at(path: Path, *, is_thread: bool = True) -> PathEngine:
+    options = PathOptions(64 << 20, segment_bytes=8 * BLOCK, policy="sieve")
+    return PathEngine([path], options, is_thread=is_thread).open()
+
+
+def namespace_in(path: Path) -> str:
+    (found,) = (one.name for one in path.iterdir() if (one / "namespace.json").exists())
+    return found
+
+
+@pytest.fixture
+def open_cache(tmp_path: Path) -> Iterator[Open]:
+    made: list[kvcascade.BlockCache] = []
+
+    def start(path: Path = tmp_path / "kv", **options: Any) -> kvcascade.BlockCache:
+        given = {"namespace": "mine", "buffer_size": 16 * BLOCK, **options}
+        made.append(kvcascade.open(path, **given))
+        return made[-1]
+
+    yield start
+    for cache in made:
+        cache.close()
+
+
+def new(open_cache: Open, **options: Any) -> kvcascade.BlockCache:
+    """A cache in a new path."""
+    small = {"capacity": "64MiB", "min_free": 0, "segment_size": 64 * BLOCK}
+    return open_cache(block_bytes=BLOCK, **{**small, **options})
+
+
+def test_what_is_put_is_got_by_the_next_process(open_cache: Open) -> None:
+    numbers = range(100)
+    with new(open_cache) as cache:
+        assert not any(cache.exists(map(key, numbers)))
+        outcomes = cache.put([key(n) for n in numbers], [content(n) for n in numbers])
+        assert outcomes == [STORED] * 100, "more than the buffer holds"
+        assert cache.put([key(0), key(100), key(100)], [content(0)] * 3) == [HELD, STORED, HELD]
+    again = open_cache()
+    assert again.block_bytes == BLOCK and not again.is_read_only
+    assert again.exists([key(0), key(99), key(101)]) == [True, True, False]
+    found = again.get([key(n) for n in (*numbers, 101)])
+    assert found[100] is None
+    for number, block in zip(numbers, found, strict=False):
+        assert block is not None and np.array_equal(block, content(number))
+    assert again.put([], []) == [] and again.get([]) == []
+
+
+def test_buffers_of_every_kind(open_cache: Open) -> None:
+    cache = new(open_cache)
+    given = [
+        content(0).view(np.float16).reshape(32, 64),
+        torch.from_numpy(content(1)).view(torch.bfloat16).reshape(2, -1),
+        bytes(content(2)),
+        memoryview(content(3).tobytes()).cast("B", (64, 64)),
+        torch.nn.Parameter(torch.from_numpy(content(4)[:].copy()).view(torch.float32)),
+    ]
+    keys = [key(n) for n in range(5)]
+    assert cache.put(keys, given) == [STORED] * 5
+    stacked = np.zeros((5, BLOCK), np.uint8)
+    assert all(row is not None for row in cache.get(keys, list(stacked)))
+    tensors = [torch.zeros(BLOCK // 2, dtype=torch.bfloat16) for _ in keys]
+    assert [a is b for a, b in zip(cache.get(keys, tensors), tensors, strict=True)] == [True] * 5
+    kept = bytearray(BLOCK)
+    assert cache.get([key(9)], [kept]) == [None] and not any(kept)
+    for number in range(5):
+        assert np.array_equal(stacked[number], content(number))
+        assert np.array_equal(tensors[number].view(torch.uint8).numpy(), content(number))
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda c: c.put(["text"], [bytes(BLOCK)]), "keys[0] is a str"),
+        (lambda c: c.exists([b""]), "keys[0] is 0 bytes"),
+        (lambda c: c.get([bytes(65)]), "from 1 to 64"),
+        (lambda c: c.put([b"a"], []), "0 buffers for 1 keys"),
+        (lambda c: c.put([b"a"], [bytes(8)]), "buffers[0] has 8 bytes"),
+        (lambda c: c.put([b"a"], [7]), "buffers[0] is a int"),
+        (lambda c: c.put([b"a"], [np.zeros((BLOCK, 2), np.uint8)[:, 0]]), "not contiguous"),
+        (lambda c: c.put([b"a"], [torch.zeros(64, 64, dtype=torch.uint8).T]), ".contiguous()"),
+        (lambda c: c.put([b"a"], [torch.zeros(BLOCK, device="meta")]), "copy it to the CPU"),
+        (lambda c: c.get([b"a"], [bytes(BLOCK)]), "read-only"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    open_cache: Open, call: Callable[[kvcascade.BlockCache], object], named: str
+) -> None:
+    cache = new(open_cache)
+    with pytest.raises(ConfigError) as caught:
+        call(cache)
+    assert named in str(caught.value)
+    assert cache.exists([b"a"]) == [False]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"namespace": "mine"}, "open.block_bytes is missing"),
+        ({"block_bytes": 1000}, "no multiple of 4096"),
+        ({"block_bytes": "64KiB"}, "open.block_bytes"),
+        ({"namespace": " ", "block_bytes": BLOCK}, "open.namespace"),
+        ({"namespace": "llama-0123456789ab"}, "there are none"),
+        ({"block_bytes": BLOCK, "capacity": "7 parsecs"}, "open.capacity"),
+        ({"block_bytes": BLOCK, "policy": "lru2"}, "open.policy"),
+        ({"block_bytes": BLOCK, "durability": "both"}, "open.durability"),
+        ({"block_bytes": BLOCK, "io_threads": 0}, "open.io_threads"),
+        ({"block_bytes": BLOCK, "timeout_s": 0}, "open.timeout_s"),
+        ({"block_bytes": BLOCK, "buffer_size": "50%"}, "open.buffer_size"),
+        ({"block_bytes": BLOCK, "capacity": 1 << 60}, "open.capacity"),
+        ({"block_bytes": BLOCK, "path": []}, "open.path"),
+        ({"block_bytes": BLOCK, "path": 7}, "open.path"),
+    ],
+)
+def test_a_wrong_opening_is_one_sentence_and_leaves_nothing(
+    open_cache: Open, tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_cache(**options)
+    assert named in str(caught.value)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_another_block_size_is_refused(open_cache: Open) -> None:
+    new(open_cache).close()
+    with pytest.raises(ConfigError, match="4096 bytes, not 8192"):
+        open_cache(block_bytes=2 * BLOCK)
+
+
+def test_options_that_are_not_given_stay_as_recorded(open_cache: Open, tmp_path: Path) -> None:
+    new(open_cache, policy="s3fifo").close()
+    fs, root = RealFileSystem(), tmp_path / "kv"
+    before = load_record(fs, root)
+    assert before is not None and before.options.policy == "s3fifo"
+    open_cache().close()
+    assert load_record(fs, root) == before
+    open_cache(capacity="32MiB").close()
+    after = load_record(fs, root)
+    assert after is not None and after.options.capacity_bytes == 32 << 20
+    assert after.options.policy == "s3fifo"
+
+
+def test_the_other_folders_of_a_path_are_found(open_cache: Open, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with new(open_cache, path=folders) as cache:
+        cache.put([key(n) for n in range(200)], [content(n) for n in range(200)])
+    assert list((tmp_path / "b").glob("*/segments/*"))
+    again = open_cache(path=folders[0])
+    assert again.exists([key(0), key(199)]) == [True, True]
+    again.close()
+    with pytest.raises(ConfigError, match=str(folders[1])):
+        open_cache(path=[*folders, tmp_path / "c"])
+
+
+@pytest.mark.parametrize("is_thread", [True, False], ids=["thread", "process"])
+def test_an_engines_namespace_is_read_by_name(
+    open_cache: Open, tmp_path: Path, is_thread: bool
+) -> None:
+    engine = engine_at(tmp_path, is_thread=is_thread)
+    try:
+        engine.put(range(8))
+        cache = open_cache(tmp_path, namespace=namespace_in(tmp_path))
+        assert cache.is_read_only and cache.block_bytes == engine.block_bytes
+        assert cache.exists([key(0), key(8)]) == [True, False]
+        blocks = cache.get([key(n) for n in range(9)])
+        assert [block is not None for block in blocks] == [True] * 8 + [False]
+        for number, block in enumerate(blocks[:8]):
+            assert bytes(block) == engine.content(number)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="read only"):
+            cache.put([key(9)], [content(9)])
+        own = open_cache(tmp_path, block_bytes=BLOCK)
+        assert own.put([key(0)], [content(0)]) == [STORED], "beside the engine, in its own"
+        assert engine.holds(range(10)) == list(range(8))
+    finally:
+        engine.close()
+
+
+def test_a_closed_engines_namespace_is_read_and_nothing_recorded(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    engine = engine_at(tmp_path)
+    engine.put(range(8))
+    engine.close()
+    before = load_record(RealFileSystem(), tmp_path)
+    with open_cache(tmp_path, namespace=namespace_in(tmp_path)) as cache:
+        assert all(block is not None for block in cache.get([key(n) for n in range(8)]))
+    assert load_record(RealFileSystem(), tmp_path) == before
+
+
+def test_a_namespace_of_another_version_is_refused(open_cache: Open, tmp_path: Path) -> None:
+    new(open_cache).close()
+    root = tmp_path / "kv"
+    file = root / namespace_in(root) / "namespace.json"
+    file.write_text(file.read_text().replace('"format_version": 3', '"format_version": 2'))
+    with pytest.raises(FormatError, match="version 2"):
+        open_cache()
+
+
+def test_the_next_one_writes_when_the_writer_leaves(open_cache: Open) -> None:
+    first, second = new(open_cache), open_cache()
+    assert first.put([key(0)], [content(0)]) == [STORED]
+    assert second.exists([key(0)]) == [True]
+    first.close()
+    assert second.put([key(1)], [content(1)]) == [STORED]
+    assert [block is not None for block in second.get([key(0), key(1)])] == [True, True]
+    with pytest.raises(ClosedError):
+        first.get([key(0)])
+
+
+def test_a_stopped_writer_costs_the_time_limit_and_reads_go_on(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    engine = engine_at(tmp_path, is_thread=False)
+    try:
+        cache = open_cache(tmp_path, block_bytes=BLOCK, timeout_s=0.5)
+        assert cache.put([key(0)], [content(0)]) == [STORED]
+        engine.signal(signal.SIGSTOP)
+        timed_out = kvcascade.PutOutcome.TIMED_OUT
+        for number in range(1, 4):
+            assert cache.put([key(number)], [content(number)]) == [timed_out]
+        assert cache.get([key(0)])[0] is not None
+        engine.signal(signal.SIGCONT)
+        numbers = range(4, 40)
+        outcomes = cache.put([key(n) for n in numbers], [content(n) for n in numbers])
+        assert outcomes == [STORED] * len(numbers), "slots of late answers are used again"
+    finally:
+        engine.signal(signal.SIGCONT)
+        engine.close()
+
+
+def test_the_write_budget_is_an_outcome(open_cache: Open) -> None:
+    cache = new(open_cache, write_budget=8 * BLOCK)
+    assert cache.put([key(100)], [content(100)]) == [STORED]
+    outcomes = cache.put([key(n) for n in range(11)], [content(n) for n in range(11)])
+    assert outcomes.count(STORED) == 7
+    assert outcomes.count(kvcascade.PutOutcome.OVER_BUDGET) == 4
+
+
+def test_a_damaged_block_is_absent_from_then_on(open_cache: Open, tmp_path: Path) -> None:
+    cache = new(open_cache)
+    cache.put([key(n) for n in range(4)], [content(n) for n in range(4)])
+    (segment,) = (tmp_path / "kv").glob("*/segments/*")
+    data = segment.read_bytes()
+    at = data.index(content(2).tobytes())
+    with segment.open("r+b") as file:
+        file.seek(at + 99)
+        file.write(bytes([data[at + 99] ^ 1]))
+    numbers = [0, 1, 3]
+    found = cache.get([key(n) for n in range(4)])
+    assert found[2] is None and all(found[n] is not None for n in numbers)
+    assert cache.put([key(2)], [content(2)]) in ([STORED], [HELD])
+    cache.close()
+    again = open_cache()
+    assert all(block is not None for block in again.get([key(n) for n in numbers]))
+
+
+def test_threads_share_a_cache(open_cache: Open) -> None:
+    cache = new(open_cache)
+
+    def work(number: int) -> bool:
+        names = [key(1000 * number + n) for n in range(50)]
+        blocks = [content(1000 * number + n) for n in range(50)]
+        assert cache.put(names, blocks) == [STORED] * 50
+        found = cache.get(names)
+        return all(
+            a is not None and np.array_equal(a, b) for a, b in zip(found, blocks, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+
+
+def test_against_a_dictionary(open_cache: Open) -> None:
+    """A block may be absent, since the path evicts; wrong bytes never come."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    capacity = capacity_of(4, 8, BLOCK)
+    first = new(open_cache, capacity=capacity, segment_size=8 * BLOCK)
+    pair = [first, open_cache()]
+    kept: dict[int, int] = {}
+    hits = 0
+    for turn in range(120):
+        cache = rng.choice(pair)
+        numbers = rng.sample(range(60), rng.randint(1, 20))
+        if rng.random() < 0.5:
+            blocks = [content(n, turn) for n in numbers]
+            outcomes = cache.put([key(n) for n in numbers], blocks)
+            assert set(outcomes) <= {STORED, HELD}
+            kept.update(
+                {n: turn for n, each in zip(numbers, outcomes, strict=True) if each is STORED}
+            )
+            continue
+        for number, block in zip(numbers, cache.get([key(n) for n in numbers]), strict=True):
+            if block is not None:
+                hits += 1
+                assert np.array_equal(block, content(number, kept[number]))
+    assert hits > 100
+
+
+class HeldClient:
+    """A node that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Any, Callable[[Any], None]]] = []
+        self.answers: Callable[[Any], JobDone | None] | None = None
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        self.jobs.append((order(len(self.jobs) + 1), on_end))
+        return True
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        if self.answers is not None:
+            self.answer(self.answers)
+        return is_done()
+
+    def answer(self, done_of: Callable[[Any], JobDone | None]) -> None:
+        """End every job."""
+        jobs, self.jobs = self.jobs, []
+        for message, on_end in jobs:
+            on_end(done_of(message))
+
+
+def test_slots_of_a_call_that_ran_out_of_time_are_not_used_before_the_answer() -> None:
+    moves, client = BlockMoves(BLOCK, 2 * BLOCK), HeldClient()
+    names = [key(n) for n in range(2)]
+    blocks = [content(n) for n in range(2)]
+    late = PutMove(names, [0, 1], 0.0, blocks, 0)
+    moves._turn.acquire()
+    moves.run(late, client, lambda: None)
+    assert not client.jobs, "it had no turn"
+    moves._turn.release()
+    late = PutMove(names, [0, 1], 0.01, blocks, 0)
+    moves.run(late, client, lambda: None)
+    assert late.outcomes == [BlockOutcome.CANCELLED] * 2 and len(client.jobs) == 1
+    before = bytes(moves.memory)
+    other = PutMove([key(5)], [0], 0.01, [content(5)], 0)
+    moves.run(other, client, lambda: None)
+    assert bytes(moves.memory) == before, "the node may still read these slots"
+    client.answers = lambda message: JobDone(message.ticket)
+    other = PutMove([key(5)], [0], 10.0, [content(5)], 0)
+    moves.run(other, client, lambda: None)
+    assert other.outcomes == [BlockOutcome.OK] and not client.jobs
+
+
+def test_a_node_that_died_costs_its_blocks_and_refused_blocks_are_offered_again() -> None:
+    moves, client = BlockMoves(BLOCK, 4 * BLOCK), HeldClient()
+    client.answers = lambda message: None
+    read = GetMove([key(0)], [0], 10.0, None)
+    moves.run(read, client, lambda: None)
+    assert not read.read
+    offered: list[Any] = []
+
+    def later(message: Any) -> JobDone:
+        offered.append(message)
+        outcome = BlockOutcome.CANCELLED if len(offered) < 3 else BlockOutcome.OK
+        return JobDone(message.ticket, pack_outcomes((outcome,)))
+
+    client.answers = later
+    put = PutMove([key(0)], [0], 10.0, [content(0)], 3)
+    moves.run(put, client, lambda: None)
+    assert put.outcomes == [BlockOutcome.OK] and len(offered) == 3
+    assert all(isinstance(each, PutJob) and each.epoch == 3 for each in offered)

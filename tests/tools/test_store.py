@@ -1,0 +1,230 @@
+"""`kvcascade store`: the writer of a path as a service."""
+
+from __future__ import annotations
+
+import configparser
+import logging
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.cache_rig import ROOT, call, call_outside
+from support.children import environment
+from support.keys import key
+from support.path_engine import PathEngine
+from support.waiting import wait_until
+
+import kvcascade
+from kvcascade.errors import ConfigError, InUseError
+from kvcascade.handlers.node.path_session import open_session
+from kvcascade.handlers.node.path_wire import NodeState
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_lock import try_lead
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER, load_record
+from kvcascade.tiers.nvme.path.writer_note import load_note
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.store.serve_path import STOP_LIMIT_S, StoreEnd, parts_of, serve
+
+BLOCK = 4096
+FS = RealFileSystem()
+GIVEN: dict[str, object] = {"capacity": "64MiB", "min_free": 0}
+OPTIONS = PathOptions(64 << 20, segment_bytes=8 * BLOCK)
+
+
+def serve_while(root: Path, work: Callable[[], object]) -> StoreEnd:
+    """Run a service until some work is done beside it."""
+
+    def pause(seconds: float) -> None:
+        work()
+        raise KeyboardInterrupt
+
+    return serve(parts_of([root], GIVEN, {}), may_wait=False, pause=pause)
+
+
+def test_engines_follow_the_service_and_find_their_blocks_in_the_next_one(tmp_path: Path) -> None:
+    def put() -> None:
+        engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+        try:
+            assert engine.state is NodeState.FOLLOWING
+            engine.put(range(8))
+        finally:
+            engine.close()
+
+    def get() -> None:
+        engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+        try:
+            assert engine.holds(range(9)) == list(range(8))
+            engine.get(range(8))
+        finally:
+            engine.close()
+
+    assert serve_while(tmp_path, put) is StoreEnd.STOPPED
+    assert serve_while(tmp_path, get) is StoreEnd.STOPPED
+    lock = try_lead(FS, tmp_path)
+    assert lock is not None, "the path is closed"
+    lock.release()
+
+
+def test_options_come_from_the_call_then_the_environment_then_the_record(tmp_path: Path) -> None:
+    variables = {
+        "KVCASCADE_NVME_POLICY": "s3fifo",
+        "KVCASCADE_NVME_CAPACITY": "1GiB",
+        "KVCASCADE_NVME_MOVERS": "threads",
+        "KVCASCADE_WRITE_MODE": "through",
+    }
+    parts = parts_of([tmp_path], GIVEN, variables)
+    assert (parts.options.policy, parts.options.capacity_bytes) == ("s3fifo", 64 << 20)
+    serve(parts, may_wait=False, pause=_interrupt)
+    again = parts_of([tmp_path], {"durability": "power"}, {})
+    assert again.options.policy == "s3fifo" and again.options.capacity_bytes == 64 << 20
+    assert again.options.durability == "power"
+    record = load_record(FS, tmp_path)
+    assert record is not None and record.options == parts.options
+    with pytest.raises(ConfigError, match="store.policy"):
+        parts_of([tmp_path], {}, {"KVCASCADE_NVME_POLICY": "lru2"})
+
+
+def _interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_second_writer_is_named_or_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvcascade")
+    engine = PathEngine([tmp_path], OPTIONS, name="the engine", is_thread=True).open()
+    parts = parts_of([tmp_path], GIVEN, {})
+    with pytest.raises(InUseError, match="the engine.*--wait"):
+        serve(parts, may_wait=False)
+    pauses = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 3:
+            engine.close()
+        note = load_note(FS, tmp_path)
+        if note is not None and "kvcascade store" in note.name:
+            raise KeyboardInterrupt
+
+    assert serve(parts, may_wait=True, pause=pause) is StoreEnd.STOPPED
+    assert sum("the engine" in each for each in caplog.messages) == 1, "said once"
+    assert serve(parts, may_wait=True, pause=_interrupt) is StoreEnd.STOPPED
+
+
+def test_a_service_that_waits_can_be_stopped(tmp_path: Path) -> None:
+    engine = PathEngine([tmp_path], OPTIONS, is_thread=True).open()
+    try:
+        parts = parts_of([tmp_path], GIVEN, {})
+        assert serve(parts, may_wait=True, pause=_interrupt) is StoreEnd.STOPPED
+        assert engine.tier.takes_puts
+    finally:
+        engine.close()
+
+
+def test_a_path_that_is_taken_away_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.0)
+    root = tmp_path / "kv"
+    root.mkdir()
+    parts = parts_of([root], GIVEN, {})
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        if not pauses:
+            root.rename(tmp_path / "away")
+            root.mkdir()
+        pauses.append(seconds)
+        wait_until(lambda: True, 1, 0.01)
+
+    assert serve(parts, may_wait=False, pause=pause) is StoreEnd.FAILED
+    assert not (root / PATH_FOLDER).exists()
+
+
+def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
+    answer = call("store", tmp_path / "kv")
+    assert answer.code == ExitCode.USAGE and "create it" in answer.err
+    assert not (tmp_path / "kv").exists()
+    assert call("store", tmp_path, "--capacity", "much").code == ExitCode.USAGE
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvcascade.tools", "store", str(tmp_path), *options]
+        process = subprocess.Popen(
+            command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def line_with(process: subprocess.Popen[str], text: str) -> str:
+    """Read lines of a process until one has this text."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"it ended without {text!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(
+    tmp_path: Path, service: Callable[..., subprocess.Popen[str]], number: int
+) -> None:
+    process = service("--capacity", "64MiB", "--min-free", "0")
+    assert "64.0 MiB" in line_with(process, "writes")
+    with kvcascade.open(tmp_path, namespace="mine", block_bytes=BLOCK) as cache:
+        assert cache.put([key(1)], [bytes(BLOCK)]) == [kvcascade.PutOutcome.STORED]
+    answer = call_outside("store", tmp_path)
+    assert answer.code == ExitCode.IN_USE and str(process.pid) in answer.err
+    process.send_signal(number)
+    assert process.wait(STOP_LIMIT_S) == ExitCode.OK
+    with open_session(FS, tmp_path) as session:
+        assert session.is_writer
+        (found,) = session.ask("list")["namespaces"]
+        assert session.ask("namespace", name=found["name"])["blocks"] == 1
+
+
+def test_the_next_one_takes_over_from_a_killed_one(
+    tmp_path: Path, service: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = service("--capacity", "64MiB", "--min-free", "0")
+    line_with(first, "writes")
+    second = service("--wait")
+    assert str(first.pid) in line_with(second, "has a writer already")
+    first.kill()
+    assert "64.0 MiB" in line_with(second, "writes")
+    second.terminate()
+    assert second.wait(STOP_LIMIT_S) == ExitCode.OK
+
+
+def test_the_unit_gives_it_time_and_starts_it_before_the_engines() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "docs" / "deploy" / "systemd" / "kvcascade-store.service")
+    *_, command = shlex.split(unit["Service"]["ExecStart"])
+    words = shlex.split(command)
+    assert Path(words[1]).name == "kvcascade"
+    program = "import sys; print(sys.argv[1:])"
+    here = command.replace(words[1], f"{sys.executable} -c {shlex.quote(program)}")
+    done = subprocess.run(
+        ["/bin/sh", "-c", here], env={"KV_PATH": "/a b"}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(["store", "/a b", "--wait"])
+    assert int(unit["Service"]["TimeoutStopSec"]) > STOP_LIMIT_S
+    assert unit["Unit"]["Before"] == "vllm.service"

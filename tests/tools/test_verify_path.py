@@ -1,0 +1,160 @@
+"""`kvcascade verify` of a path with one writer, closed and beside engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cache_rig import Answer, call, flip
+from support.keys import key
+from support.path_cache import BLOCK, HEADER, PER_SEGMENT, engine_on, fill_path, folder_in, held_in
+
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.transfers import Throttle
+from kvcascade.tiers.nvme.path.block_scan import Finding, NamedBlock, ScanSource, scan_blocks
+from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
+from kvcascade.tiers.nvme.path.presence_file import map_presence
+from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_blocks import open_path
+
+BLOCKS = 20
+
+
+def problems(answer: Answer) -> dict[str, str]:
+    """Hash to problem."""
+    return {each["hash"]: each["problem"] for each in answer.one["problems"]}
+
+
+def damage(folder: Path, number: int) -> None:
+    """Change one byte of a block."""
+    with open_path(folder.parent) as path:
+        (slot,) = (each.slot for each in path.blocks(folder.name) if each.key == key(number))
+    segment, index = divmod(slot, PER_SEGMENT)
+    flip(folder / "segments" / f"{segment:06d}.safetensors", HEADER + index * BLOCK + 17)
+
+
+def test_nothing_wrong(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    before = load_record(RealFileSystem(), tmp_path)
+    for path in (tmp_path, folder):
+        answer = call("verify", path, "--json")
+        assert answer.code == ExitCode.OK
+        assert answer.one["ok"] == answer.one["blocks"] == BLOCKS
+        assert answer.one["is_clean"] and answer.one["space_adds_up"] and not answer.one["is_live"]
+        assert answer.one["bytes_read"] == BLOCKS * BLOCK
+    assert load_record(RealFileSystem(), tmp_path) == before
+    assert "no problems found" in call("verify", tmp_path).out
+    assert held_in(tmp_path, range(BLOCKS)) == list(range(BLOCKS))
+
+
+def test_a_flipped_payload_is_found_and_only_it_is_dropped(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    damage(folder, 3)
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.PROBLEMS and problems(answer) == {key(3).hex(): "corrupt"}
+    assert answer.one["ok"] == BLOCKS - 1 and answer.one["dropped"] == 0
+    answer = call("verify", tmp_path, "--repair", "--json")
+    assert answer.code == ExitCode.PROBLEMS and answer.one["dropped"] == 1
+    assert call("verify", tmp_path).code == ExitCode.OK
+    assert held_in(tmp_path, range(BLOCKS)) == [n for n in range(BLOCKS) if n != 3]
+
+
+def test_beside_a_running_engine(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path, is_thread=False)
+    try:
+        engine.put(range(BLOCKS))
+        damage(folder_in(tmp_path), 5)
+        answer = call("verify", tmp_path, "--repair", "--json")
+        assert answer.one["is_live"] and answer.one["dropped"] == 1
+        assert problems(answer) == {key(5).hex(): "corrupt"}
+        assert answer.one["space_adds_up"] is None
+        assert engine.holds(range(BLOCKS)) == [n for n in range(BLOCKS) if n != 5]
+        assert call("verify", tmp_path).code == ExitCode.OK
+    finally:
+        engine.close()
+
+
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    engine = engine_on(tmp_path)
+    try:
+        flip(folder / "segments" / "000000.safetensors", 20)
+        answer = call("verify", tmp_path, "--json")
+        assert list(answer.one["segments_damaged"].values()) == ["its header is damaged"]
+        assert answer.one["ok"] == BLOCKS
+    finally:
+        engine.close()
+
+
+def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    engine = engine_on(tmp_path)
+    try:
+        (folder / "segments" / "000001.safetensors").unlink()
+        answer = call("verify", tmp_path, "--repair", "--json")
+        assert set(problems(answer).values()) == {"no_segment"}
+        assert answer.one["dropped"] == len(problems(answer)) == PER_SEGMENT
+    finally:
+        engine.close()
+
+
+def test_an_index_is_not_rebuilt(tmp_path: Path) -> None:
+    fill_path(tmp_path, 1)
+    answer = call("verify", tmp_path, "--rebuild-index")
+    assert answer.code == ExitCode.USAGE and "empty cache" in answer.err
+
+
+def test_a_namespace_is_chosen(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, 1)
+    assert call("verify", tmp_path, "-n", "model").code == ExitCode.OK
+    answer = call("verify", tmp_path, "-n", "nothing")
+    assert answer.code == ExitCode.USAGE and folder.name in answer.err
+
+
+def test_several_folders(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    fill_path(roots, BLOCKS)
+    assert call("verify", roots[0], "--json").one["ok"] == BLOCKS
+    assert call("verify", roots[0], "--also", roots[1], "--json").one["ok"] == BLOCKS
+
+
+class TestScan:
+    @pytest.fixture
+    def blocks(self, tmp_path: Path) -> tuple[ScanSource, list[NamedBlock]]:
+        folder = fill_path(tmp_path, BLOCKS)
+        with open_path(tmp_path) as path:
+            namespace = path.namespace(folder.name)
+            named = list(path.blocks(folder.name))
+            slots = path.facts(folder.name)["slots"]
+        fs = RealFileSystem()
+        files = PayloadFiles(fs, [folder / "segments"], namespace.layout)
+        return ScanSource(files, map_presence(fs, folder, slots)), named
+
+    def test_every_valid_payload_is_given_once(
+        self, blocks: tuple[ScanSource, list[NamedBlock]]
+    ) -> None:
+        source, named = blocks
+        seen: dict[bytes, bytes] = {}
+        found = scan_blocks(source, named, None, lambda b, v: seen.update({b.key: bytes(v)}))
+        assert {finding for batch in found for _, finding in batch} == {Finding.OK}
+        assert seen.keys() == {key(n) for n in range(BLOCKS)}
+
+    def test_what_the_path_no_longer_has_has_changed(
+        self, blocks: tuple[ScanSource, list[NamedBlock]]
+    ) -> None:
+        source, named = blocks
+        stale = [NamedBlock(each.key, each.slot, each.checksum ^ 1) for each in named]
+        moved = [NamedBlock(each.key, each.slot + 10_000, each.checksum) for each in named]
+        for some in (stale, moved):
+            found = [finding for batch in scan_blocks(source, some) for _, finding in batch]
+            assert found == [Finding.CHANGED] * BLOCKS
+
+    def test_it_reads_no_faster_than_the_limit(
+        self, blocks: tuple[ScanSource, list[NamedBlock]]
+    ) -> None:
+        source, named = blocks
+        waits: list[float] = []
+        throttle = Throttle(BLOCK * BLOCKS, lambda: 0.0, waits.append)
+        assert sum(len(batch) for batch in scan_blocks(source, named, throttle)) == BLOCKS
+        assert waits and waits == sorted(waits)

@@ -1,0 +1,161 @@
+"""Verify the payloads of many blocks of a namespace, near the speed of the disk.
+
+The blocks are those that the writer's index named a while ago. The path goes on changing, so a
+mismatch is looked at again: if the presence table has no such block any more it has CHANGED, else
+it is read a second time. Several threads read runs of adjacent slots and hash them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+
+from ..disk.transfers import Throttle
+from .block_reader import payload_checksum
+from .payload_files import PayloadFiles
+from .presence_table import PresenceTable
+
+SCAN_THREADS = 4
+READ_BYTES = 8 << 20
+"""Bytes per read and thread; at least one block."""
+RUNS_PER_THREAD = 2
+"""Largest number of runs in flight per thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """A block as the index named it."""
+
+    key: bytes
+    slot: int
+    checksum: int
+    used_s: int = 0
+    """Wall-clock time of the last use, in seconds since 1970."""
+
+
+class Finding(Enum):
+    """Result of verifying one block."""
+
+    OK = "ok"
+    CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    NO_SEGMENT = "no_segment"
+    CHANGED = "changed"
+    """The block was removed or replaced meanwhile."""
+
+
+OnValid = Callable[[NamedBlock, memoryview], None]
+Findings = list[tuple[NamedBlock, Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSource:
+    """Files of a namespace, and its presence table."""
+
+    files: PayloadFiles
+    table: PresenceTable
+
+    def has_still(self, block: NamedBlock) -> bool:
+        """Return True if the presence table names the block as it was named."""
+        table = self.table
+        is_same = table.is_same(block.key, block.slot)
+        return is_same and table.checksum_of(block.slot) == block.checksum
+
+
+def scan_blocks(
+    source: ScanSource,
+    blocks: Sequence[NamedBlock],
+    throttle: Throttle | None = None,
+    on_valid: OnValid | None = None,
+    threads: int = SCAN_THREADS,
+) -> Iterator[Findings]:
+    """Read and verify blocks in the order of their slots; each item is one run.
+
+    `on_valid` receives every valid payload, on one of the threads. It must not keep the payload.
+    """
+    size = source.files.layout.block_bytes
+    local = threading.local()
+    throttle = throttle or Throttle(None)
+
+    def work(run: Sequence[NamedBlock]) -> Findings:
+        if not hasattr(local, "buffer"):
+            local.buffer = memoryview(mmap.mmap(-1, max(READ_BYTES, size)))
+        views = [local.buffer[i * size : (i + 1) * size] for i in range(len(run))]
+        return _verify_run(source, run, views, on_valid)
+
+    under_way: deque[Future[Findings]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
+        try:
+            for run in _runs(source, blocks):
+                throttle.take(len(run) * size)
+                under_way.append(pool.submit(work, run))
+                if len(under_way) >= threads * RUNS_PER_THREAD:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def _runs(source: ScanSource, blocks: Sequence[NamedBlock]) -> Iterator[Sequence[NamedBlock]]:
+    """Yield adjacent slots of one segment that fit a buffer."""
+    layout = source.files.layout
+    ordered = sorted(blocks, key=lambda each: each.slot)
+    most = max(1, READ_BYTES // layout.block_bytes)
+    for begin, end in layout.runs([each.slot for each in ordered]):
+        for start in range(begin, end, most):
+            yield ordered[start : min(start + most, end)]
+
+
+def _verify_run(
+    source: ScanSource,
+    run: Sequence[NamedBlock],
+    views: Sequence[memoryview],
+    on_valid: OnValid | None,
+) -> Findings:
+    try:
+        source.files.read_run(run[0].slot, views)
+    except OSError as error:
+        if len(run) == 1 or isinstance(error, FileNotFoundError):
+            return [(each, _of_error(source, each, error)) for each in run]
+        return [  # find out which block it is
+            found
+            for each, view in zip(run, views, strict=True)
+            for found in _verify_run(source, [each], [view], on_valid)
+        ]
+    found: Findings = []
+    for each, view in zip(run, views, strict=True):
+        finding = Finding.OK
+        if payload_checksum(each.key, view) != each.checksum:
+            finding = _look_again(source, each, view)
+        if finding is Finding.OK and on_valid is not None:
+            on_valid(each, view)
+        found.append((each, finding))
+    return found
+
+
+def _look_again(source: ScanSource, block: NamedBlock, view: memoryview) -> Finding:
+    """Read a block that did not match once more, if it is still there."""
+    if not source.has_still(block):
+        return Finding.CHANGED
+    source.files.forget_slot(block.slot)  # the segment may be another file of the same name
+    try:
+        source.files.read_run(block.slot, [view])
+    except OSError as error:
+        return _of_error(source, block, error)
+    if payload_checksum(block.key, view) == block.checksum:
+        return Finding.OK
+    return Finding.CORRUPT if source.has_still(block) else Finding.CHANGED
+
+
+def _of_error(source: ScanSource, block: NamedBlock, error: OSError) -> Finding:
+    if not source.has_still(block):
+        return Finding.CHANGED
+    return Finding.NO_SEGMENT if error.errno == errno.ENOENT else Finding.UNREADABLE

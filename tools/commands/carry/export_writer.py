@@ -1,0 +1,119 @@
+"""The file of `kvcascade export` while it is written.
+
+It is written under a temporary name and renamed when it is complete and durable. Memory grows with
+the blocks, independently of the payload.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ....tiers.nvme.disk.filesystem import RealFile, RealFileSystem
+from ....tiers.nvme.disk.transfers import write_all
+from ....tiers.nvme.segments.format import SLOT_RECORD_BYTES, SlotRecord
+from .carried import CarriedHead
+
+PARTIAL_SUFFIX = ".partial"
+FILE_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Selection of the blocks to export; without any criterion, all blocks."""
+
+    prompts: tuple[str, ...] = ()
+    """Start of the hash (hex) of the last block of each prompt; all blocks before it are
+    included."""
+    prefixes: tuple[bytes, ...] = ()
+    """Hash prefixes; blocks whose hash starts with one of them are included."""
+    hot_bytes: int | None = None
+    """Maximum payload in bytes; the most recently used blocks are included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """Result of an export; sizes in bytes."""
+
+    namespace: str
+    path: str
+    blocks: int
+    skipped: int
+    """Number of chosen blocks that were damaged or gone when they were read."""
+    missing: int
+    """Number of blocks of the chosen prompts that are not in the cache."""
+    file_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        return asdict(self)
+
+
+class ExportWriter:
+    """Writes rows in any order; rows from the end fill the gaps of skipped blocks. `put` is
+    thread-safe."""
+
+    def __init__(
+        self, file: RealFile, rows: int, block_bytes: int, head_of: Callable[[int], CarriedHead]
+    ) -> None:
+        """Prepare the rows; `head_of` returns the head of a file with a number of blocks."""
+        self._file = file
+        self._block_bytes = block_bytes
+        self._head_of = head_of
+        self._records: list[bytes | None] = [None] * rows
+        self._room = len(head_of(rows).header())
+
+    def put(self, row: int, record: SlotRecord, payload: memoryview) -> None:
+        """Write a payload that has been verified."""
+        write_all(self._file, [payload], self._offset(row))
+        self._records[row] = record.pack()
+
+    @property
+    def blocks(self) -> int:
+        """Number of rows that have been written."""
+        return sum(record is not None for record in self._records)
+
+    def finish(self) -> int:
+        """Close the gaps, write records and header; return the size of the file."""
+        rows = [row for row, record in enumerate(self._records) if record is not None]
+        gaps = [row for row in range(len(rows)) if self._records[row] is None]
+        buffer = memoryview(bytearray(self._block_bytes))
+        for gap in gaps:
+            last = rows.pop()
+            self._file.preadv([buffer], self._offset(last))
+            write_all(self._file, [buffer], self._offset(gap))
+            self._records[gap], self._records[last] = self._records[last], None
+        there = [record for record in self._records if record is not None]
+        end = self._offset(len(there))
+        write_all(self._file, [memoryview(b"".join(there))], end)
+        header = self._head_of(len(there)).header(self._room)
+        assert len(header) == self._room, "the header only gets shorter"
+        write_all(self._file, [memoryview(header)], 0)
+        size = end + len(there) * SLOT_RECORD_BYTES
+        self._file.truncate(size)
+        return size
+
+    def _offset(self, row: int) -> int:
+        return self._room + row * self._block_bytes
+
+
+@contextmanager
+def whole_or_nothing(path: Path) -> Iterator[RealFile]:
+    """Yield a file that gets its final name when it is complete and durable. Raises `OSError`."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = RealFile(os.open(partial, flags, FILE_MODE))
+    try:
+        yield file
+        file.sync()
+        os.replace(partial, path)
+        RealFileSystem().sync_dir(path.absolute().parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        file.close()

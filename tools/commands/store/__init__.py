@@ -1,0 +1,95 @@
+"""`kvcascade store`: options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..command_line import AlsoOption, ExitCode, answering, finish
+
+TierPath = Annotated[Path, typer.Argument(metavar="PATH", help="The tier's first path.")]
+CapacityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--capacity", metavar="SIZE", help="Disk space over all paths: 2TiB, 500GB or 80%."
+    ),
+]
+PolicyOption = Annotated[
+    str | None, typer.Option("--policy", metavar="NAME", help="Eviction policy of the path.")
+]
+DurabilityOption = Annotated[
+    str | None,
+    typer.Option(
+        "--durability",
+        metavar="KIND",
+        help='"process", or "power" for blocks that survive a loss of power.',
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--write-budget", metavar="AMOUNT", help="Maximum to write in 24 hours: 500GB, 0.3 DWPD."
+    ),
+]
+MinFreeOption = Annotated[
+    str | None,
+    typer.Option("--min-free", metavar="SIZE", help="Disk space that is never used: 50GB, 5%."),
+]
+SegmentOption = Annotated[
+    str | None,
+    typer.Option("--segment-size", metavar="SIZE", help="Approximate size of a new file: 1GiB."),
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Wait while another process is the writer; then take over.")
+]
+
+
+def store(
+    path: TierPath,
+    also: AlsoOption = None,
+    capacity: CapacityOption = None,
+    policy: PolicyOption = None,
+    durability: DurabilityOption = None,
+    write_budget: BudgetOption = None,
+    min_free: MinFreeOption = None,
+    segment_size: SegmentOption = None,
+    wait: WaitOption = False,
+) -> None:
+    """Write a path for all engines, as a service, until SIGTERM or SIGINT.
+
+    Engines of the path find this writer, and elect none among themselves while it runs. It moves no
+    blocks. Options that are not given are read from the environment (KVCASCADE_NVME_CAPACITY and so
+    on), then from the record of the path; the rest has the defaults of the configuration.
+
+    Examples:
+
+        kvcascade store /mnt/nvme/kv --capacity 2TiB
+
+        kvcascade store /mnt/nvme/kv --policy s3fifo --wait
+    """
+    with answering(as_json=False):
+        given = {
+            "capacity": capacity,
+            "policy": policy,
+            "durability": durability,
+            "write_budget": write_budget,
+            "min_free": min_free,
+            "segment_size": segment_size,
+        }
+        code = _run([path, *(also or ())], given, wait)
+    finish(code)
+
+
+def _run(paths: list[Path], given: dict[str, str | None], wait: bool) -> ExitCode:
+    import logging
+    import os
+
+    from ....logs import log_to_stderr
+    from .serve_path import StoreEnd, parts_of, serve
+
+    log_to_stderr("kvcascade store: ", logging.INFO)
+    words = {name: value for name, value in given.items() if value is not None}
+    end = serve(parts_of(paths, words, os.environ), may_wait=wait)
+    return ExitCode.CANNOT_OPEN if end is StoreEnd.FAILED else ExitCode.OK

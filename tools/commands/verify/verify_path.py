@@ -1,0 +1,114 @@
+"""`kvcascade verify` for a path with one writer: check each payload against its checksum.
+
+It runs beside engines. The writer names the blocks, and removes those that are damaged if nothing
+has changed about them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from ....errors import os_errors
+from ....handlers.node.path_io import SEGMENTS
+from ....tiers.nvme.disk.filesystem import open_read_only
+from ....tiers.nvme.disk.transfers import Throttle, read_all
+from ....tiers.nvme.path.block_scan import Finding, NamedBlock, scan_blocks
+from ....tiers.nvme.segments.format import segment_number
+from ..path_blocks import OpenPath, PathNamespace
+from .verify_report import BlockProblem, Problem, Progress, VerifyReport
+
+_PROBLEMS = {
+    Finding.CORRUPT: Problem.CORRUPT,
+    Finding.UNREADABLE: Problem.UNREADABLE,
+    Finding.NO_SEGMENT: Problem.NO_SEGMENT,
+}
+
+
+def verify_namespace(
+    path: OpenPath,
+    namespace: PathNamespace,
+    throttle: Throttle,
+    progress: Progress,
+    *,
+    may_repair: bool,
+) -> VerifyReport:
+    """Read all blocks of a namespace; with `may_repair` remove the damaged ones.
+
+    Raises a `KVCascadeError`.
+    """
+    name = namespace.name
+    report = VerifyReport(name, namespace.is_live)
+    slots = int(path.facts(name)["slots"])
+    damaged: list[NamedBlock] = []
+    named = list(path.blocks(name))
+    report.blocks = len(named)
+    inside = [each for each in named if 0 <= each.slot < slots]
+    for each in named:
+        if not 0 <= each.slot < slots:
+            report.problems.append(BlockProblem(each.key.hex(), each.slot, Problem.ENTRY))
+            damaged.append(each)
+    with path.source(namespace) as source:
+        for findings in scan_blocks(source, inside, throttle):
+            for block, finding in findings:
+                if finding in _PROBLEMS:
+                    problem = BlockProblem(block.key.hex(), block.slot, _PROBLEMS[finding])
+                    report.problems.append(problem)
+                    damaged.append(block)
+                report.changed += finding is Finding.CHANGED
+            report.bytes_read += len(findings) * namespace.block_bytes
+            progress(len(findings))
+    report.ok = report.blocks - report.changed - len(report.problems)
+    report.segments_damaged = dict(_damaged_segments(namespace))
+    _check_space(path, report, named)
+    if may_repair and damaged:
+        report.dropped = path.drop(name, damaged)
+    return report
+
+
+def _check_space(path: OpenPath, report: VerifyReport, named: list[NamedBlock]) -> None:
+    """Check that every block has a slot of its own, and that the writer counts as many."""
+    facts = path.facts(report.name)
+    twice = sum(count - 1 for count in Counter(each.slot for each in named).values())
+    if report.is_live or report.changed:
+        report.space = "unknown: engines are using the namespace"
+        return
+    report.space_adds_up = not twice and facts["blocks"] == len(named)
+    report.space = (
+        f"{len(named)} blocks in {facts['slots']} slots"
+        if report.space_adds_up
+        else f"{twice} slots are used twice; the index names {len(named)} blocks, and the presence "
+        f"table {facts['blocks']}"
+    )
+
+
+def _damaged_segments(namespace: PathNamespace) -> Iterator[tuple[str, str]]:
+    """Yield segment files whose header or size is wrong; the next writer corrects them."""
+    layout = namespace.layout
+    for folder in namespace.folders:
+        for path in sorted((folder / SEGMENTS).iterdir()):
+            number = segment_number(path.name)
+            if number is None:
+                continue
+            problem = _problem_of(path, layout.header(number), layout.file_bytes)
+            if problem:
+                yield str(path), problem
+
+
+def _problem_of(path: Path, header: bytes, file_bytes: int) -> str:
+    try:
+        with os_errors(f"reading {path}"):
+            file = open_read_only(path)
+            try:
+                found = memoryview(bytearray(len(header)))
+                if file.size() < file_bytes:
+                    return f"it has {file.size()} of {file_bytes} bytes"
+                read_all(file, [found], 0)
+            finally:
+                file.close()
+    except FileNotFoundError:  # it was just deleted
+        return ""
+    except OSError as error:
+        return str(error)
+    return "" if bytes(found) == header else "its header is damaged"

@@ -1,0 +1,83 @@
+"""Results of `kvcascade verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Problem(StrEnum):
+    """Kind of damage of a block or a file."""
+
+    CORRUPT = "corrupt"
+    """The payload does not match its checksum."""
+    UNREADABLE = "unreadable"
+    """The device cannot read the payload."""
+    NO_SEGMENT = "no_segment"
+    """The segment file of the block is missing or damaged."""
+    ENTRY = "entry"
+    """The index entry is damaged, or names an invalid slot."""
+    SHARED_SLOT = "shared_slot"
+    """Two entries name one slot; the later entry is correct."""
+    RECORD = "record"
+    """The payload is correct, but the slot's record differs. `--repair` rewrites the record, or
+    leaves that to the engine that owns the slot. Blocks with any other problem are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProblem:
+    """One block with a problem."""
+
+    hash: str
+    slot: int
+    problem: Problem
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """Result of verifying one namespace; sizes in bytes."""
+
+    name: str
+    is_live: bool
+    problem: str | None = None
+    """Reason why the namespace cannot be read or repaired, with a remedy."""
+    blocks: int = 0
+    ok: int = 0
+    changed: int = 0
+    """Number of blocks that were removed or replaced while they were read (live namespaces
+    only)."""
+    bytes_read: int = 0
+    seconds: float = 0.0
+    problems: list[BlockProblem] = field(default_factory=list)
+    segments_damaged: dict[str, str] = field(default_factory=dict)
+    """Mapping of damaged segment files to a description of the damage."""
+    space: str = ""
+    """Result of the check of free space, in words."""
+    space_adds_up: bool | None = None
+    """True if free space adds up; None if unknown, since only a clean close writes a list of free
+    slots."""
+    parts_missing: list[int] = field(default_factory=list)
+    dropped: int = 0
+    """Number of entries that `--repair` removed."""
+    records_written: int = 0
+    """Number of slot records that `--repair` rewrote."""
+    segments_to_repair: list[int] = field(default_factory=list)
+    segments_repaired: int = 0
+    """Number of segment files whose header or size `--repair` corrected."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Return True if no problem was found."""
+        is_space_wrong = self.space_adds_up is False
+        is_damaged = bool(self.problems or self.segments_damaged or is_space_wrong)
+        return self.problem is None and not (is_damaged or self.parts_missing)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        return {**asdict(self), "is_clean": self.is_clean}
+
+
+Progress = Callable[[int], None]
+"""Callback with the number of blocks read since the last call."""
