@@ -136,7 +136,7 @@ def test_the_most_recently_used_are_exported(
     fill_path(tmp_path, BLOCKS)
     out = tmp_path / "out.safetensors"
     blocks = OpenPath.blocks
-    uses = {key(n): 100 + n for n in range(BLOCKS)}
+    uses: dict[bytes, int] = {key(n): 100 + n for n in range(BLOCKS)}
     monkeypatch.setattr(
         OpenPath,
         "blocks",
