@@ -1,7 +1,7 @@
 """kvcascade: multi-tier KV-cache offloading for vLLM, from GPU to CPU memory to NVMe.
 
-Importing this package loads neither torch nor vLLM. Names that need more than the standard library
-are loaded on first use.
+Importing this package loads neither torch nor vLLM. All names but the errors are loaded on first
+use: a process that moves blocks starts with this package, and needs few of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .config.schema import CascadeConfig, parse
 from .errors import (
     ClosedError,
     ConfigError,
@@ -24,6 +23,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .block_cache import BlockCache, PutOutcome, open
+    from .config.schema import CascadeConfig, parse
     from .tiers.base import Backend, BlockStatus, CachePolicy, LoadStoreSpec
 
 __version__ = "0.1.0"
@@ -33,9 +33,11 @@ _LATE = {
     "BlockCache": ".block_cache",
     "BlockStatus": ".tiers.base",
     "CachePolicy": ".tiers.base",
+    "CascadeConfig": ".config.schema",
     "LoadStoreSpec": ".tiers.base",
     "PutOutcome": ".block_cache",
     "open": ".block_cache",
+    "parse": ".config.schema",
 }
 
 __all__ = [
@@ -62,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name that needs more than the standard library, on first use."""
+    """Load a public name on first use."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_LATE[name], __name__), name)

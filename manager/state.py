@@ -34,3 +34,5 @@ class TierState:
     """Bytes left of the day's write budget; None: there is no limit."""
     day: DayTotals | None = None
     """Totals of the last day; None if the tier does not record them."""
+    is_reporter: bool = True
+    """True if this engine reports the metrics of the whole tier: one of those that share it."""

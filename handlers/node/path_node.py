@@ -26,12 +26,15 @@ from ...errors import KVCascadeError
 from ...tiers.nvme.path.path_messages import (
     MAX_KEYS_PER_MESSAGE,
     PROTOCOL,
+    Chain,
     CommitDone,
     Epoch,
     FromNode,
     FromWriter,
     Granted,
     Hello,
+    KeysListed,
+    ListKeys,
     Moved,
     Read,
     Refused,
@@ -165,13 +168,15 @@ class PathNode:
         match message:
             case GetJob():
                 may_read = self.state in CAN_READ and not self._resets
+                if may_read:  # now, because these blocks are soon looked up again
+                    self._use(UseNote(message.keys))
                 self._gets.begin(message, may_read=may_read)
             case PutJob():
                 self._puts.begin(message, may_write=self.state in CAN_WRITE)
             case UseNote():
-                for start in range(0, len(message.keys), MAX_KEYS_PER_MESSAGE):
-                    keys = message.keys[start : start + MAX_KEYS_PER_MESSAGE]
-                    self._send(Touch(keys, message.is_chain, message.is_settle))
+                self._use(message)
+            case ListKeys() | Chain():
+                self._send(message)
             case ResetJob():
                 self._gets.forget()
                 self._send_reset([message.ticket])
@@ -219,7 +224,7 @@ class PathNode:
                 self._moved(message)
             case SegmentsRemoved():
                 self._means.forget_segments(message.numbers)
-            case Stored() | Removed() | TierFigures():
+            case Stored() | Removed() | KeysListed() | TierFigures():
                 self._means.tell(message)
             case _:
                 """Answers of questions that a node never asks."""
@@ -278,6 +283,11 @@ class PathNode:
         """Send a message if the writer serves this node; drop it otherwise."""
         if self._welcome is not None:
             self._means.send(message)
+
+    def _use(self, note: UseNote) -> None:
+        for start in range(0, len(note.keys), MAX_KEYS_PER_MESSAGE):
+            keys = note.keys[start : start + MAX_KEYS_PER_MESSAGE]
+            self._send(Touch(keys, note.is_chain, note.is_settle))
 
     def _answer(self, message: JobDone) -> None:
         self._means.tell(message)

@@ -3,7 +3,7 @@
 The node is the process that moves the blocks of one engine and talks to the writer of the path.
 Both ends run the same version of the program. Jobs name blocks by key and by arena slot; arena
 slots are sent as the bytes of an int32 array. What the writer says about blocks is passed on as it
-came (`Removed`, `Stored`, `Epoch`, `TierFigures`).
+came (`Removed`, `Stored`, `KeysListed`, `Epoch`, `TierFigures`), and so are `ListKeys` and `Chain`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 from ...tiers.base import BlockOutcome, SlotArray
 from ...tiers.nvme.path.frames import WireError
 from ...tiers.nvme.path.path_messages import (
+    Chain,
     Epoch,
+    KeysListed,
+    ListKeys,
     NamespaceSpec,
     PathOptions,
     Removed,
@@ -144,9 +147,17 @@ class NodeJoined(msgspec.Struct, frozen=True, array_like=True, tag=83):
     """Options in force."""
 
 
-NodeOrder = PutJob | GetJob | ResetJob | UseNote
+NodeOrder = PutJob | GetJob | ResetJob | UseNote | ListKeys | Chain
 FromNodeProcess = (
-    NodeReady | JobDone | NodeNote | NodeJoined | Removed | Stored | Epoch | TierFigures
+    NodeReady
+    | JobDone
+    | NodeNote
+    | NodeJoined
+    | Removed
+    | Stored
+    | KeysListed
+    | Epoch
+    | TierFigures
 )
 
 to_node: msgspec.msgpack.Decoder[NodeSetup | NodeOrder] = msgspec.msgpack.Decoder(

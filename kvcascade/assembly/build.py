@@ -51,6 +51,7 @@ from .named import admission_rule
 from .node_parts import (
     EngineFacts,
     OpenTier,
+    SlotMemory,
     epoch_below,
     open_node_tiers,
     port_of,
@@ -310,9 +311,8 @@ def open_cascade(
         executors: list[ThreadPoolExecutor] = []
         movers: list[Mover] = []
         if uses_nodes():
-            engine = EngineFacts(
-                key, arena, settings.cpu.prefault, with_events, settings.promotion_deadline_s
-            )
+            memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
+            engine = EngineFacts(key, memory, prefault, with_events, settings.promotion_deadline_s)
             open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
         for number, options in enumerate(() if uses_nodes() else settings.nvme):
             stores, loads = io_threads_of(options, executors, undo)
@@ -345,6 +345,8 @@ def open_cascade(
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = chain_notes(opened[0]) if opened else None
+        if nodes:
+            chains = ChainNotes(nodes[0].note_chain)
         cascade = Cascade(
             settings, arena, manager, opened, executors, recorder, movers, chains, nodes
         )

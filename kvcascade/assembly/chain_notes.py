@@ -1,11 +1,8 @@
-"""Log the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
+"""Note the order of a request's blocks when it ends: see `tiers/nvme/segments/chains`.
 
-The scheduler queues the request's blocks and goes on. A thread writes a few hundred blocks at a
-time, so that it never holds the interpreter lock for long. If the queue is full, the request is
+The scheduler queues the request's blocks and goes on. A thread passes a few hundred blocks at a
+time on, so that it never holds the interpreter lock for long. If the queue is full, the request is
 left out.
-
-A block is logged with the request that stores it. A prompt is logged again in full once half the
-log has been written since, so that chains in use are not overwritten.
 """
 
 from __future__ import annotations
@@ -13,34 +10,31 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS, ChainLog
+from ..tiers.nvme.segments.chains import MAX_RUN_BLOCKS
 
 MAX_QUEUED = 256
 """Limit on requests that wait to be logged."""
-MAX_REMEMBERED = 1 << 16
-"""Limit on remembered ends of chains that were logged recently."""
 STOP_WAIT_S = 5.0
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 
+Write = Callable[[Sequence[bytes], int, int], Iterable[object]]
+"""Writes a chain, such as `ChainBook.write`: its keys in prefix order, the number of them that
+earlier requests stored, and tokens per block. What it returns may pause."""
 _Noted = tuple[Mapping[bytes, int], Mapping[bytes, bool]]
 
 
 class ChainNotes:
-    """Writes chains of blocks to the log. The scheduler's thread calls `note` and `close`."""
+    """Notes chains of blocks. The scheduler's thread calls `note` and `close`."""
 
-    def __init__(self, log: ChainLog, wall_clock: Callable[[], float] = time.time) -> None:
-        """`wall_clock`: seconds since 1970."""
+    def __init__(self, write: Write) -> None:
+        """`write` is called on a thread of its own."""
         self.left_out = 0
         """Number of requests that found the queue full."""
-        self._log = log
-        self._now_s = wall_clock
-        self._ends: OrderedDict[bytes, int] = OrderedDict()
-        """Last block of each logged chain, to `ChainLog.written` when its start was logged."""
+        self._write = write
         self._queue: queue.Queue[_Noted | None] = queue.Queue(MAX_QUEUED)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcascade-chains", daemon=True)
@@ -70,33 +64,12 @@ class ChainNotes:
     def _run(self) -> None:
         while not self._stopped.is_set() and (noted := self._queue.get()) is not None:
             ends, used = noted
-            self._write(*finest_chain(ends), used)
-
-    def _write(self, chain: list[bytes], tokens: int, used: Mapping[bytes, bool]) -> None:
-        """Log the new part of a chain; all of it if the old part was not logged recently."""
-        if not chain:
-            return
-        fresh = next((i for i, key in enumerate(chain) if used.get(key, False)), len(chain))
-        last_old = chain[fresh - 1] if fresh else b""
-        noted_at = self._noted_at(last_old)
-        at = self._log.written if noted_at is None else noted_at
-        now_s = int(self._now_s())
-        for begin in range(0 if noted_at is None else fresh, len(chain), MAX_RUN_BLOCKS):
-            if self._stopped.is_set():
-                return
-            parent = chain[begin - 1] if begin else b""
-            self._log.note(chain[begin : begin + MAX_RUN_BLOCKS], parent, begin, tokens, now_s)
-            _let_others_in()
-        for key in filter(None, (last_old, chain[-1])):
-            self._ends[key] = at
-            self._ends.move_to_end(key)
-        while len(self._ends) > MAX_REMEMBERED:
-            self._ends.popitem(last=False)
-
-    def _noted_at(self, key: bytes) -> int | None:
-        """Return `ChainLog.written` when a block's chain was logged; None if not recently."""
-        at = self._ends.get(key)
-        return at if at is not None and self._log.written - at < self._log.size // 2 else None
+            chain, tokens = finest_chain(ends)
+            fresh = next((i for i, key in enumerate(chain) if used.get(key, False)), len(chain))
+            for _ in self._write(chain, fresh, tokens):
+                _let_others_in()
+                if self._stopped.is_set():
+                    return
 
 
 def finest_chain(ends: Mapping[bytes, int]) -> tuple[list[bytes], int]:

@@ -32,7 +32,7 @@ from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
+from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.path_plan import plan_segments
@@ -47,13 +47,33 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """Memory of the engine whose slots the nodes read and write."""
+
+    slot_bytes: int
+    slots: int
+    view: memoryview
+    """All slots, one block each."""
+    is_huge: bool = False
+    """True if it lies in huge pages."""
+    duplicate: Callable[[], int] | None = None
+    """Function that returns a new descriptor of its file. None: only a thread can use it."""
+
+    @classmethod
+    def of(cls, arena: Arena) -> SlotMemory:
+        """Return the memory of an arena."""
+        size, view = arena.geometry, arena.slots.data.cast("B")
+        return cls(size.slot_bytes, size.slots, view, arena.is_huge, arena.duplicate)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """Properties of the engine that its nodes need."""
 
     key: NamespaceKey
-    arena: Arena
+    memory: SlotMemory
     has_prefault: bool
-    """True if a node is to map every page of the arena at its start."""
+    """True if a node is to map every page of the memory at its start."""
     with_events: bool
     stall_s: float
     """Time limit for stalled reads in seconds."""
@@ -72,6 +92,11 @@ class OpenTier:
         """End the node, which closes a path that it writes; idempotent."""
         self.node.close()
         self.mapper.shutdown()
+
+    def note_chain(self, keys: Sequence[bytes], fresh: int, tokens: int) -> tuple[()]:
+        """Have the writer log the order of a prompt's blocks: a `Write` of `ChainNotes`."""
+        self.node.tell(chain_of(keys, fresh, tokens))
+        return ()
 
     @property
     def folder(self) -> Path | None:
@@ -128,7 +153,7 @@ def open_node_tier(
         with os_errors(f"creating {path} ({options.key}.path)"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     asked = path_options(options, ThisMachine())
-    block_bytes = engine.arena.geometry.slot_bytes
+    block_bytes = engine.memory.slot_bytes
     segment_bytes = asked.segment_bytes
     slots = None if segment_bytes is None else max(1, segment_bytes // block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
@@ -182,7 +207,7 @@ def _node(
     file_system: FileSystem | None,
     on_note: Callable[[Any], None],
 ) -> Mover:
-    arena, key = engine.arena, engine.key
+    memory, key = engine.memory, engine.key
     setup = NodeSetup(
         f"{socket.gethostname()}:{os.getpid()}",
         tuple(map(str, options.path)),
@@ -190,21 +215,22 @@ def _node(
             key.label,
             json.dumps(dict(key.fields)).encode(),
             json.dumps(dict(key.about)).encode(),
-            arena.geometry.slot_bytes,
+            memory.slot_bytes,
         ),
         asked,
         HEADER_BYTES,
-        arena.geometry.slots,
+        memory.slots,
         options.io_threads,
         engine.with_events,
         options.direct_io is not DirectIO.OFF,
         engine.has_prefault,
-        arena.is_huge,
+        memory.is_huge,
     )
-    if file_system is None and options.movers is Movers.PROCESS:
-        return node_process(setup, arena.duplicate, on_note)
+    is_process = file_system is None and options.movers is Movers.PROCESS
+    if is_process and memory.duplicate is not None:
+        return node_process(setup, memory.duplicate, on_note)
     fs = file_system or RealFileSystem(setup.is_direct)
-    return node_thread(setup, arena.slots.data.cast("B"), fs, on_note)
+    return node_thread(setup, memory.view, fs, on_note)
 
 
 def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:

@@ -32,6 +32,7 @@ from ..tiers.nvme.attach import attachment_of
 from ..tiers.nvme.disk.filesystem import FileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.nvme.opening import open_nvme_tier
+from ..tiers.nvme.segments.chain_book import ChainBook
 from ..tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
 from ..tiers.nvme.segments.store import Durability
 from ..tiers.policies import OrderedPolicy, create
@@ -108,7 +109,7 @@ def chain_notes(tier: nvme.NvmeTier) -> ChainNotes | None:
         return None
     finally:
         arrays.close()  # it stays mapped
-    return ChainNotes(ChainLog(cells))
+    return ChainNotes(ChainBook(ChainLog(cells)).write)
 
 
 def nvme_level(name: str, options: NvmeTierOptions, tier: nvme.NvmeTier) -> Tier:

@@ -112,6 +112,17 @@ def _of_state(value: Callable[[TierState], float | None]) -> Callable[[MetricsSn
     return read
 
 
+def _of_tier(value: Callable[[TierState], float | None]) -> Callable[[MetricsSnapshot], Values]:
+    """Return a reader of a fact that all engines of a tier share: one of them reports it, and the
+    others report 0."""
+
+    def own(state: TierState) -> float | None:
+        found = value(state)
+        return found if found is None or state.is_reporter else 0.0
+
+    return _of_state(own)
+
+
 def _misses(snapshot: MetricsSnapshot) -> Values:
     """Yield the misses of each tier: blocks that no tier had, or that a tier below served."""
     counters = snapshot.counters
@@ -138,7 +149,8 @@ def _write_amplification(snapshot: MetricsSnapshot) -> Values:
 def _written_per_read(snapshot: MetricsSnapshot) -> Values:
     for state in snapshot.tiers:
         if state.day is not None and state.day.read:
-            yield (state.name,), state.day.written / state.day.read
+            own = state.is_reporter
+            yield (state.name,), state.day.written / state.day.read if own else 0.0
 
 
 LINK_FIELDS: dict[str, str] = {
@@ -204,28 +216,31 @@ assert {*LINK_FIELDS, *(field for field, _ in _LATENCIES.values())} == set(
     LinkCounters.__dataclass_fields__
 ), "every counter of a link has its metric"
 
-_STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
+_TIERS: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
     "tier_used_ratio": ("Share of a tier's slots in use.", lambda s: s.blocks / s.capacity_blocks),
-    "tier_dirty_ratio": (
-        "Share of a tier's slots whose block is not known to be in a tier below.",
-        lambda s: s.dirty_blocks / s.capacity_blocks,
-    ),
     "tier_blocks": ("Blocks in a tier.", lambda s: s.blocks),
     "tier_used_bytes": ("Bytes of the blocks in a tier.", lambda s: s.blocks * s.block_bytes),
     "tier_capacity_bytes": (
         "Bytes that a tier can hold.",
         lambda s: s.capacity_blocks * s.block_bytes,
     ),
-    "pending_blocks": ("Blocks queued or on their way up from a tier.", lambda s: s.waiting_blocks),
-    "demotion_jobs": ("Writes into a tier that are under way.", lambda s: s.demote_jobs),
-    "tier_blocked": ("1 while a tier takes no writes: it failed or is full.",
-                     lambda s: s.is_blocked),
     "write_budget_left_bytes": ("What may still be written to a tier today.",
                                 lambda s: s.budget_left_bytes),
     "day_written_bytes": ("Bytes written to a tier in the last 24 hours, by all its engines.",
                           lambda s: None if s.day is None else s.day.written),
     "day_read_bytes": ("Bytes read back from a tier in the last 24 hours, by all its engines.",
                        lambda s: None if s.day is None else s.day.read),
+}  # fmt: skip
+"""Gauges of whole tiers. Of the engines that share a tier, all but one report 0."""
+_STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
+    "tier_dirty_ratio": (
+        "Share of a tier's slots whose block is not known to be in a tier below.",
+        lambda s: s.dirty_blocks / s.capacity_blocks,
+    ),
+    "pending_blocks": ("Blocks queued or on their way up from a tier.", lambda s: s.waiting_blocks),
+    "demotion_jobs": ("Writes into a tier that are under way.", lambda s: s.demote_jobs),
+    "tier_blocked": ("1 while a tier takes no writes: it failed or is full.",
+                     lambda s: s.is_blocked),
 }  # fmt: skip
 
 
@@ -261,6 +276,8 @@ METRICS: tuple[Metric, ...] = (
            _turn_waits),
     *(Metric(Kind.HISTOGRAM, name, text, ("tier",), _latencies(field))
       for name, (field, text) in _LATENCIES.items()),
+    *(Metric(Kind.GAUGE, name, text, ("tier",), _of_tier(value))
+      for name, (text, value) in _TIERS.items()),
     *(Metric(Kind.GAUGE, name, text, ("tier",), _of_state(value))
       for name, (text, value) in _STATES.items()),
     Metric(Kind.GAUGE, "write_amplification",

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from vllm.v1.kv_offload.base import (
@@ -29,7 +30,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from ..assembly.named import checked_tier
+from ..assembly.named import admission_rule, checked_tier
+from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier, uses_nodes
 from ..assembly.nvme_parts import io_threads_of, nvme_level, open_nvme
 from ..config.machine import ThisMachine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
@@ -37,11 +39,11 @@ from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
 from ..manager.below.solo import SoloTier
 from ..manager.below.tier_jobs import TierJobs
+from ..manager.below.tier_writes import STALLED_S
 from ..manager.flow import Link
 from ..tiers.base import BlockHash
 from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.tier import NvmeTier
 from . import engine_facts
 from .generation import chunk_rows, known_fields, set_state, state_of
 from .kv_layers import layer_names
@@ -89,11 +91,11 @@ class KVCascadeTier(SecondaryTierManager):
         settings = checked_tier(options, ThisMachine())
         key = _namespace_key(offloading_spec.config, settings, self._row_bytes)
         self._on_reset = settings.on_reset
-        self._executors: list[ThreadPoolExecutor] = []
         with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         with ExitStack() as undo:
-            self._tier, self._jobs = self._open(settings.nvme[0], key, with_events, undo)
-            undo.pop_all()
+            open_ = self._open_node if uses_nodes() else self._open
+            self._jobs, folder = open_(settings.nvme[0], key, with_events, undo)
+            self._resources = undo.pop_all()
         (state,) = self._jobs.below.state()
         logger.info(
             "kvcascade opened: %s (blocks=%d, capacity_blocks=%d, policy=%s, namespace=%s)",
@@ -101,7 +103,7 @@ class KVCascadeTier(SecondaryTierManager):
             state.blocks,
             state.capacity_blocks,
             settings.nvme[0].policy,
-            self._tier.report.folder,
+            folder,
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -172,24 +174,36 @@ class KVCascadeTier(SecondaryTierManager):
         if not self._jobs.close(MAX_KEPT_S):
             logger.warning("kvcascade: the disk did not end its transfers; the next start checks")
             return
-        for executor in self._executors:
-            executor.shutdown(cancel_futures=True)
-        self._tier.close()
+        self._resources.close()
+
+    def _open_node(
+        self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
+    ) -> tuple[TierJobs, Path | None]:
+        """Open the tier behind a node on a thread, and return its folder; `undo` closes it."""
+        memory = SlotMemory(self._row_bytes, len(self._rows) // self._row_bytes, self._rows)
+        engine = EngineFacts(key, memory, False, with_events, STALLED_S)
+        tier = open_node_tier(self.tier_type, options, engine, None)
+        undo.callback(tier.close)
+        jobs = TierJobs(tier.port, admission_rule(options.admission), time.monotonic)
+        return jobs, tier.folder
 
     def _open(
         self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
-    ) -> tuple[NvmeTier, TierJobs]:
-        stores, loads = io_threads_of(options, self._executors, undo)
+    ) -> tuple[TierJobs, Path | None]:
         file_system = RealFileSystem(direct=str(options.direct_io) != "off")
-        tier = open_nvme(options, self._row_bytes, key, stores, file_system)
-        undo.callback(tier.close)
+        executors: list[ThreadPoolExecutor] = []
+        with ExitStack() as threads:
+            stores, loads = io_threads_of(options, executors, threads)
+            tier = open_nvme(options, self._row_bytes, key, stores, file_system)
+            undo.callback(tier.close)
+            undo.push(threads.pop_all())  # threads end before the tier is closed
         link = Link(
             down=NvmeStoreHandler(tier.store, self._row, stores),
             up=NvmeLoadHandler(tier.store, self._row, loads),
         )
         level = nvme_level(self.tier_type, options, tier)
         below = SoloTier(level, link, time.monotonic, with_events=with_events)
-        return tier, TierJobs(below, level.admission, time.monotonic)
+        return TierJobs(below, level.admission, time.monotonic), tier.report.folder
 
     def _row(self, slot: int) -> memoryview:
         start = slot * self._row_bytes

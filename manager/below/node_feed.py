@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...errors import KVCascadeError
 from ...handlers.node.path_wire import (
@@ -26,10 +26,11 @@ from ...handlers.node.path_wire import (
 )
 from ...logs import get_logger
 from ...tiers.base import BlockHash
-from ...tiers.nvme.path.path_messages import Epoch, Removed, Stored, TierFigures
+from ...tiers.endurance import DayTotals
+from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored, TierFigures
 from ...tiers.nvme.path.presence_table import PresenceTable
-from ..base import BlockEvent
 from ..counters import Departures
+from .node_events import NodeEvents
 
 Find = Callable[[bytes], int]
 """Function that returns the slot of a block; -1 if it is absent."""
@@ -64,13 +65,11 @@ class NodeFeed:
         self.blocks = 0
         """Number of blocks of the tier: the last figure, and what is known to have changed."""
         self.lost: list[BlockHash] = []
-        self.events: list[BlockEvent] = []
+        self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
         self._name = name
-        self._medium = medium
         self._map_table = map_table
         self._executor = executor
-        self._with_events = with_events
         self._incoming: deque[tuple[OnJobEnd | None, Any]] = deque()
         self._mapping: Future[PresenceTable] | None = None
         self._table: PresenceTable | None = None
@@ -101,10 +100,15 @@ class NodeFeed:
         if self._mapping is not None and self._mapping.done():
             self._mapped(self._mapping)
 
-    def emit(self, keys: list[BlockHash], *, removed: bool) -> None:
-        """Add an event for these blocks, if events are wanted."""
-        if self._with_events and keys:
-            self.events.append(BlockEvent(tuple(keys), self._medium, removed, self._name))
+    @property
+    def is_reporter(self) -> bool:
+        """True if this engine reports what concerns all engines of the tier."""
+        return self.figures is not None and self.figures.is_reporter
+
+    def day_totals(self) -> DayTotals:
+        """Return the bytes that all engines wrote and read in the last day, as far as known."""
+        day = None if self.figures is None else self.figures.day
+        return DayTotals() if day is None else DayTotals(day[1], day[2], bool(day[0]))
 
     def begin_reset(self) -> None:
         """Find nothing until `end_reset`, and forget what older blocks became."""
@@ -139,20 +143,24 @@ class NodeFeed:
     def _note(self, message: Any) -> None:
         match message:
             case Removed() if not self._is_resetting:
-                keys = [BlockHash(key) for key in message.keys]
-                self.blocks = max(0, self.blocks - len(keys))
-                self.lost += keys
-                self.emit(keys, removed=True)
+                self.blocks = max(0, self.blocks - len(message.keys))
+                self.lost += cast(list[BlockHash], message.keys)
+                self.events.changed(message.keys, removed=True)
             case Stored() if not self._is_resetting:
-                self.emit([BlockHash(key) for key in message.keys], removed=False)
+                self.events.changed(message.keys, removed=False)
+            case KeysListed() if not self._is_resetting:
+                self.events.listed(message)
             case TierFigures():
                 self._count(message)
             case Epoch() if self._is_resetting and message.request:
                 self._epoch = message.epoch
+            case Epoch():  # of another engine; the presence table has it, too
+                self.events.end_list()
             case NodeJoined():
                 self._enter(message.state)
                 folder, slots = message.folder, message.slots
                 self.folder = Path(folder)
+                self.events.joined()
                 self._mapping = self._executor.submit(self._map_table, folder, slots)
             case NodeNote():
                 if message.text:
@@ -162,11 +170,11 @@ class NodeFeed:
             case None:
                 self._enter(NodeState.JOINING)
             case _:
-                """Epochs of other resets are in the presence table; the rest is of the past."""
+                """Changes of before a reset."""
 
     def _count(self, figures: TierFigures) -> None:
         before = self.figures
-        if self.state is NodeState.LEADING and before is not None:
+        if self.is_reporter and before is not None:
             more = figures.evicted_blocks - before.evicted_blocks
             self.departures.evicted_blocks += max(0, more)
         self.figures = figures

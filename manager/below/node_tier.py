@@ -16,7 +16,7 @@ from typing import Any
 
 from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, ResetJob, UseNote
 from ...tiers.base import BlockHash
-from ...tiers.endurance import DayTotals
+from ..admission import EnduranceWatch
 from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
@@ -77,6 +77,7 @@ class NodeTier(Below):
         self._medium = facts.medium
         self._coming = self.writes.coming
         self._wants_chains = options.wants_chains
+        self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
         self._resets_due = 0
         """Number of resets that no node has carried out."""
         self._is_reset_sent = False
@@ -131,13 +132,12 @@ class NodeTier(Below):
         return lost
 
     def take_events(self) -> list[BlockEvent]:
-        events = self.feed.events
-        if events:
-            self.feed.events = []
+        events = self.feed.events.take()
+        self._ask_for_keys()
         return events
 
     def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self.feed.emit([key for key in keys if self.may_hold(key)], removed=False)
+        self.feed.events.emit([key for key in keys if self.may_hold(key)], removed=False)
 
     # -- whether it takes anything -----------------------------------------------------------
 
@@ -170,6 +170,9 @@ class NodeTier(Below):
         self.feed.process()
         if self._resets_due and not self._is_reset_sent:
             self._send_reset()
+        self._ask_for_keys()
+        if self.feed.is_reporter:  # the others would say the same
+            self._watch.check()
         return 1 if self.feed.was_reset() else 0
 
     def reset(self) -> None:
@@ -195,7 +198,6 @@ class NodeTier(Below):
 
     def state(self) -> list[TierState]:
         (facts,), figures = self.tiers, self.feed.figures
-        day = None if figures is None else figures.day
         return [
             TierState(
                 facts.name,
@@ -208,7 +210,8 @@ class NodeTier(Below):
                 demote_jobs=len(self.writes.jobs),
                 is_blocked=not self.takes_puts,
                 budget_left_bytes=None if figures is None else figures.budget_left_bytes,
-                day=None if day is None else DayTotals(day[1], day[2]),
+                day=self.feed.day_totals(),
+                is_reporter=self.feed.is_reporter,
             )
         ]
 
@@ -216,6 +219,11 @@ class NodeTier(Below):
 
     def _is_quiet(self) -> bool:
         return not (self.writes.open_tickets or self.reads.open_tickets)
+
+    def _ask_for_keys(self) -> None:
+        question = self.feed.events.question()
+        if question is not None:
+            self._client.tell(question)
 
     def _send_reset(self) -> None:
         due = self._resets_due

@@ -1,9 +1,10 @@
 """Jobs of another manager over the port: its stores and loads, with one answer per block.
 
 The other manager decides what it offers and when. Admission, room and write budget may refuse
-blocks. A store leaves these blocks out and does not fail. A block that fails to load is a miss for
-`FORGET_FAILED_S`, so that the other manager does not ask for it in a loop. While the tier rests,
-because transfers fail or stall, it accepts no writes, and every block is a miss.
+blocks, at once or in the outcome. A store leaves these blocks out and does not fail. A block that
+fails to load is a miss for `FORGET_FAILED_S`, so that the other manager does not ask for it in a
+loop. While the tier rests, because transfers fail or stall, it accepts no writes, and every block
+is a miss.
 
 Used by one thread. Only `drain` and `close` wait.
 """
@@ -18,12 +19,13 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ..admission import Admission, PastUses
 from ..base import BlockEvent
 from .port import Below, Ended, Put
-from .tier_writes import NOT_WANTED
 
 FORGET_FAILED_S = 30.0
 MAX_FAILED = 65_536
 """Maximum number of failed blocks that are remembered. Beyond it all are forgotten and tried
 again."""
+MAX_UNREPORTED = 4096
+"""Maximum number of ended requests that wait for their stores. Beyond it they are reported."""
 DRAIN_S = 60.0
 
 
@@ -49,6 +51,14 @@ class _Asked:
     """Number of resets before the job was started."""
 
 
+@dataclass(frozen=True, slots=True)
+class _EndedRequest:
+    """A request that ended, and that the tier was not told of."""
+
+    keys: Sequence[BlockHash]
+    counted: Container[BlockHash]
+
+
 class TierJobs:
     """Stores and loads of slots that another manager owns."""
 
@@ -62,6 +72,9 @@ class TierJobs:
         self._ended: list[TierJobResult] = []
         self._failed: dict[BlockHash, float] = {}
         self._epoch = 0
+        self._storing: set[BlockHash] = set()
+        """Blocks whose store is in flight."""
+        self._unreported: list[_EndedRequest] = []
         self._past = PastUses(below.tiers[0].capacity) if admission.counts_uses else None
 
     @property
@@ -97,6 +110,7 @@ class TierJobs:
         started = [h for h, a in zip(hashes, answers, strict=True) if a is Put.STARTED]
         if started:
             self._jobs[ticket] = _Asked(job_id, started, self._epoch)
+            self._storing.update(started)
         else:
             is_whole = Put.NOT_TAKEN not in answers
             self._ended.append(TierJobResult(job_id, (), is_whole, 0, 0.0))
@@ -129,11 +143,11 @@ class TierJobs:
     ) -> None:
         """Report the blocks of a request that ended, in prefix order.
 
-        The use of the blocks in `counted` was counted when they were stored or loaded.
+        The use of the blocks in `counted` was counted when they were stored or loaded. The tier is
+        told once the stores of these blocks have ended, because it ignores blocks that it lacks.
         """
-        if not self.below.chain(block_hashes):
-            self.below.settle([h for h in block_hashes if h in counted])
-            self.below.touch([h for h in block_hashes if h not in counted])
+        self._unreported.append(_EndedRequest(block_hashes, counted))
+        self._report_requests()
         self.maintain()
 
     def take_events(self) -> list[BlockEvent]:
@@ -155,6 +169,7 @@ class TierJobs:
         self.below.reset()
         self._epoch += 1
         self._failed.clear()
+        self._unreported.clear()
 
     def close(self, deadline_s: float) -> bool:
         """Stop the transfers within `deadline_s` seconds. Return False if some are still in
@@ -170,10 +185,28 @@ class TierJobs:
             self._ended.append(
                 TierJobResult(asked.job_id, loaded, is_whole, ended.size_bytes, ended.time_s)
             )
+        self._report_requests()
+
+    def _report_requests(self) -> None:
+        """Tell the tier of the ended requests whose stores have ended."""
+        unreported, self._unreported = self._unreported, []
+        excess = len(unreported) - MAX_UNREPORTED
+        for number, request in enumerate(unreported):
+            if number < excess or self._storing.isdisjoint(request.keys):
+                self._report(request)
+            else:
+                self._unreported.append(request)
+
+    def _report(self, request: _EndedRequest) -> None:
+        keys, counted = request.keys, request.counted
+        if not self.below.chain(keys):
+            self.below.settle([h for h in keys if h in counted])
+            self.below.touch([h for h in keys if h not in counted])
 
     def _land(self, asked: _Asked, ended: Ended) -> tuple[tuple[BlockHash, ...], bool]:
         if not ended.is_get:
-            return (), all(o is BlockOutcome.OK or o in NOT_WANTED for o in ended.outcomes)
+            self._storing.difference_update(asked.keys)
+            return (), BlockOutcome.IO_ERROR not in ended.outcomes  # the rest found no room
         came = list(zip(asked.keys, ended.outcomes, strict=True))
         loaded = tuple(h for h, outcome in came if outcome is BlockOutcome.OK)
         if asked.epoch == self._epoch:

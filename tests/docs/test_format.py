@@ -26,6 +26,7 @@ from kvcascade.assembly.chain_notes import ChainNotes
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.chain_book import ChainBook
 from kvcascade.tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for
 
 FIELDS = {"model": "some/modèle", "dtype": "float16"}
@@ -99,9 +100,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
     rig = UsageRig(config_of(root, NamespaceKey("some/modèle.", FIELDS)))
     rig.store([key(i) for i in range(BLOCKS)])
     rig.policy.touch([key(i) for i in range(0, BLOCKS, 2)])
-    notes = ChainNotes(
-        ChainLog(rig.tier.arrays.unsealed()(CHAINS, cells_for(32), np.uint64)), lambda: 1000.0
-    )
+    log = ChainLog(rig.tier.arrays.unsealed()(CHAINS, cells_for(32), np.uint64))
+    notes = ChainNotes(ChainBook(log, lambda: 1000.0).write)
     for prompt in PROMPTS:
         ends = {bytes(key(n)): TOKENS * (i + 1) for i, n in enumerate(prompt)}
         notes.note(ends, dict.fromkeys(ends, True))

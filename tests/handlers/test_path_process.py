@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,6 +167,17 @@ def test_a_path_longer_than_the_address_of_a_socket(tmp_path: Path) -> None:
     finally:
         for engine in pair:
             engine.close()
+
+
+def test_the_process_loads_only_what_moving_blocks_needs() -> None:
+    """Every engine waits for it at its start; each of these takes 10 to 30 ms."""
+    unwanted = {"psutil", "torch", "importlib.metadata", "kvcascade.config.schema"}
+    unwanted |= {"kvcascade.tiers.cpu.arena", "kvcascade.config.machine"}
+    script = "import sys, kvcascade.handlers.node.path_main; print(*sys.modules)"
+    command = [sys.executable, "-S", "-P", "-c", script]  # without what site packages load
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    loaded = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert not unwanted & set(loaded.stdout.split())
 
 
 class RealRig(BelowRig):

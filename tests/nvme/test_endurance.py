@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,22 @@ def test_wear_as_metrics() -> None:
     counters.links[0].demoted_bytes = 500
     assert gauge("write_amplification", snapshot) == [(("nvme",), 0.5), (("slow",), 0.0)]
     assert gauge("day_written_bytes", snapshot) == [(("nvme",), 600), (("slow",), 600)]
+
+
+def test_engines_that_do_not_report_a_tier_add_nothing_to_its_gauges() -> None:
+    """Sums over the engines of a tier are those of the tier."""
+    day = DayTotals(600, 200)
+    one = TierState("nvme", "NVME", 100, 4, 8, 0, waiting_blocks=3, budget_left_bytes=7, day=day)
+    two = dataclasses.replace(one, is_reporter=False, waiting_blocks=2)
+    counters = Counters.for_tiers(("cpu", "nvme"))
+    snapshots = [MetricsSnapshot(counters, [state]) for state in (one, two)]
+    for name, whole in {
+        "tier_blocks": 4, "tier_used_ratio": 0.5, "tier_used_bytes": 400,
+        "tier_capacity_bytes": 800, "day_written_bytes": 600, "day_read_bytes": 200,
+        "write_budget_left_bytes": 7, "written_per_read": 3.0, "pending_blocks": 5,
+    }.items():  # fmt: skip
+        values = [gauge(name, snapshot) for snapshot in snapshots]
+        assert sum(found[0][1] for found in values) == whole, name
+    assert gauge("write_budget_left_bytes", MetricsSnapshot(counters, [
+        dataclasses.replace(two, budget_left_bytes=None)
+    ])) == []  # fmt: skip

@@ -1,4 +1,5 @@
-"""The block table in LMDB and its twin in memory: one contract; damage and full disks for LMDB."""
+"""The block table in LMDB, its twin in memory, and that of replays: one contract; damage and full
+disks for LMDB."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from kvcascade.tiers.nvme.path.block_table import (
 )
 from kvcascade.tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
 from kvcascade.tiers.nvme.path.presence_table import hash_of
+from kvcascade.tools.replay.memory_path import MemoryBlocks
 
 SLOTS = 400
 IDENTITY = b"namespace"
@@ -41,10 +43,13 @@ def lmdb_at(folder: Path, **options: Any) -> LmdbBlockTable:
     return open_block_table(folder, size, IDENTITY, **{"is_durable": False, **options})
 
 
-@pytest.fixture(params=["lmdb", "memory"])
+@pytest.fixture(params=["lmdb", "memory", "replay"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     if request.param == "lmdb":
         return lambda: lmdb_at(tmp_path / "blocks", wall_clock=lambda: 1e9)
+    if request.param == "replay":
+        kept = MemoryBlocks(wall_clock=lambda: 1e9)
+        return lambda: kept
     disk = MemoryBlockDisk()
     return lambda: MemoryBlockTable(disk, IDENTITY, wall_clock=lambda: 1e9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.path_rig import PathRig, RigNode, key_of, slots_in
 
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -10,10 +11,13 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Bad,
     Committed,
     Epoch,
+    KeysListed,
+    ListKeys,
     RefusedWhy,
     Removed,
     Reset,
     Stored,
+    TierFigures,
     Touch,
     Why,
 )
@@ -140,3 +144,52 @@ def test_a_killed_writer_s_successor_has_everything() -> None:
     node = RigNode(rig)
     assert node.held([1, 2, 3]) == [1, 2, 3]
     assert node.store([3, 4]) == [Committed.OK]
+
+
+def test_keys_are_listed_in_bounded_batches() -> None:
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store(list(range(20)))
+    found: list[bytes] = []
+    for limit in (8, 8, 8, 8):
+        after = found[-1] if found else b""
+        rig.send(node.client, ListKeys(after, limit))
+        rig.step()
+        (answer,) = rig.take(node.client, KeysListed)
+        assert answer.after == after and len(answer.keys) <= limit
+        found += answer.keys
+    assert found == sorted(map(key_of, range(20))) and answer.keys == []
+    rig.send(node.client, ListKeys(b"", -1))
+    rig.send(node.client, ListKeys(b"", 1 << 40))
+    rig.step()
+    assert [len(m.keys) for m in rig.take(node.client, KeysListed)] == [0, 20]
+
+
+def test_a_reset_is_named_to_others_that_publish_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcascade.tiers.nvme.path.writer.path_writer.MAX_RESET_EVENTS", 5)
+    rig = PathRig()
+    own, other = RigNode(rig, wants_events=True), RigNode(rig, wants_events=True)
+    quiet = RigNode(rig)
+    own.store(list(range(8)))
+    rig.send(own.client, Reset(9))
+    rig.step()
+    assert rig.take(own.client, Removed) == rig.take(quiet.client, Removed) == []
+    kinds = [type(message) for message in rig.inboxes[other.client]]
+    assert kinds.index(Removed) < kinds.index(Epoch), "what is stored next comes later"
+    (removed,) = rig.take(other.client, Removed)
+    assert removed.keys == sorted(map(key_of, range(8)))[:5], "no more than the limit"
+
+
+def test_one_node_of_each_namespace_reports_its_figures() -> None:
+    rig = PathRig()
+    nodes = [RigNode(rig), RigNode(rig), RigNode(rig, label="another"), RigNode(rig)]
+
+    def reporters() -> list[bool]:
+        rig.step(seconds=2.0)
+        last = [rig.take(node.client, TierFigures)[-1:] for node in nodes]
+        return [bool(figures and figures[0].is_reporter) for figures in last]
+
+    assert reporters() == [True, False, True, False]
+    rig.writer.disconnect(nodes[0].client)
+    nodes[1].store([1])
+    assert reporters() == [False, True, False, False], "only what changed is sent"

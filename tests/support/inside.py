@@ -1,6 +1,12 @@
-"""The parts of a cascade in this process, for tests that look inside: top first."""
+"""The parts of a cascade in this process, for tests that look inside: top first.
+
+Also the order of eviction in a path that nobody has open.
+"""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow
@@ -9,6 +15,12 @@ from kvcascade.manager.below.tier_chain import TierChain
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.demotion import Demoter
 from kvcascade.manager.level import Level
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
+from kvcascade.tiers.nvme.path.presence_file import boot_id
+from kvcascade.tiers.nvme.path.writer.namespace_home import homes_under, open_home
+from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans, open_namespace_writer
+from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
 def solos(below: Below) -> list[SoloTier]:
@@ -35,3 +47,19 @@ def demoters(manager: CascadingOffloadingManager) -> list[Demoter]:
 def levels(manager: CascadingOffloadingManager) -> list[Level]:
     """The first tier and every tier below it."""
     return [manager._flow.top, *(solo.level for solo in solos(manager._flow.below))]
+
+
+def coldest_in(root: Path) -> list[bytes]:
+    """The blocks of the only namespace of a path in order of eviction; nobody has it open."""
+    fs = RealFileSystem()
+    record, (name,) = load_record(fs, root), homes_under(fs, root)
+    assert record is not None
+    home = open_home(fs, [root], name, record.options.capacity_bytes)
+    assert home is not None
+    means = StartMeans(fs, time.time, open_block_table, boot_id())
+    namespace = open_namespace_writer(means, home, record.options.policy, is_durable=False)
+    try:
+        slots = namespace.recency.victims(namespace.space.used)
+        return [key for key in namespace.table.keys_at(slots) if key is not None]
+    finally:
+        namespace.close()

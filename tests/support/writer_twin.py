@@ -15,6 +15,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     NO_SLOT,
     PROTOCOL,
     Bad,
+    Chain,
     Commit,
     CommitDone,
     Committed,
@@ -24,6 +25,8 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Grant,
     Granted,
     Hello,
+    KeysListed,
+    ListKeys,
     NamespaceSpec,
     PathOptions,
     Read,
@@ -183,6 +186,11 @@ class WriterTwin:
                 self._reset(client, message)
             case Retire():
                 self.retirements += 1
+            case ListKeys():
+                after = sorted(key for key in self.held if key > message.after)
+                self._say(client, KeysListed(message.after, after[: message.limit]))
+            case Chain():
+                """It is in `heard`."""
             case _:
                 raise AssertionError(f"a node never sends {message}")
 
@@ -271,7 +279,13 @@ class WriterTwin:
                 self._say(other, Epoch(self.presence.epoch))
 
     def _figures(self) -> None:
-        self._broadcast(TierFigures(len(self.held), self.slots, self.evicted, None))
+        for client, wants_events in self._clients.items():
+            if wants_events is not None:
+                first = client == min(self._clients)
+                figures = TierFigures(
+                    len(self.held), self.slots, self.evicted, None, is_reporter=first
+                )
+                self._say(client, figures)
 
     def _broadcast(self, message: FromWriter, *, only_events: bool = False) -> None:
         for client, wants_events in self._clients.items():

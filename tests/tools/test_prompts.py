@@ -13,6 +13,7 @@ from support.nvme_rig import key
 
 from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.segments.chain_book import ChainBook
 from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
     CHAINS,
@@ -43,7 +44,7 @@ def new_log(length: int = CELLS_MIN) -> tuple[ChainLog, npt.NDArray[np.uint64]]:
 
 def noted(log: ChainLog, *requests: tuple[dict[bytes, int], Iterable[int]]) -> None:
     """Requests that end one after the other, each with the blocks that it brought."""
-    notes = ChainNotes(log, lambda: 1000.0)
+    notes = ChainNotes(ChainBook(log, lambda: 1000.0).write)
     for ends, brought in requests:
         notes.note(ends, {key(n): True for n in brought})
     notes.close()

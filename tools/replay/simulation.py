@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...assembly.named import admission_rule
+from ...assembly.node_parts import uses_nodes
 from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ...manager.admission import WriteBudget
+from ...manager.below.node_tier import NodeTier
 from ...manager.cascading import (
     CascadingOffloadingManager,
     Link,
@@ -28,11 +30,14 @@ from ...manager.cascading import (
 from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
+from ...tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S
+from ...tiers.nvme.segments.format import PAGE_BYTES
 from ...tiers.policies import create
 from .replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
-from .virtual import DailyWrites, SlotBackend, TimedHandler, VirtualClock
+from .virtual import DailyWrites, SlotBackend, Timed, TimedHandler, VirtualClock
+from .virtual_node import VirtualTierOptions, open_virtual_tier
 
 RETRY_S = 0.25
 """Time after which a request that waits for room looks up again, if no event comes first."""
@@ -44,6 +49,8 @@ SEEN_BLOCK_BYTES_MAX = 1 << 20
 larger than an engine's (512 tokens in Mooncake's). The limit keeps the manager batching."""
 MAX_ROUNDS = 100_000
 """Limit of steps between two events of the trace; more indicate a request that never ends."""
+TIERS_WITH_NODES = 2
+"""Number of tiers of a replay whose lower tier is behind a node."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 Progress = Callable[[int], None]
@@ -98,7 +105,10 @@ class Simulation:
         self._options = options
         self.block_bytes = max(1, round(options.kv_bytes_per_token * trace.block_tokens))
         self._clock = VirtualClock()
-        self._handlers: list[TimedHandler] = []
+        self._timed: list[Timed] = []
+        """Everything that ends at times of its own."""
+        self._node_tier: NodeTier | None = None
+        """The lower tier if a node moves its blocks."""
         self.manager = self._make_manager(options.tiers)
         self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
         self._asking: list[Active] = []
@@ -119,6 +129,8 @@ class Simulation:
             progress(1)
         self._pass_until(None)
         self._write_what_is_due()
+        self._clock.now_s += FIGURES_EVERY_S
+        self._step()  # the last figures of the tiers
         return self._report()
 
     # ---- time ----------------------------------------------------------------------------
@@ -126,7 +138,7 @@ class Simulation:
     def _pass_until(self, until_s: float | None) -> None:
         """Process all events before a time; with None, until no event is left."""
         for _ in range(MAX_ROUNDS):
-            due_s = min((handler.next_end_s for handler in self._handlers), default=float("inf"))
+            due_s = min((each.next_end_s for each in self._timed), default=float("inf"))
             if self._asking or self._storing:
                 due_s = min(due_s, self._clock.now_s + RETRY_S)
             if due_s == float("inf") or (until_s is not None and due_s > until_s):
@@ -136,7 +148,10 @@ class Simulation:
         else:
             raise AssertionError("a request never ends")
         if until_s is not None:
+            idle_s = until_s - self._clock.now_s
             self._clock.now_s = max(self._clock.now_s, until_s)
+            if self._node_tier is not None and idle_s >= FIGURES_EVERY_S:
+                self._node_tier.maintain()  # an engine gets the figures while it is idle
 
     def _write_what_is_due(self) -> None:
         """Write the blocks that are due after the last request, as an idle engine does."""
@@ -233,15 +248,6 @@ class Simulation:
     # ---- before and after ----------------------------------------------------------------
 
     def _make_manager(self, tiers: Sequence[TierOptions]) -> CascadingOffloadingManager:
-        seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
-        writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
-        made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
-        links: list[Link] = []
-        for tier, written in list(zip(tiers, writes, strict=True))[1:]:
-            down = TimedHandler(self.block_bytes, tier.write, self._clock, written.wrote)
-            up = TimedHandler(self.block_bytes, tier.read, self._clock)
-            self._handlers += [down, up]
-            links.append(Link(down, up))
         given = self._options
         options = ManagerOptions(
             write_mode=given.write_mode,
@@ -250,16 +256,64 @@ class Simulation:
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
+        if uses_nodes() and len(tiers) == TIERS_WITH_NODES:
+            top, lower = tiers
+            return self._with_node(top, lower, options)
+        seen_bytes = self._seen_bytes
+        writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
+        made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
+        links: list[Link] = []
+        for tier, written in list(zip(tiers, writes, strict=True))[1:]:
+            down = TimedHandler(self.block_bytes, tier.write, self._clock, written.wrote)
+            up = TimedHandler(self.block_bytes, tier.read, self._clock)
+            self._timed += [down, up]
+            links.append(Link(down, up))
         return build_cascade(made, links, options, self._clock)
 
-    def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
+    def _with_node(
+        self, top: TierOptions, lower: TierOptions, options: ManagerOptions
+    ) -> CascadingOffloadingManager:
+        """Return a manager over a path in memory."""
+        budget_bytes = lower.write_budget_bytes
+        port, node = open_virtual_tier(
+            VirtualTierOptions(
+                lower.name,
+                self._capacity(lower),
+                lower.policy,
+                self._seen_bytes,
+                self.block_bytes,
+                lower.read,
+                lower.write,
+                None if budget_bytes is None else budget_bytes // self.block_bytes,
+            ),
+            self._clock,
+        )
+        self._node_tier = port
+        self._timed.append(node.path)
+        first = Tier(
+            top.name,
+            SlotBackend(self._seen_bytes, self._capacity(top), top.name),
+            create(top.policy, self._capacity(top)),
+        )
+        admission = admission_rule(lower.admission)
+        return CascadingOffloadingManager(first, port, options, self._clock, admission=admission)
+
+    @property
+    def _seen_bytes(self) -> int:
+        """Size of a block in bytes that manager and writer see: whole pages."""
+        return min(-(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES, SEEN_BLOCK_BYTES_MAX)
+
+    def _capacity(self, tier: TierOptions) -> int:
         capacity = tier.capacity_bytes // self.block_bytes
         if capacity < 1:
             raise ConfigError(
                 f"--tier {tier.name}: {tier.capacity_bytes} bytes hold no block of "
                 f"{self.block_bytes} bytes; raise its size."
             )
-        seen_bytes = min(self.block_bytes, SEEN_BLOCK_BYTES_MAX)
+        return capacity
+
+    def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
+        capacity, seen_bytes = self._capacity(tier), self._seen_bytes
         budget: WriteBudget | None = None
         if tier.write_budget_bytes is not None:
             blocks = tier.write_budget_bytes // self.block_bytes

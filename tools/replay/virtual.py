@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
@@ -106,6 +107,15 @@ class SlotBackend(Backend):
 
     def reset(self) -> list[BlockStatus]:
         raise AssertionError("a replay resets nothing")
+
+
+class Timed(Protocol):
+    """Something that ends at times of its own."""
+
+    @property
+    def next_end_s(self) -> float:
+        """Time of the next end in seconds of the clock; `inf` if nothing is in flight."""
+        ...
 
 
 class TimedHandler(OffloadingHandler):

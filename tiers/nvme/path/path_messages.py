@@ -14,15 +14,23 @@ request exactly once, in any order, as long as the connection lives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, IntEnum
 
 import msgspec
+
+from ..segments.chains import HEAD_BYTES
 
 PROTOCOL = 1
 """Version of these messages. A node and a writer of different versions refuse each other."""
 MAX_KEYS_PER_MESSAGE = 4096
 """Longest list of keys in one message. Senders split longer lists."""
 MAX_FRAME_BYTES = 8 << 20
+MAX_CHAIN_HEADS = 1 << 16
+"""Most blocks of a prompt whose order is noted; longer prompts are cut."""
+MAX_RESET_EVENTS = 1 << 18
+"""Most blocks of a reset that are sent to the other nodes as `Removed`. Listing them takes the
+writer about 0.2 s."""
 ALREADY_SLOT = -1
 """Slot in `Granted` for a key that the tier holds already."""
 NO_SLOT = -2
@@ -189,6 +197,29 @@ class Retire(msgspec.Struct, frozen=True, array_like=True, tag=10):
     protocol: int
 
 
+class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Ask for blocks of the namespace, in the order of keys; `KeysListed` answers it.
+
+    It names blocks that were stored before a node came, for events.
+    """
+
+    after: bytes
+    """Key before the first; b"" is before all keys."""
+    limit: int
+
+
+class Chain(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Order of the blocks of a request that ended, for commands that ask by prompt."""
+
+    heads: bytes
+    """First `HEAD_BYTES` of each key in prefix order, at most `MAX_CHAIN_HEADS` of them; shorter
+    keys are filled with zeros."""
+    fresh: int
+    """Number of the first blocks that earlier requests stored."""
+    tokens: int
+    """Tokens per block."""
+
+
 # -- from the writer to a node -----------------------------------------------------------------
 
 
@@ -250,7 +281,8 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=37):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag=38):
-    """Blocks that were evicted or found damaged; not those of a reset."""
+    """Blocks that were evicted or found damaged. Nodes that publish events are also sent those of
+    another node's reset, at most `MAX_RESET_EVENTS`."""
 
     keys: list[bytes]
 
@@ -263,7 +295,7 @@ class Moved(msgspec.Struct, frozen=True, array_like=True, tag=39):
 
 
 class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
-    """Figures of the namespace, about once a second if they changed."""
+    """Figures of the namespace, after `Welcome` and then about once a second if they changed."""
 
     blocks: int
     capacity_blocks: int
@@ -274,6 +306,8 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     the last 24 hours; None if unknown."""
     why: Why = Why.GRANTED
     """Reason why the last grant was not full."""
+    is_reporter: bool = False
+    """True for one node of the namespace: its engine reports the metrics of the whole tier."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag=41):
@@ -290,7 +324,19 @@ class SegmentsRemoved(msgspec.Struct, frozen=True, array_like=True, tag=42):
     numbers: list[int]
 
 
-FromNode = Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire
+class KeysListed(msgspec.Struct, frozen=True, array_like=True, tag=43):
+    """Answer to `ListKeys`. It has what was committed before, and every later change follows it as
+    `Stored` or `Removed`."""
+
+    after: bytes
+    """Key of the question."""
+    keys: list[bytes]
+    """Ascending keys; empty if no block follows."""
+
+
+FromNode = (
+    Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire | ListKeys | Chain
+)
 FromWriter = (
     Welcome
     | Refused
@@ -303,7 +349,14 @@ FromWriter = (
     | TierFigures
     | Told
     | SegmentsRemoved
+    | KeysListed
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+
+
+def chain_of(keys: Sequence[bytes], fresh: int, tokens: int) -> Chain:
+    """Return the message for the keys of a prompt; see `Chain` for the rest."""
+    heads = b"".join(key[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for key in keys[:MAX_CHAIN_HEADS])
+    return Chain(heads, min(fresh, len(heads) // HEAD_BYTES), tokens)

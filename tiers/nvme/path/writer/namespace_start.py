@@ -22,6 +22,7 @@ from ..block_table import ApplyOutcome, BlockTable, Changes, block_table_bytes
 from ..presence_file import OpenPresence, is_of_this_boot, open_presence
 from .namespace_home import BLOCKS, NamespaceHome
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
+from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
 
@@ -101,7 +102,8 @@ def open_namespace_writer(
         home.close()
         raise
     _log.info("%s: %d blocks, presence table %s", home.name, space.used, presence.origin.value)
-    return NamespaceWriter(home, table, presence, space, recency)
+    prompts = PromptLog(means.fs, home.state_folder, home.slots, means.wall_clock)
+    return NamespaceWriter(home, table, presence, space, recency, prompts)
 
 
 def _usable_segments(home: NamespaceHome) -> list[int]:

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from .....errors import os_errors
+from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
 from ..path_messages import (
@@ -34,6 +34,7 @@ from ..path_messages import (
 )
 from ..presence_file import OpenPresence
 from .namespace_home import NamespaceHome
+from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
 
@@ -89,12 +90,14 @@ class NamespaceWriter:
         presence: OpenPresence,
         space: SlotSpace,
         recency: Recency,
+        prompts: PromptLog,
     ) -> None:
         self.home = home
         self.table = table
         self.presence = presence.table
         self.space = space
         self.recency = recency
+        self.prompts = prompts
         self.clients: set[int] = set()
         self.unsynced_clients: set[int] = set()
         """Clients that sync no segment before a commit, although every commit is to be durable."""
@@ -115,6 +118,23 @@ class NamespaceWriter:
     def epoch(self) -> int:
         """Number of resets."""
         return self.presence.epoch
+
+    @property
+    def is_resetting(self) -> bool:
+        """True from the begin of a reset until it is durable."""
+        return self.presence.epoch != self.table.epoch
+
+    def keys_after(self, key: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` keys of committed blocks that follow `key`, in order; at most
+        `MAX_KEYS_PER_MESSAGE`."""
+        if self.is_resetting or limit <= 0:
+            return []
+        try:
+            found = self.table.keys_after(key, min(limit, MAX_KEYS_PER_MESSAGE))
+        except KVCascadeError as error:
+            _log.warning("%s: not every block is named in events: %s", self.home.name, error)
+            return []
+        return [key for key, _ in found]
 
     @property
     def has_work(self) -> bool:
@@ -194,7 +214,7 @@ class NamespaceWriter:
 
         Readers see the new epoch at once in either case, so that no older block is served.
         """
-        if self.presence.epoch == self.table.epoch:
+        if not self.is_resetting:
             self.presence.clear(self.table.epoch + 1)
             self.recency.clear()
             self.space.clear()

@@ -21,10 +21,13 @@ from pathlib import Path
 from .....errors import CorruptionError, KVCascadeError
 from .....logs import get_logger
 from ..path_messages import (
+    MAX_KEYS_PER_MESSAGE,
+    MAX_RESET_EVENTS,
     NO_SLOT,
     PROTOCOL,
     Ask,
     Bad,
+    Chain,
     Commit,
     CommitDone,
     Committed,
@@ -34,6 +37,8 @@ from ..path_messages import (
     Grant,
     Granted,
     Hello,
+    KeysListed,
+    ListKeys,
     PathOptions,
     Read,
     Refused,
@@ -122,6 +127,8 @@ class PathWriter:
             Reset: self._reset,
             Ask: self._ask,
             Retire: self._retire,
+            ListKeys: self._list,
+            Chain: self._chain,
         }
 
     @property
@@ -241,6 +248,7 @@ class PathWriter:
             self._refuse(client, why, str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
+        self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
         namespace.clients.add(client.number)
         notes = differences(message.options, self.path.options)
         if notes:
@@ -330,6 +338,17 @@ class PathWriter:
         text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
         self._refuse(client, RefusedWhy.PROTOCOL, text)
 
+    def _list(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, ListKeys)
+        namespace = client.namespace
+        keys = [] if namespace is None else namespace.keys_after(message.after, message.limit)
+        self._send(client.number, KeysListed(message.after, keys))
+
+    def _chain(self, client: Client, message: FromNode) -> None:
+        assert isinstance(message, Chain)
+        if client.namespace is not None:
+            client.namespace.prompts.note(message)
+
     # -- work ----------------------------------------------------------------------------------
 
     def _serve(self, namespace: NamespaceWriter) -> None:
@@ -366,14 +385,27 @@ class PathWriter:
 
     def _pay_resets(self, namespace: NamespaceWriter) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
+        owed = dict(namespace.resets_owed)
+        if not namespace.is_resetting:
+            self._tell_reset(namespace, namespace.clients.difference(owed))
         if not namespace.reset():
             return
-        owed = dict(namespace.resets_owed)
         for client, request in namespace.resets_owed:
             self._send(client, Epoch(namespace.epoch, request))
         for number in namespace.clients.difference(owed):
             self._send(number, Epoch(namespace.epoch))
         namespace.resets_owed.clear()
+
+    def _tell_reset(self, namespace: NamespaceWriter, others: set[int]) -> None:
+        """Name the blocks that a reset removes to those of the nodes that publish events."""
+        wanting = [number for number in others if self._clients[number].wants_events]
+        last, left = b"", MAX_RESET_EVENTS
+        while wanting and left > 0:
+            keys = namespace.keys_after(last, min(left, MAX_KEYS_PER_MESSAGE))
+            if not keys:
+                return
+            self._out += [(number, Removed(keys)) for number in wanting]
+            last, left = keys[-1], left - len(keys)
 
     def _take_segments(self) -> None:
         """Go on with the segment that is taken, and begin with one if too much is stored."""
@@ -400,15 +432,17 @@ class PathWriter:
         left = self.path.budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
             day = namespace.table.day_totals()
-            figures = TierFigures(
-                namespace.space.used,
-                namespace.home.slots,
-                namespace.evicted_blocks,
-                left,
-                (int(day.is_whole_day), day.written, day.read),
-                namespace.last_why,
-            )
-            for number in namespace.clients:
+            reporter = min(namespace.clients, default=0)
+            for number in sorted(namespace.clients):
+                figures = TierFigures(
+                    namespace.space.used,
+                    namespace.home.slots,
+                    namespace.evicted_blocks,
+                    left,
+                    (int(day.is_whole_day), day.written, day.read),
+                    namespace.last_why,
+                    number == reporter,
+                )
                 client = self._clients[number]
                 if client.figures != figures:
                     client.figures = figures

@@ -1,0 +1,81 @@
+"""Events of one tier behind a node, for routers that follow them.
+
+The writer of the path says which blocks it stored and removed, for whatever engine. The blocks that
+the tier held before are asked for in batches, in the order of keys, one batch a step. A block that
+is stored meanwhile is named once: behind the last listed key the list will have it, up to that key
+it is an event of its own. That is exact, because the answers and the changes come in one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from ...tiers.base import BlockHash
+from ...tiers.nvme.path.path_messages import KeysListed, ListKeys
+from ..base import BlockEvent
+
+LISTED_BLOCKS = 512
+"""Most blocks of one batch. An engine publishes one batch a step."""
+
+
+class NodeEvents:
+    """Events that were not taken yet. Used under the manager's lock."""
+
+    def __init__(self, name: str, medium: str, *, is_wanted: bool) -> None:
+        """Without `is_wanted` there are no events."""
+        self._name = name
+        self._medium = medium
+        self._is_wanted = is_wanted
+        self._events: list[BlockEvent] = []
+        self._listed: bytes | None = b"" if is_wanted else None
+        """Last key of the list that was named; None once all are."""
+        self._is_asking = True
+        """True while no question may be sent: one is under way, or no writer serves the node."""
+
+    def joined(self) -> None:
+        """Note a new connection to a writer. A question under way is lost."""
+        self._is_asking = False
+
+    def question(self) -> ListKeys | None:
+        """Return the question that is due once earlier events were taken; the caller sends it."""
+        if self._is_asking or self._listed is None or self._events:
+            return None
+        self._is_asking = True
+        return ListKeys(self._listed, LISTED_BLOCKS)
+
+    def listed(self, message: KeysListed) -> None:
+        """Name blocks that the tier held; an answer that was asked for twice counts once."""
+        if message.after != self._listed:
+            return
+        self._is_asking = False
+        self._listed = message.keys[-1] if message.keys else None
+        self.emit(cast(list[BlockHash], message.keys), removed=False)
+
+    def changed(self, keys: Sequence[bytes], *, removed: bool) -> None:
+        """Name blocks that the writer stored or removed, except those that the list will have."""
+        if self._is_wanted:
+            last = self._listed
+            named = keys if last is None else [key for key in keys if key <= last]
+            self.emit(cast(Sequence[BlockHash], named), removed=removed)
+
+    def emit(self, keys: Sequence[BlockHash], *, removed: bool) -> None:
+        """Add an event for these blocks, if events are wanted."""
+        if self._is_wanted and keys:
+            self._events.append(BlockEvent(tuple(keys), self._medium, removed, self._name))
+
+    def take(self) -> list[BlockEvent]:
+        """Return the events since the last call."""
+        events = self._events
+        if events:
+            self._events = []
+        return events
+
+    def end_list(self) -> None:
+        """Note a reset: nothing is left that was stored before."""
+        self._listed = None
+
+    def clear(self) -> None:
+        """Forget what was not taken, because this engine reset the tier."""
+        self.end_list()
+        self._events.clear()

@@ -1,0 +1,175 @@
+"""A tier behind a node under somebody else's manager; outcomes come later than answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from support.keys import key, keys
+from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
+
+from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
+from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
+from kvcascade.tiers.nvme.path.path_messages import Why
+
+
+class Rig:
+    """The other manager; the memory of the node's engine has its slots."""
+
+    def __init__(self, *, is_real: bool = False, is_second_touch: bool = False) -> None:
+        self.nodes = NodesRig(is_real=is_real)
+        self.node: NodeTwin = self.nodes.add()
+        admission = AdmitSecondTouch() if is_second_touch else AdmitAll()
+        self.jobs = TierJobs(self.node.tier, admission, self.nodes.clock)
+        self.jobs.maintain()
+        self._job = 0
+
+    def begin_store(self, *numbers: int) -> Sequence[bytes]:
+        for slot, number in enumerate(numbers):
+            self.node.arena.view(slot)[:] = content(number)
+        self._job += 1
+        return self.jobs.store(self._job, [key(n) for n in numbers], range(len(numbers)))
+
+    def store(self, *numbers: int) -> TierJobResult:
+        self.begin_store(*numbers)
+        return self.end()
+
+    def load(self, *numbers: int) -> TierJobResult:
+        self._job += 1
+        self.jobs.load(self._job, [key(n) for n in numbers], range(len(numbers)))
+        return self.end()
+
+    def end(self) -> TierJobResult:
+        self.jobs.drain()
+        self.nodes.pump()
+        (result,) = self.jobs.finished()
+        assert result.job_id == self._job and not self.jobs.is_busy
+        self.jobs.maintain()
+        return result
+
+    def has(self, *numbers: int) -> list[bool]:
+        return [self.jobs.has(key(n)) for n in numbers]
+
+
+def content(number: int) -> bytes:
+    return (key(number) * (BLOCK // 32 + 1))[:BLOCK]
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_what_was_stored_comes_back(is_real: bool) -> None:
+    rig = Rig(is_real=is_real)
+    assert rig.store(1, 2, 3).is_whole and rig.has(1, 2, 3, 4) == [True, True, True, False]
+    result = rig.load(3, 1)
+    assert result.is_whole and result.loaded == (key(3), key(1))
+    assert [bytes(rig.node.arena.view(slot)) for slot in (0, 1)] == [content(3), content(1)]
+    events = [(event.removed, event.block_hashes) for event in rig.jobs.take_events()]
+    assert events == [(False, (key(1), key(2), key(3)))]
+
+
+def test_a_block_is_found_once_its_write_has_ended() -> None:
+    rig = Rig()
+    assert rig.begin_store(1) == [key(1)]
+    assert rig.has(1) == [False] and rig.jobs.is_busy
+    assert rig.end().is_whole and rig.has(1) == [True]
+    assert rig.begin_store(1) == [], "the tier has it"
+
+
+@pytest.mark.parametrize("why", [Why.FULL, Why.LATER, Why.BUDGET, Why.RESTING])
+def test_blocks_without_room_are_left_out_of_a_store(why: Why) -> None:
+    rig = Rig()
+    rig.nodes.twin.why = why
+    result = rig.store(1, 2)
+    assert result.is_whole and rig.has(1, 2) == [False, False]
+
+
+def test_a_device_that_refuses_a_write_fails_the_store() -> None:
+    rig = Rig()
+    rig.nodes.fs.fail("pwritev", 5, times=2)
+    assert not rig.store(1, 2).is_whole and rig.has(1, 2) == [False, False]
+
+
+def test_a_store_whose_writer_dies_leaves_its_blocks_out() -> None:
+    rig = Rig()
+    rig.begin_store(1)
+    rig.nodes.step()
+    writer = rig.nodes.kill_writer()
+    assert rig.end().is_whole and rig.has(1) == [False]
+    rig.nodes.writer = writer.successor()
+    rig.node.tick(1.0)
+    rig.jobs.maintain()
+    assert rig.store(1).is_whole and rig.has(1) == [True]
+
+
+def test_a_full_tier_makes_room_and_keeps_the_newest() -> None:
+    rig = Rig(is_real=True)
+    for number in range(2 * SLOTS):
+        assert rig.store(number).is_whole
+    assert rig.has(0, 2 * SLOTS - 1) == [False, True]
+    assert any(event.removed for event in rig.jobs.take_events())
+
+
+def test_a_block_that_cannot_be_read_is_a_miss_for_a_while_only() -> None:
+    rig = Rig()
+    rig.store(1, 2)
+    rig.nodes.fs.fail("preadv", 5, times=4)
+    result = rig.load(1)
+    assert not result.is_whole and not result.loaded
+    rig.nodes.fs.heal()
+    assert rig.has(1, 2) == [False, True]
+    rig.nodes.clock.advance(FORGET_FAILED_S)
+    assert rig.has(1) == [True] and rig.load(1).is_whole
+
+
+def test_after_a_reset_older_blocks_are_gone_and_newer_ones_are_stored() -> None:
+    rig = Rig()
+    rig.store(1, 2)
+    rig.begin_store(3)
+    rig.jobs.reset()
+    assert rig.has(1, 2, 3) == [False] * 3
+    rig.end()
+    assert rig.has(1, 2, 3) == [False] * 3
+    assert rig.store(1).is_whole and rig.has(1, 2) == [True, False]
+
+
+def test_a_reset_by_another_engine_empties_it() -> None:
+    rig = Rig()
+    rig.store(1, 2)
+    other = rig.nodes.add()
+    other.tier.reset()
+    rig.nodes.pump()
+    rig.jobs.maintain()
+    assert rig.has(1, 2) == [False, False]
+    assert rig.store(3).is_whole and rig.has(3) == [True]
+
+
+def test_offers_count_as_uses() -> None:
+    rig = Rig(is_second_touch=True)
+    assert rig.begin_store(1) == []
+    assert [result.is_whole for result in rig.jobs.finished()] == [True]
+    assert rig.store(1).is_whole and rig.has(1) == [True]
+
+
+def test_uses_of_a_request_reach_the_writer_in_order() -> None:
+    rig = Rig()
+    rig.store(2, 1)
+    rig.jobs.finish_request(keys(3), {key(1), key(2)})
+    rig.nodes.pump()
+    assert rig.nodes.twin.uses == [([key(1), key(2)], False, True), ([key(0)], False, False)]
+
+
+def test_a_request_that_ends_before_its_store_is_reported_after_it() -> None:
+    """The writer ignores blocks that it does not hold yet, and would keep the order of a set."""
+    rig = Rig()
+    rig.begin_store(2, 1)
+    rig.jobs.finish_request(keys(3), {key(1), key(2)})
+    rig.nodes.pump()
+    assert rig.nodes.twin.uses == [], "the outcome was not collected"
+    rig.end()
+    rig.nodes.pump()
+    assert rig.nodes.twin.uses == [([key(1), key(2)], False, True), ([key(0)], False, False)]
+
+
+def test_closing_ends_the_jobs() -> None:
+    rig = Rig()
+    rig.begin_store(1)
+    assert rig.jobs.close(1.0) and not rig.jobs.is_busy
