@@ -240,11 +240,20 @@ class BlockCache:
         move = GetMove(named, there, self._options.timeout_s, views)
         self._moves.run(move, self._client, self._check_use)
         read = move.read
-        if read and not self._options.is_read_only:
-            self._client.tell(UseNote([named[at] for at in sorted(read)]))
+        self.touch([named[at] for at in sorted(read)])
         if buffers is None:
             return [read.get(at) for at in range(len(named))]
         return [buffer if at in read else None for at, buffer in enumerate(buffers)]
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note a use of blocks without reading them, so that they are evicted later.
+
+        Raises `ConfigError` for a key that is none, and `ClosedError`.
+        """
+        named = checked_keys(keys)
+        self._check_open()
+        if named and not self._options.is_read_only:
+            self._client.tell(UseNote(named))
 
     def close(self) -> None:
         """Leave the path; as its writer, close it cleanly. Idempotent.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...assembly.path_parts import existing_names
 from ...errors import ConfigError, KVCascadeError
 from ...handlers.node.path_io import SEGMENTS
 from ...handlers.node.path_session import PathSession, open_session, tier_roots
@@ -29,12 +30,17 @@ MAX_NAMES_SHOWN = 8
 
 
 def has_one_writer(path: Path) -> bool:
-    """Return True if a path, or that of a namespace directory, holds namespaces of this kind."""
+    """Return True if a path, or that of a namespace directory, is one with a writer.
+
+    A path in which all namespaces are of an older version is none.
+    """
     fs = RealFileSystem()
     root = path.parent if fs.exists(path / DESCRIPTION) else path
-    with suppress(KVCascadeError, OSError):
-        return fs.exists(root / PATH_FOLDER / PATH_FILE) and bool(homes_under(fs, root))
-    return False
+    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
+        return False
+    with suppress(KVCascadeError):
+        return bool(homes_under(fs, root)) or not existing_names(fs, root)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,14 @@ class OpenPath:
         if found:
             raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
         raise ConfigError(f"--namespace: there is no {text!r}; there are {shown}")
+
+    def only(self, text: str | None, path: Path) -> str:
+        """Return the only namespace that fits. Raises `ConfigError` if several do."""
+        found = self.chosen(text, path)
+        if len(found) != 1:
+            shown = ", ".join(found[:MAX_NAMES_SHOWN])
+            raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
+        return found[0]
 
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""
