@@ -167,6 +167,21 @@ def test_damage_in_the_file_costs_the_block(file: Path, tmp_path: Path) -> None:
     assert (answer.document["imported"], answer.document["damaged"]) == (BLOCKS - 1, 1)
 
 
+def test_a_reset_refuses_both_ways(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    engine = engine_on(root)
+    engine.tier.reset()
+    engine.until(lambda: not engine.tier._resets_due)
+    engine.put([50])
+    assert call("import", root, file).code == ExitCode.IN_USE
+    answer = call("export", root, tmp_path / "out.safetensors")
+    assert answer.code == ExitCode.USAGE and "were reset" in answer.err
+    engine.close()
+    assert call("export", root, tmp_path / "out.safetensors").code == ExitCode.USAGE
+    assert call("import", root, file, "--json").document["imported"] == BLOCKS
+    assert call("export", root, tmp_path / "out.safetensors", "--json").document["blocks"] == BLOCKS
+
+
 def test_a_budget_is_a_reason(file: Path, tmp_path: Path) -> None:
     root = tmp_path / "to"
     root.mkdir()

@@ -23,7 +23,7 @@ from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace_home import homes_under, read_description
-from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
+from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record, was_reset
 from ...tiers.nvme.segments.format import SegmentLayout
 
 MAX_NAMES_SHOWN = 8
@@ -121,6 +121,11 @@ class OpenPath:
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""
         return self.session.ask("namespace", name=name)
+
+    def was_reset(self, name: str) -> bool:
+        """Return True if engines were reset since the first of them started."""
+        record = load_record(self._fs, self.roots[0])
+        return was_reset(record, name, int(self.facts(name)["epoch"]))
 
     def blocks(self, name: str) -> Iterator[NamedBlock]:
         """Yield every block that the index of a namespace names, in the order of the hashes."""

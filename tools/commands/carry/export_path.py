@@ -36,6 +36,12 @@ def export_namespace(
     if target.exists() and not may_replace:
         raise ConfigError(f"{out} exists already; give another name, or --force")
     name, epoch = namespace.name, int(path.facts(namespace.name)["epoch"])
+    if path.was_reset(name):
+        raise ConfigError(
+            f"the engines of {name} were reset: blocks stored since then may belong to weights "
+            "that were updated in place, not to those of its fingerprint; restart an engine and "
+            "export from it"
+        )
     chosen = _chosen(path, namespace, choice)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     row_of = {each.key: row for row, each in enumerate(chosen)}

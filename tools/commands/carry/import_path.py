@@ -19,7 +19,7 @@ from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec
-from ....tiers.nvme.path.writer.namespace_home import read_description
+from ....tiers.nvme.path.writer.namespace_home import key_of, read_description
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
 from ..verify.verify_report import Progress
@@ -66,6 +66,7 @@ def import_into_path(
         namespace, roots[0] = roots[0].name, roots[0].parent
     parts = path_parts(fs, roots, {}, "import")
     spec = _target(fs, parts, namespace, head, may_create)
+    _refuse_reset(parts.roots[0], key_of(spec).directory_name)
     with BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache:
         report = ImportReport(cache.name, head.blocks)
         with open_path(parts.roots[0]) as opened:
@@ -103,6 +104,17 @@ def _target(
         )
     fields, about = json.dumps(dict(key.fields)).encode(), json.dumps(dict(key.about)).encode()
     return NamespaceSpec(key.label, fields, about, head.block_bytes)
+
+
+def _refuse_reset(root: Path, name: str) -> None:
+    """Raise `InUseError` if running engines were reset."""
+    with open_path(root) as opened:
+        is_live = name in opened.names and opened.namespace(name).is_live
+        if is_live and opened.was_reset(name):
+            raise InUseError(
+                f"the engines of {name} were reset: their weights may differ from those of its "
+                "fingerprint and of the blocks; stop the engines first"
+            )
 
 
 def _all_slots(opened: OpenPath, name: str) -> int:

@@ -42,6 +42,15 @@ class PathRecord:
     """By name of a namespace: epoch in which the last engine began that found no other one."""
 
 
+def was_reset(record: PathRecord | None, name: str, epoch: int) -> bool:
+    """Return True if a namespace was reset since the last engine began that found no other one.
+
+    `epoch` is its current one. Blocks that were stored since may be of weights that were updated in
+    place, not of those of its fingerprint.
+    """
+    return epoch != (0 if record is None else record.epochs.get(name, 0))
+
+
 def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
     """Return what is recorded with a path; None if nothing is. Raises `CorruptionError`."""
     path = root / PATH_FOLDER / PATH_FILE
