@@ -20,7 +20,6 @@ from kvcascade.handlers.node.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path import path_lock
 from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
@@ -59,7 +58,7 @@ def test_a_file_system_without_sockets_turns_the_tier_off(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(path_lock.socket, "socket", NoSockets)
+    monkeypatch.setattr(socket, "socket", NoSockets)
     engine = start(started, tmp_path)
     engine.until(lambda: engine.state is NodeState.OFF)
     assert caplog.text.count("has no sockets") == 1
