@@ -40,6 +40,7 @@ from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError
 from .handlers.node.mover import Mover
 from .handlers.node.path_client import node_thread
+from .handlers.node.path_session import open_session
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
 from .logs import get_logger
 from .tiers.base import BlockOutcome
@@ -49,6 +50,8 @@ from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
 from .tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
+from .tiers.nvme.path.writer.namespace_home import key_of
+from .tiers.nvme.path.writer.path_options import was_reset
 from .tiers.nvme.segments.format import PAGE_BYTES
 
 TIMEOUT_S = 30.0
@@ -240,11 +243,20 @@ class BlockCache:
         move = GetMove(named, there, self._options.timeout_s, views)
         self._moves.run(move, self._client, self._check_use)
         read = move.read
-        if read and not self._options.is_read_only:
-            self._client.tell(UseNote([named[at] for at in sorted(read)]))
+        self.touch([named[at] for at in sorted(read)])
         if buffers is None:
             return [read.get(at) for at in range(len(named))]
         return [buffer if at in read else None for at, buffer in enumerate(buffers)]
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note a use of blocks without reading them, so that they are evicted later.
+
+        Raises `ConfigError` for a key that is none, and `ClosedError`.
+        """
+        named = checked_keys(keys)
+        self._check_open()
+        if named and not self._options.is_read_only:
+            self._client.tell(UseNote(named))
 
     def close(self) -> None:
         """Leave the path; as its writer, close it cleanly. Idempotent.
@@ -383,8 +395,24 @@ def open(
         parts.tier.direct_io is not DirectIO.OFF,
         is_read_only=OWN_FIELD not in json.loads(spec.fields),
     )
+    if options.is_read_only:
+        _refuse_reset(fs, parts, key_of(spec).directory_name)
     make_folders(parts.roots)
     return BlockCache(fs, parts.roots, spec, parts.options, options)
+
+
+def _refuse_reset(fs: FileSystem, parts: PathParts, name: str) -> None:
+    """Raise `ConfigError` if the engines of a namespace were reset.
+
+    An engine that starts drops the blocks from after a reset, and a node that reads would, too.
+    """
+    with open_session(fs, parts.roots[0], parts.roots[1:]) as session:
+        epoch = int(session.ask("namespace", name=name)["epoch"])
+    if was_reset(parts.record, name, epoch):
+        raise ConfigError(
+            f"namespace: the engines of {name} were reset, so its blocks may be of weights that "
+            "were updated in place; restart an engine, and open it again"
+        )
 
 
 def _namespace(

@@ -152,6 +152,8 @@ class PathNode:
         self._is_leader = False
         self._welcome: Welcome | None = None
         """Answer of the writer that serves this node; None while none does."""
+        self._epoch_seen: int | None = None
+        """Epoch of the namespace, as the writer said it last."""
         self._has_told_nobody = False
         self._should_retire_it = False
         """True if the writer has another version: it is asked once to close, if it is older."""
@@ -193,7 +195,7 @@ class PathNode:
             self._means.send(Retire(PROTOCOL))
             self._hang_up("the writer of the path has another version and does not close")
             return
-        self._means.send(self._hello)
+        self._means.send(msgspec.structs.replace(self._hello, epoch=self._epoch_seen))
 
     def not_linked(self, text: str, *, is_final: bool = False) -> None:
         """Note a failed attempt to join. With `is_final` there is no other attempt."""
@@ -304,7 +306,7 @@ class PathNode:
         except KVCascadeError as error:
             self._hang_up(str(error))
             return
-        self._welcome = welcome
+        self._welcome, self._epoch_seen = welcome, welcome.epoch
         self._has_told_nobody = self._has_asked_to_retire = False
         self._since.pause_s = JOIN_PAUSE_S
         self.state = self._served_state
@@ -333,6 +335,7 @@ class PathNode:
             self._should_retire_it = self._has_asked_to_retire = True
 
     def _epoch(self, message: Epoch) -> None:
+        self._epoch_seen = message.epoch
         self._means.tell(message)
         if message.request:
             self._puts.reset_epoch = message.epoch

@@ -307,24 +307,17 @@ def open_cascade(
         epoch_of = partial(epoch_below, nodes) if uses_nodes() else partial(_epoch_of, opened)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
         tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
-        links: list[Link] = []
         executors: list[ThreadPoolExecutor] = []
         movers: list[Mover] = []
+        links: list[Link] = []
         if uses_nodes():
-            memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
-            engine = EngineFacts(key, memory, prefault, with_events, settings.promotion_deadline_s)
+            engine = _engine_facts(settings, arena, key, with_events)
             open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
-        for number, options in enumerate(() if uses_nodes() else settings.nvme):
-            stores, loads = io_threads_of(options, executors, undo)
-            tier = open_nvme(options, arena_geometry.slot_bytes, key, stores, file_system(options))
-            undo.callback(tier.close)
-            opened.append(tier)
-            name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
-            tiers.append(nvme_level(name, options, tier))
-            if number == 0 and _has_mover(options, file_system):
-                movers.append(open_mover(arena, tier, options, settings.cpu.prefault))
-                undo.callback(movers[0].close)
-            links.append(_link(arena, opened, movers, stores, loads))
+        else:
+            parts = _Owned(opened, movers, executors, undo)
+            for tier, link in _open_owned(settings, arena, key, file_system, parts):
+                tiers.append(tier)
+                links.append(link)
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -335,18 +328,11 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        if nodes:
-            rule = admission_rule(settings.nvme[0].admission)
-            below = port_of(nodes)
-            manager = CascadingOffloadingManager(tiers[0], below, options_, admission=rule)
-        else:
-            manager = build_cascade(tiers, links, options_)
+        manager = _manager(settings, tiers, links, nodes, options_)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
-        chains = chain_notes(opened[0]) if opened else None
-        if nodes:
-            chains = ChainNotes(nodes[0].note_chain)
+        chains = chain_notes(opened[0]) if opened else _chains_of(nodes)
         cascade = Cascade(
             settings, arena, manager, opened, executors, recorder, movers, chains, nodes
         )
@@ -355,6 +341,65 @@ def open_cascade(
         cascade.start_announcing()
     _log_start(cascade)
     return cascade
+
+
+def _chains_of(nodes: Sequence[OpenTier]) -> ChainNotes | None:
+    return ChainNotes(nodes[0].note_chain) if nodes else None
+
+
+def _engine_facts(
+    settings: CascadeConfig, arena: Arena, key: NamespaceKey, with_events: bool
+) -> EngineFacts:
+    memory, prefault = SlotMemory.of(arena), settings.cpu.prefault
+    return EngineFacts(key, memory, prefault, with_events, settings.promotion_deadline_s)
+
+
+def _manager(
+    settings: CascadeConfig,
+    tiers: Sequence[Tier],
+    links: Sequence[Link],
+    nodes: Sequence[OpenTier],
+    options: ManagerOptions,
+) -> CascadingOffloadingManager:
+    """Return the manager over the first tier, and over nodes or over tiers of this process."""
+    if not nodes:
+        return build_cascade(tiers, links, options)
+    rule = admission_rule(settings.nvme[0].admission)
+    return CascadingOffloadingManager(tiers[0], port_of(nodes), options, admission=rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Parts of the tiers whose segments this process owns."""
+
+    tiers: list[nvme.NvmeTier]
+    movers: list[Mover]
+    executors: list[ThreadPoolExecutor]
+    undo: ExitStack
+
+
+def _open_owned(
+    settings: CascadeConfig,
+    arena: Arena,
+    key: NamespaceKey,
+    file_system: FileSystemOf,
+    parts: _Owned,
+) -> list[tuple[Tier, Link]]:
+    """Open the NVMe tiers, nearest first. Raises one of our errors."""
+    opened: list[tuple[Tier, Link]] = []
+    for number, options in enumerate(settings.nvme):
+        stores, loads = io_threads_of(options, parts.executors, parts.undo)
+        block_bytes = arena.geometry.slot_bytes
+        tier = open_nvme(options, block_bytes, key, stores, file_system(options))
+        parts.undo.callback(tier.close)
+        parts.tiers.append(tier)
+        name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
+        level = nvme_level(name, options, tier)
+        if number == 0 and _has_mover(options, file_system):
+            parts.movers.append(open_mover(arena, tier, options, settings.cpu.prefault))
+            parts.undo.callback(parts.movers[0].close)
+        opened.append((level, _link(arena, parts.tiers, parts.movers, stores, loads)))
+    return opened
 
 
 def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:

@@ -18,6 +18,7 @@ from support.path_engine import PathEngine
 import kvcascade
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.errors import ClosedError, ConfigError, FormatError
+from kvcascade.handlers.node.path_session import open_session
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -220,6 +221,25 @@ def test_a_closed_engines_namespace_is_read_and_nothing_recorded(
     with open_cache(tmp_path, namespace=namespace_in(tmp_path)) as cache:
         assert all(block is not None for block in cache.get([key(n) for n in range(8)]))
     assert load_record(RealFileSystem(), tmp_path) == before
+
+
+def test_a_namespace_whose_engines_were_reset_is_refused_and_kept(
+    open_cache: Open, tmp_path: Path
+) -> None:
+    engine = engine_at(tmp_path)
+    engine.tier.reset()
+    engine.until(lambda: not engine.tier._resets_due)
+    engine.put(range(4))
+    name = namespace_in(tmp_path)
+    with pytest.raises(ConfigError, match="were reset"):
+        open_cache(tmp_path, namespace=name)
+    engine.close()
+    with pytest.raises(ConfigError, match="were reset"):
+        open_cache(tmp_path, namespace=name)
+    with open_session(RealFileSystem(), tmp_path) as session:
+        assert session.ask("namespace", name=name)["blocks"] == 4
+    engine_at(tmp_path).close()
+    open_cache(tmp_path, namespace=name)
 
 
 def test_a_namespace_of_another_version_is_refused(open_cache: Open, tmp_path: Path) -> None:

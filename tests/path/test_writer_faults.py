@@ -89,7 +89,14 @@ def test_a_reset_that_is_not_durable_hides_all_blocks_and_is_answered_when_it_is
     assert node.store([1]) == [Committed.OK]
     rig.kill()
     rig.start()
-    assert RigNode(rig).held([1, 2, 3]) == [1]
+    assert RigNode(rig, epoch=1).held([1, 2, 3]) == [1], "its engine goes on"
+    rig.kill()
+    rig.start()
+    assert RigNode(rig).held([1, 2, 3]) == [], "an engine that starts has other weights"
+    assert RigNode(rig).store([1]) == [Committed.OK]
+    rig.kill()
+    rig.start()
+    assert RigNode(rig).held([1]) == [1], "nobody has reset since"
 
 
 def test_a_killed_writer_forgets_a_reset_that_it_did_not_answer() -> None:

@@ -145,6 +145,7 @@ def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:
         rows += answer["blocks"]
         after = answer["next"]
     assert [row[0] for row in rows] == [key_of(n).hex() for n in range(10)]
+    assert {row[3] for row in rows} == {int(rig.wall())}, "when they were stored"
     facts = tool.ask("namespace", name=name)
     assert facts["blocks"] == 10 and facts["written_bytes"] == 10 * BLOCK_BYTES
     again = RigNode(rig)

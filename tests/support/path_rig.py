@@ -178,6 +178,7 @@ class RigNode:
         min_share_bytes: int = 0,
         wants_events: bool = False,
         fields: object = None,
+        epoch: int | None = None,
     ) -> None:
         self.rig = rig
         self.client = next(rig.numbers)
@@ -187,9 +188,8 @@ class RigNode:
         data = json.dumps({"model": label} if fields is None else fields).encode()
         self.spec = spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
         given = tuple(map(str, rig.roots)) if paths is None else tuple(paths)
-        hello = Hello(
-            protocol, f"node {self.client}", given, spec, options or rig.options, wants_events
-        )
+        asked, name = options or rig.options, f"node {self.client}"
+        hello = Hello(protocol, name, given, spec, asked, wants_events, epoch)
         rig.send(self.client, hello)
         rig.step()
         self.refused = rig.take(self.client, Refused)

@@ -13,7 +13,7 @@ from demo.demo_phases import phase
 from kvcascade.tools.commands.bench.bench_results import Quantity, Row, Table
 from kvcascade.tools.commands.bench.bench_results import document as bench_document
 from kvcascade.tools.commands.carry.export_writer import ExportReport
-from kvcascade.tools.commands.carry.import_file import ImportReport
+from kvcascade.tools.commands.carry.import_report import ImportReport
 from kvcascade.tools.commands.check.config_check import CheckReport, TierReport
 from kvcascade.tools.commands.command_line import SCHEMA_VERSION, ExitCode
 from kvcascade.tools.commands.gc.collect import GcReport

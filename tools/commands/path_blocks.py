@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...assembly.path_parts import existing_names
 from ...errors import ConfigError, KVCascadeError
 from ...handlers.node.path_io import SEGMENTS
 from ...handlers.node.path_session import PathSession, open_session, tier_roots
@@ -22,19 +23,24 @@ from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace_home import homes_under, read_description
-from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
+from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record, was_reset
 from ...tiers.nvme.segments.format import SegmentLayout
 
 MAX_NAMES_SHOWN = 8
 
 
 def has_one_writer(path: Path) -> bool:
-    """Return True if a path, or that of a namespace directory, holds namespaces of this kind."""
+    """Return True if a path, or that of a namespace directory, is one with a writer.
+
+    A path in which all namespaces are of an older version is none.
+    """
     fs = RealFileSystem()
     root = path.parent if fs.exists(path / DESCRIPTION) else path
-    with suppress(KVCascadeError, OSError):
-        return fs.exists(root / PATH_FOLDER / PATH_FILE) and bool(homes_under(fs, root))
-    return False
+    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
+        return False
+    with suppress(KVCascadeError):
+        return bool(homes_under(fs, root)) or not existing_names(fs, root)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,22 @@ class OpenPath:
             raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
         raise ConfigError(f"--namespace: there is no {text!r}; there are {shown}")
 
+    def only(self, text: str | None, path: Path) -> str:
+        """Return the only namespace that fits. Raises `ConfigError` if several do."""
+        found = self.chosen(text, path)
+        if len(found) != 1:
+            shown = ", ".join(found[:MAX_NAMES_SHOWN])
+            raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
+        return found[0]
+
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""
         return self.session.ask("namespace", name=name)
+
+    def was_reset(self, name: str) -> bool:
+        """Return True if engines were reset since the first of them started."""
+        record = load_record(self._fs, self.roots[0])
+        return was_reset(record, name, int(self.facts(name)["epoch"]))
 
     def blocks(self, name: str) -> Iterator[NamedBlock]:
         """Yield every block that the index of a namespace names, in the order of the hashes."""

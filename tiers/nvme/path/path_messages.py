@@ -123,6 +123,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     options: PathOptions
     wants_events: bool = False
     """True if `Stored` is to be sent, too; `Removed` is sent to every node."""
+    epoch: int | None = None
+    """Epoch of the blocks that the node's engine has seen last; None if it is starting."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):

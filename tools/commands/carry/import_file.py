@@ -9,50 +9,29 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ....errors import ConfigError, os_errors
 from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.nvme.disk.filesystem import RealFileSystem
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.nvme.offline.reader import Description, Location, locate, read_description
-from ....tiers.nvme.offline.scan import payload_checksum
-from ....tiers.nvme.segments.format import SegmentLayout, SlotRecord
+from ....tiers.nvme.segments.format import SegmentLayout
 from ....tiers.nvme.writer.capacity import plan_capacity
-from ..cache_access import choose, differing
+from ..cache_access import choose
 from ..verify.verify_report import Progress
 from .carried import CarriedHead, CarriedReader
+from .import_report import (
+    DEVICE_REFUSED,
+    DifferentNamespaceError,
+    ImportReport,
+    is_right,
+    refuse_unless_equal,
+)
 from .visitor import Visitor, WantedNamespace
 
 BATCH_BYTES = 16 << 20
 MAX_BATCH_BLOCKS = 1024
-DEVICE_REFUSED = "the device refused some writes; see the log lines above"
-
-
-class DifferentNamespaceError(ConfigError):
-    """The blocks of the file belong to another namespace."""
-
-
-@dataclass(slots=True)
-class ImportReport:
-    """Outcomes of the blocks of a file, as counts."""
-
-    namespace: str
-    blocks: int
-    imported: int = 0
-    already_there: int = 0
-    damaged: int = 0
-    """Number of blocks whose payload and record do not match."""
-    failed: int = 0
-    """Number of blocks that the device refused, or that found no room."""
-    reason: str | None = None
-    """Reason why blocks failed, with a remedy."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self)
 
 
 def import_file(
@@ -110,13 +89,7 @@ def _target(
 
 def _refuse_unless_equal(location: Location, head: CarriedHead) -> None:
     description = read_description(location)
-    names = sorted(differing(description.fields, head.fields))
-    if names or description.block_bytes != head.block_bytes:
-        shown = ", ".join(names) or "block_bytes"
-        raise DifferentNamespaceError(
-            f"these blocks do not belong to {location.name}: {shown} differ; import them where "
-            "every field of the fingerprint is equal"
-        )
+    refuse_unless_equal(location.name, description.fields, description.block_bytes, head)
 
 
 def _roots_of(location: Location) -> list[Path]:
@@ -166,7 +139,7 @@ def _import(
         carried.read(first, views)
         good: dict[BlockHash, memoryview] = {}
         for record, view in zip(carried.records(first, count), views, strict=True):
-            if record is None or not _is_right(record, view):
+            if record is None or not is_right(record, view):
                 report.damaged += 1
                 continue
             key = BlockHash(record.key)
@@ -177,12 +150,6 @@ def _import(
         _note(visitor, visitor.store(good), report)
         if progress is not None:
             progress(count)
-
-
-def _is_right(record: SlotRecord, payload: memoryview) -> bool:
-    if record.length != len(payload):
-        return False
-    return record.checksum == payload_checksum(record.key, payload)
 
 
 def _note(visitor: Visitor, outcomes: Sequence[BlockOutcome | None], report: ImportReport) -> None:

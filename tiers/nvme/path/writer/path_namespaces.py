@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from .....errors import ConfigError, KVCascadeError, os_errors
+from .....errors import ConfigError, KVCascadeError, TierIOError, os_errors
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
 from ..path_messages import Hello, PathOptions
@@ -86,6 +86,8 @@ class PathNamespaces:
             namespace = self._open_home(home)
         self._looked_at.discard(home.name)
         self.note_use(namespace)
+        if not namespace.clients:
+            self._begin_alone(namespace, hello.epoch)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
@@ -160,6 +162,7 @@ class PathNamespaces:
         namespace.abandon()
         self.space.forget(name)
         self.record.min_shares.pop(name, None)
+        self.record.epochs.pop(name, None)
         with suppress(KVCascadeError):  # the next writer finds it again
             self._save()
             remove_home(self.fs, namespace.home)
@@ -199,10 +202,31 @@ class PathNamespaces:
         paths = tuple(map(str, self.roots))
         if found is not None:
             check_paths(found.paths, paths)
-        record = PathRecord(paths, options, {} if found is None else found.min_shares)
+        record = PathRecord(paths, options)
+        if found is not None:
+            record.min_shares, record.epochs = found.min_shares, found.epochs
         if found is None or found.options != options:
             save_record(self.fs, self.roots[0], record)
         return record
+
+    def _begin_alone(self, namespace: NamespaceWriter, known_epoch: int | None) -> None:
+        """Record the epoch in which an engine begins that finds no other one.
+
+        Blocks that were stored after a reset may be of weights that were updated in place. An
+        engine that starts has the weights of the disk, so it may not find them. Raises a
+        `KVCascadeError`.
+        """
+        name, epochs = namespace.home.name, self.record.epochs
+        if namespace.epoch in (epochs.get(name, 0), known_epoch):
+            return
+        if not namespace.reset():
+            raise TierIOError(
+                None,
+                f"the blocks of {name} from after a reset could not be removed; look at the disk, "
+                "or remove the directory",
+            )
+        epochs[name] = namespace.epoch
+        self._save()
 
     def _open_home(self, home: NamespaceHome) -> NamespaceWriter:
         is_durable = self.options.durability == POWER

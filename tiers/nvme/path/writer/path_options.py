@@ -38,6 +38,17 @@ class PathRecord:
     options: PathOptions
     min_shares: dict[str, int] = field(default_factory=dict)
     """By name of a namespace: bytes that other namespaces may not take from it."""
+    epochs: dict[str, int] = field(default_factory=dict)
+    """By name of a namespace: epoch in which the last engine began that found no other one."""
+
+
+def was_reset(record: PathRecord | None, name: str, epoch: int) -> bool:
+    """Return True if a namespace was reset since the last engine began that found no other one.
+
+    `epoch` is its current one. Blocks that were stored since may be of weights that were updated in
+    place, not of those of its fingerprint.
+    """
+    return epoch != (0 if record is None else record.epochs.get(name, 0))
 
 
 def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
@@ -55,6 +66,7 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
             tuple(map(str, document["paths"])),
             msgspec.convert(document["options"], PathOptions),
             {str(name): int(share) for name, share in document["min_shares"].items()},
+            {str(name): int(epoch) for name, epoch in document["epochs"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
         raise CorruptionError(
@@ -70,6 +82,7 @@ def save_record(fs: FileSystem, root: Path, record: PathRecord) -> None:
         "paths": list(record.paths),
         "options": msgspec.to_builtins(record.options),
         "min_shares": record.min_shares,
+        "epochs": record.epochs,
     }
     path = root / PATH_FOLDER / PATH_FILE
     with os_errors(f"writing {path}"):

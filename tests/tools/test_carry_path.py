@@ -1,0 +1,191 @@
+"""`kvcascade export` and `import` with paths that have one writer, closed and beside engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from support.cache_rig import call, flip
+from support.keys import key
+from support.path_cache import BLOCK, HEADER, engine_on, fill_path, folder_in, held_in
+from support.path_engine import PathEngine
+
+import kvcascade
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_options import load_record
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.segments.format import block_checksum, parse_record
+from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_blocks import OpenPath
+
+BLOCKS = 20
+FS = RealFileSystem()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An export of a cache of 20 blocks in `tmp_path / "from"`."""
+    fill_path(tmp_path / "from", BLOCKS)
+    path = tmp_path / "warm.safetensors"
+    answer = call("export", tmp_path / "from", path, "--json")
+    assert answer.code == ExitCode.OK and answer.document["blocks"] == BLOCKS
+    return path
+
+
+def small(root: Path, segments: int) -> PathEngine:
+    """An engine on a path that holds few segments of 8 blocks."""
+    root.mkdir()
+    options = PathOptions(capacity_of(segments, 8, BLOCK), segment_bytes=8 * BLOCK)
+    return PathEngine([root], options, is_thread=True, capacity=64).open()
+
+
+def test_the_file_has_every_block(file: Path) -> None:
+    with safe_open(str(file), "np") as opened:
+        blocks, rows = opened.get_tensor("blocks"), opened.get_tensor("slots")
+    records = [parse_record(row.tobytes()) for row in rows]
+    assert {record.key for record in records if record} == {key(n) for n in range(BLOCKS)}
+    for record, payload in zip(records, blocks, strict=True):
+        assert record is not None
+        assert record.checksum == block_checksum(record.key, memoryview(payload.tobytes()))
+
+
+def test_round_trip(file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "to"
+    fill_path(target, 4)
+    before = load_record(FS, target)
+    answer = call("import", target, file, "--json")
+    assert answer.code == ExitCode.OK
+    document = answer.document
+    assert (document["imported"], document["already_there"]) == (16, 4)
+    assert document["namespace"] == folder_in(target).name
+    assert load_record(FS, target) == before
+    assert call("import", folder_in(target), file, "--json").document["already_there"] == BLOCKS
+    assert held_in(target, range(BLOCKS)) == list(range(BLOCKS))
+
+
+def test_beside_running_engines(file: Path, tmp_path: Path) -> None:
+    engine = engine_on(tmp_path / "to", is_thread=False)
+    try:
+        assert call("import", tmp_path / "to", file, "--json").document["imported"] == BLOCKS
+        assert engine.holds(range(BLOCKS)) == list(range(BLOCKS))
+        engine.get(range(BLOCKS))
+        again = tmp_path / "again.safetensors"
+        assert call("export", tmp_path / "to", again, "--json").document["blocks"] == BLOCKS
+    finally:
+        engine.close()
+
+
+def test_a_full_tier_takes_more_only_on_request(file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "to"
+    engine = small(target, 3)
+    engine.put(range(100, 116))
+    engine.close()
+    answer = call("import", target, file, "--json")
+    assert answer.code == ExitCode.NO_SPACE and "--make-room" in answer.document["reason"]
+    assert (answer.document["imported"], answer.document["failed"]) == (8, 12)
+    assert set(range(100, 116)) <= set(held_in(target, [*range(BLOCKS), *range(100, 116)]))
+    answer = call("import", target, file, "--make-room", "--json")
+    assert answer.code == ExitCode.OK
+    assert answer.document["imported"] + answer.document["already_there"] == BLOCKS
+    assert held_in(target, range(BLOCKS)) == list(range(BLOCKS))
+
+
+def test_a_tier_that_is_too_small_keeps_what_was_imported(file: Path, tmp_path: Path) -> None:
+    small(tmp_path / "to", 2).close()
+    answer = call("import", tmp_path / "to", file, "--make-room", "--json")
+    assert answer.code == ExitCode.NO_SPACE and "larger capacity" in answer.document["reason"]
+    assert answer.document["imported"] == len(held_in(tmp_path / "to", range(BLOCKS))) == 16
+
+
+def test_other_blocks_are_refused_and_a_namespace_is_made_on_request(
+    file: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "to"
+    with kvcascade.open(
+        root, namespace="mine", block_bytes=BLOCK, capacity="64MiB", min_free=0
+    ) as cache:
+        name = cache.name
+    answer = call("import", root, file)
+    assert answer.code == ExitCode.DIFFERENT and "model" in answer.err
+    assert call("import", root, file, "-n", name).code == ExitCode.DIFFERENT
+    answer = call("import", root, file, "--create", "--json")
+    assert answer.code == ExitCode.OK and answer.document["imported"] == BLOCKS
+    with kvcascade.open(root, namespace=answer.document["namespace"]) as cache:
+        assert all(block is not None for block in cache.get([key(n) for n in range(BLOCKS)]))
+
+
+def test_some_blocks(tmp_path: Path) -> None:
+    fill_path(tmp_path / "kv", BLOCKS)
+    out = tmp_path / "out.safetensors"
+    some = [key(n).hex() for n in (3, 5)]
+    answer = call("export", tmp_path / "kv", out, "--hash", some[0], "--hash", some[1], "--json")
+    assert answer.document["blocks"] == 2
+    assert call("export", tmp_path / "kv", out).code == ExitCode.USAGE, "it exists"
+    options = ("--force", "--hot", str(3 * BLOCK), "--json")
+    assert call("export", tmp_path / "kv", out, *options).document["blocks"] == 3
+    answer = call("export", tmp_path / "kv", out, "--force", "--prefix", some[0])
+    assert answer.code == ExitCode.USAGE and "--hot" in answer.err
+
+
+def test_the_most_recently_used_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_path(tmp_path, BLOCKS)
+    out = tmp_path / "out.safetensors"
+    blocks = OpenPath.blocks
+    uses: dict[bytes, int] = {key(n): 100 + n for n in range(BLOCKS)}
+    monkeypatch.setattr(
+        OpenPath,
+        "blocks",
+        lambda self, name: (
+            dataclasses.replace(each, used_s=uses[each.key]) for each in blocks(self, name)
+        ),
+    )
+    call("export", tmp_path, out, "--hot", str(3 * BLOCK))
+    with safe_open(str(out), "np") as opened:
+        records = [parse_record(row.tobytes()) for row in opened.get_tensor("slots")]
+    assert {each.key for each in records if each} == {key(n) for n in range(17, 20)}
+
+
+def test_damaged_blocks_are_left_out(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path, BLOCKS)
+    flip(folder / "segments" / "000000.safetensors", HEADER + 3 * BLOCK + 1)
+    answer = call("export", tmp_path, tmp_path / "out.safetensors", "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    assert (answer.document["blocks"], answer.document["skipped"]) == (BLOCKS - 1, 1)
+    call("import", tmp_path, tmp_path / "out.safetensors")
+
+
+def test_damage_in_the_file_costs_the_block(file: Path, tmp_path: Path) -> None:
+    fill_path(tmp_path / "to", 0)
+    flip(file, HEADER + 2 * BLOCK + 5)
+    answer = call("import", tmp_path / "to", file, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    assert (answer.document["imported"], answer.document["damaged"]) == (BLOCKS - 1, 1)
+
+
+def test_a_reset_refuses_both_ways(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    engine = engine_on(root)
+    engine.tier.reset()
+    engine.until(lambda: not engine.tier._resets_due)
+    engine.put([50])
+    assert call("import", root, file).code == ExitCode.IN_USE
+    answer = call("export", root, tmp_path / "out.safetensors")
+    assert answer.code == ExitCode.USAGE and "were reset" in answer.err
+    engine.close()
+    assert call("export", root, tmp_path / "out.safetensors").code == ExitCode.USAGE
+    assert call("import", root, file, "--json").document["imported"] == BLOCKS
+    assert call("export", root, tmp_path / "out.safetensors", "--json").document["blocks"] == BLOCKS
+
+
+def test_a_budget_is_a_reason(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "to"
+    root.mkdir()
+    options = PathOptions(64 << 20, segment_bytes=8 * BLOCK, write_budget_bytes=4 * BLOCK)
+    PathEngine([root], options, is_thread=True).open().close()
+    answer = call("import", root, file, "--json")
+    assert answer.code == ExitCode.NO_SPACE and "budget" in answer.document["reason"]

@@ -1,0 +1,102 @@
+"""`kvcascade export` from a path with one writer, closed or beside engines.
+
+Only blocks whose payload matches its checksum are written.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ....errors import ConfigError, os_errors
+from ....tiers.nvme.disk.transfers import Throttle
+from ....tiers.nvme.path.block_scan import NamedBlock, scan_blocks
+from ....tiers.nvme.segments.format import SlotRecord
+from ..path_blocks import OpenPath, PathNamespace
+from ..verify.verify_report import Progress
+from .carried import CarriedHead, real_file
+from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
+
+
+def export_namespace(
+    path: OpenPath,
+    namespace: PathNamespace,
+    choice: Choice,
+    out: Path,
+    *,
+    may_replace: bool,
+    throttle: Throttle,
+    progress: Progress,
+) -> ExportReport:
+    """Write the chosen blocks of a namespace to `out`, or to the target of `out` if it is a link.
+
+    Raises a `KVCascadeError`; no file is left behind then.
+    """
+    target = real_file(out)
+    if target.exists() and not may_replace:
+        raise ConfigError(f"{out} exists already; give another name, or --force")
+    name, epoch = namespace.name, int(path.facts(namespace.name)["epoch"])
+    if path.was_reset(name):
+        raise ConfigError(
+            f"the engines of {name} were reset: blocks stored since then may belong to weights "
+            "that were updated in place, not to those of its fingerprint; restart an engine and "
+            "export from it"
+        )
+    chosen = _chosen(path, namespace, choice)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    row_of = {each.key: row for row, each in enumerate(chosen)}
+    with (
+        os_errors(f"writing {out}"),
+        whole_or_nothing(target) as file,
+        path.source(namespace) as source,
+    ):
+        writer = ExportWriter(
+            file,
+            len(chosen),
+            namespace.block_bytes,
+            lambda blocks: _head(namespace, blocks, created),
+        )
+
+        def put(block: NamedBlock, payload: memoryview) -> None:
+            record = SlotRecord(block.key, 0, block.checksum, len(payload), epoch)
+            writer.put(row_of[block.key], record, payload)
+
+        for findings in scan_blocks(source, chosen, throttle, put):
+            progress(len(findings))
+        size = writer.finish()
+        if int(path.facts(name)["epoch"]) != epoch:
+            raise ConfigError(
+                f"{name} was reset meanwhile: its weights may have changed, and all older blocks "
+                "are gone; export again"
+            )
+    return ExportReport(name, str(out), writer.blocks, len(chosen) - writer.blocks, 0, size)
+
+
+def _chosen(path: OpenPath, namespace: PathNamespace, choice: Choice) -> list[NamedBlock]:
+    """Return the blocks to export, in slot order."""
+    if choice.prompts:
+        raise ConfigError(
+            f"--prefix: it is not recorded which blocks come before {choice.prompts[0]}; choose "
+            "blocks with --hot, --hash or --hashes"
+        )
+    starts = choice.prefixes
+    blocks = path.blocks(namespace.name)
+    found = [each for each in blocks if not starts or each.key.startswith(starts)]
+    if choice.hot_bytes is not None:
+        found.sort(key=lambda each: each.used_s, reverse=True)
+        del found[choice.hot_bytes // namespace.block_bytes :]
+    return sorted(found, key=lambda each: each.slot)
+
+
+def _head(namespace: PathNamespace, blocks: int, created: str) -> CarriedHead:
+    about = namespace.description
+    return CarriedHead(
+        label=str(about.get("label", "")),
+        fields=about["fields"],
+        about=about.get("about", {}),
+        fingerprint=str(about["fingerprint"]),
+        block_bytes=namespace.block_bytes,
+        slots_per_segment=int(about["slots_per_segment"]),
+        blocks=blocks,
+        created=created,
+    )

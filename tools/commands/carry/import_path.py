@@ -1,0 +1,194 @@
+"""`kvcascade import` into a path with one writer, closed or beside engines.
+
+The command is one more node of the path: `BlockCache` stores the blocks, and engines find them at
+once. The writer makes room as it does for engines. So without `--make-room` no more blocks are
+stored than there is free room for.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+from ....assembly.path_parts import PathParts, described, existing_names, path_parts
+from ....block_cache import BlockCache, CacheOptions, PutOutcome
+from ....errors import InUseError, KVCascadeError, os_errors
+from ....handlers.node.path_io import SEGMENTS
+from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
+from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
+from ....tiers.nvme.path.path_messages import NamespaceSpec
+from ....tiers.nvme.path.writer.namespace_home import key_of, read_description
+from ....tiers.nvme.segments.format import segment_number
+from ..path_blocks import OpenPath, open_path
+from ..verify.verify_report import Progress
+from .carried import CarriedHead, CarriedReader
+from .import_report import (
+    DEVICE_REFUSED,
+    DifferentNamespaceError,
+    ImportReport,
+    is_right,
+    refuse_unless_equal,
+)
+
+BATCH_BYTES = 16 << 20
+MAX_BATCH_BLOCKS = 1024
+NO_ROOM = (
+    "the tier is full; free space with `kvcascade gc`, give it a larger capacity, or evict the "
+    "coldest blocks with --make-room"
+)
+TOO_SMALL = "the tier is smaller than that; give it a larger capacity"
+_REASONS = {
+    PutOutcome.FULL: NO_ROOM,
+    PutOutcome.OVER_BUDGET: "the write budget of the day is spent; import the rest tomorrow",
+    PutOutcome.TIMED_OUT: "the writer of the path or its device is too slow; import again",
+    PutOutcome.FAILED: DEVICE_REFUSED,
+}
+
+
+def import_into_path(
+    paths: Sequence[Path],
+    namespace: str | None,
+    carried: CarriedReader,
+    *,
+    may_create: bool,
+    may_evict: bool,
+    progress: Progress,
+) -> ImportReport:
+    """Bring the blocks of an export file into the namespace of a path that they belong to.
+
+    Raises `DifferentNamespaceError`, `InUseError` after a reset, or another `KVCascadeError`.
+    """
+    fs, head = RealFileSystem(), carried.head
+    roots = list(paths)
+    if fs.exists(roots[0] / DESCRIPTION):
+        namespace, roots[0] = roots[0].name, roots[0].parent
+    parts = path_parts(fs, roots, {}, "import")
+    spec = _target(fs, parts, namespace, head, may_create)
+    _refuse_reset(parts.roots[0], key_of(spec).directory_name)
+    with BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache:
+        report = ImportReport(cache.name, head.blocks)
+        with open_path(parts.roots[0]) as opened:
+            room = _all_slots(opened, cache.name) if may_evict else _free_slots(opened, cache.name)
+        _import(cache, carried, report, progress, room, TOO_SMALL if may_evict else NO_ROOM)
+    return report
+
+
+def _target(
+    fs: FileSystem, parts: PathParts, text: str | None, head: CarriedHead, may_create: bool
+) -> NamespaceSpec:
+    """Return the namespace that the blocks belong to."""
+    root = parts.roots[0]
+    with open_path(root) as opened:
+        names = opened.chosen(text, root) if text is not None else existing_names(fs, root)
+    found = {}
+    for name in names:
+        try:
+            found[name] = read_description(fs, root / name)
+        except KVCascadeError:
+            if text is not None:
+                raise
+    same = [name for name, each in found.items() if each["fingerprint"] == head.fingerprint]
+    if same or text is not None or (len(found) == 1 and not may_create):
+        name = same[0] if same else next(iter(found))
+        refuse_unless_equal(name, found[name]["fields"], found[name]["block_bytes"], head)
+        spec = described(fs, parts, name, head.block_bytes)
+        assert spec is not None, "its description was just read"
+        return spec
+    key = NamespaceKey(head.label, head.fields, head.about)
+    if not may_create:
+        raise DifferentNamespaceError(
+            f"these blocks belong to the namespace {key.directory_name}, which does not exist; "
+            "start its engine, or give --create"
+        )
+    fields, about = json.dumps(dict(key.fields)).encode(), json.dumps(dict(key.about)).encode()
+    return NamespaceSpec(key.label, fields, about, head.block_bytes)
+
+
+def _refuse_reset(root: Path, name: str) -> None:
+    """Raise `InUseError` if running engines were reset."""
+    with open_path(root) as opened:
+        is_live = name in opened.names and opened.namespace(name).is_live
+        if is_live and opened.was_reset(name):
+            raise InUseError(
+                f"the engines of {name} were reset: their weights may differ from those of its "
+                "fingerprint and of the blocks; stop the engines first"
+            )
+
+
+def _all_slots(opened: OpenPath, name: str) -> int:
+    return int(opened.facts(name)["slots"])
+
+
+def _free_slots(opened: OpenPath, name: str) -> int:
+    """Return the number of blocks that a namespace can take without any eviction."""
+    fs, namespace = RealFileSystem(), opened.namespace(name)
+    facts, stat = opened.facts(name), opened.session.ask("stat")
+    layout, options = namespace.layout, stat["options"]
+    with os_errors(f"listing {name}"):
+        files = [file for folder in namespace.folders for file in fs.list_dir(folder / SEGMENTS)]
+        free = [fs.free_bytes(root) - int(options["min_free_bytes"]) for root in opened.roots]
+    segments = sum(segment_number(file) is not None for file in files)
+    share = (int(options["capacity_bytes"]) - int(stat["bytes"])) // len(free)
+    more = sum(max(0, min(share, disk)) // layout.file_bytes for disk in free)
+    segments += min(more, int(facts["slots"]) // layout.slots - segments)
+    return segments * layout.slots - int(facts["blocks"])
+
+
+def _import(
+    cache: BlockCache,
+    carried: CarriedReader,
+    report: ImportReport,
+    progress: Progress,
+    room: int,
+    no_room: str,
+) -> None:
+    head, size = carried.head, carried.head.block_bytes
+    step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // size))
+    memory = memoryview(mmap.mmap(-1, step * size))
+    for first in range(0, head.blocks, step):
+        count = min(step, head.blocks - first)
+        views = [memory[i * size : (i + 1) * size] for i in range(count)]
+        carried.read(first, views)
+        good: dict[bytes, memoryview] = {}
+        for record, view in zip(carried.records(first, count), views, strict=True):
+            if record is None or not is_right(record, view):
+                report.damaged += 1
+            elif record.key in good:
+                report.already_there += 1
+            else:
+                good[record.key] = view
+        room -= _store(cache, good, report, room, no_room)
+        progress(count)
+
+
+def _store(
+    cache: BlockCache,
+    blocks: dict[bytes, memoryview],
+    report: ImportReport,
+    room: int,
+    no_room: str,
+) -> int:
+    """Store blocks that are not in the cache, at most `room`; return how many were stored."""
+    held = [key for key, is_there in zip(blocks, cache.exists(blocks), strict=True) if is_there]
+    cache.touch(held)  # none of them is evicted for another one
+    report.already_there += len(held)
+    new = [key for key in blocks if key not in set(held)]
+    keys = new[: max(0, room)]
+    if len(keys) < len(new):
+        report.failed += len(new) - len(keys)
+        report.reason = no_room
+    outcomes = cache.put(keys, [blocks[key] for key in keys])
+    if PutOutcome.RESET in outcomes:
+        raise InUseError(
+            f"{cache.name} was reset meanwhile: its weights may have changed, and all older "
+            "blocks are gone; import again only if the blocks belong to the new weights"
+        )
+    for outcome in outcomes:
+        report.imported += outcome is PutOutcome.STORED
+        report.already_there += outcome is PutOutcome.HELD
+        if not outcome.is_there:
+            report.failed += 1
+            report.reason = _REASONS[outcome]
+    return outcomes.count(PutOutcome.STORED)
