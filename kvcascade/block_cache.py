@@ -50,7 +50,7 @@ from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
 from .tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
-from .tiers.nvme.path.writer.namespace_home import key_of
+from .tiers.nvme.path.writer.namespace_home import key_of, spec_of
 from .tiers.nvme.path.writer.path_options import was_reset
 from .tiers.nvme.segments.format import PAGE_BYTES
 
@@ -439,4 +439,4 @@ def _namespace(
     if block_bytes % PAGE_BYTES:
         problem = f"is no multiple of {PAGE_BYTES}; round it up"
         raise at.below("block_bytes").wrong(block_bytes, problem)
-    return NamespaceSpec(key.label, json.dumps(dict(key.fields)).encode(), b"{}", block_bytes)
+    return spec_of(key, block_bytes)

@@ -248,18 +248,10 @@ class NodeLoop:
 
     def _lead(self, lock: FileLock) -> _Joined:
         """Serve the path from this process."""
-        root = self._roots[0]
-        try:
-            if self._place is None:
-                self._place = PathDoor(root)
-            door = PathDoor(root)
-        except BaseException:
-            lock.release()
-            raise
         setup = self._setup
-        self._service = WriterService(
-            self._fs, self._roots, setup.options, lock, door, name=setup.name
-        )
+        self._service = WriterService(self._fs, self._roots, setup.options, lock, name=setup.name)
+        if self._place is None:
+            self._place = PathDoor(self._roots[0])
         return _Joined(self._service.connect(), is_leader=True)
 
     def _has_joined(self, joined: _Joined) -> None:

@@ -379,9 +379,8 @@ class PathNode:
             for ticket in tickets:
                 self._means.tell(JobDone(ticket))
         self._resets.clear()
-        self.state = NodeState.OFF
-        self._means.tell(NodeNote(self.state, text, is_misconfigured))
+        self._enter(NodeState.OFF, text, is_misconfigured=is_misconfigured)
 
-    def _enter(self, state: NodeState, text: str) -> None:
+    def _enter(self, state: NodeState, text: str, *, is_misconfigured: bool = False) -> None:
         self.state = state
-        self._means.tell(NodeNote(state, text))
+        self._means.tell(NodeNote(state, text, is_misconfigured))

@@ -47,7 +47,6 @@ class WriterService:
         roots: Sequence[Path],
         options: PathOptions | None,
         lock: FileLock,
-        door: PathDoor,
         clock: Callable[[], float] = time.monotonic,
         *,
         name: str = "kvcascade",
@@ -56,10 +55,14 @@ class WriterService:
 
         `name` is recorded for tools. Without options, those that are recorded stay in force.
 
-        Lock and door belong to the service from now on, and are released if this fails.
+        The lock belongs to the service from now on, and is released if this fails.
         """
         self._lock = lock
-        self._door = door
+        try:
+            self._door = PathDoor(roots[0])
+        except BaseException:
+            lock.release()
+            raise
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._executor = ThreadPoolExecutor(SEGMENT_THREADS, "kvcascade-segments")
@@ -77,7 +80,7 @@ class WriterService:
         """True if a newer version asked this writer to close."""
         try:
             save_note(fs, roots[0], note_of_this_process(name))
-            self._listener = door.listen()
+            self._listener = self._door.listen()
             means = StartMeans(fs, time.time, open_block_table, boot_id())
             self._writer = PathWriter(means, roots, options, clock, self._executor)
         except BaseException:

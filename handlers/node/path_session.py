@@ -145,11 +145,10 @@ def open_session(
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
     try:
         roots = tier_roots(fs, root, also)
-        door = PathDoor(root)
     except BaseException:
         lock.release()
         raise
-    service = WriterService(fs, roots, None, lock, door, name=TOOL_NAME)
+    service = WriterService(fs, roots, None, lock, name=TOOL_NAME)
     return PathSession(fs, root, service.connect(), service)
 
 

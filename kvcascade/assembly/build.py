@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -484,53 +485,40 @@ def _log_start(cascade: Cascade) -> None:
 
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
-    settings = cascade.settings
-    if cascade.nodes:
-        return _node_fields(cascade)
-    reports = [None, *(tier.report for tier in cascade.nvme_tiers)]
+    below = [_facts_of_node(node) for node in cascade.nodes]
+    below += [_facts_of_report(tier.report) for tier in cascade.nvme_tiers]
+    facts_of: list[dict[str, object]] = [
+        {"pages": "huge" if cascade.arena.is_huge else "small"},
+        *below,
+    ]
     fields: dict[str, dict[str, object]] = {}
     states = cascade.manager.tier_states()
-    for state, tier, report in zip(states, settings.tiers, reports, strict=True):
-        facts = fields[state.name] = {
-            "blocks": state.blocks,
-            "capacity_blocks": state.capacity_blocks,
-            "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
-            "policy": tier.policy,
-        }
+    for state, tier, facts in zip(states, cascade.settings.tiers, facts_of, strict=True):
         share = sizes.share_of(tier.capacity)
-        if share is not None:
-            facts["share"] = share
-        if report is None:
-            facts["pages"] = "huge" if cascade.arena.is_huge else "small"
-        else:
-            facts |= {
-                "namespace": str(report.folder),
-                "fingerprint": report.folder.name.rpartition("-")[2],
-                "created": report.created.isoformat(timespec="seconds"),
-                "shutdown": "clean" if report.was_clean else "unclean",
-                "written": sizes.human(report.bytes_written),
-            }
-    return fields
-
-
-def _node_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
-    fields: dict[str, dict[str, object]] = {}
-    places = [None, *(node.folder for node in cascade.nodes)]
-    states = cascade.manager.tier_states()
-    for number, (state, tier) in enumerate(zip(states, cascade.settings.tiers, strict=True)):
-        facts = fields[state.name] = {
+        fields[state.name] = {
             "blocks": state.blocks,
             "capacity_blocks": state.capacity_blocks,
             "capacity": sizes.human(state.capacity_blocks * state.block_bytes),
             "policy": tier.policy,
+            **({} if share is None else {"share": share}),
+            **facts,
         }
-        share, folder = sizes.share_of(tier.capacity), places[number]
-        if share is not None:
-            facts["share"] = share
-        if number == 0:
-            facts["pages"] = "huge" if cascade.arena.is_huge else "small"
-        elif folder is not None:
-            facts["namespace"] = str(folder)
-            facts["fingerprint"] = folder.name.rpartition("-")[2]
-            facts["role"] = cascade.nodes[number - 1].port.feed.state.value
     return fields
+
+
+def _facts_of_node(node: OpenTier) -> dict[str, object]:
+    folder = node.folder
+    return {} if folder is None else {**_names_of(folder), "role": node.port.feed.state.value}
+
+
+def _facts_of_report(report: nvme.StartReport) -> dict[str, object]:
+    return {
+        **_names_of(report.folder),
+        "created": report.created.isoformat(timespec="seconds"),
+        "shutdown": "clean" if report.was_clean else "unclean",
+        "written": sizes.human(report.bytes_written),
+    }
+
+
+def _names_of(folder: Path) -> dict[str, object]:
+    return {"namespace": str(folder), "fingerprint": folder.name.rpartition("-")[2]}

@@ -6,7 +6,6 @@ other process has. It joins the path, or writes it for all engines.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from ..config.machine import ThisMachine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
-from ..errors import ConfigError, os_errors
+from ..errors import ConfigError
 from ..handlers.node.mover import Mover
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
@@ -32,12 +31,13 @@ from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
-from ..tiers.nvme.path.path_messages import NamespaceSpec, PathOptions, chain_of
+from ..tiers.nvme.path.path_messages import PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
+from ..tiers.nvme.path.writer.namespace_home import spec_of
 from ..tiers.nvme.path.writer.path_plan import plan_segments
 from ..tiers.policies import order_class
-from .path_parts import path_options
+from .path_parts import make_folders, path_options
 
 JOIN_LIMIT_S = 10.0
 """Longest time that the start of an engine waits for a tier. Then the tier is absent until its
@@ -149,9 +149,7 @@ def open_node_tier(
     `file_system`: one that only this process has; None for that of the machine. Raises one of our
     errors if the path refuses the engine's configuration.
     """
-    for path in options.path:
-        with os_errors(f"creating {path} ({options.key}.path)"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(options.path, f"{options.key}.path")
     asked = path_options(options, ThisMachine())
     block_bytes = engine.memory.slot_bytes
     segment_bytes = asked.segment_bytes
@@ -207,16 +205,11 @@ def _node(
     file_system: FileSystem | None,
     on_note: Callable[[Any], None],
 ) -> Mover:
-    memory, key = engine.memory, engine.key
+    memory = engine.memory
     setup = NodeSetup(
         f"{socket.gethostname()}:{os.getpid()}",
         tuple(map(str, options.path)),
-        NamespaceSpec(
-            key.label,
-            json.dumps(dict(key.fields)).encode(),
-            json.dumps(dict(key.about)).encode(),
-            memory.slot_bytes,
-        ),
+        spec_of(engine.key, memory.slot_bytes),
         asked,
         HEADER_BYTES,
         memory.slots,

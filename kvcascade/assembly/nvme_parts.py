@@ -14,7 +14,7 @@ import numpy as np
 
 from ..config.machine import ThisMachine, nvme_capacity, nvme_disk_bytes
 from ..config.schema import DirectIO, NvmeTierOptions
-from ..errors import KVCascadeError, os_errors
+from ..errors import KVCascadeError
 from ..handlers.node.mover import Mover
 from ..handlers.node.mover_child import Connection, launch
 from ..handlers.node.mover_process import MoverBackground, MoverLoadHandler, MoverStoreHandler
@@ -38,6 +38,7 @@ from ..tiers.nvme.segments.store import Durability
 from ..tiers.policies import OrderedPolicy, create
 from .chain_notes import ChainNotes
 from .named import admission_rule
+from .path_parts import make_folders
 
 _log = get_logger(__name__)
 
@@ -79,9 +80,7 @@ def open_nvme(
     Raises one of our errors.
     """
     machine = ThisMachine()
-    for path in options.path:
-        with os_errors(f"creating {path} ({options.key}.path)"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folders(options.path, f"{options.key}.path")
     capacity = nvme_capacity(options, machine)
     config = nvme.NvmeTierConfig(
         paths=options.path,

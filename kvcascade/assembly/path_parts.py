@@ -104,10 +104,13 @@ def path_options(tier: NvmeTierOptions, machine: Machine) -> PathOptions:
     )
 
 
-def make_folders(roots: Sequence[Path]) -> None:
-    """Create the folders of a path where they are missing. Raises `TierIOError`."""
+def make_folders(roots: Sequence[Path], key: str = "") -> None:
+    """Create the folders of a path where they are missing. Raises `TierIOError`.
+
+    `key` names the option that lists them.
+    """
     for root in roots:
-        with os_errors(f"creating {root}"):
+        with os_errors(f"creating {root} ({key})" if key else f"creating {root}"):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

@@ -106,7 +106,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], WriterService]]:
         fs = RealFileSystem()
         lock = try_lead(fs, tmp_path)
         assert lock is not None
-        made.append(WriterService(fs, [tmp_path], OPTIONS, lock, PathDoor(tmp_path)))
+        made.append(WriterService(fs, [tmp_path], OPTIONS, lock))
         return made[-1]
 
     yield start

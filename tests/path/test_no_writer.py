@@ -20,7 +20,7 @@ from kvcascade.handlers.node.path_service import WriterService
 from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_lock import PathDoor, try_lead
+from kvcascade.tiers.nvme.path.path_lock import try_lead
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER
 
@@ -127,7 +127,7 @@ def test_a_writer_that_cannot_start_leaves_nothing_open(tmp_path: Path, fault: s
         lock = try_lead(fs, tmp_path)
         assert lock is not None, "the lock was released"
         with pytest.raises(TierIOError):
-            WriterService(fs, [tmp_path], OPTIONS, lock, PathDoor(tmp_path))
+            WriterService(fs, [tmp_path], OPTIONS, lock)
         gc.collect()  # the error holds the frames of the attempt
         now = len(os.listdir("/proc/self/fd"))
         assert before is None or now <= before

@@ -16,7 +16,7 @@ TOKENS = 16
 
 
 def logged(rig: PathRig, node: RigNode) -> Chains:
-    """What a command reads."""
+    """The chains that a command reads."""
     assert node.welcome is not None
     folder = rig.roots[0] / node.welcome.folder / "state"
     cells = MappedArrays(rig.files, folder, None)(CHAINS, cells_for(node.welcome.slots), np.uint64)

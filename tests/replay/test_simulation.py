@@ -23,7 +23,7 @@ from kvcascade.tools.replay.virtual import Rate
 
 @pytest.fixture(params=["slots", "node"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who decides about the lower of two tiers: the manager's process, or the writer of a path."""
+    """The lower of two tiers is decided by the manager's process, or by the writer of a path."""
     monkeypatch.setenv("KVCASCADE_NODES", "1" if request.param == "node" else "0")
     return str(request.param)
 

@@ -7,18 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from kvcascade.tools.replay.virtual import InlineExecutor
 
-class InlineExecutor(Executor):
-    """Runs each task inside `submit`."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+__all__ = ["InlineExecutor", "SteppingExecutor"]
 
 
 class SteppingExecutor(Executor):

@@ -37,7 +37,7 @@ def folder_in(root: Path) -> Path:
 
 
 def held_in(root: Path, numbers: Sequence[int]) -> list[int]:
-    """Which of the blocks an engine reads, each of them right."""
+    """The blocks that an engine reads, each of them right."""
     engine = engine_on(root)
     try:
         outcomes = engine.get(numbers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -39,7 +38,7 @@ from ...tiers.nvme.path.writer.namespace_start import StartMeans
 from ...tiers.nvme.path.writer.path_plan import capacity_of
 from ...tiers.nvme.path.writer.path_writer import FIGURES_EVERY_S, PathWriter
 from .memory_path import MemoryBlocks, MemoryFiles
-from .virtual import NEVER_S, Rate, VirtualClock
+from .virtual import NEVER_S, InlineExecutor, Rate, VirtualClock
 
 ROOT = Path("/replay")
 CLIENT = 1
@@ -64,18 +63,6 @@ class VirtualTierOptions:
     write: Rate
     write_budget_blocks: int | None = None
     """Blocks that may be written in a day; None means no limit."""
-
-
-class InlineExecutor(Executor):
-    """Runs everything in the thread that submits it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 @dataclass(slots=True)

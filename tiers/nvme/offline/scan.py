@@ -10,23 +10,18 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-import xxhash
-
-from ..disk.transfers import Throttle
+from ..disk.transfers import Throttle, scanned
+from ..path.block_reader import payload_checksum
 from .reader import SegmentReader
 
 SCAN_THREADS = 4
 READ_BYTES = 8 << 20
 """Bytes per read and thread; at least one block."""
 MAX_BUFFERS_PER_READ = 1024
-PIECES_PER_THREAD = 2
-"""Largest number of runs in flight per thread."""
 
 
 class Verdict(Enum):
@@ -57,11 +52,6 @@ class Scanned:
     verdict: Verdict
 
 
-def payload_checksum(key: bytes, payload: memoryview) -> int:
-    """Return `block_checksum`, computed in one call that releases the interpreter lock."""
-    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(key))
-
-
 def scan(
     segments: SegmentReader,
     wanted: Sequence[Wanted],
@@ -76,38 +66,21 @@ def scan(
     """
     pieces = _pieces(segments, sorted(wanted, key=lambda each: each.slot))
     local = threading.local()
-    throttle = throttle or Throttle(None)
 
     def work(piece: Sequence[Wanted]) -> list[Scanned]:
         if not hasattr(local, "buffer"):
             local.buffer = mmap.mmap(-1, max(READ_BYTES, segments.layout.block_bytes))
         return _scan_piece(segments, piece, memoryview(local.buffer), on_valid)
 
-    under_way: deque[Future[list[Scanned]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
-        try:
-            for piece in pieces:
-                throttle.take(len(piece) * segments.layout.block_bytes)
-                under_way.append(pool.submit(work, piece))
-                if len(under_way) >= threads * PIECES_PER_THREAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+    yield from scanned(work, pieces, segments.layout.block_bytes, throttle, threads)
 
 
 def _pieces(segments: SegmentReader, wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
     """Yield runs of adjacent slots in one segment that fit a buffer."""
     layout = segments.layout
     most = max(1, min(MAX_BUFFERS_PER_READ, READ_BYTES // layout.block_bytes))
-    begin = 0
-    for i in range(1, len(wanted) + 1):
-        is_next = i < len(wanted) and wanted[i].slot == wanted[i - 1].slot + 1
-        if not is_next or wanted[i].slot % layout.slots == 0 or i - begin == most:
-            yield wanted[begin:i]
-            begin = i
+    for begin, end in layout.runs([each.slot for each in wanted], most):
+        yield wanted[begin:end]
 
 
 def _scan_piece(

@@ -10,13 +10,11 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-from ..disk.transfers import Throttle
+from ..disk.transfers import Throttle, scanned
 from .block_reader import payload_checksum
 from .payload_files import PayloadFiles
 from .presence_table import PresenceTable
@@ -24,8 +22,6 @@ from .presence_table import PresenceTable
 SCAN_THREADS = 4
 READ_BYTES = 8 << 20
 """Bytes per read and thread; at least one block."""
-RUNS_PER_THREAD = 2
-"""Largest number of runs in flight per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,6 @@ def scan_blocks(
     """
     size = source.files.layout.block_bytes
     local = threading.local()
-    throttle = throttle or Throttle(None)
 
     def work(run: Sequence[NamedBlock]) -> Findings:
         if not hasattr(local, "buffer"):
@@ -89,19 +84,7 @@ def scan_blocks(
         views = [local.buffer[i * size : (i + 1) * size] for i in range(len(run))]
         return _verify_run(source, run, views, on_valid)
 
-    under_way: deque[Future[Findings]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvcascade-scan") as pool:
-        try:
-            for run in _runs(source, blocks):
-                throttle.take(len(run) * size)
-                under_way.append(pool.submit(work, run))
-                if len(under_way) >= threads * RUNS_PER_THREAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+    yield from scanned(work, _runs(source, blocks), size, throttle, threads)
 
 
 def _runs(source: ScanSource, blocks: Sequence[NamedBlock]) -> Iterator[Sequence[NamedBlock]]:
@@ -109,9 +92,8 @@ def _runs(source: ScanSource, blocks: Sequence[NamedBlock]) -> Iterator[Sequence
     layout = source.files.layout
     ordered = sorted(blocks, key=lambda each: each.slot)
     most = max(1, READ_BYTES // layout.block_bytes)
-    for begin, end in layout.runs([each.slot for each in ordered]):
-        for start in range(begin, end, most):
-            yield ordered[start : min(start + most, end)]
+    for begin, end in layout.runs([each.slot for each in ordered], most):
+        yield ordered[begin:end]
 
 
 def _verify_run(

@@ -1,4 +1,4 @@
-"""What goes into a log of chains (`chains`) when a request ends.
+"""Choice of the blocks that a request adds to the log of chains (`chains`) when it ends.
 
 A block is logged with the request that stores it. A prompt is logged again in full once half the
 log has been written since, so that chains in use are not overwritten.

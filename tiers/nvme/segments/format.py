@@ -164,16 +164,16 @@ class SegmentLayout:
         padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
         return struct.pack("<Q", padded) + text.ljust(padded)
 
-    def runs(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+    def runs(self, slots: Sequence[int], most: int | None = None) -> list[tuple[int, int]]:
         """Group positions of an ascending slot list into runs of adjacent slots in one segment.
 
-        Each run is the pair (begin, end) of positions.
+        Each run is the pair (begin, end) of positions, at most `most` of them.
         """
         found: list[tuple[int, int]] = []
         begin = 0
         for i in range(1, len(slots) + 1):
             is_next = i < len(slots) and slots[i] == slots[i - 1] + 1
-            if not is_next or slots[i] % self.slots == 0:
+            if not is_next or slots[i] % self.slots == 0 or i - begin == most:
                 found.append((begin, i))
                 begin = i
         return found

@@ -6,7 +6,6 @@ finds the blocks as soon as the index has them.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,13 +24,10 @@ from .import_report import (
     DEVICE_REFUSED,
     DifferentNamespaceError,
     ImportReport,
-    is_right,
     refuse_unless_equal,
+    right_batches,
 )
 from .visitor import Visitor, WantedNamespace
-
-BATCH_BYTES = 16 << 20
-MAX_BATCH_BLOCKS = 1024
 
 
 def import_file(
@@ -129,27 +125,12 @@ def _wanted(
 def _import(
     visitor: Visitor, carried: CarriedReader, report: ImportReport, progress: Progress | None
 ) -> None:
-    head = carried.head
-    step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // head.block_bytes))
-    room = memoryview(mmap.mmap(-1, step * head.block_bytes))
-    for first in range(0, head.blocks, step):
-        count = min(step, head.blocks - first)
-        size = head.block_bytes
-        views = [room[i * size : (i + 1) * size] for i in range(count)]
-        carried.read(first, views)
-        good: dict[BlockHash, memoryview] = {}
-        for record, view in zip(carried.records(first, count), views, strict=True):
-            if record is None or not is_right(record, view):
-                report.damaged += 1
-                continue
-            key = BlockHash(record.key)
-            if visitor.holds(key) or key in good:
-                report.already_there += 1
-            else:
-                good[key] = view
+    for rows, blocks in right_batches(carried, report):
+        good = {BlockHash(k): view for k, view in blocks.items() if not visitor.holds(BlockHash(k))}
+        report.already_there += len(blocks) - len(good)
         _note(visitor, visitor.store(good), report)
         if progress is not None:
-            progress(count)
+            progress(rows)
 
 
 def _note(visitor: Visitor, outcomes: Sequence[BlockOutcome | None], report: ImportReport) -> None:

@@ -7,8 +7,6 @@ stored than there is free room for.
 
 from __future__ import annotations
 
-import json
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ....tiers.nvme.namespace import DESCRIPTION, NamespaceKey
 from ....tiers.nvme.path.path_messages import NamespaceSpec
-from ....tiers.nvme.path.writer.namespace_home import key_of, read_description
+from ....tiers.nvme.path.writer.namespace_home import key_of, read_description, spec_of
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
 from ..verify.verify_report import Progress
@@ -28,12 +26,10 @@ from .import_report import (
     DEVICE_REFUSED,
     DifferentNamespaceError,
     ImportReport,
-    is_right,
     refuse_unless_equal,
+    right_batches,
 )
 
-BATCH_BYTES = 16 << 20
-MAX_BATCH_BLOCKS = 1024
 NO_ROOM = (
     "the tier is full; free space with `kvcascade gc`, give it a larger capacity, or evict the "
     "coldest blocks with --make-room"
@@ -102,8 +98,7 @@ def _target(
             f"these blocks belong to the namespace {key.directory_name}, which does not exist; "
             "start its engine, or give --create"
         )
-    fields, about = json.dumps(dict(key.fields)).encode(), json.dumps(dict(key.about)).encode()
-    return NamespaceSpec(key.label, fields, about, head.block_bytes)
+    return spec_of(key, head.block_bytes)
 
 
 def _refuse_reset(root: Path, name: str) -> None:
@@ -144,23 +139,9 @@ def _import(
     room: int,
     no_room: str,
 ) -> None:
-    head, size = carried.head, carried.head.block_bytes
-    step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // size))
-    memory = memoryview(mmap.mmap(-1, step * size))
-    for first in range(0, head.blocks, step):
-        count = min(step, head.blocks - first)
-        views = [memory[i * size : (i + 1) * size] for i in range(count)]
-        carried.read(first, views)
-        good: dict[bytes, memoryview] = {}
-        for record, view in zip(carried.records(first, count), views, strict=True):
-            if record is None or not is_right(record, view):
-                report.damaged += 1
-            elif record.key in good:
-                report.already_there += 1
-            else:
-                good[record.key] = view
+    for rows, good in right_batches(carried, report):
         room -= _store(cache, good, report, room, no_room)
-        progress(count)
+        progress(rows)
 
 
 def _store(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ....errors import ConfigError
 from ....tiers.nvme.path.block_reader import payload_checksum
 from ....tiers.nvme.segments.format import SlotRecord
-from .carried import CarriedHead
+from .carried import CarriedHead, CarriedReader
 
+BATCH_BYTES = 16 << 20
+MAX_BATCH_BLOCKS = 1024
 DEVICE_REFUSED = "the device refused some writes; see the log lines above"
 
 
@@ -56,7 +59,33 @@ def refuse_unless_equal(
         )
 
 
-def is_right(record: SlotRecord, payload: memoryview) -> bool:
+def right_batches(
+    carried: CarriedReader, report: ImportReport
+) -> Iterator[tuple[int, dict[bytes, memoryview]]]:
+    """Read the whole file; yield the number of rows of each batch, and its blocks by key.
+
+    Damaged blocks and second blocks of a key are counted in the report and left out. The payloads
+    are valid until the next batch.
+    """
+    head, size = carried.head, carried.head.block_bytes
+    step = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // size))
+    memory = memoryview(mmap.mmap(-1, step * size))
+    for first in range(0, head.blocks, step):
+        count = min(step, head.blocks - first)
+        views = [memory[i * size : (i + 1) * size] for i in range(count)]
+        carried.read(first, views)
+        good: dict[bytes, memoryview] = {}
+        for record, view in zip(carried.records(first, count), views, strict=True):
+            if record is None or not _is_right(record, view):
+                report.damaged += 1
+            elif record.key in good:
+                report.already_there += 1
+            else:
+                good[record.key] = view
+        yield count, good
+
+
+def _is_right(record: SlotRecord, payload: memoryview) -> bool:
     """Return True if a payload is that of its record."""
     if record.length != len(payload):
         return False

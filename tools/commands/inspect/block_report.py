@@ -12,7 +12,7 @@ from rich.console import Console
 from ....errors import ConfigError
 from ....tiers.nvme.index.block_index import GENERATIONS_PER_SESSION
 from ....tiers.nvme.offline.reader import Description
-from ....tiers.nvme.offline.scan import payload_checksum
+from ....tiers.nvme.path.block_reader import payload_checksum
 from ....tiers.nvme.segments.chains import HEAD_BYTES, head_of
 from ....tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
 from .. import show

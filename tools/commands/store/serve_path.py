@@ -17,7 +17,7 @@ from ....errors import ConfigError, InUseError
 from ....handlers.node.path_service import WriterService
 from ....logs import get_logger
 from ....tiers.nvme.disk.filesystem import FileLock, FileSystem, RealFileSystem
-from ....tiers.nvme.path.path_lock import PathDoor, try_lead
+from ....tiers.nvme.path.path_lock import try_lead
 from ....tiers.nvme.path.writer_note import load_note
 
 CHECK_INTERVAL_S = 0.5
@@ -105,14 +105,9 @@ def _lock(fs: FileSystem, root: Path, may_wait: bool, pause: Pause) -> FileLock:
 
 
 def _start(fs: FileSystem, parts: PathParts, lock: FileLock) -> WriterService:
-    root, options = parts.roots[0], parts.options
-    try:
-        door = PathDoor(root)
-    except BaseException:
-        lock.release()
-        raise
+    options = parts.options
     name = f"kvcascade store on {socket.gethostname()}, process {os.getpid()}"
-    service = WriterService(fs, parts.roots, options, lock, door, name=name)
+    service = WriterService(fs, parts.roots, options, lock, name=name)
     _log.info(
         "process %d writes %s: capacity %s, policy %s, durability %s",
         os.getpid(),

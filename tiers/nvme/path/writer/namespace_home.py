@@ -99,6 +99,12 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
     return NamespaceKey(spec.label, fields, about)
 
 
+def spec_of(key: NamespaceKey, block_bytes: int) -> NamespaceSpec:
+    """Return the identity as a node names it."""
+    fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
+    return NamespaceSpec(key.label, fields.encode(), about.encode(), block_bytes)
+
+
 def make_home(
     fs: FileSystem,
     roots: Sequence[Path],
