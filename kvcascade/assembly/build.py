@@ -41,7 +41,9 @@ from ..manager.ticker import Ticker
 from ..observe.announce import Announcer
 from ..observe.recording import Recorder, RecordFacts, open_recorder
 from ..tiers.base import BlockHash
-from ..tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
+from ..tiers.cpu.arena import Arena, ArenaRole
+from ..tiers.cpu.cpu_backend import CpuBackend
+from ..tiers.cpu.header import ArenaGeometry
 from ..tiers.cpu.slot_table import KeptDirectory
 from ..tiers.nvme import tier as nvme
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem

@@ -26,7 +26,7 @@ from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
 from ..manager.below.port import Below, TierFacts
-from ..tiers.cpu import Arena
+from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.cpu.slot_table import NO_EPOCH
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem

@@ -24,7 +24,7 @@ from ..logs import get_logger
 from ..manager.admission import WriteBudget
 from ..manager.flow import Link
 from ..manager.level import Tier
-from ..tiers.cpu import Arena
+from ..tiers.cpu.arena import Arena
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.endurance import DayTotals
 from ..tiers.nvme import tier as nvme

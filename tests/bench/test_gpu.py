@@ -20,7 +20,7 @@ from support.gpu_twin import FREE_BYTES, FakeCuda, Kernels, Link, MemoryDevice
 
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.hazards import Direction
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import LIMIT, OURS, VLLM, BenchError, Row
 from kvcascade.tools.dev.bench.gpu import gpu, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape

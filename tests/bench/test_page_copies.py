@@ -12,7 +12,7 @@ from support.executors import InlineExecutor
 
 from kvcascade.handlers.device.batched_copy import NoBatchedCopyError
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import PAGES, VLLM
 from kvcascade.tools.dev.bench.gpu import gpu_device
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape

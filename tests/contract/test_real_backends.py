@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract.backend_contract import BackendContract, hashes
 
-from kvcascade.tiers.cpu import CpuBackend
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.opening import open_nvme_tier
 from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig

@@ -22,11 +22,12 @@ from kvcascade.errors import (
     KVCascadeError,
     NoSpaceError,
 )
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, arena_path, prefault, sweep
 from kvcascade.tiers.cpu import arena_file as files
-from kvcascade.tiers.cpu.arena_file import JOIN_TIMEOUT_S, MAKE_TIMEOUT_S
+from kvcascade.tiers.cpu import prefault
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.arena_file import JOIN_TIMEOUT_S, MAKE_TIMEOUT_S, arena_path, sweep
 from kvcascade.tiers.cpu.arena_limits import MachineMemory, check_capacity, probe_machine
-from kvcascade.tiers.cpu.header import HEADER_BYTES
+from kvcascade.tiers.cpu.header import HEADER_BYTES, ArenaGeometry
 
 GEOMETRY = ArenaGeometry(slots=6, rank_bytes=3000, world_size=2)
 SCHEDULER = ArenaRole.scheduler()

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvcascade.errors import InUseError
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, sweep
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.arena_file import sweep
+from kvcascade.tiers.cpu.header import ArenaGeometry
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = ArenaGeometry(slots=4, rank_bytes=4096, world_size=2)
@@ -19,7 +21,8 @@ GEOMETRY = ArenaGeometry(slots=4, rank_bytes=4096, world_size=2)
 CHILD = """
 import sys
 from kvcascade.errors import KVCascadeError
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 folder, rank = sys.argv[1], sys.argv[2]
 role = ArenaRole.scheduler() if rank == "scheduler" else ArenaRole.worker(int(rank))
 try:

@@ -12,7 +12,9 @@ from support.keys import keys
 
 from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.base import NOT_READY, BlockStatus, SlotSpec
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
+from kvcascade.tiers.cpu.header import ArenaGeometry
 
 CAPACITY = 24
 

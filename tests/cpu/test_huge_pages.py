@@ -12,10 +12,11 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, huge_pages
 from kvcascade.tiers.cpu import arena_file as files
+from kvcascade.tiers.cpu import huge_pages
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.arena_limits import MachineMemory, probe_machine
-from kvcascade.tiers.cpu.header import round_up
+from kvcascade.tiers.cpu.header import ArenaGeometry, round_up
 from kvcascade.tiers.cpu.huge_pages import (
     GATHER_TIMEOUT_S,
     HUGE_PAGE_BYTES,

@@ -15,8 +15,16 @@ from support.cascade import key
 from support.children import Start
 
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend, sweep
-from kvcascade.tiers.cpu.arena_file import TURN_TIMEOUT_S, drop_kept, kept_arenas, kept_header
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.arena_file import (
+    TURN_TIMEOUT_S,
+    drop_kept,
+    kept_arenas,
+    kept_header,
+    sweep,
+)
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.cpu.locks import turn_in
 from kvcascade.tiers.cpu.slot_table import (
     MAX_KEY_BYTES,
@@ -34,7 +42,8 @@ WORKER, SCHEDULER = ArenaRole.worker(0), ArenaRole.scheduler()
 OWNER = """
 import os, signal, sys
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 geometry = ArenaGeometry(8, 4096, 1, kept=True)
 worker = Arena.open(geometry, "first", ArenaRole.worker(0), arena_dir=sys.argv[1])
 scheduler = Arena.open(geometry, "first", ArenaRole.scheduler(), arena_dir=sys.argv[1])

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from support.crash_rig import Engine, Known, Setup, read_all
 
-from kvcascade.tiers.cpu import sweep
+from kvcascade.tiers.cpu.arena_file import sweep
 
 TEST_CYCLES = 10
 CYCLES_FACTOR_MAX = 3

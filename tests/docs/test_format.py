@@ -24,7 +24,8 @@ from support.nvme_rig import content, key
 
 from kvcascade.assembly.chain_notes import ChainNotes
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.segments.chain_book import ChainBook
 from kvcascade.tiers.nvme.segments.chains import CHAINS, ChainLog, cells_for

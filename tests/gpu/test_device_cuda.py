@@ -27,7 +27,7 @@ from kvcascade.handlers.device.batched_copy import Batch, NoBatchedCopyError, dr
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
-from kvcascade.tiers.cpu import Arena, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 
 pytestmark = pytest.mark.gpu
 

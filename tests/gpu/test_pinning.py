@@ -13,7 +13,8 @@ from support.kv_layouts import make_job, model_load, model_store, one_group, wri
 
 from kvcascade.handlers.device.device_cuda import CudaDeviceCopier
 from kvcascade.handlers.device.host_register import HostRegistration, cuda_registration
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,8 @@ ALONE = ArenaRole.scheduler(expect_workers=False)
 SECOND_RANK = """
 import os, sys, torch
 from kvcascade.handlers.host_register import cuda_registration
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 slots, rank_bytes = map(int, sys.argv[2:4])
 arena = Arena.open(
     ArenaGeometry(slots, rank_bytes, 2), "gpu-test", ArenaRole.worker(1), arena_dir=sys.argv[1]

@@ -18,7 +18,7 @@ from kvcascade.handlers.device.geometry import (
     WorkerLayout,
     merge_adjacent,
 )
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 
 Byte = tuple[int, int, int]
 

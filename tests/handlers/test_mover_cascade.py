@@ -18,7 +18,7 @@ from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import CpuBackend
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import create
 
 DEADLINE_S = 10.0

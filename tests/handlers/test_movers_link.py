@@ -19,7 +19,8 @@ from kvcascade.config.schema import NvmeTierOptions
 from kvcascade.config.sizes import Share
 from kvcascade.manager.flow import Link
 from kvcascade.tiers.base import SlotSpec
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.cpu.locks import try_flock
 
 SLOTS = 16

@@ -14,7 +14,8 @@ from support.nvme_rig import Rig, config_for, key
 from support.users import unprivileged
 
 from kvcascade.errors import InUseError, KVCascadeError, TierIOError
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.cache_access import locations
 
 ROOT = Path(__file__).resolve().parents[2]

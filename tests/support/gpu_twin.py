@@ -19,7 +19,7 @@ from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.geometry import WorkerLayout
 from kvcascade.handlers.device.hazards import Direction
 from kvcascade.tiers.base import SlotArray
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.commands.bench.bench_results import VLLM
 from kvcascade.tools.dev.bench.gpu import gpu_device, gpu_moves
 from kvcascade.tools.dev.bench.gpu.gpu import GpuShape

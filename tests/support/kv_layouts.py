@@ -12,7 +12,7 @@ import torch
 from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from kvcascade.tiers.base import SlotArray
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 
 Pages = npt.NDArray[np.int8]
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvcascade.assembly.named import checked
 from kvcascade.config.machine import ThisMachine
 from kvcascade.errors import ConfigError, TierIOError
-from kvcascade.tiers.cpu import ArenaGeometry
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.__main__ import app
 from kvcascade.tools.commands.check.config_check import (

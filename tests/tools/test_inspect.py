@@ -12,7 +12,8 @@ import pytest
 from support.cache_rig import UsageRig, call, call_outside, config_of, fill, fill_two, flip, segment
 from support.nvme_rig import BLOCK, config_for, content, key
 
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.commands.cache_access import locations
 from kvcascade.tools.commands.command_line import ExitCode

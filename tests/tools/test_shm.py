@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvcascade.tiers.base import BlockHash
-from kvcascade.tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from kvcascade.tiers.cpu.arena import Arena, ArenaRole
+from kvcascade.tiers.cpu.header import ArenaGeometry
 from kvcascade.tools.__main__ import main
 from kvcascade.tools.commands.command_line import ExitCode
 

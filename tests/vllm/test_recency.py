@@ -24,7 +24,7 @@ from kvcascade import vllm_policies
 from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
-from kvcascade.tiers.cpu import CpuBackend
+from kvcascade.tiers.cpu.cpu_backend import CpuBackend
 from kvcascade.tiers.policies import ORDERS, create
 from kvcascade.tools.dev.bench.vllm_calls import BLOCK_BYTES, over
 

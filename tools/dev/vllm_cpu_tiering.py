@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from ...handlers.device.device_cpu import CpuDeviceCopier
 from ...handlers.device.geometry import PageRef, WorkerLayout
 from ...handlers.device.staging import torch_layouts
-from ...tiers.cpu import ArenaGeometry
+from ...tiers.cpu.header import ArenaGeometry
 from ...vllm.v0_26 import CascadeWorker
 
 COPY_THREADS = 2

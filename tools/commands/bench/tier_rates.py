@@ -31,7 +31,8 @@ from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
 from ....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ....tiers.base import BlockHash, SlotArray, SlotSpec
-from ....tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from ....tiers.cpu.arena import Arena, ArenaRole
+from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey
 from ....tiers.nvme.opening import open_nvme_tier
 from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig

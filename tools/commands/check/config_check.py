@@ -20,8 +20,8 @@ from ....config.options import noting
 from ....config.schema import CascadeConfig, NvmeTierOptions
 from ....config.sizes import share_of
 from ....errors import os_errors
-from ....tiers.cpu import ArenaGeometry
 from ....tiers.cpu.arena_limits import probe_machine
+from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
 from ....tiers.nvme.segments.format import PAGE_BYTES

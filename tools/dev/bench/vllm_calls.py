@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from ....assembly.build import Cascade
 from ....manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
 from ....manager.level import Tier
-from ....tiers.cpu import CpuBackend
+from ....tiers.cpu.cpu_backend import CpuBackend
 from ....tiers.policies import create
 from ....vllm.v0_26 import CascadeManager
 

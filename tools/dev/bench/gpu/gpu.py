@@ -16,7 +16,8 @@ from functools import partial
 from .....config.sizes import human
 from .....handlers.device.geometry import PageRef, TensorLayout, WorkerLayout
 from .....handlers.device.hazards import Direction
-from .....tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from .....tiers.cpu.arena import Arena, ArenaRole
+from .....tiers.cpu.header import ArenaGeometry
 from ....commands.bench.bench_results import LIMIT, OURS, Goal, Quantity
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from .gpu_device import Contender, CudaDevice, Device, Room

@@ -21,7 +21,8 @@ from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.hazards import Direction
 from .....handlers.device.host_register import HostRegistration
 from .....tiers.base import SlotArray
-from .....tiers.cpu import Arena, ArenaGeometry, ArenaRole
+from .....tiers.cpu.arena import Arena, ArenaRole
+from .....tiers.cpu.header import ArenaGeometry
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ import psutil
 
 from .....config.sizes import human
 from .....tiers.base import BlockHash
-from .....tiers.cpu import ArenaGeometry
 from .....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from .....tiers.cpu.header import ArenaGeometry
 from ....commands.bench.bench_results import MIB, OURS, BenchError, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
 from ..gpu.gpu import MEMORY_SHARE, GpuShape

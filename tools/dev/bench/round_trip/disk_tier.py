@@ -19,7 +19,7 @@ import numpy as np
 
 from .....manager.level import Tier
 from .....tiers.base import BlockHash, BlockStatus, LoadStoreSpec
-from .....tiers.cpu import CpuBackend
+from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.nvme.disk.filesystem import RealFileSystem
 from .....tiers.nvme.index.index_port import CommitOutcome, Removal, SlotTest
 from .....tiers.nvme.namespace import NamespaceKey

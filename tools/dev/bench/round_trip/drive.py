@@ -24,7 +24,9 @@ from .....manager.flow import Link
 from .....manager.level import Tier
 from .....manager.request import Request
 from .....tiers.base import BlockHash, SlotArray, SlotSpec
-from .....tiers.cpu import Arena, ArenaGeometry, ArenaRole, CpuBackend
+from .....tiers.cpu.arena import Arena, ArenaRole
+from .....tiers.cpu.cpu_backend import CpuBackend
+from .....tiers.cpu.header import ArenaGeometry
 from .....tiers.policies import create
 from ....commands.bench.bench_results import BenchError
 from .disk_tier import DiskTier

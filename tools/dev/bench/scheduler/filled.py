@@ -19,7 +19,7 @@ from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, b
 from .....manager.flow import Link
 from .....manager.level import Tier
 from .....tiers.base import BlockHash
-from .....tiers.cpu import CpuBackend
+from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.nvme.index.index_port import CommitOutcome
 from .....tiers.nvme.namespace import NamespaceKey
 from .....tiers.nvme.opening import open_nvme_tier
