@@ -161,9 +161,14 @@ def service(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "kvcascade.tools", "store", str(tmp_path), *options]
-        process = subprocess.Popen(
-            command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+        # A child inherits what its parent ignores, and shells ignore SIGINT for background jobs.
+        former = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            process = subprocess.Popen(
+                command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, former)
         started.append(process)
         return process
 
