@@ -316,11 +316,6 @@ class CascadingOffloadingManager(OffloadingManager):
             self._flow.top.adopt(block_hashes, statuses)
             self._flow.emit(block_hashes, removed=False)
 
-    def announce(self, tier: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier below still holds."""
-        with self.lock:
-            self._flow.below.announce(tier, block_hashes)
-
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:

@@ -28,7 +28,7 @@ from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import from_mover
+from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
@@ -74,7 +74,7 @@ class MoverOptions:
     """Monotonic seconds."""
     silence_limit_s: float = SILENCE_LIMIT_S
     starts_per_minute: int = STARTS_PER_MINUTE
-    decode: Callable[[bytes], Any] = from_mover.decode
+    decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
     on_note: OnNote | None = None
     """Called with the other messages; by any thread that calls a method of `Mover`."""

@@ -19,7 +19,7 @@ from ...tiers.nvme.disk.filesystem import FileSystem
 from .mover import Mover, MoverOptions
 from .mover_child import Connection, launch
 from .path_loop import NodeLoop
-from .path_wire import NodeSetup, from_node_process
+from .path_wire import NodeSetup
 
 NODE_MODULE = "kvcascade.handlers.node.path_main"
 
@@ -87,5 +87,5 @@ def _client(
     on_note: Callable[[Any], None],
     options: MoverOptions | None,
 ) -> Mover:
-    chosen = replace(options or MoverOptions(), decode=from_node_process.decode, on_note=on_note)
+    chosen = replace(options or MoverOptions(), on_note=on_note)
     return Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)

@@ -136,9 +136,6 @@ class NodeTier(Below):
         self._ask_for_keys()
         return events
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self.feed.events.emit([key for key in keys if self.may_hold(key)], removed=False)
-
     # -- whether it takes anything -----------------------------------------------------------
 
     def room(self, n: int) -> int:

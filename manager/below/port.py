@@ -178,10 +178,6 @@ class Below(ABC):
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
 
-    @abstractmethod
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier still holds."""
-
     # -- whether it takes anything -----------------------------------------------------------
 
     @abstractmethod
@@ -300,9 +296,6 @@ class NoTierBelow(Below):
 
     def take_events(self) -> list[BlockEvent]:
         return []
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
 
     def room(self, n: int) -> int:
         return 0

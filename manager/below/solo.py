@@ -110,9 +110,6 @@ class SoloTier(Below):
         events.clear()
         return taken
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self.books.emit([key for key in keys if self.level.owns(key)], removed=False)
-
     # -- whether it takes anything -----------------------------------------------------------
 
     def room(self, n: int) -> int:

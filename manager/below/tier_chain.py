@@ -112,12 +112,6 @@ class TierChain(Below):
     def take_events(self) -> list[BlockEvent]:
         return [*self._first.take_events(), *self._rest.take_events()]
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        if tier == 1:
-            self._first.announce(1, keys)
-        else:
-            self._rest.announce(tier - 1, keys)
-
     # -- whether it takes anything -----------------------------------------------------------
 
     def room(self, n: int) -> int:

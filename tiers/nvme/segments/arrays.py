@@ -20,8 +20,7 @@ import xxhash
 
 from ....errors import NoSpaceError, os_errors
 from ....logs import get_logger
-from ..disk.filesystem import File, FileSystem
-from ..disk.mapped_copy import PAGE_BYTES
+from ..disk.filesystem import PAGE_BYTES, File, FileSystem
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40

@@ -27,17 +27,16 @@ from ...namespace import (
     remove_locked_namespace,
 )
 from ...segments.format import (
+    FORMAT_VERSION,
     MAX_DESCRIPTION_BYTES,
     SegmentLayout,
     parse_description,
 )
-from ...segments.segment_files import SegmentSet
+from ...segments.segment_files import SegmentFiles
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
 from .path_plan import SegmentPlan, plan_segments
 
-PATH_FORMAT_VERSION = 3
-"""Version of a namespace that the writer of a path keeps."""
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
@@ -55,8 +54,7 @@ class NamespaceHome:
     description: Mapping[str, Any]
     slots: int
     """Final number of slots."""
-    segments: SegmentSet
-    """Segment files. The writer keeps none of them open."""
+    segments: SegmentFiles
     locks: list[FileLock] = field(default_factory=list)
 
     @property
@@ -82,7 +80,6 @@ class NamespaceHome:
 
     def close(self) -> None:
         """Release the locks; idempotent."""
-        self.segments.close()
         for lock in self.locks:
             lock.release()
         self.locks.clear()
@@ -170,7 +167,7 @@ def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
     """
     with os_errors(f"reading {folder}"):
         data = fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES)
-    return parse_description(data, str(folder), PATH_FORMAT_VERSION)
+    return parse_description(data, str(folder))
 
 
 def is_of_path(fs: FileSystem, folder: Path) -> bool:
@@ -215,7 +212,7 @@ def _home(
 ) -> NamespaceHome:
     fingerprint = NamespaceKey("", document["fields"]).fingerprint
     layout = SegmentLayout(document["block_bytes"], document["slots_per_segment"], fingerprint)
-    segments = SegmentSet(fs, [folder / SEGMENTS for folder in folders], layout)
+    segments = SegmentFiles(fs, [folder / SEGMENTS for folder in folders], layout)
     with os_errors(f"listing {folders[0]}"):
         highest = max(segments.found(), default=-1)
     slots = max(plan.segments, highest + 1) * plan.slots_per_segment
@@ -274,7 +271,7 @@ def _describe(
     for part, folder in reversed(list(enumerate(folders))):
         document = {
             "format": "kvcascade-namespace",
-            "format_version": PATH_FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "label": key.label,
             "fingerprint": key.fingerprint,
             "fields": dict(key.fields),

@@ -299,7 +299,7 @@ class NamespaceWriter:
         """
         with os_errors(f"syncing {self.home.name}"):
             for number in self.space.segments:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         self.table.close()
         self.table = reopen(self.home)
         self.unsynced_clients |= self.clients
@@ -355,7 +355,7 @@ class NamespaceWriter:
         numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
         try:
             for number in numbers:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         except OSError as error:
             _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
             for reply, place in puts.places:

@@ -286,7 +286,6 @@ class PathSpace:
             try:
                 with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
                     home.segments.create(number)
-                home.segments.let_go(number)
                 self._done.append(lambda: self._made(namespace, number, foreign))
             except (OSError, KVCascadeError) as error:
                 reason = error
