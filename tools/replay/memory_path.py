@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from ...tiers import endurance
-from ...tiers.nvme.disk.byte_locks import ByteLocks
 from ...tiers.nvme.disk.filesystem import File, FileLock, FileSystem, RealFile
 from ...tiers.nvme.path.block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
 from ...tiers.nvme.path.presence_table import Journal, hash_of, hashes_of
@@ -102,9 +101,6 @@ class MemoryFiles(FileSystem):
         self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
     ) -> FileLock:
         return HeldLock()
-
-    def byte_locks(self, path: Path) -> ByteLocks:
-        raise AssertionError("the writer of a path locks no bytes")
 
 
 class MemoryBlocks:
