@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +28,8 @@ from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
 from ..logs import get_logger
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
+from ..manager.below.port import NoTierBelow
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions
 from ..manager.level import Tier
 from ..manager.request import Request
 from ..manager.ticker import Ticker
@@ -302,7 +302,7 @@ def _manager(
 ) -> CascadingOffloadingManager:
     """Return the manager over the first tier and the tiers behind nodes."""
     if not nodes:
-        return build_cascade([top], [], options)
+        return CascadingOffloadingManager(top, NoTierBelow(), options)
     rule = admission_rule(settings.nvme[0].admission)
     return CascadingOffloadingManager(top, port_of(nodes), options, admission=rule)
 

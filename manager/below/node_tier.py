@@ -21,9 +21,8 @@ from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
-from .node_traffic import NodeClient, NodeFlow, NodeReads, NodeWrites
+from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
 from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
-from .tier_writes import STALLED_S
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""

@@ -20,9 +20,12 @@ from ...tiers.nvme.path.path_messages import Why
 from ..counters import LinkCounters
 from .node_feed import NodeFeed
 from .port import Ended, Put
-from .tier_reads import SILENCE
-from .tier_writes import STALLED_S, answers_to_put
 
+STALLED_S = 15.0
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
+SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""Outcomes of reads caused by a failing device; every other outcome concerns the block."""
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
 
@@ -243,3 +246,19 @@ class NodeWrites(_Traffic):
         counters.demote_openings = self.breaker.openings
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+
+
+def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
+    """Return the answer to each of the `n` keys of a put.
+
+    `new` are the positions of keys that the tier lacks. Those of them that were not `started` get
+    `refusal`.
+    """
+    if len(started) == n:
+        return [Put.STARTED] * n
+    answers = [Put.ALREADY] * n
+    for at in new:
+        answers[at] = refusal
+    for at in started:
+        answers[at] = Put.STARTED
+    return answers

@@ -44,6 +44,16 @@ class Put(Enum):
     """The transfer could not be started; the tier rests from now on."""
 
 
+NOT_WANTED = frozenset(
+    {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
+)
+"""Outcomes of a `put` that are no failure, and for which a retry is useless.
+
+Another engine stored the block first, the tier was reset, the block was damaged in the tier above,
+or other engines keep the room.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Constant properties of one tier below."""
