@@ -117,6 +117,9 @@ class NodeTier(Below):
         self.feed.process()
         reads.breaker.look_at_clock()
         writes.breaker.look_at_clock()
+        counters = self.links[0]
+        counters.promote_openings = reads.breaker.openings
+        counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):
             return ()
         ended = [*reads.ended, *writes.ended]

@@ -152,7 +152,6 @@ class NodeReads(_Traffic):
         counters.promote_gone_blocks += gone
         counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
         self.breaker.ended(SILENCE.issuperset(outcomes))
-        counters.promote_openings = self.breaker.openings
         size_bytes = arrived * flow.block_bytes
         self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, time_s))
 
@@ -221,7 +220,6 @@ class NodeWrites(_Traffic):
             return True
         self.breaker.trip()
         self.may_recover = True
-        self._flow.counters.demote_openings = self.breaker.openings
         return False
 
     def _land(self, going: _Going, done: JobDone | None) -> None:
@@ -243,7 +241,6 @@ class NodeWrites(_Traffic):
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
         self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
         self.may_recover = BlockOutcome.NO_SPACE not in outcomes
-        counters.demote_openings = self.breaker.openings
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
 
