@@ -73,7 +73,7 @@ def test_what_is_put_is_found_again(reopen: Open) -> None:
     table = reopen()
     assert [table.get(key) for key in KEYS] == [Entry(slot, 1 << 63 | slot) for slot in range(12)]
     assert table.get(b"absent") is None and table.get_many([]) == []
-    assert table.keys_at([0, 11, 12]) == [KEYS[0], KEYS[11], None] and table.key_at(5) == KEYS[5]
+    assert table.keys_at([0, 11, 12]) == [KEYS[0], KEYS[11], None]
     assert scanned(table) == {hash_of(k): Entry(s, c) for k, s, c in puts}
     assert table.count() == 12 and table.commit_number == applied.journal.number == 1
     assert table.last_changes() == applied.journal
