@@ -193,7 +193,7 @@ class PathNode:
         if self._should_retire_it:
             self._should_retire_it = False
             self._means.send(Retire(PROTOCOL))
-            self._hang_up("the writer of the path has another version and does not close")
+            self._hang_up("the writer of the path has another version; it was asked to close")
             return
         self._means.send(msgspec.structs.replace(self._hello, epoch=self._epoch_seen))
 
@@ -241,13 +241,14 @@ class PathNode:
         was_served = self._welcome is not None
         self._end_link()
         if not was_served:
-            self._retry_later("the writer of the path closes the connection")
+            self._retry_later("the writer of the path closes the connection; its log says why")
             return
         now_s = self._clock()
         self._since = _Since(now_s, retry_s=now_s)  # `tick` joins when no write is running
         self._enter(
             NodeState.ORPHANED,
-            "the writer of the path is gone; reads go on, and writes rest until there is one",
+            "the writer of the path is gone; reads go on, and writes rest until an engine takes "
+            "over, usually within seconds",
         )
 
     def tick(self) -> None:
@@ -260,14 +261,14 @@ class PathNode:
             return
         if self._welcome is None:
             if now_s - since.heard_s > WELCOME_LIMIT_S:
-                self._hang_up("the writer of the path does not answer")
+                self._hang_up(f"the writer of the path does not answer; {self._remedy}")
             return
         oldest_s = self._puts.oldest_request_s()
         if oldest_s is not None and now_s - max(oldest_s, since.heard_s) > SILENCE_LIMIT_S:
             self._enter(
                 NodeState.SILENT,
-                "the writer of the path does not answer; reads go on, and writes rest. "
-                "`kvcascade inspect` names it",
+                f"the writer of the path does not answer; reads go on, and writes rest; "
+                f"{self._remedy}",
             )
             self._puts.writer_is_silent()
         if now_s - since.reported_s >= READ_REPORT_INTERVAL_S and self._gets.unreported_bytes:
@@ -285,6 +286,11 @@ class PathNode:
     @property
     def _served_state(self) -> NodeState:
         return NodeState.LEADING if self._is_leader else NodeState.FOLLOWING
+
+    @property
+    def _remedy(self) -> str:
+        """What to do about a writer that is stopped, or whose disk hangs."""
+        return f"continue or end its process, which `kvcascade inspect {self._hello.paths[0]}` names"
 
     def _send(self, message: FromNode) -> None:
         """Send a message if the writer serves this node; drop it otherwise."""
