@@ -14,7 +14,7 @@ from typing import Any
 from support.keys import key
 from support.writer_twin import namespace_spec
 
-from kvcascade.handlers.node.mover import Mover
+from kvcascade.handlers.node.mover import Mover, MoverOptions
 from kvcascade.handlers.node.path_client import node_process, node_thread
 from kvcascade.handlers.node.path_wire import NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
@@ -63,9 +63,10 @@ class PathEngine:
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
         def client_of(take: Callable[[Any], None]) -> Mover:
+            batched = MoverOptions(is_batched=True)
             if is_thread:
-                return node_thread(setup, self.arena, fs, take)
-            return node_process(setup, lambda: os.dup(self._fd), take)
+                return node_thread(setup, self.arena, fs, take, batched)
+            return node_process(setup, lambda: os.dup(self._fd), take, batched)
 
         made: list[Mover] = []
 
