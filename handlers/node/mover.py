@@ -26,7 +26,7 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
 from .mover_child import Connection
 from .path_wire import from_node_process
 
@@ -48,6 +48,8 @@ LISTEN_INTERVAL_S = 0.02
 """Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
 which restarts the wait of a copying thread for the lock."""
 JOBS_AT_MOST = 64
+BATCH_BYTES = 64 << 10
+"""Size of a batch of messages from which on it is sent without waiting for `flush`."""
 CLOSE_LIMIT_S = 5.0
 """Time limit for a mover to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
@@ -78,6 +80,8 @@ class MoverOptions:
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
     on_note: OnNote | None = None
     """Called with the other messages; by any thread that calls a method of `Mover`."""
+    is_batched: bool = False
+    """True if jobs and notes are kept until `flush`, `poll` or `wait`, to be sent together."""
 
 
 class Mover:
@@ -107,7 +111,7 @@ class Mover:
         """Number of starts since a mover was last ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
-        self._unsent: deque[memoryview] = deque()
+        self._unsent = bytearray()
         self._starts_s: deque[float] = deque(maxlen=self._options.starts_per_minute)
         self._heard_s = 0.0
         self._polled_s = -math.inf
@@ -143,7 +147,7 @@ class Mover:
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
-        """Send a job. Return False if it cannot be taken now.
+        """Send a job; see `MoverOptions.is_batched`. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`.
         """
@@ -156,16 +160,21 @@ class Mover:
             if not self._jobs:
                 self._heard_s = self._clock()
             self._jobs[ticket] = on_end
-            self._unsent.append(memoryview(frame(order(ticket))))
-            self._send()
+            self._enqueue(order(ticket))
             return True
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
             if self.is_up:
-                self._unsent.append(memoryview(frame(message)))
-                self._send()
+                self._enqueue(message)
+
+    def flush(self) -> None:
+        """Send what the socket takes now; never blocks."""
+        if self._unsent:
+            with self._lock:
+                if self._connection is not None:
+                    self._send()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
@@ -243,22 +252,23 @@ class Mover:
             poller.register(connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
 
+    def _enqueue(self, message: msgspec.Struct) -> None:
+        self._unsent += frame(message)
+        if not self._options.is_batched or len(self._unsent) >= BATCH_BYTES:
+            self._send()
+
     def _send(self) -> None:
-        connection = self._connection
+        connection, unsent = self._connection, self._unsent
         assert connection is not None
-        while self._unsent and not self._has_hung_up:
-            piece = self._unsent[0]
+        while unsent and not self._has_hung_up:
             try:
-                sent = connection.socket.send(piece)
+                sent = connection.socket.send(unsent)
             except BlockingIOError:
                 return
             except OSError:
                 self._has_hung_up = True
                 return
-            if sent < len(piece):
-                self._unsent[0] = piece[sent:]
-            else:
-                self._unsent.popleft()
+            del unsent[:sent]
 
     def _receive(self) -> None:
         connection = self._connection
@@ -281,6 +291,8 @@ class Mover:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return
+            if len(data) < RECEIVE_BYTES and not self._is_closed:
+                return  # that was all, or the next poll finds the end of the stream
 
     def _take(self, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
