@@ -156,10 +156,11 @@ class NodeReads(_Traffic):
 class NodeWrites(_Traffic):
     """All writes into the tier."""
 
-    def __init__(self, flow: NodeFlow, max_blocks: int) -> None:
+    def __init__(self, flow: NodeFlow, max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
         super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
         self._max_blocks = max_blocks
+        self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
         self.coming: set[BlockHash] = set()
@@ -236,7 +237,19 @@ class NodeWrites(_Traffic):
         self._why = Why.GRANTED if done is None else done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
+        self.breaker.ended(self._is_failure(outcomes))
         self.may_recover = BlockOutcome.NO_SPACE not in outcomes
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+
+    def _is_failure(self, outcomes: Sequence[BlockOutcome]) -> bool:
+        """Return True if blocks could not be written, and the tier has no other place to try.
+
+        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
+        because all rest, it says so.
+        """
+        if not self._has_one_path:
+            return self._why is Why.RESTING
+        # A full disk fails like any other one; a full tier says so before anything is written.
+        is_full = BlockOutcome.NO_SPACE in outcomes and self._why is not Why.FULL
+        return is_full or BlockOutcome.IO_ERROR in outcomes
