@@ -171,6 +171,7 @@ def open_node_tier(
             engine.stall_s,
             engine.with_events,
             order_class(options.policy).wants_chains,
+            len(options.path),
         ),
         monotonic,
     )

@@ -44,6 +44,8 @@ class NodeTierOptions:
     with_events: bool = True
     wants_chains: bool = False
     """Whether the policy of the tier uses chains."""
+    paths: int = 1
+    """Number of the tier's paths."""
 
 
 class NodeTier(Below):
@@ -70,7 +72,7 @@ class NodeTier(Below):
         flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
-        self.writes = NodeWrites(flow, most)
+        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
         self._client = client
         self._clock = clock
         self._medium = facts.medium

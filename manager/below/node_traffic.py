@@ -171,10 +171,11 @@ class NodeReads(_Traffic):
 class NodeWrites(_Traffic):
     """All writes into the tier."""
 
-    def __init__(self, flow: NodeFlow, max_blocks: int) -> None:
+    def __init__(self, flow: NodeFlow, max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
         super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
         self._max_blocks = max_blocks
+        self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
         self.coming: set[BlockHash] = set()
@@ -255,10 +256,21 @@ class NodeWrites(_Traffic):
         self._why = Why.GRANTED if done is None else done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(failed > 0)
+        self.breaker.ended(self._is_failure(failed > 0, no_space > 0))
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+
+    def _is_failure(self, has_failed: bool, has_no_space: bool) -> bool:
+        """Return True if blocks could not be written, and the tier has no other place to try.
+
+        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
+        because all rest, it says so.
+        """
+        if not self._has_one_path:
+            return self._why is Why.RESTING
+        # A full disk fails like any other one; a full tier says so before anything is written.
+        return has_failed or (has_no_space and self._why is not Why.FULL)
 
 
 def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:

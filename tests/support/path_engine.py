@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from support.keys import key
-from support.writer_twin import namespace_spec
+from support.writer_twin import LABEL, namespace_spec
 
 from kvcascade.handlers.node.mover import Mover, MoverOptions
 from kvcascade.handlers.node.path_client import node_process, node_thread
@@ -43,7 +43,9 @@ class PathEngine:
         is_direct: bool = True,
         io_threads: int = 2,
         stall_s: float = WAIT_S,
+        label: str = LABEL,
     ) -> None:
+        """`label` names the namespace."""
         self.block_bytes = block_bytes
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, arena_slots * block_bytes)
@@ -52,7 +54,7 @@ class PathEngine:
         setup = NodeSetup(
             name,
             tuple(map(str, paths)),
-            namespace_spec(block_bytes),
+            namespace_spec(block_bytes, label),
             options,
             0,
             arena_slots,

@@ -52,9 +52,10 @@ FIELDS: dict[str, object] = {"model": "some/model", "dtype": "float16"}
 LABEL = "some/model"
 
 
-def namespace_spec(block_bytes: int) -> NamespaceSpec:
-    """The namespace of the tests."""
-    return NamespaceSpec(LABEL, json.dumps(FIELDS).encode(), b"{}", block_bytes)
+def namespace_spec(block_bytes: int, label: str = LABEL) -> NamespaceSpec:
+    """The namespace of the tests; another one by another label."""
+    fields = FIELDS if label == LABEL else {**FIELDS, "label": label}
+    return NamespaceSpec(label, json.dumps(fields).encode(), b"{}", block_bytes)
 
 
 class WriterTwin:

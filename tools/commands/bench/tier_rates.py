@@ -25,17 +25,12 @@ import numpy as np
 
 from ....config.sizes import human
 from ....errors import os_errors
-from ....handlers.base import OffloadingHandler
 from ....handlers.device.copier import GpuBlocks
 from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
-from ....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from ....tiers.base import BlockHash, SlotArray, SlotSpec
+from ....tiers.base import BlockHash, SlotArray
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
-from ....tiers.nvme.namespace import NamespaceKey
-from ....tiers.nvme.opening import open_nvme_tier
-from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from ..command_line import CommandError, ExitCode
 from .bench_report import Reporter
 from .bench_results import (
@@ -54,15 +49,11 @@ from .bench_results import (
     document,
     transfer_case,
 )
+from .disk_tier import SPARE_BYTES, DiskMoves, open_disk_tier, tier_bytes
 from .machine_facts import headline, machine_facts, version_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
-IO_THREADS = 4
 COPY_THREADS = 2
-METADATA_FACTOR = 1.25
-SPARE_BYTES = 256 * MIB
-"""Capacity of the tier beyond its blocks, for index and records."""
-TRANSFER_LIMIT_S = 60.0
 HASH_BYTES = 32
 
 CPU_DOWN, CPU_UP = "CPU time down", "CPU time up"
@@ -97,7 +88,7 @@ class RatesScale:
     @property
     def tier_bytes(self) -> int:
         """Capacity of the NVMe tier."""
-        return int(self.total_bytes * METADATA_FACTOR) + SPARE_BYTES
+        return tier_bytes(self.total_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -203,15 +194,12 @@ class _TiersUnderTest:
     """An arena above an NVMe tier, with ordinary memory in place of the device. One thread."""
 
     def __init__(
-        self, folder: Path, blocks: int, block_bytes: int, tier_bytes: int, undo: ExitStack
+        self, folder: Path, blocks: int, block_bytes: int, capacity_bytes: int, undo: ExitStack
     ) -> None:
         """Create both tiers; `undo` closes everything in reverse order."""
         self._folder = folder
         self._gigabytes = blocks * block_bytes / GIGA
         self._job_ids = count(1)
-        self._tier = _open_tier(folder, block_bytes, tier_bytes, undo)
-        if self._tier.backend.get_num_free_blocks() < blocks:
-            raise BenchError(f"the tier in {folder.parent} did not grow; make room on the disk")
         geometry = ArenaGeometry(blocks, block_bytes, 1)
         role = ArenaRole.scheduler(expect_workers=False)
         self._arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
@@ -223,11 +211,9 @@ class _TiersUnderTest:
         copies = _executor(COPY_THREADS, undo)
         self._copier = CpuDeviceCopier([self._device], layout, self._arena.slots, copies)
         undo.callback(self._copier.shutdown)
-        store, view = self._tier.store, self._arena.slot_view
-        self._down = NvmeStoreHandler(store, view, _executor(IO_THREADS, undo))
-        undo.callback(self._down.shutdown)
-        self._up = NvmeLoadHandler(store, view, _executor(IO_THREADS, undo))
-        undo.callback(self._up.shutdown)
+        tier = open_disk_tier(folder, self._arena, capacity_bytes)
+        undo.callback(tier.close)
+        self._moves = DiskMoves(tier)
 
     def figures(self) -> dict[str, float]:
         """Move all blocks to the disk and back once; return figures by quantity. Raises
@@ -249,31 +235,26 @@ class _TiersUnderTest:
         return found
 
     def _store(self, keys: Sequence[BlockHash], slots: SlotArray) -> dict[str, float]:
-        backend = self._tier.backend
-        self._statuses = backend.allocate_blocks(keys)
-        spec = backend.get_load_store_spec(keys, self._statuses)
-        took_s, cpu_s = self._transfer(self._down, (SlotSpec(slots), spec), "writing")
-        for status in self._statuses:
-            status.ref_cnt = 0
-        self._tier.directory.release()
+        self._moves.put([BlockHash(key[::-1]) for key in keys], slots.tolist())  # makes the files
+        self._moves.forget()
+        took_s, cpu_s = self._timed(self._moves.put, keys, slots)
         return {DOWN: self._gigabytes / took_s, CPU_DOWN: cpu_s / self._gigabytes}
 
     def _load(self, keys: Sequence[BlockHash], slots: SlotArray) -> dict[str, float]:
-        spec = self._tier.backend.get_load_store_spec(keys, self._statuses)
-        took_s, cpu_s = self._transfer(self._up, (spec, SlotSpec(slots)), "reading")
+        took_s, cpu_s = self._timed(self._moves.get, keys, slots)
         return {UP: self._gigabytes / took_s, CPU_UP: cpu_s / self._gigabytes}
 
-    def _transfer(self, handler: OffloadingHandler, spec: Any, doing: str) -> tuple[float, float]:
+    def _timed(
+        self,
+        move: Callable[[Sequence[BlockHash], Sequence[int]], None],
+        keys: Sequence[BlockHash],
+        slots: SlotArray,
+    ) -> tuple[float, float]:
         """Run one transfer; return its seconds and the CPU time of all threads."""
-        job_id = next(self._job_ids)
-        began, cpu_began = time.perf_counter(), time.process_time()
-        if not handler.transfer_async(job_id, spec):
-            raise BenchError(f"{doing} was refused")
-        handler.wait({job_id}, TRANSFER_LIMIT_S)
-        took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        if [result.success for result in handler.get_finished()] != [True]:
-            raise BenchError(f"{doing} failed or took more than {TRANSFER_LIMIT_S:.0f} s")
-        return took_s, cpu_s
+        places = slots.tolist()
+        began, cpu_began = time.perf_counter(), self._moves.cpu_s()
+        move(keys, places)
+        return time.perf_counter() - began, self._moves.cpu_s() - cpu_began
 
     def _copy(self, submit: Callable[[int, GpuBlocks, SlotArray], bool], slots: SlotArray) -> float:
         job_id = next(self._job_ids)
@@ -284,20 +265,6 @@ class _TiersUnderTest:
         if [result.success for result in self._copier.get_finished()] != [True]:
             raise BenchError("a copy between device and CPU tier failed; see the log")
         return took_s
-
-
-def _open_tier(folder: Path, block_bytes: int, tier_bytes: int, undo: ExitStack) -> NvmeTier:
-    config = NvmeTierConfig(
-        paths=(folder,),
-        capacity_bytes=tier_bytes,
-        block_bytes=block_bytes,
-        key=NamespaceKey("bench", {"block_bytes": block_bytes}),
-    )
-    executor = _executor(1, undo)
-    tier = open_nvme_tier(config, executor)
-    undo.callback(tier.close, clean=False)
-    undo.callback(executor.shutdown)
-    return tier
 
 
 def _executor(threads: int, undo: ExitStack) -> Executor:
