@@ -169,9 +169,6 @@ class MemoryFileSystem(FileSystem):
         self.enter("free_bytes")
         return self.size_bytes - sum(len(node.data) for node in self._nodes.values())
 
-    def total_bytes(self, path: Path) -> int:
-        return self.size_bytes
-
     def used_bytes(self, path: Path) -> int:
         inside = (name for name in self._nodes if name.is_relative_to(path))
         return sum(len(self._nodes[name].data) for name in inside)

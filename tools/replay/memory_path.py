@@ -88,9 +88,6 @@ class MemoryFiles(FileSystem):
     def free_bytes(self, path: Path) -> int:
         return BOUNDLESS_BYTES
 
-    def total_bytes(self, path: Path) -> int:
-        return BOUNDLESS_BYTES
-
     def used_bytes(self, path: Path) -> int:
         return 0
 
@@ -128,9 +125,6 @@ class MemoryBlocks:
 
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return list(map(self._blocks.get, keys))
-
-    def key_at(self, slot: int) -> bytes | None:
-        return self._keys.get(slot)
 
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         return list(map(self._keys.get, slots))

@@ -154,10 +154,6 @@ class FileSystem(ABC):
         """Return the bytes on this device that an ordinary user may still write."""
 
     @abstractmethod
-    def total_bytes(self, path: Path) -> int:
-        """Return the size of the device in bytes."""
-
-    @abstractmethod
     def used_bytes(self, path: Path) -> int:
         """Return the bytes on disk of a file, or of a directory and everything below it."""
 
@@ -340,10 +336,6 @@ class RealFileSystem(FileSystem):
     def free_bytes(self, path: Path) -> int:
         figures = os.statvfs(path)
         return figures.f_bavail * figures.f_frsize
-
-    def total_bytes(self, path: Path) -> int:
-        figures = os.statvfs(path)
-        return figures.f_blocks * figures.f_frsize
 
     def used_bytes(self, path: Path) -> int:
         if not os.path.isdir(path):

@@ -136,10 +136,6 @@ class LmdbBlockTable:
             self.damaged_entries += 1
             return [None] * len(keys)
 
-    def key_at(self, slot: int) -> bytes | None:
-        """See `BlockTable`."""
-        return self.keys_at([slot])[0]
-
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         """See `BlockTable`."""
         try:

@@ -98,10 +98,6 @@ class MappedArrays:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
 
-    def unsealed(self) -> MappedArrays:
-        """Return a source of unsealed arrays in the same directory, which `sync` does not touch."""
-        return MappedArrays(self._fs, self._folder, None, self._claim)
-
     def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
         """Return True if the array exists with this length and type; changes nothing."""
         path = self._folder / f"{name}.arr"
@@ -170,18 +166,6 @@ class MappedArrays:
             finally:
                 file.close()
             self._fs.rename(temporary, path)
-
-
-def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
-    """Return element type, length and session of an array file; None if it is no such file."""
-    if len(data) != HEADER_BYTES:
-        return None
-    magic, kind_name, length, session, _ = _HEADER.unpack(data)
-    kinds = {_kind_name(np.dtype(kind)): np.dtype(kind) for kind in _KINDS}
-    kind = kinds.get(kind_name)
-    if magic != _MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
-        return None
-    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
 
 
 def _checksum(view: memoryview) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from ....errors import CorruptionError, FormatError
 
 FORMAT_VERSION = 3
@@ -35,10 +33,6 @@ _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
 """Start of the record's body, which its CRC covers."""
 assert _RECORD.size == SLOT_RECORD_BYTES
-
-HASH_PIECE_BYTES = 64 << 10
-"""Bytes hashed in one call. Above this size xxhash releases the interpreter lock. Getting it back
-from a busy thread takes milliseconds; hashing a piece takes microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +73,6 @@ def parse_record(data: bytes) -> SlotRecord | None:
     if crc != zlib.crc32(data[_RECORD_BODY:]):
         return None
     return SlotRecord(key[:key_length], generation, checksum, length, epoch)
-
-
-def block_checksum(key: bytes, payload: memoryview) -> int:
-    """Return 64 bits over a payload, seeded by its key: another block's valid bytes never match."""
-    hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
-    update = hasher.update
-    for start in range(0, len(payload), HASH_PIECE_BYTES):
-        update(payload[start : start + HASH_PIECE_BYTES])
-    return hasher.intdigest()
 
 
 @dataclass(frozen=True, slots=True)
