@@ -27,8 +27,8 @@ from .level import Level
 from .workers import WorkerTransfers
 
 RESTS_AT_MOST = 2
-"""Largest number of consecutive rests without a written block. The mover process restarts within
-one. A device that fails three times is given up."""
+"""Largest number of consecutive rests without a written block. A node restarts within one. A device
+that fails three times is given up."""
 MAX_REFRESHED_BLOCKS = 1 << 17
 """Largest number of blocks whose recency below a shutdown refreshes, hottest first. Each takes 5 µs
 with a frozen garbage collector and 15 µs otherwise. The other blocks keep the recency below that

@@ -90,6 +90,5 @@ def _bytes_needed(head: bytes) -> int | None:
 def damaged(path: Path, why: str) -> str:
     """Return the error message for a damaged index."""
     return (
-        f"the index in {path} is damaged ({why}); run `kvcascade verify --rebuild-index "
-        f"{path.parent}`, or remove that directory to start empty"
+        f"the index in {path} is damaged ({why}); remove the directory {path.parent} to start empty"
     )

@@ -58,7 +58,7 @@ MakeRoomOption = Annotated[
     bool,
     typer.Option(
         "--make-room",
-        help="Evict the coldest blocks if there is no room; ask a running engine for segments.",
+        help="Evict the coldest blocks if there is no room.",
     ),
 ]
 CreateOption = Annotated[
