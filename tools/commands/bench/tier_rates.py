@@ -81,8 +81,8 @@ QUANTITIES = (
 NOTE = (
     "Down: CPU tier to NVMe tier, in place of other blocks. Up: NVMe tier to CPU tier, page cache "
     "dropped. Checksums on, every byte compared. CPU time: of this process and the node, per GB. "
-    "Device: ordinary memory, copied by two threads; a GPU has its own rates. Limit: the same bytes "
-    "by direct I/O without a tier, 1, 2 or 4 threads, whichever have the best median."
+    "Device: ordinary memory, copied by two threads; a GPU has its own rates. Limit: the same "
+    "bytes by direct I/O without a tier, 1, 2 or 4 threads, whichever have the best median."
 )
 
 Samples = dict[str, list[float]]
