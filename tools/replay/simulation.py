@@ -19,6 +19,7 @@ from ...assembly.node_parts import uses_nodes
 from ...config.schema import WriteMode
 from ...errors import ConfigError
 from ...manager.admission import WriteBudget
+from ...manager.below.chain import BelowChain, ChainedTier
 from ...manager.below.node_tier import NodeTier
 from ...manager.cascading import (
     CascadingOffloadingManager,
@@ -49,8 +50,6 @@ SEEN_BLOCK_BYTES_MAX = 1 << 20
 larger than an engine's (512 tokens in Mooncake's). The limit keeps the manager batching."""
 MAX_ROUNDS = 100_000
 """Limit of steps between two events of the trace; more indicate a request that never ends."""
-TIERS_WITH_NODES = 2
-"""Number of tiers of a replay whose lower tier is behind a node."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 Progress = Callable[[int], None]
@@ -107,8 +106,8 @@ class Simulation:
         self._clock = VirtualClock()
         self._timed: list[Timed] = []
         """Everything that ends at times of its own."""
-        self._node_tier: NodeTier | None = None
-        """The lower tier if a node moves its blocks."""
+        self._node_tiers: list[NodeTier] = []
+        """The tiers below whose blocks a node moves."""
         self.manager = self._make_manager(options.tiers)
         self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
         self._asking: list[Active] = []
@@ -150,8 +149,8 @@ class Simulation:
         if until_s is not None:
             idle_s = until_s - self._clock.now_s
             self._clock.now_s = max(self._clock.now_s, until_s)
-            if self._node_tier is not None and idle_s >= FIGURES_EVERY_S:
-                self._node_tier.maintain()  # an engine gets the figures while it is idle
+            for tier in self._node_tiers if idle_s >= FIGURES_EVERY_S else ():
+                tier.maintain()  # an engine gets the figures while it is idle
 
     def _write_what_is_due(self) -> None:
         """Write the blocks that are due after the last request, as an idle engine does."""
@@ -256,9 +255,8 @@ class Simulation:
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
-        if uses_nodes() and len(tiers) == TIERS_WITH_NODES:
-            top, lower = tiers
-            return self._with_node(top, lower, options)
+        if uses_nodes() and len(tiers) > 1:
+            return self._with_nodes(tiers[0], tiers[1:], options)
         seen_bytes = self._seen_bytes
         writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
         made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
@@ -270,10 +268,22 @@ class Simulation:
             links.append(Link(down, up))
         return build_cascade(made, links, options, self._clock)
 
-    def _with_node(
-        self, top: TierOptions, lower: TierOptions, options: ManagerOptions
+    def _with_nodes(
+        self, top: TierOptions, lower: Sequence[TierOptions], options: ManagerOptions
     ) -> CascadingOffloadingManager:
-        """Return a manager over a path in memory."""
+        """Return a manager over paths in memory."""
+        rules = [admission_rule(tier.admission) for tier in lower]
+        ports = [self._node_tier(tier) for tier in lower]
+        slots = self._capacity(top)
+        first = Tier(
+            top.name, SlotBackend(self._seen_bytes, slots, top.name), create(top.policy, slots)
+        )
+        chained = [ChainedTier(port, rule) for port, rule in zip(ports, rules, strict=True)]
+        below = ports[0] if len(ports) == 1 else BelowChain(chained, slots, self._clock)
+        return CascadingOffloadingManager(first, below, options, self._clock, admission=rules[0])
+
+    def _node_tier(self, lower: TierOptions) -> NodeTier:
+        """Return a tier over a path in memory."""
         budget_bytes = lower.write_budget_bytes
         port, node = open_virtual_tier(
             VirtualTierOptions(
@@ -288,15 +298,9 @@ class Simulation:
             ),
             self._clock,
         )
-        self._node_tier = port
+        self._node_tiers.append(port)
         self._timed.append(node.path)
-        first = Tier(
-            top.name,
-            SlotBackend(self._seen_bytes, self._capacity(top), top.name),
-            create(top.policy, self._capacity(top)),
-        )
-        admission = admission_rule(lower.admission)
-        return CascadingOffloadingManager(first, port, options, self._clock, admission=admission)
+        return port
 
     @property
     def _seen_bytes(self) -> int:
