@@ -304,7 +304,8 @@ def _manager(
     if not nodes:
         return CascadingOffloadingManager(top, NoTierBelow(), options)
     rule = admission_rule(settings.nvme[0].admission)
-    return CascadingOffloadingManager(top, port_of(nodes), options, admission=rule)
+    port = port_of(nodes, settings.nvme, top.backend.capacity)
+    return CascadingOffloadingManager(top, port, options, admission=rule)
 
 
 def _own_file_system(file_system: FileSystemOf) -> FileSystemOf | None:

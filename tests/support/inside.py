@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from kvcascade.manager.below.chain import BelowChain
 from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.below.port import Below, NoTierBelow
 from kvcascade.manager.below.solo import SoloTier
@@ -29,7 +30,7 @@ def solos(below: Below) -> list[SoloTier]:
     while isinstance(below, TierChain):
         found.append(below._first)
         below = below._rest
-    if not isinstance(below, NoTierBelow | NodeTier):
+    if not isinstance(below, NoTierBelow | NodeTier | BelowChain):
         assert isinstance(below, SoloTier)
         found.append(below)
     return found

@@ -196,13 +196,15 @@ class NodeTwin:
         rig: NodesRig,
         number: int,
         *,
+        arena: MemoryBackend | None = None,
         arena_slots: int = ARENA_SLOTS,
         slots: int = SLOTS,
         stall_s: float = STALLED_S,
     ) -> None:
-        """`slots`: those of the tier. For `stall_s` see `NodeTierOptions`."""
+        """`arena`: slots that the engine has already. `slots`: those of the tier. For `stall_s` see
+        `NodeTierOptions`."""
         self.rig = rig
-        self.arena = MemoryBackend(BLOCK, arena_slots, medium="CPU")
+        self.arena = arena or MemoryBackend(BLOCK, arena_slots, medium="CPU")
         self.inbox: deque[Any] = deque()
         """Messages of the writer."""
         self.outbox: deque[FromNode] = deque()
