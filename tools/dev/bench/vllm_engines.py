@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ....vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
+from ...commands.path_blocks import open_path
 
 TOKENS_PER_BLOCK = 16
 _engines = count()
@@ -141,9 +142,15 @@ class OurEngine(Engine):
         return self._cascade.manager.counters.links[0].demoted_blocks
 
     def blocks_per_path(self) -> list[int]:
-        (tier,) = self._cascade.nvme_tiers
-        paths = len(tier.namespace.folders)
-        path_of = tier.live_slots() // tier.segments.layout.slots % paths
+        (node,) = self._cascade.nodes
+        home = node.folder
+        if home is None:
+            return []
+        with open_path(home) as path:
+            namespace = path.namespace(home.name)
+            slots = np.array([block.slot for block in path.blocks(home.name)], dtype=np.int64)
+        paths = len(namespace.folders)
+        path_of = slots // namespace.layout.slots % paths
         found: list[int] = np.bincount(path_of, minlength=paths).tolist()
         return found
 
