@@ -34,7 +34,7 @@ from ...segments.format import (
 from ...segments.segment_files import SegmentSet
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
-from .path_plan import SegmentPlan, plan_segments
+from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 PATH_FORMAT_VERSION = 3
 """Version of a namespace that the writer of a path keeps."""
@@ -122,7 +122,7 @@ def make_home(
     if home is not None:
         _check_same(home, key, spec.block_bytes)
         return home
-    slots = None if segment_bytes is None else max(1, segment_bytes // spec.block_bytes)
+    slots = slots_of_segment(segment_bytes, spec.block_bytes)
     plan = plan_segments(capacity_bytes, spec.block_bytes, len(roots), slots)
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
