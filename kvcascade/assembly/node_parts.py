@@ -36,7 +36,7 @@ from ..tiers.nvme.path.path_messages import PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace_home import spec_of
-from ..tiers.nvme.path.writer.path_plan import plan_segments
+from ..tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
 from ..tiers.policies import order_class
 from .named import admission_rule
 from .path_parts import make_folders, path_options
@@ -158,8 +158,7 @@ def open_node_tier(
     make_folders(options.path, f"{options.key}.path")
     asked = path_options(options, ThisMachine())
     block_bytes = engine.memory.slot_bytes
-    segment_bytes = asked.segment_bytes
-    slots = None if segment_bytes is None else max(1, segment_bytes // block_bytes)
+    slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
     mapper = ThreadPoolExecutor(1, "kvcascade-map")
     nodes: list[Mover] = []

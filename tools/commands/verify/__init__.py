@@ -27,21 +27,9 @@ if TYPE_CHECKING:
     from ..path_blocks import OpenPath
     from .verify_report import VerifyReport
 
-NO_REBUILD = (
-    "--rebuild-index: these namespaces keep no records of their blocks beside the index, so a lost "
-    "index is an empty cache; leave the option out, or remove the namespace with `kvcascade gc`"
-)
 RepairOption = Annotated[
     bool,
     typer.Option("--repair", help="Drop damaged blocks, and nothing else."),
-]
-RebuildOption = Annotated[
-    bool,
-    typer.Option(
-        "--rebuild-index",
-        help="Build a new index from the segments (the namespace must be closed). A path with one "
-        "writer has no records for that: there a lost index is an empty cache.",
-    ),
 ]
 LimitOption = Annotated[
     str | None,
@@ -54,27 +42,22 @@ def verify(
     also: AlsoOption = None,
     namespace: NamespaceOption = None,
     repair: RepairOption = False,
-    rebuild_index: RebuildOption = False,
     bwlimit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every block against its checksum, and the index against the files.
 
-    Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
-    run; the engines then repair files and slot records themselves.
+    Without --repair it only reads. It works while engines run; the writer of the path then repairs
+    files itself. A lost index is an empty cache.
 
     Examples:
 
         kvcascade verify /mnt/nvme/kv --bwlimit 500MB
 
         kvcascade verify /mnt/nvme/kv --repair
-
-        kvcascade verify /mnt/nvme/kv/llama-1a2b3c4d5e6f --rebuild-index
     """
     with answering(as_json):
-        if repair and rebuild_index:
-            raise CommandError("give --repair or --rebuild-index, not both", ExitCode.USAGE)
-        code = _run(path, also, namespace, repair, rebuild_index, bwlimit, as_json)
+        code = _run(path, also, namespace, repair, bwlimit, as_json)
     finish(code)
 
 
@@ -83,23 +66,18 @@ def _run(
     also: list[Path] | None,
     namespace: str | None,
     repair: bool,
-    rebuild_index: bool,
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
     from ....tiers.nvme.disk.transfers import Throttle
-    from ..cache_access import choose, chosen_of, locations
+    from ..cache_access import chosen_of, locations
     from ..path_blocks import has_one_writer
 
     rate = size_of("--bwlimit", bwlimit)
     throttle = Throttle(rate)
     if has_one_writer(path):
-        if rebuild_index:
-            raise CommandError(NO_REBUILD, ExitCode.USAGE)
         return _run_path(path, also, namespace, repair, throttle, as_json)
     found = locations(path, also)
-    if rebuild_index:
-        return _rebuild(choose(found, namespace), throttle, as_json)
     chosen = chosen_of(found, namespace)
     reports = [
         _verify_one(each, repair, throttle, as_json, is_alone=len(chosen) == 1) for each in chosen
@@ -204,25 +182,6 @@ def _looked_at(
                 raise
             report.problem = sentence(error)
     return report
-
-
-def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
-    from time import perf_counter
-
-    from ....tiers.nvme.offline.reader import read_description
-    from .rebuild import rebuild
-    from .verify_view import print_rebuilt, progress_of
-
-    description = read_description(location)
-    began = perf_counter()
-    with progress_of(location.name, None, description.block_bytes, as_json) as advance:
-        report = rebuild(description, throttle, advance)
-    report.seconds = perf_counter() - began
-    if as_json:
-        emit("rebuild", report.as_json())
-    else:
-        print_rebuilt(report)
-    return ExitCode.PROBLEMS if report.corrupt or report.segments_damaged else ExitCode.OK
 
 
 def size_of(option: str, text: str | None) -> int | None:

@@ -142,12 +142,15 @@ class OurEngine(Engine):
         return self._cascade.manager.counters.links[0].demoted_blocks
 
     def blocks_per_path(self) -> list[int]:
-        found = [0] * len(self._folders)
-        with open_path(self._folders[0]) as path:
-            (name,) = path.names
-            per_segment = path.namespace(name).layout.slots
-            for block in path.blocks(name):
-                found[block.slot // per_segment % len(found)] += 1
+        (node,) = self._cascade.nodes
+        home = node.folder
+        if home is None:
+            return []
+        with open_path(home) as path:
+            namespace = path.namespace(home.name)
+            found = [0] * len(namespace.folders)
+            for block in path.blocks(home.name):
+                found[block.slot // namespace.layout.slots % len(found)] += 1
         return found
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from ...segments.format import (
 from ...segments.segment_files import SegmentFiles
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
-from .path_plan import SegmentPlan, plan_segments
+from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
@@ -138,7 +138,7 @@ def plan_of(
     spec: NamespaceSpec, capacity_bytes: int, segment_bytes: int | None, paths: int
 ) -> SegmentPlan:
     """Return the shape of a new namespace. Raises `ConfigError`."""
-    slots = None if segment_bytes is None else max(1, segment_bytes // max(1, spec.block_bytes))
+    slots = slots_of_segment(segment_bytes, spec.block_bytes)
     return plan_segments(capacity_bytes, spec.block_bytes, paths, slots)
 
 

@@ -41,6 +41,11 @@ class SegmentPlan:
         return self.slots_per_segment * self.segments
 
 
+def slots_of_segment(segment_bytes: int | None, block_bytes: int) -> int | None:
+    """Return the slots of a segment of a chosen size; None if the size is not chosen."""
+    return None if segment_bytes is None else max(1, segment_bytes // max(1, block_bytes))
+
+
 def fixed_bytes(slots: int, path: int) -> int:
     """Return the most bytes of a namespace in a path beside its segments."""
     if path > 0:
