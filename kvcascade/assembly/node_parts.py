@@ -20,7 +20,7 @@ from typing import Any
 from ..config.machine import ThisMachine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError
-from ..handlers.node.mover import Mover
+from ..handlers.node.mover import Mover, MoverOptions
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
@@ -221,10 +221,11 @@ def _node(
         memory.is_huge,
     )
     is_process = file_system is None and options.movers is Movers.PROCESS
+    batched = MoverOptions(is_batched=True)
     if is_process and memory.duplicate is not None:
-        return node_process(setup, memory.duplicate, on_note)
+        return node_process(setup, memory.duplicate, on_note, batched)
     fs = file_system or RealFileSystem(setup.is_direct)
-    return node_thread(setup, memory.view, fs, on_note)
+    return node_thread(setup, memory.view, fs, on_note, batched)
 
 
 def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:

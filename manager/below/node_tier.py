@@ -171,6 +171,7 @@ class NodeTier(Below):
         """Do nothing: one tier writes to no lower tier."""
 
     def maintain(self) -> int:
+        """See `Below`. Jobs and notes of the step are sent together here."""
         self._client.listen()
         self.feed.process()
         if self._resets_due and not self._is_reset_sent:
@@ -178,6 +179,7 @@ class NodeTier(Below):
         self._ask_for_keys()
         if self.feed.is_reporter:  # the others would say the same
             self._watch.check()
+        self._client.flush()
         return 1 if self.feed.was_reset() else 0
 
     def reset(self) -> None:
@@ -185,6 +187,7 @@ class NodeTier(Below):
         self._coming.clear()
         self._resets_due += 1
         self._send_reset()
+        self._client.flush()
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         reads, writes = self.reads.open_tickets, self.writes.open_tickets

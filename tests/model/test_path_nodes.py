@@ -132,6 +132,9 @@ class World:
         what, rig = self.rng.random(), self.rig
         if rig.writer is None:
             rig.writer = self.dead.successor()
+            rig.twin.is_opening = self.rng.random() < 0.5
+        elif rig.twin.is_opening:
+            rig.twin.has_opened()
         elif what < 0.3:
             self.killed += 1
             self.dead = rig.kill_writer()
@@ -148,6 +151,7 @@ class World:
         """A writer that works, until everything has ended."""
         if self.rig.writer is None:
             self.rig.writer = self.dead.successor()
+        self.rig.twin.has_opened()
         for _ in range(100):
             self.rig.twin.go_on()
             self.rig.clock.advance(1.0)

@@ -396,6 +396,9 @@ class PumpedClient:
             else:
                 self._jobs.pop(ticket)(message)
 
+    def flush(self) -> None:
+        """Everything is sent already."""
+
     def listen(self) -> None:
         self.poll()
 

@@ -27,6 +27,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Hello,
     KeysListed,
     ListKeys,
+    Opening,
     NamespaceSpec,
     PathOptions,
     Read,
@@ -90,6 +91,9 @@ class WriterTwin:
         """Whether a client wants events; None before its `Hello`."""
         self._next_client = 1
         self._waiting: deque[tuple[int, FromNode]] = deque()
+        self.is_opening = False
+        """Nodes that come are told to wait for the namespace."""
+        self._opening: list[tuple[int, Hello]] = []
         key = NamespaceKey(LABEL, FIELDS)
         self.folder = root / key.directory_name
         self._make_files(SegmentLayout(block_bytes, per_segment, key.fingerprint))
@@ -121,8 +125,17 @@ class WriterTwin:
         other.__dict__.update(self.__dict__)
         other.granted, other.outbox, other._clients = {}, deque(), {}
         other._waiting, other.heard = deque(), []
-        other.is_stalled = False
+        other._opening = []
+        other.is_stalled = other.is_opening = False
         return other
+
+    def has_opened(self) -> None:
+        """The namespace is open now: welcome the nodes that waited for that."""
+        self.is_opening = False
+        waiting, self._opening = self._opening, []
+        for client, hello in waiting:
+            if client in self._clients:
+                self._hello(client, hello)
 
     def go_on(self) -> None:
         """Handle what came while the twin was stalled."""
@@ -198,6 +211,10 @@ class WriterTwin:
     def _hello(self, client: int, hello: Hello) -> None:
         if self.refusal is not None:
             self._say(client, self.refusal)
+            return
+        if self.is_opening:
+            self._opening.append((client, hello))
+            self._say(client, Opening())
             return
         self._clients[client] = hello.wants_events
         welcome = Welcome(

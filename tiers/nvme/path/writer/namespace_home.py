@@ -120,10 +120,13 @@ def make_home(
     name = key.directory_name
     home = open_home(fs, roots, name, capacity_bytes)
     if home is not None:
-        _check_same(home, key, spec.block_bytes)
+        try:
+            check_same(home, key, spec.block_bytes)
+        except CorruptionError:
+            home.close()
+            raise
         return home
-    slots = None if segment_bytes is None else max(1, segment_bytes // spec.block_bytes)
-    plan = plan_segments(capacity_bytes, spec.block_bytes, len(roots), slots)
+    plan = plan_of(spec, capacity_bytes, segment_bytes, len(roots))
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
     try:
@@ -132,6 +135,24 @@ def make_home(
         _release(locks)
         raise
     return _home(fs, name, folders, document, plan, locks)
+
+
+def plan_of(
+    spec: NamespaceSpec, capacity_bytes: int, segment_bytes: int | None, paths: int
+) -> SegmentPlan:
+    """Return the shape of a new namespace. Raises `ConfigError`."""
+    slots = None if segment_bytes is None else max(1, segment_bytes // max(1, spec.block_bytes))
+    return plan_segments(capacity_bytes, spec.block_bytes, paths, slots)
+
+
+def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
+    """Raise `CorruptionError` if the directories describe other blocks than a node has."""
+    if home.description["fields"] == dict(key.fields) and home.block_bytes == block_bytes:
+        return
+    raise CorruptionError(
+        f"{home.folders[0]} describes other blocks than its name says; remove that directory to "
+        "start empty"
+    )
 
 
 def open_home(
@@ -220,16 +241,6 @@ def _home(
         highest = max(segments.found(), default=-1)
     slots = max(plan.segments, highest + 1) * plan.slots_per_segment
     return NamespaceHome(name, folders, document, slots, segments, locks)
-
-
-def _check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
-    folder = home.folders[0]
-    if home.description["fields"] == dict(key.fields) and home.block_bytes == block_bytes:
-        return
-    home.close()
-    raise CorruptionError(
-        f"{folder} describes other blocks than its name says; remove that directory to start empty"
-    )
 
 
 def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:

@@ -71,18 +71,18 @@ class WriterQuestions:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            return _told(message.request, {"error": "the question's body is no JSON object"})
+            return told(message.request, {"error": "the question's body is no JSON object"})
         if message.what == "shrink":
             return self._begin_shrink(client, message.request, body)
         answer = self._answers.get(message.what)
         if answer is None:
             names = ", ".join(sorted([*self._answers, "shrink"]))
             error = f"unknown question {message.what!r}; use one of {names}"
-            return _told(message.request, {"error": error})
+            return told(message.request, {"error": error})
         try:
-            return _told(message.request, answer(body))
+            return told(message.request, answer(body))
         except KVCascadeError as error:
-            return _told(message.request, {"error": str(error)})
+            return told(message.request, {"error": str(error)})
 
     def poll(self) -> list[tuple[int, Told]]:
         """Go on with `shrink`; return answers and their clients."""
@@ -95,7 +95,7 @@ class WriterQuestions:
             if not space.take_coldest(None, set(range(space.capacity.paths))):
                 ended = self._shrinks  # nothing is left that may be taken
         self._shrinks = [each for each in self._shrinks if each not in ended]
-        return [(each.client, _told(each.request, {"bytes": taken})) for each in ended]
+        return [(each.client, told(each.request, {"bytes": taken})) for each in ended]
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
@@ -110,9 +110,9 @@ class WriterQuestions:
     def _begin_shrink(self, client: int, request: int, body: Answer) -> Told | None:
         goal = body.get("bytes")
         if type(goal) is not int or goal < 0:
-            return _told(request, {"error": "give `bytes`, a whole number that is not negative"})
+            return told(request, {"error": "give `bytes`, a whole number that is not negative"})
         if len(self._shrinks) >= MAX_SHRINKS:
-            return _told(request, {"error": "too many are under way; try again later"})
+            return told(request, {"error": "too many are under way; try again later"})
         self._shrinks.append(_Shrink(client, request, goal))
         return None
 
@@ -175,5 +175,6 @@ class WriterQuestions:
             return {"error": str(error)}
 
 
-def _told(request: int, answer: Answer) -> Told:
+def told(request: int, answer: Answer) -> Told:
+    """Return the answer to a question."""
     return Told(request, json.dumps(answer).encode())
