@@ -128,7 +128,11 @@ class Mover:
     def is_up(self) -> bool:
         """True if a job can be sent."""
         with self._lock:
-            return self._is_ready and not self._has_hung_up and not self._is_closed
+            return self._can_send
+
+    @property
+    def _can_send(self) -> bool:
+        return self._is_ready and not self._has_hung_up and not self._is_closed
 
     @property
     def _has_given_up(self) -> bool:
@@ -152,9 +156,9 @@ class Mover:
         The methods that receive messages call `on_end`.
         """
         with self._lock:
-            if not self.is_up:
+            if not self._can_send:
                 self.poll()  # without jobs no other call receives `Ready`
-            if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
+            if not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
             if not self._jobs:
@@ -166,7 +170,7 @@ class Mover:
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
-            if self.is_up:
+            if self._can_send:
                 self._enqueue(message)
 
     def flush(self) -> None:
@@ -179,13 +183,13 @@ class Mover:
     def poll(self) -> None:
         """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
         with self._lock:
-            self._polled_s = self._clock()
+            now_s = self._polled_s = self._clock()
             if self._connection is None:
                 self._start_if_allowed()
                 return
             self._send()
-            self._receive()
-            if not self._has_hung_up and self._is_silent():
+            self._receive(now_s)
+            if not self._has_hung_up and self._is_silent(now_s):
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
                 self._has_hung_up = True
             if self._has_hung_up:
@@ -270,7 +274,7 @@ class Mover:
                 return
             del unsent[:sent]
 
-    def _receive(self) -> None:
+    def _receive(self, now_s: float) -> None:
         connection = self._connection
         assert connection is not None
         for _ in range(RECEIVES_PER_POLL):
@@ -283,7 +287,7 @@ class Mover:
             if not data:
                 self._has_hung_up = True
                 return
-            self._heard_s = self._clock()
+            self._heard_s = now_s
             try:
                 for body in self._reader.feed(data):
                     self._take(self._options.decode(body))
@@ -313,11 +317,11 @@ class Mover:
             self._is_ready = True
             self._fruitless = 0
 
-    def _is_silent(self) -> bool:
+    def _is_silent(self, now_s: float) -> bool:
         if self._is_ready and not self._jobs:
             return False
         limit_s = self._options.silence_limit_s if self._is_ready else SILENCE_LIMIT_S
-        return self._clock() - self._heard_s > limit_s
+        return now_s - self._heard_s > limit_s
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""

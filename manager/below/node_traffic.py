@@ -256,12 +256,12 @@ class NodeWrites(_Traffic):
         self._why = Why.GRANTED if done is None else done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(self._is_failure(failed > 0, no_space > 0))
+        self.breaker.ended(self._is_failure(failed, no_space))
         self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
 
-    def _is_failure(self, has_failed: bool, has_no_space: bool) -> bool:
+    def _is_failure(self, failed: int, no_space: int) -> bool:
         """Return True if blocks could not be written, and the tier has no other place to try.
 
         The writer rests a path whose writes fail, and grants slots in the others. If it grants none
@@ -270,7 +270,7 @@ class NodeWrites(_Traffic):
         if not self._has_one_path:
             return self._why is Why.RESTING
         # A full disk fails like any other one; a full tier says so before anything is written.
-        return has_failed or (has_no_space and self._why is not Why.FULL)
+        return failed > 0 or (no_space > 0 and self._why not in (Why.FULL, Why.BUDGET))
 
 
 def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:

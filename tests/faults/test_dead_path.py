@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.fault_rig import PER_SEGMENT, FaultRig
 from support.keys import keys
+from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.tiers.breaker import REST_S
+from kvcascade.tiers.nvme.disk.filesystem import File
 from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 
 SEGMENTS = 16
@@ -19,6 +22,19 @@ BATCH = 32
 ROOTS = (Path("/one"), Path("/two"))
 EVERYTHING = 1 << 40
 FOR_EVER = 1 << 30
+
+
+class OneFullPath(MemoryFileSystem):
+    """The second path has no room for another segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = True
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
+        if create and self.is_full and path.suffix == ".safetensors" and ROOTS[1] in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return super().open(path, create=create, direct=direct)
 
 
 @pytest.fixture
@@ -72,6 +88,19 @@ def test_the_other_path_takes_the_writes(rig: FaultRig) -> None:
     rig.recovers(3000)
     rig.on_disk(keys(3100, 3100 + BATCH))
     assert 1 in paths_of(rig, 3100, 3100 + BATCH)
+
+
+def test_a_path_that_cannot_grow_leaves_the_others_alone() -> None:
+    fs = OneFullPath()
+    rig = FaultRig(ROOTS, fs, nvme_slots=PER_SEGMENT * SEGMENTS)
+    fill(rig, 0, PER_SEGMENT * SEGMENTS // 2)
+    assert paths_of(rig, 0, 1000) == {0}
+    assert rig.counters.demote_openings == 0
+    fs.is_full = False
+    rig.clock.advance(RETRY_AFTER_S)
+    fill(rig, 1000, 1000 + PER_SEGMENT * SEGMENTS)
+    assert 1 in paths_of(rig, 1000, 2000), "and it grows later"
+    rig.close()
 
 
 def test_the_tier_rests_if_all_paths_fail(rig: FaultRig) -> None:

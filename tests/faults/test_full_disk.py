@@ -102,7 +102,7 @@ def reserve_is_kept(path: Path) -> None:
                 least = min(least, free_bytes(path))
         held = range(10_000, 10_000 + 60 * BATCH)
         assert engines[1].holds(held)
-    assert least >= reserve, "tables included"
+    assert least >= reserve, f"tables included: {least} < {reserve}"
     assert least < reserve + fixed_bytes(SLOTS, 0) + SPARE_BYTES, "and what is not reserved is used"
     assert not list(path.glob("model-9*")), "what nobody has open left first"
     assert len(list(path.glob("model-*"))) == 2, "what somebody has open did not"

@@ -286,6 +286,20 @@ def test_files_that_are_removed_under_the_engine(
     assert not root.exists()
 
 
+def test_files_that_were_cut_under_a_tier(tmp_path: Path) -> None:
+    """No signal, and no wrong byte: what is cut off is a miss, and other blocks take its place."""
+    options = PathOptions(64 << 20, segment_bytes=1 << 20)
+    engine = PathEngine([tmp_path], options, is_thread=True).open()
+    assert set(engine.put(range(64))) == {BlockOutcome.OK}
+    (segment,) = tmp_path.rglob("000000.safetensors")
+    os.truncate(segment, 4096 + 8 * 4096)
+    outcomes = engine.get(range(64))
+    assert outcomes.count(BlockOutcome.OK) == 8
+    engine.until(lambda: len(engine.holds(range(64))) == 8)
+    assert set(engine.put(range(100, 132))) == set(engine.get(range(100, 132))) == {BlockOutcome.OK}
+    engine.close()
+
+
 def test_too_many_open_files_in_this_process(tmp_path: Path) -> None:
     """EMFILE of the operating system itself, while segments are to be made."""
     rig = FaultRig([tmp_path], RealFileSystem())

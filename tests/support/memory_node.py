@@ -117,6 +117,9 @@ class MemoryNode:
                 known = sorted(key for key in self.presence.slots if key > after)
                 self._on_note(KeysListed(after, known[:limit]))
 
+    def flush(self) -> None:
+        """See `NodeClient`. Every order is taken at once."""
+
     def poll(self) -> None:
         """See `NodeClient`."""
         for result in (*self.down.get_finished(), *self.up.get_finished()):

@@ -197,9 +197,9 @@ class RigNode:
         self.welcome: Welcome | None = None
         rig.send(self.client, hello)
         rig.step()
-        is_stepping = isinstance(rig.executor, SteppingExecutor) and not may_wait
-        while not self.has_answer() and is_stepping:
-            assert rig.executor.step(), "nobody opens the namespace"
+        executor = rig.executor
+        while not self.has_answer() and not may_wait and isinstance(executor, SteppingExecutor):
+            assert executor.step(), "nobody opens the namespace"
             rig.step()
 
     def has_answer(self) -> bool:
