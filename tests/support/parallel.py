@@ -28,6 +28,7 @@ LENGTHY = (
     "handlers/test_mover_process.py",
     "handlers/test_movers_link.py",
     "handlers/test_nvme_contract.py",
+    "handlers/test_path_containers.py",
     "handlers/test_path_process.py",
     "handlers/test_staging.py",
     "identity/test_engine_identity.py",

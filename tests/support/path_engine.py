@@ -125,6 +125,19 @@ class PathEngine:
         started = self.tier.put(self._ticket, [key(n) for n in numbers], range(len(numbers)))
         return self._end(self._ticket).outcomes if "started" in [a.value for a in started] else []
 
+    def store(self, numbers: Sequence[int], limit_s: float = WAIT_S) -> None:
+        """Write blocks until all are stored; like an engine, offer again what was put off.
+
+        A slow machine may need longer for a segment than a grant waits for it.
+        """
+        end_s, left = monotonic() + limit_s, list(numbers)
+        while left:
+            assert monotonic() < end_s, f"{left} are not stored within {limit_s} s"
+            self.until(lambda: self.tier.takes_puts and self.tier.room(1) > 0)
+            assert set(self.put(left)) <= {BlockOutcome.OK, BlockOutcome.CANCELLED}
+            held = self.holds(left)
+            left = [number for number in left if number not in held]
+
     def get(self, numbers: Sequence[int]) -> Sequence[BlockOutcome]:
         """Read blocks, and wait; what is OK is compared."""
         self._ticket += 1
