@@ -341,11 +341,14 @@ class PathNode:
 
     def _refused(self, refused: Refused) -> None:
         is_other_version = refused.why is RefusedWhy.PROTOCOL
-        self._hang_up(refused.text)
         is_misconfigured = refused.why in FINAL_REFUSALS
         if is_misconfigured or (is_other_version and self._has_asked_to_retire):
+            self._end_link()
+            self._means.hang_up()
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
-        elif is_other_version:
+            return
+        self._hang_up(refused.text)
+        if is_other_version:
             self._should_retire_it = self._has_asked_to_retire = True
 
     def _epoch(self, message: Epoch) -> None:

@@ -37,6 +37,7 @@ import lmdb
 import numpy as np
 
 from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
+from ....logs import get_logger
 from ... import endurance
 from ..index.clean_close import write_mark
 from ..index.index_errors import from_lmdb, is_lack_of_room
@@ -61,6 +62,7 @@ _HEAD = struct.Struct("<QQQQQ")
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("check", "<u4"), ("checksum", "<u8")])
 _REMOVED_ROW = np.dtype([("hash", "<u8"), ("slot", "<u4")])
 _STORED_ROW = np.dtype([("hash", "<u8"), ("checksum", "<u8"), ("slot", "<u4")])
+_log = get_logger(__name__)
 _NO_ENTRY = b"\xff" * ENTRY_BYTES
 _U64_MASK = (1 << 64) - 1
 _SLOT_FACTOR = 0x9E3779B97F4A7C15
@@ -114,6 +116,8 @@ class LmdbBlockTable:
             self.commit_number = _number(txn.get(_COMMIT))
             self.totals = _pair(txn.get(_TOTALS))
             txn.put(_EPOCH, _U64.pack(self.epoch))
+            if txn.stat(self._slots)["entries"] < txn.stat(self._blocks)["entries"]:
+                self._name_slots(txn)
         self.sync()
 
     # -- looking -------------------------------------------------------------------------------
@@ -265,6 +269,16 @@ class LmdbBlockTable:
         if journal is not None:
             txn.put(_COMMIT, _U64.pack(journal.number), db=self._meta)
             txn.put(_CHANGES, _pack_journal(journal), db=self._meta)
+
+    def _name_slots(self, txn: lmdb.Transaction[bytes]) -> None:
+        """Repair the table of slots: a block without a name in it could never be evicted."""
+        _log.warning(
+            "the index in %s does not name the blocks of all slots; it is repaired", self.path
+        )
+        for key, value in txn.cursor(db=self._blocks):
+            entry = _parse_entry(key, value)
+            if entry is not None:
+                txn.put(_SLOT.pack(entry.slot), key, overwrite=False, db=self._slots)
 
     def _add_totals(self, txn: lmdb.Transaction[bytes], written: int, read: int) -> tuple[int, int]:
         if not (written or read):
