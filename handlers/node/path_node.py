@@ -36,7 +36,6 @@ from ...tiers.nvme.path.path_messages import (
     KeysListed,
     ListKeys,
     Moved,
-    Opening,
     Read,
     Refused,
     RefusedWhy,
@@ -44,6 +43,7 @@ from ...tiers.nvme.path.path_messages import (
     Reset,
     Retire,
     SegmentsRemoved,
+    StillOpening,
     Stored,
     TierFigures,
     Touch,
@@ -229,7 +229,7 @@ class PathNode:
                 self._moved(message)
             case SegmentsRemoved():
                 self._means.forget_segments(message.numbers)
-            case Opening():
+            case StillOpening():
                 self._note_absence(
                     "the writer of the path opens the namespace; after a loss of power this may "
                     "take minutes"
@@ -293,7 +293,8 @@ class PathNode:
     @property
     def _remedy(self) -> str:
         """What to do about a writer that is stopped, or whose disk hangs."""
-        return f"continue or end its process, which `kvcascade inspect {self._hello.paths[0]}` names"
+        command = f"kvcascade inspect {self._hello.paths[0]}"
+        return f"continue or end its process, which `{command}` names"
 
     def _send(self, message: FromNode) -> None:
         """Send a message if the writer serves this node; drop it otherwise."""

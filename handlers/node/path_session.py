@@ -24,7 +24,7 @@ from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
-from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, Opening, Told, from_writer
+from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.path.writer_note import load_note
 from .path_service import WriterService
@@ -107,7 +107,7 @@ class PathSession(AbstractContextManager["PathSession"]):
                 return None
             for body in self._reader.feed(data):
                 message = from_writer.decode(body)
-                if isinstance(message, Opening):
+                if isinstance(message, StillOpening):
                     end_s = time.monotonic() + limit_s
                 if isinstance(message, Told) and message.request == self._request:
                     return message

@@ -21,12 +21,12 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Commit,
     Grant,
     Hello,
-    Opening,
     Read,
     Refused,
     RefusedWhy,
     Release,
     Reset,
+    StillOpening,
     Touch,
     Why,
 )
@@ -308,7 +308,7 @@ def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> Non
     rig.twin.is_stalled = True
     node = rig.add()
     for _ in range(40):
-        node.inbox.append(Opening())
+        node.inbox.append(StillOpening())
         node.tick(1.0)
     texts = [m.text for m in node.told if isinstance(m, NodeNote)]
     assert len(texts) == 1 and "opens the namespace" in texts[0]

@@ -14,13 +14,13 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Ask,
     Committed,
     Epoch,
-    Opening,
     RefusedWhy,
     Removed,
+    StillOpening,
     TierFigures,
     Told,
 )
-from kvcascade.tiers.nvme.path.writer.path_writer import MAX_HELD_PER_CLIENT, OPENING_LIMIT_S
+from kvcascade.tiers.nvme.path.writer.held_messages import MAX_HELD_PER_CLIENT, OPENING_LIMIT_S
 
 WIDE = 120
 """Segments of a path that has room for two namespaces and more."""
@@ -58,21 +58,21 @@ def test_others_are_served_while_a_namespace_is_being_opened() -> None:
     rig, executor = rig_with()
     quick = RigNode(rig, "quick")
     store(rig, executor, quick, [9])
-    rig.take(quick.client, Opening)
+    rig.take(quick.client, StillOpening)
     slow = [RigNode(rig, "slow", may_wait=True) for _ in range(2)]
     assert len(executor) == 1, "both wait for one opening"
     for _ in range(3):
         rig.step(seconds=1.0)
         for node in slow:
             assert not node.has_answer()
-            assert rig.take(node.client, Opening) == [Opening()], "it is told to wait"
+            assert rig.take(node.client, StillOpening) == [StillOpening()], "it is told to wait"
         assert quick.store([10]) in ([Committed.OK], [])
-    assert rig.take(quick.client, Opening) == []
+    assert rig.take(quick.client, StillOpening) == []
     finish(rig, executor)
     for node in slow:
         assert node.has_answer() and node.held([1, 2, 3, 4]) == [1, 2, 3]
     rig.step(seconds=1.0)
-    assert rig.take(slow[0].client, Opening) == []
+    assert rig.take(slow[0].client, StillOpening) == []
 
 
 def test_openings_run_one_after_the_other() -> None:
@@ -135,7 +135,7 @@ def test_a_question_waits_for_its_namespace() -> None:
     answers = [json.loads(told.body) for told in rig.take(tool.client, Told)]
     assert ["error" in answer for answer in answers] == [True] * 3, "two too many, and a removal"
     rig.step(seconds=1.0)
-    assert rig.take(tool.client, Opening) == [Opening()]
+    assert rig.take(tool.client, StillOpening) == [StillOpening()]
     finish(rig, executor)
     found = [json.loads(told.body)["blocks"] for told in rig.take(tool.client, Told)]
     assert found == [3] * MAX_HELD_PER_CLIENT

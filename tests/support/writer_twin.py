@@ -28,7 +28,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Hello,
     KeysListed,
     ListKeys,
-    Opening,
     NamespaceSpec,
     PathOptions,
     Read,
@@ -38,6 +37,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Reset,
     Retire,
     SegmentsRemoved,
+    StillOpening,
     Stored,
     TierFigures,
     Touch,
@@ -216,7 +216,7 @@ class WriterTwin:
             return
         if self.is_opening:
             self._opening.append((client, hello))
-            self._say(client, Opening())
+            self._say(client, StillOpening())
             return
         self._clients[client] = hello.wants_events
         welcome = Welcome(

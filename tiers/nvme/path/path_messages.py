@@ -346,7 +346,7 @@ class KeysListed(msgspec.Struct, frozen=True, array_like=True, tag=43):
     """Ascending keys; empty if no block follows."""
 
 
-class Opening(msgspec.Struct, frozen=True, array_like=True, tag=44):
+class StillOpening(msgspec.Struct, frozen=True, array_like=True, tag=44):
     """The namespace is being opened, which may take minutes after a loss of power. Sent about once
     a second to every node whose `Hello` or `Ask` waits for it."""
 
@@ -367,7 +367,7 @@ FromWriter = (
     | Told
     | SegmentsRemoved
     | KeysListed
-    | Opening
+    | StillOpening
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

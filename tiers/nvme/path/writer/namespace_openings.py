@@ -30,7 +30,7 @@ class BeingOpenedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class NamespaceToOpen:
     """A namespace to open, and the options with which it is opened."""
 
     name: str
@@ -51,7 +51,7 @@ class NamespaceOpenings:
         self._means = means
         self._roots = tuple(roots)
         self._executor = executor
-        self._waiting: dict[str, Opening] = {}
+        self._waiting: dict[str, NamespaceToOpen] = {}
         """Openings in order; the first one runs."""
         self._running: Future[Opened] | None = None
 
@@ -66,16 +66,16 @@ class NamespaceOpenings:
         """True while a namespace is being opened whose segments are to be taken."""
         return any(each.is_for_room for each in self._waiting.values())
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, opening: NamespaceToOpen) -> None:
         """Open a namespace, unless that is under way."""
         known = self._waiting.setdefault(opening.name, opening)
         if opening.is_for_room and not known.is_for_room:
             self._waiting[opening.name] = replace(known, is_for_room=True)
         self._go_on()
 
-    def take(self) -> list[tuple[Opening, Opened]]:
+    def take(self) -> list[tuple[NamespaceToOpen, Opened]]:
         """Return what has been opened, or could not be opened, since the last call."""
-        ended: list[tuple[Opening, Opened]] = []
+        ended: list[tuple[NamespaceToOpen, Opened]] = []
         while self._running is not None and self._running.done():
             name = next(iter(self._waiting))
             ended.append((self._waiting.pop(name), self._running.result()))
@@ -111,7 +111,7 @@ class NamespaceOpenings:
             self._running = Future()
             self._running.set_result(ClosedError("the writer of the path is closing; try again"))
 
-    def _open(self, opening: Opening) -> Opened:
+    def _open(self, opening: NamespaceToOpen) -> Opened:
         """Open a namespace. Runs on an I/O thread."""
         try:
             home = opening.home_of()

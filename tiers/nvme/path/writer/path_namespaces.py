@@ -27,7 +27,7 @@ from .namespace_home import (
     plan_of,
     remove_home,
 )
-from .namespace_openings import BeingOpenedError, NamespaceOpenings, Opening
+from .namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
 from .namespace_start import StartMeans
 from .namespace_writer import NamespaceWriter
 from .path_budget import WriteBudget
@@ -37,6 +37,7 @@ from .path_options import (
     PathRecord,
     check_options,
     check_paths,
+    differences,
     load_record,
     save_record,
     was_reset,
@@ -149,9 +150,9 @@ class PathNamespaces:
         engine that starts has the weights of the disk, so it may not find them. Return True if the
         namespace was reset for that. Raises a `KVCascadeError`.
         """
-        if namespace.epoch == known_epoch or not self.was_reset(namespace):
+        name, epoch = namespace.home.name, namespace.epoch
+        if epoch == known_epoch or not was_reset(self.record, name, epoch):
             return False
-        name = namespace.home.name
         if not namespace.reset():
             raise TierIOError(
                 None,
@@ -162,9 +163,18 @@ class PathNamespaces:
         self._save()
         return True
 
-    def was_reset(self, namespace: NamespaceWriter) -> bool:
-        """Return True if blocks may be of other weights; see `path_options.was_reset`."""
-        return was_reset(self.record, namespace.home.name, namespace.epoch)
+    def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
+        """Return sentences for the log of a node."""
+        notes = differences(hello.options, self.options)
+        if notes:
+            _log.warning("%s: %s", hello.name, notes[0])
+        name = namespace.home.name
+        if hello.is_reader and was_reset(self.record, name, namespace.epoch):
+            notes.append(
+                f"the engines of {name} were reset, so blocks may be of weights that were updated "
+                "in place; an engine that starts alone removes those"
+            )
+        return notes
 
     def strengthen(self) -> None:
         """Sync every commit from now on, because a node asks for that."""
@@ -289,7 +299,9 @@ class PathNamespaces:
         is_for_room: bool = False,
     ) -> None:
         policy, is_durable = self.options.policy, self.options.durability == POWER
-        self.openings.begin(Opening(name, home_of, policy, is_durable, bytes_by_path, is_for_room))
+        self.openings.begin(
+            NamespaceToOpen(name, home_of, policy, is_durable, bytes_by_path, is_for_room)
+        )
 
     def _home_of(self, name: str) -> NamespaceHome:
         """Open the directories of an existing namespace. Runs on an I/O thread."""
@@ -298,7 +310,7 @@ class PathNamespaces:
             raise ConfigError(f"there is no namespace {name} any more")
         return home
 
-    def _adopt(self, opening: Opening, namespace: NamespaceWriter) -> KVCascadeError | None:
+    def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
         """Count a namespace that was opened, and put options in force that changed meanwhile."""
         try:
             if self.options.durability == POWER and not opening.is_durable:

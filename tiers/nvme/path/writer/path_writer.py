@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from .....errors import CorruptionError, InUseError, KVCascadeError
+from .....errors import CorruptionError, KVCascadeError
 from .....logs import get_logger
 from ....base import new_reset_mark
 from ..path_messages import (
@@ -41,7 +41,6 @@ from ..path_messages import (
     Hello,
     KeysListed,
     ListKeys,
-    Opening,
     PathOptions,
     Read,
     Refused,
@@ -58,6 +57,7 @@ from ..path_messages import (
     Why,
 )
 from ..presence_table import presence_bytes
+from .held_messages import HeldMessages
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
 from .namespace_writer import (
@@ -69,8 +69,8 @@ from .namespace_writer import (
     slots_of,
 )
 from .path_namespaces import PathNamespaces
-from .path_options import check_paths, differences, is_stronger
-from .writer_questions import WriterQuestions, told
+from .path_options import check_paths, is_stronger
+from .writer_questions import WriterQuestions
 
 GRANT_WAIT_S = 1.0
 """Longest time in seconds that a grant waits for room that is being made."""
@@ -78,10 +78,6 @@ BUSY_WAIT_S = 0.005
 """Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
-OPENING_LIMIT_S = 600.0
-"""Longest time in seconds that a message waits for a namespace that is being opened."""
-MAX_HELD_PER_CLIENT = 16
-"""Most messages of one client that wait for such a namespace."""
 
 _log = get_logger(__name__)
 
@@ -104,16 +100,6 @@ class Client:
     def folder(self) -> str | None:
         """Directory name of its namespace; None if it has none."""
         return None if self.namespace is None else self.namespace.home.name
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A message that waits for a namespace."""
-
-    client: int
-    message: FromNode
-    namespace: str
-    until_s: float
 
 
 class PathWriter:
@@ -140,8 +126,7 @@ class PathWriter:
         """True once a newer version asked the writer to close."""
         self._clock = clock
         self._clients: dict[int, Client] = {}
-        self._held: list[_Held] = []
-        """Messages that wait for namespaces that are being opened, oldest first."""
+        self._held = HeldMessages(clock)
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
         self._questions = WriterQuestions(self)
@@ -184,7 +169,7 @@ class PathWriter:
             gone.namespace.leave(client)
             self.path.note_use(gone.namespace)
         self._clients.pop(client, None)
-        self._held = [each for each in self._held if each.client != client]
+        self._held.forget(client)
         self._questions.forget(client)
 
     def receive(self, client: int, message: FromNode) -> None:
@@ -195,11 +180,7 @@ class PathWriter:
         try:
             self._handlers[type(message)](sender, message)
         except BeingOpenedError as opening:
-            held = _Held(client, message, opening.name, self._clock() + OPENING_LIMIT_S)
-            if sum(each.client == client for each in self._held) < MAX_HELD_PER_CLIENT:
-                self._held.append(held)
-            else:
-                self._give_up(held, InUseError("too many messages wait; ask again later"))
+            self._out += self._held.add(client, message, opening.name)
 
     def step(self) -> list[Reply]:
         """Do what the messages since the last call ask for; return messages and their clients.
@@ -208,7 +189,10 @@ class PathWriter:
         the caller closes the writer without `is_clean`, and lets another process lead.
         """
         self.path.space.poll()
-        self._take_opened()
+        ready, replies = self._held.take(self.path.take_opened())
+        self._out += replies
+        for client, message in ready:
+            self.receive(client, message)
         for namespace in list(self.namespaces.values()):
             if namespace.resets_owed:
                 self._pay_resets(namespace)
@@ -283,8 +267,9 @@ class PathWriter:
                     self._settle(each)
                 self.path.strengthen()
             namespace = self.path.open_for(message)
-            if not (message.is_reader or self._engines_of(namespace)):
-                self._begin_alone(namespace, message.epoch)
+            is_alone = not (message.is_reader or self._engines_of(namespace))
+            if is_alone and self.path.begin_alone(namespace, message.epoch):
+                self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
             self._refuse(client, why, str(error))
             return
@@ -292,25 +277,7 @@ class PathWriter:
         client.is_reader = message.is_reader
         self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
         namespace.clients.add(client.number)
-        self._welcome(client, namespace, self._notes_for(message, namespace))
-
-    def _notes_for(self, message: Hello, namespace: NamespaceWriter) -> list[str]:
-        """Return sentences for the log of a node."""
-        notes = differences(message.options, self.path.options)
-        if notes:
-            _log.warning("%s: %s", message.name, notes[0])
-        if message.is_reader and self.path.was_reset(namespace):
-            notes.append(
-                f"the engines of {namespace.home.name} were reset, so blocks may be of weights "
-                "that were updated in place; an engine that starts alone removes those"
-            )
-        return notes
-
-    def _begin_alone(self, namespace: NamespaceWriter, known_epoch: int | None) -> None:
-        """Let an engine begin that finds no other one; readers are told if that is a reset."""
-        if self.path.begin_alone(namespace, known_epoch):
-            for number in namespace.clients:
-                self._send(number, Epoch(namespace.epoch))
+        self._welcome(client, namespace, self.path.notes_for(message, namespace))
 
     def _engines_of(self, namespace: NamespaceWriter) -> list[int]:
         """Return the clients of a namespace that are no mere readers."""
@@ -420,32 +387,6 @@ class PathWriter:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def _take_opened(self) -> None:
-        """Handle the messages that waited for namespaces which are open now, or cannot be."""
-        ended = self.path.take_opened()
-        now_s, held = self._clock(), self._held
-        self._held = []
-        for each in held:
-            error = ended.get(each.namespace)
-            if error is not None:
-                self._give_up(each, error)
-            elif each.namespace in ended:
-                self.receive(each.client, each.message)
-            elif now_s < each.until_s:
-                self._held.append(each)
-            else:
-                text = f"{each.namespace} is still being opened; look at the disk of the tier"
-                self._give_up(each, InUseError(text), RefusedWhy.OPENING)
-
-    def _give_up(
-        self, held: _Held, error: KVCascadeError, why: RefusedWhy = RefusedWhy.NAMESPACE
-    ) -> None:
-        """Answer a message whose namespace cannot be opened."""
-        if isinstance(held.message, Ask):
-            self._send(held.client, told(held.message.request, {"error": str(error)}))
-        else:
-            self._refuse(self._clients[held.client], why, str(error))
-
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
         capacity = self.path.space.capacity
@@ -521,7 +462,7 @@ class PathWriter:
         if now_s < self._upkeep_at_s:
             return
         self._upkeep_at_s = now_s + FIGURES_EVERY_S
-        self._out += [(client, Opening()) for client in {each.client for each in self._held}]
+        self._out += self._held.signs_of_life()
         self.path.remove_empty()
         self._send_figures()
 
