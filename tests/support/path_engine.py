@@ -21,7 +21,7 @@ from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 
 WAIT_S = 30.0
@@ -43,6 +43,7 @@ class PathEngine:
         is_direct: bool = True,
         io_threads: int = 2,
         stall_s: float = WAIT_S,
+        spec: NamespaceSpec | None = None,
     ) -> None:
         self.block_bytes = block_bytes
         self._fd = os.memfd_create(name)
@@ -52,7 +53,7 @@ class PathEngine:
         setup = NodeSetup(
             name,
             tuple(map(str, paths)),
-            namespace_spec(block_bytes),
+            spec or namespace_spec(block_bytes),
             options,
             0,
             arena_slots,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -346,7 +346,7 @@ def _dirty_share(fingerprint: str, table: PresenceTable, arena_dir: Path) -> flo
 
 def _described(fs: FileSystem, one: NamespaceFolder, now_s: float) -> dict[str, Any]:
     """Return the fields of a report that the description has."""
-    about = one.document
+    about, facts = one.document, one.document.get("about")
     if not one.is_readable:
         return {"format_version": one.version}
     parts = int(about.get("parts", 1))
@@ -360,7 +360,7 @@ def _described(fs: FileSystem, one: NamespaceFolder, now_s: float) -> dict[str, 
         "parts": parts,
         "parts_missing": sorted(set(range(parts)) - one.parts_given(fs)),
         "fields": dict(one.fields),
-        "about": dict(about.get("about") or {}),
+        "about": dict(facts) if isinstance(facts, Mapping) else {},
     }
 
 
