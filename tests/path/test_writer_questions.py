@@ -178,7 +178,7 @@ def test_blocks_by_the_start_of_their_hash() -> None:
     name = node.welcome.folder  # type: ignore[union-attr]
 
     def found(start: bytes, after: str = "", limit: int = 100) -> tuple[list[str], bool]:
-        asked = {"name": name, "start": start.hex(), "after": after, "limit": limit}
+        asked: dict[str, Any] = {"name": name, "start": start.hex(), "after": after, "limit": limit}
         answer = tool.ask("blocks", **asked)
         return [row[0] for row in answer["blocks"]], answer["next"] is not None
 
