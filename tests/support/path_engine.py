@@ -21,7 +21,7 @@ from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Ended, TierFacts
 from kvcascade.tiers.base import BlockHash, BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
-from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from kvcascade.tiers.nvme.path.presence_file import map_presence
 
 WAIT_S = 30.0
@@ -44,6 +44,7 @@ class PathEngine:
         io_threads: int = 2,
         stall_s: float = WAIT_S,
         label: str = LABEL,
+        spec: NamespaceSpec | None = None,
     ) -> None:
         """`label` names the namespace."""
         self.block_bytes = block_bytes
@@ -54,7 +55,7 @@ class PathEngine:
         setup = NodeSetup(
             name,
             tuple(map(str, paths)),
-            namespace_spec(block_bytes, label),
+            spec or namespace_spec(block_bytes, label),
             options,
             0,
             arena_slots,

@@ -168,6 +168,18 @@ class MappedArrays:
             self._fs.rename(temporary, path)
 
 
+def parse_header(data: bytes, file_bytes: int) -> tuple[np.dtype[Any], int, int] | None:
+    """Return element type, length and session of an array file; None if it is no such file."""
+    if len(data) != HEADER_BYTES:
+        return None
+    magic, kind_name, length, session, _ = _HEADER.unpack(data)
+    kinds = {_kind_name(np.dtype(kind)): np.dtype(kind) for kind in _KINDS}
+    kind = kinds.get(kind_name)
+    if magic != _MAGIC or kind is None or file_bytes > MAX_ARRAY_BYTES:
+        return None
+    return (kind, length, session) if file_bytes == HEADER_BYTES + length * kind.itemsize else None
+
+
 def _checksum(view: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(view[HEADER_BYTES:])
 

@@ -129,7 +129,7 @@ def import_(
 
 
 def _choice(prompts: Sequence[str], starts: Sequence[str], hot: str | None) -> Choice:
-    from ..cache_access import parse_hash
+    from ..path_folders import parse_hash
     from .export_writer import Choice
 
     return Choice(tuple(prompts), tuple(map(parse_hash, starts)), size_of("--hot", hot))

@@ -20,8 +20,7 @@ from ....tiers.nvme.offline.reader import Description, Snapshot
 from ....tiers.nvme.offline.scan import Wanted, scan
 from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import IndexEntry, SlotRecord
-from ..cache_access import OpenedCache
-from ..inspect.block_report import only_match
+from ..cache_access import OpenedCache, parse_hash
 from ..verify.verify_report import Progress
 from .carried import CarriedHead, real_file
 from .export_writer import Choice, ExportReport, ExportWriter, whole_or_nothing
@@ -63,6 +62,15 @@ def prompt_heads(cache: OpenedCache, prompts: Sequence[str]) -> set[int]:
             )
         heads.update(found)
     return heads
+
+
+def only_match(cache: OpenedCache, text: str, option: str) -> bytes:
+    """Return the only block whose hash begins with `text`. Raises `ConfigError` if none or several
+    match."""
+    matches = cache.index.keys_from(parse_hash(text), 2)
+    if len(matches) != 1:
+        raise ConfigError(f"{option}: there are {len(matches) or 'no'} blocks {text}")
+    return matches[0]
 
 
 def export(

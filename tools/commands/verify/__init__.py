@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ....errors import KVCascadeError
+from ....errors import FormatError, KVCascadeError
 from ..command_line import (
     AlsoOption,
     CommandError,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ....tiers.nvme.disk.transfers import Throttle
     from ....tiers.nvme.offline.reader import Location
     from ..path_blocks import OpenPath
+    from ..path_folders import NamespaceFolder
     from .verify_report import VerifyReport
 
 RepairOption = Annotated[
@@ -97,19 +98,20 @@ def _run_path(
 ) -> ExitCode:
     """Verify namespaces of a path with one writer."""
     from ..path_blocks import open_path
+    from ..path_folders import chosen_of
     from .verify_report import VerifyReport
     from .verify_view import print_verified
 
     reports: list[VerifyReport] = []
     with open_path(path, also) as opened:
-        names = opened.chosen(namespace, path)
-        for name in names:
+        chosen = chosen_of(opened.folders(path), namespace)
+        for one in chosen:
             try:
-                report = _verify_in_path(opened, name, repair, throttle, as_json)
+                report = _verify_in_path(opened, one, repair, throttle, as_json)
             except KVCascadeError as error:
-                if len(names) == 1:
+                if len(chosen) == 1:
                     raise
-                report = VerifyReport(name, False, problem=sentence(error))
+                report = VerifyReport(one.name, False, problem=sentence(error))
             reports.append(report)
             if not as_json:
                 print_verified(report)
@@ -119,17 +121,19 @@ def _run_path(
 
 
 def _verify_in_path(
-    opened: OpenPath, name: str, repair: bool, throttle: Throttle, as_json: bool
+    opened: OpenPath, one: NamespaceFolder, repair: bool, throttle: Throttle, as_json: bool
 ) -> VerifyReport:
     from time import perf_counter
 
     from .verify_path import verify_namespace
     from .verify_view import progress_of
 
-    found = opened.namespace(name)
+    if not one.is_readable:
+        raise FormatError(one.reason)
+    found = opened.namespace(one.name)
     began = perf_counter()
-    total = opened.facts(name)["blocks"]
-    with progress_of(name, total, found.block_bytes, as_json) as advance:
+    total = opened.facts(one.name)["blocks"]
+    with progress_of(one.name, total, found.block_bytes, as_json) as advance:
         report = verify_namespace(opened, found, throttle, advance, may_repair=repair)
     report.seconds = perf_counter() - began
     return report

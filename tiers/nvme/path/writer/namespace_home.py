@@ -97,9 +97,10 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
 
 
 def spec_of(key: NamespaceKey, block_bytes: int) -> NamespaceSpec:
-    """Return the identity as a node names it."""
+    """Return the identity as a node names it. A lone surrogate in the label becomes a "?"."""
+    label = key.label.encode("utf-8", "replace").decode()  # so that it can be sent
     fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
-    return NamespaceSpec(key.label, fields.encode(), about.encode(), block_bytes)
+    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes)
 
 
 def make_home(

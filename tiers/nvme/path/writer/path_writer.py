@@ -129,7 +129,7 @@ class PathWriter:
         self._held = HeldMessages(clock)
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
-        self._questions = WriterQuestions(self)
+        self._questions = WriterQuestions(self, clock)
         self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
             Hello: self._hello,
             Grant: self._grant,
