@@ -141,9 +141,21 @@ class Run:
         for rig in self.hosts:
             state = rig.store.state()
             assert state.queued_bytes == 0 and not state.is_reset_pending and not state.resting
-        generations = [rig.store.state().generation or 0 for rig in self.hosts]
-        held = {int(name.split("/")[1], 16) for name in self.twin.held}
-        assert max(held, default=0) <= max(generations)
+        self.check_generations()
+
+    def check_generations(self) -> None:
+        """Every host that asks learns the newest generation, and no object is of a later one.
+
+        A host whose last question failed knows none until it asks again.
+        """
+        for host, queue in enumerate(self.queues):
+            self.ask(host)
+            self.hosts[host].store.send()
+            queue.run_all()
+            self.poll(host)
+        (newest,) = self.twin.counters.values()
+        assert [rig.store.state().generation for rig in self.hosts] == [newest] * 2
+        assert max((int(name.split("/")[1], 16) for name in self.twin.held), default=0) <= newest
 
 
 @pytest.mark.parametrize("asks_in_one_trip", [True, False])
