@@ -17,10 +17,11 @@ from support.keys import keys
 from support.remote_rig import UNTOUCHED, RemoteRig, content
 from support.remote_twin import RemoteTwin
 
+from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
 from kvcascade.tiers.remote.remote_store import EndedKind
-from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+from kvcascade.tiers.remote.uploads import Offer
 
 OK = RemoteOutcome.OK
 BLOCKS = keys(12)

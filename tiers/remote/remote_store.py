@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
 
+from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
@@ -29,7 +30,7 @@ from .pacing import LinkSpeed, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
 from .reads import ReadJob, Reads
 from .remote_counters import RemoteCounters, Verb
-from .uploads import Offer, UploadJob, Uploads, WriteWhen
+from .uploads import Offer, OfferRule, UploadJob, Uploads
 
 LOOKUPS_AT_A_TIME = 2
 TICKETS_MAX = 1 << 16
@@ -129,7 +130,12 @@ class RemoteStore:
             clock,
         )
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
-        self._uploads = Uploads(self._link, options.when, options.queue_bytes)
+        self._uploads = Uploads(
+            self._link,
+            OfferRule(
+                options.when, options.queue_bytes, objects.payload_bytes, self._link.memory
+            ),
+        )
 
         def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
             breaker = Breaker(clock, max(options.deadline_s, engine.timeout_s))
@@ -364,9 +370,11 @@ class RemoteStore:
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
 
-        Wait at most `limit_s`, the only wait of the store. Return True if all calls have ended;
-        payloads and destinations of the others stay borrowed.
+        Wait at most `limit_s`, the only wait of the store. Nothing is written to a destination any
+        more. Return True if all calls have ended; payloads of the others stay borrowed.
         """
+        for job in self._jobs.values():
+            job.give_up(RemoteOutcome.DROPPED, waits=True)
         lanes = (self._asking, self._reading, self._writing)
         for lane in lanes:
             lane.close()

@@ -1,0 +1,72 @@
+"""Messages between the scheduler's process and the node of a remote tier, over a stream socket.
+
+`GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
+answered by a `JobDone`: OK for a block that is there, GONE for one that is absent, and anything
+else if it could not be found out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .path_wire import GetJob, JobDone, NodeReady, PutJob, ResetJob
+
+
+class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
+    """First message to the node. It holds no secret: the options name where secrets are."""
+
+    key: str
+    """Place of the options in the configuration, for messages."""
+    options: bytes
+    """Options of the tier as JSON, as `parse_remote` reads them."""
+    fingerprint: str
+    """Everything that the bytes of a block depend on, as one word."""
+    slot_bytes: int
+    arena_offset: int
+    """Offset of slot 0 in the arena's file."""
+    arena_slots: int
+
+
+class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
+    """Find out which blocks are there; one prefix chain is one list, head first."""
+
+    ticket: int
+    chains: list[list[bytes]]
+
+
+class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of one kind of request to the server since the node's start."""
+
+    calls: int = 0
+    requests: int = 0
+    """Requests to the server; a pipelined call is one."""
+    payload_bytes: int = 0
+    seconds: float = 0.0
+    """Sum over all calls, concurrent ones included."""
+    outcomes: dict[str, int] = {}
+    """Number of keys by outcome."""
+    openings: int = 0
+    """Number of times that its breaker opened."""
+    is_resting: bool = False
+    """True while its breaker is open."""
+
+
+class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
+    """What the node did, and the generation of the namespace."""
+
+    generation: int | None
+    """None while it is unknown."""
+    verbs: dict[str, VerbTotals] = {}
+    """Totals by verb (`Verb`)."""
+    unsent: dict[str, int] = {}
+    """Blocks that were offered and not written, by reason."""
+
+
+to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | AskJob | GetJob | PutJob | ResetJob] = (
+    msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob)
+)
+"""Decoder of messages to the node."""
+from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | RemoteNote] = (
+    msgspec.msgpack.Decoder(NodeReady | JobDone | RemoteNote)
+)
+"""Decoder of messages from the node."""
