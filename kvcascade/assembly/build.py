@@ -69,6 +69,7 @@ from .nvme_parts import (
     open_mover,
     open_nvme,
 )
+from .remote_parts import OpenRemote, open_remote_tier
 
 if TYPE_CHECKING:
     import torch
@@ -203,8 +204,10 @@ class Cascade:
         movers: Sequence[Mover] = (),
         chains: ChainNotes | None = None,
         nodes: Sequence[OpenTier] = (),
+        remote: OpenRemote | None = None,
     ) -> None:
         self.nodes = list(nodes)
+        self.remote = remote
         self.movers = list(movers)
         self.chains = chains
         """Log of the order of blocks in prompts; None without NVMe."""
@@ -265,6 +268,8 @@ class Cascade:
             )
             return
         ends: list[Callable[[], object]] = [node.close for node in self.nodes]
+        if self.remote is not None:
+            ends.append(self.remote.close)
         ends += [mover.close for mover in self.movers]
         ends += [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
         ends += [tier.close for tier in self.nvme_tiers]
@@ -321,6 +326,12 @@ def open_cascade(
             for tier, link in _open_owned(settings, arena, key, file_system, parts):
                 tiers.append(tier)
                 links.append(link)
+        remote: OpenRemote | None = None
+        if settings.remote is not None:
+            remote = open_remote_tier(
+                settings.remote, _engine_facts(settings, arena, key, with_events)
+            )
+            undo.callback(remote.close)
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -331,13 +342,22 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = _manager(settings, tiers, links, nodes, options_)
+        manager = _manager(settings, tiers, links, nodes, remote, options_)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = chain_notes(opened[0]) if opened else _chains_of(nodes)
         cascade = Cascade(
-            settings, arena, manager, opened, executors, recorder, movers, chains, nodes
+            settings,
+            arena,
+            manager,
+            opened,
+            executors,
+            recorder,
+            movers,
+            chains,
+            nodes,
+            remote,
         )
         undo.pop_all()
     if with_events:
@@ -362,9 +382,14 @@ def _manager(
     tiers: Sequence[Tier],
     links: Sequence[Link],
     nodes: Sequence[OpenTier],
+    remote: OpenRemote | None,
     options: ManagerOptions,
 ) -> CascadingOffloadingManager:
     """Return the manager over the first tier, and over nodes or over tiers of this process."""
+    if remote is not None:
+        if nodes or len(tiers) > 1:
+            raise ConfigError(f"{settings.tiers[-1].key}: give no nvme tier beside a remote tier")
+        return CascadingOffloadingManager(tiers[0], remote.port, options)
     if not nodes:
         return build_cascade(tiers, links, options)
     rule = admission_rule(settings.nvme[0].admission)
@@ -488,6 +513,7 @@ def _log_start(cascade: Cascade) -> None:
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
     below = [_facts_of_node(node) for node in cascade.nodes]
+    remote = cascade.settings.remote
     below += [_facts_of_report(tier.report) for tier in cascade.nvme_tiers]
     facts_of: list[dict[str, object]] = [
         {"pages": "huge" if cascade.arena.is_huge else "small"},
@@ -495,7 +521,7 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     ]
     fields: dict[str, dict[str, object]] = {}
     states = cascade.manager.tier_states()
-    for state, tier, facts in zip(states, cascade.settings.tiers, facts_of, strict=True):
+    for state, tier, facts in zip(states, cascade.settings.local, facts_of, strict=False):
         share = sizes.share_of(tier.capacity)
         fields[state.name] = {
             "blocks": state.blocks,
@@ -505,6 +531,8 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
             **({} if share is None else {"share": share}),
             **facts,
         }
+    if remote is not None:
+        fields[states[-1].name] = {"url": remote.url, "writes": str(remote.writes)}
     return fields
 
 

@@ -6,7 +6,7 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -238,11 +238,8 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
     for index, item in enumerate(value):
         with noting(at.noted):
             tiers.append(_tier(at.item(index), item, index))
-    for tier in tiers[:-1]:
-        with noting(at.noted):
-            if isinstance(tier, RemoteTierOptions):
-                problem = f"is not allowed at this position; {_ORDER_REMEDY}"
-                raise At(f"{tier.key}.type").wrong(tier.type, problem)
+    with noting(at.noted):
+        _check_remote(tiers)
     owners: dict[Path, str] = {}
     for tier in tiers:
         for path in tier.path if isinstance(tier, NvmeTierOptions) else ():
@@ -252,6 +249,19 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
                     raise At(f"{tier.key}.path").wrong(str(path), clash)
                 owners[path] = tier.key
     return tuple(tiers)
+
+
+def _check_remote(tiers: Sequence[TierConfig]) -> None:
+    """Check that only the last tier is remote, and that the first one is not kept above it."""
+    for tier in tiers[:-1]:
+        if isinstance(tier, RemoteTierOptions):
+            problem = f"is not allowed at this position; {_ORDER_REMEDY}"
+            raise At(f"{tier.key}.type").wrong(tier.type, problem)
+    for tier in tiers:
+        if isinstance(tier, CpuTierOptions) and tier.persist and len(tiers) > 1:
+            if isinstance(tiers[-1], RemoteTierOptions):
+                problem = "would miss resets by other hosts of the remote tier; leave it out"
+                raise At(f"{tier.key}.persist").wrong(True, problem)
 
 
 def _tier(at: At, value: Any, index: int) -> TierConfig:
@@ -333,6 +343,11 @@ class CascadeConfig:
     def nvme(self) -> tuple[NvmeTierOptions, ...]:
         """The NVMe tiers, below the first tier."""
         return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
+
+    @property
+    def local(self) -> tuple[CpuTierOptions | NvmeTierOptions, ...]:
+        """The tiers of this machine."""
+        return (self.cpu, *self.nvme)
 
     @property
     def remote(self) -> RemoteTierOptions | None:
