@@ -270,7 +270,8 @@ def _tier(at: At, value: Any, index: int) -> TierConfig:
     if "type" not in value:
         raise at.below("type").missing(_ORDER_REMEDY)
     if value["type"] not in TIER_TYPES:
-        expected = " or ".join(map(repr, TIER_TYPES))
+        *most, last = map(repr, TIER_TYPES)
+        expected = f"{', '.join(most)} or {last}"
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
     if (value["type"] in BELOW) is not bool(index):

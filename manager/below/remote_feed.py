@@ -55,7 +55,7 @@ class RemoteFeed:
             if on_end is not None:
                 on_end(message)
             elif message is None:
-                self._before, self._last = self.totals(), RemoteNote(None)
+                self._before, self._last = self._of_nodes(), RemoteNote(None)
             elif isinstance(message, RemoteNote):
                 self._note(message)
 
@@ -78,7 +78,12 @@ class RemoteFeed:
         return was_reset
 
     def totals(self) -> RemoteNote:
-        """Return the totals of all nodes since the start of the engine."""
+        """Return the totals since the start of the engine."""
+        found = self._of_nodes()
+        unsent = Counter(found.unsent) + self.unsent
+        return msgspec.structs.replace(found, unsent=dict(unsent))
+
+    def _of_nodes(self) -> RemoteNote:
         last = self._last
         verbs = {
             verb.value: _sum(self._before.verbs.get(verb.value), last.verbs.get(verb.value))

@@ -373,14 +373,15 @@ class RemoteStore:
         Wait at most `limit_s`, the only wait of the store. Nothing is written to a destination any
         more. Return True if all calls have ended; payloads of the others stay borrowed.
         """
-        for job in self._jobs.values():
-            job.give_up(RemoteOutcome.DROPPED, waits=True)
         lanes = (self._asking, self._reading, self._writing)
         for lane in lanes:
             lane.close()
         ends_s = time.monotonic() + limit_s
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
+        for job in self._jobs.values():
+            if job.give_up(RemoteOutcome.DROPPED, waits=True):
+                self._end_read(job)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
