@@ -50,6 +50,7 @@ class RemoteLoop:
     def run(self) -> None:
         """Serve until the scheduler closes its socket."""
         self._tell(NodeReady())
+        self._store.begin()
         try:
             while not self._scheduler.is_broken:
                 self._node.work()

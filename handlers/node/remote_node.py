@@ -20,7 +20,7 @@ from ...tiers.remote.remote_counters import Verb
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
 from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, RemoteNote, VerbTotals
+from .remote_wire import AskJob, RemoteNote, ResetDone, VerbTotals
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
@@ -112,9 +112,9 @@ class RemoteNode:
         for ended in self._store.poll():
             self._ended(ended)
         state = self._store.state()
-        if self._resets and not state.is_reset_pending:
+        if self._resets and state.first_generation is not None:
             for ticket in self._resets:
-                self._tell(JobDone(ticket))
+                self._tell(ResetDone(ticket, state.first_generation))
             self._resets.clear()
         self._note(state)
 
@@ -137,7 +137,8 @@ class RemoteNode:
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         job, number = self._job(order.ticket, len(keys), 0), next(self._numbers)
-        answers = self._store.offer(number, keys, self._views(order.arena_slots))
+        views = self._views(order.arena_slots)
+        answers = self._store.offer(number, keys, views, order.epoch)
         queued = [at for at, answer in enumerate(answers) if answer is Offer.QUEUED]
         for at, answer in enumerate(answers):
             job.outcomes[at] = _OF_OFFER.get(answer, BlockOutcome.CANCELLED)

@@ -2,7 +2,8 @@
 
 `GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
 answered by a `JobDone`: OK for a block that is there, GONE for one that is absent, and anything
-else if it could not be found out.
+else if it could not be found out. The epoch of a `PutJob` is the generation that its blocks belong
+to, so that no block crosses a reset by another host.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
 
     ticket: int
     chains: list[list[bytes]]
+
+
+class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
+    """Answer to a `ResetJob`: the server was told."""
+
+    ticket: int
+    generation: int
+    """The generation that the reset began."""
 
 
 class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +75,7 @@ to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | AskJob | GetJob | PutJob |
     msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob)
 )
 """Decoder of messages to the node."""
-from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | RemoteNote] = (
-    msgspec.msgpack.Decoder(NodeReady | JobDone | RemoteNote)
+from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | ResetDone | RemoteNote] = (
+    msgspec.msgpack.Decoder(NodeReady | JobDone | ResetDone | RemoteNote)
 )
 """Decoder of messages from the node."""

@@ -22,7 +22,7 @@ from .node_traffic import NodeClient
 
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
-OnJobEnd = Callable[[JobDone | None], None]
+OnJobEnd = Callable[[Any], None]
 
 
 class RemoteFeed:
@@ -35,7 +35,13 @@ class RemoteFeed:
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
-        self._generation: int | None = None
+        self.generation: int | None = None
+        """Generation of this engine's blocks; None while it is unknown, or older blocks are not
+        forgotten yet."""
+        self.has_blocks = False
+        """True once this engine may have blocks."""
+        self._newest: int | None = None
+        """Generation of a reset by another host that was not taken in yet."""
         self._is_resetting = False
         self._was_reset = False
 
@@ -43,7 +49,7 @@ class RemoteFeed:
         """Queue a note of the node; None if its process died. Any thread."""
         self._incoming.append((None, note))
 
-    def end(self, on_end: OnJobEnd, done: JobDone | None) -> None:
+    def end(self, on_end: OnJobEnd, done: Any) -> None:
         """Queue the end of a job. Any thread."""
         self._incoming.append((on_end, done))
 
@@ -66,16 +72,18 @@ class RemoteFeed:
 
     def begin_reset(self) -> None:
         """Ignore the generation until `end_reset`."""
-        self._is_resetting, self._was_reset, self._generation = True, False, None
+        self._is_resetting, self._was_reset, self.generation = True, False, None
 
-    def end_reset(self) -> None:
-        """Take the next generation for that of this engine's reset."""
-        self._is_resetting = False
+    def end_reset(self, generation: int) -> None:
+        """Note the generation that the reset began."""
+        self._is_resetting, self.generation = False, generation
 
     def was_reset(self) -> bool:
-        """Return True once after another host reset the namespace."""
-        was_reset, self._was_reset = self._was_reset, False
-        return was_reset
+        """Return True once after another host reset the namespace, or may have done so."""
+        if not self._was_reset:
+            return False
+        self._was_reset, self.generation = False, self._newest
+        return True
 
     def totals(self) -> RemoteNote:
         """Return the totals since the start of the engine."""
@@ -96,8 +104,12 @@ class RemoteFeed:
         self._last = note
         if note.generation is None or self._is_resetting:
             return
-        self._was_reset |= self._generation not in (None, note.generation)
-        self._generation = note.generation
+        # Blocks of a time without a known generation may be older than a reset.
+        is_new = self.has_blocks if self.generation is None else self.generation != note.generation
+        if is_new:
+            self.generation, self._was_reset, self._newest = None, True, note.generation
+        elif not self._was_reset:
+            self.generation = note.generation
 
 
 def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:

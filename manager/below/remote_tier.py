@@ -21,6 +21,7 @@ import numpy as np
 
 from ...config.remote import WriteWhen
 from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
+from ...handlers.node.remote_wire import ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.remote.presence import Presence, PresenceMemory
@@ -102,6 +103,7 @@ class RemoteTier(Below):
     def is_asking(
         self, key: BlockHash, owner: object, media: frozenset[str] | None = None
     ) -> bool:
+        self.feed.has_blocks = True  # or will have
         if self._resets_due or self.rests(1):
             return False
         if media is not None and self._medium not in media:
@@ -116,7 +118,9 @@ class RemoteTier(Below):
         self.reads.get(ticket, keys, slots)
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        may_send = self._is_reset_sent or not self._resets_due
+        self.feed.has_blocks = True
+        # Unless a reset begins a new generation, blocks go to the one that this engine knows.
+        may_send = self._is_reset_sent if self._resets_due else self.feed.generation is not None
         return self.writes.put(ticket, keys, slots, may_send=may_send)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -249,17 +253,17 @@ class RemoteTier(Below):
     def _send_reset(self) -> None:
         due = self._resets_due
 
-        def end(done: JobDone | None) -> None:
+        def end(done: ResetDone | None) -> None:
             self.feed.end(lambda answer: self._end_reset(due, answer), done)
 
         self._is_reset_sent = self._client.submit(ResetJob, end)
 
-    def _end_reset(self, due: int, done: JobDone | None) -> None:
+    def _end_reset(self, due: int, done: ResetDone | None) -> None:
         if done is None:
             self._is_reset_sent = False  # `maintain` sends it to the next node
         elif due == self._resets_due:
             self._resets_due, self._is_reset_sent = 0, False
-            self.feed.end_reset()
+            self.feed.end_reset(done.generation)
 
 
 class _RemoteReads(NodeReads[RemoteFeed]):
@@ -315,7 +319,12 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         going = Going(ticket, [keys[at] for at in started], self._flow.clock())
         packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
         self._epochs[ticket] = self._memory.epoch
-        if self._submit(going, lambda number: PutJob(number, list(going.keys), packed, None)):
+        generation = self._flow.feed.generation
+
+        def order(number: int) -> PutJob:
+            return PutJob(number, list(going.keys), packed, generation)
+
+        if self._submit(going, order):
             return True
         del self._epochs[ticket]
         self.rule.end(going.keys, [False] * len(started))

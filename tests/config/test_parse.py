@@ -294,7 +294,9 @@ def test_refused(key: str, value: object, remedy: str) -> None:
 @pytest.mark.parametrize("value", ["tape", "ssd", ["cpu"], None])
 def test_a_type_that_is_none_names_those_that_are(key: str, value: object) -> None:
     text = message(changed(key, value))
-    assert text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu', 'nvme' or 'remote'."
+    assert (
+        text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu', 'nvme' or 'remote'."
+    )
 
 
 def test_all_problems_are_noted_and_the_first_is_raised() -> None:

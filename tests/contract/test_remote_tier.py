@@ -18,6 +18,7 @@ class RemoteBelowRig(BelowRig):
     def __init__(self) -> None:
         self.host = RemoteTierRig(options=replace(THROUGH, queue_bytes=SLOTS * PAYLOAD_BYTES))
         self.below = self.host.tier
+        self.host.pump()  # the node has read the generation
 
     def view(self, slot: int) -> memoryview:
         return self.host.arena.view(slot)

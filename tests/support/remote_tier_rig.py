@@ -40,10 +40,11 @@ class RemoteTierRig:
         twin: RemoteTwin | None = None,
         clock: ManualClock | None = None,
         options: StoreOptions = THROUGH,
+        slots: int = ARENA_SLOTS,
     ) -> None:
         self.twin = RemoteTwin() if twin is None else twin
         self.clock = ManualClock() if clock is None else clock
-        self.arena = MemoryBackend(PAYLOAD_BYTES, ARENA_SLOTS, medium="CPU")
+        self.arena = MemoryBackend(PAYLOAD_BYTES, slots, medium="CPU")
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
@@ -59,6 +60,7 @@ class RemoteTierRig:
         host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
         memory = memoryview(self.arena.data)
         self.node = RemoteNode(host.store, memory, PAYLOAD_BYTES, self._tell, self.clock)
+        host.store.begin()
 
     def _tell(self, message: msgspec.Struct) -> None:
         self.answers.append(msgspec.msgpack.encode(message))

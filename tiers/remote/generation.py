@@ -34,6 +34,7 @@ class Generation:
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._value: int | None = None
+        self._first: int | None = None
         self._read_s = 0.0
         self._resets_wanted = 0
         self._resets_done = 0
@@ -51,10 +52,18 @@ class Generation:
         """The generation as it was last read; None if it is unknown."""
         return self._value
 
+    @property
+    def first(self) -> int | None:
+        """The first generation that was read since the start or the last `reset`.
+
+        If the present one is another, another host has reset the namespace since then.
+        """
+        return self._first
+
     def reset(self) -> None:
         """Make the generation unknown until it was raised. Returns at once."""
         self._resets_wanted += 1
-        self._value = None
+        self._value = self._first = None
 
     def current(self, limit_s: float) -> CounterAnswer:
         """Return the generation; reads or raises it first if that is due."""
@@ -79,5 +88,6 @@ class Generation:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
+            self._first = answer.value if self._first is None else self._first
             self._value, self._read_s = answer.value, self._clock()
             return answer

@@ -89,6 +89,8 @@ class RemoteState:
 
     generation: int | None
     """None while it is unknown."""
+    first_generation: int | None
+    """The first one that was read since the start or the last reset; None before."""
     is_reset_pending: bool
     """True from `reset` until the server is told."""
     queued_bytes: int
@@ -269,9 +271,16 @@ class RemoteStore:
     # -- writes ------------------------------------------------------------------------------
 
     def offer(
-        self, ticket: int, keys: Sequence[BlockHash], payloads: Sequence[memoryview]
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        payloads: Sequence[memoryview],
+        generation: int | None = None,
     ) -> list[Offer]:
         """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
+
+        They are written only under `generation`. None: under the first one that was read since the
+        start or the last `reset`, when the owner had no older blocks.
 
         Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
         reported only if a block was queued.
@@ -287,6 +296,7 @@ class RemoteStore:
             [payloads[number] for number in taken],
             self._clock() + self._options.queue_s,
             self._link.memory.epoch,
+            generation,
             [None] * n,
             n,
         )
@@ -345,7 +355,7 @@ class RemoteStore:
             if job.give_up(RemoteOutcome.ABSENT, waits=True):
                 self._end_read(job)
         self._writing.drop_all(RemoteOutcome.DROPPED)
-        self._tell_reset()
+        self._read_generation()
 
     @property
     def counters(self) -> RemoteCounters:
@@ -357,6 +367,7 @@ class RemoteStore:
         lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
         return RemoteState(
             self._link.generation.value,
+            self._link.generation.first,
             self._link.generation.is_reset_pending,
             self._uploads.borrowed_bytes,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
@@ -389,14 +400,18 @@ class RemoteStore:
         self._ended.append((call, ended))
         self._on_ended()
 
+    def begin(self) -> None:
+        """Read the generation, so that later resets by other hosts are noticed."""
+        self._read_generation()
+
     def _pump(self) -> None:
         for lane in (self._asking, self._reading, self._writing):
             lane.pump()
         if self._link.generation.is_reset_pending:
-            self._tell_reset()
+            self._read_generation()
 
-    def _tell_reset(self) -> None:
-        """Raise the generation on a thread, unless that is being done."""
+    def _read_generation(self) -> None:
+        """Read or raise the generation on a thread, unless that is being done."""
         if self._is_telling or not self._asking.is_open:
             return
         self._is_telling = True
