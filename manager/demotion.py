@@ -221,7 +221,7 @@ class Demoter:
     @property
     def room_blocks(self) -> int:
         """Largest number of blocks whose write could start now."""
-        return (MAX_JOBS_IN_FLIGHT - len(self._jobs)) * self._batch if self._may_start() else 0
+        return (MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch if self._may_start() else 0
 
     def keep_ahead(self) -> None:
         """Clean the coldest blocks of the level if the low watermark may have been passed.
@@ -238,7 +238,7 @@ class Demoter:
         started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
         search.note_started(started)
         may_go_on = self.was_cut_short or self.may_find_room
-        is_idle = len(self._jobs) < MAX_JOBS_IN_FLIGHT and not may_go_on
+        is_idle = self._counted_jobs < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
             search.end()
 
@@ -355,8 +355,14 @@ class Demoter:
         self.may_find_room = room == 0
         return room
 
+    @property
+    def _counted_jobs(self) -> int:
+        """Number of writes in flight that count against the limit. A slow tier far below must not
+        hold up the nearest one."""
+        return len(self._jobs) - self._below.late_puts
+
     def _may_start(self) -> bool:
-        return len(self._jobs) < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
+        return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
     def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._aging is not None:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from secrets import randbits
 from typing import NewType
 
 import numpy as np
@@ -25,6 +26,8 @@ BlockHash = NewType("BlockHash", bytes)
 SlotArray = npt.NDArray[np.int32]
 """Slot numbers: int32 array of shape `(n,)`."""
 
+MARK_BITS = 63
+"""Size of the mark of a reset."""
 NOT_READY = -1
 """Value of `BlockStatus.ref_cnt` for a block whose bytes have not arrived yet."""
 
@@ -296,3 +299,8 @@ class CachePolicy(ABC):
         """Insert blocks in prefix order; the first is the most recent afterwards."""
         for block_hash, status in zip(reversed(block_hashes), reversed(statuses), strict=True):
             self.insert(block_hash, status)
+
+
+def new_reset_mark() -> int:
+    """Return a number that names a reset for all tiers and engines."""
+    return randbits(MARK_BITS) or 1

@@ -393,7 +393,8 @@ def _manager(
     if not nodes:
         return build_cascade(tiers, links, options)
     rule = admission_rule(settings.nvme[0].admission)
-    return CascadingOffloadingManager(tiers[0], port_of(nodes), options, admission=rule)
+    port = port_of(nodes, settings.nvme, tiers[0].backend.capacity)
+    return CascadingOffloadingManager(tiers[0], port, options, admission=rule)
 
 
 @dataclass(frozen=True, slots=True)

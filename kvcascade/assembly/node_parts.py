@@ -24,6 +24,7 @@ from ..handlers.node.mover import Mover
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
+from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
 from ..manager.below.port import Below, TierFacts
 from ..tiers.cpu.arena import Arena
@@ -37,6 +38,7 @@ from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace_home import spec_of
 from ..tiers.nvme.path.writer.path_plan import plan_segments
 from ..tiers.policies import order_class
+from .named import admission_rule
 from .path_parts import make_folders, path_options
 
 JOIN_LIMIT_S = 10.0
@@ -127,11 +129,15 @@ def open_node_tiers(
         undo.callback(opened[-1].close)
 
 
-def port_of(tiers: Sequence[OpenTier]) -> Below:
-    """Return one port for open tiers, nearest first."""
-    if len(tiers) > 1:
-        raise ConfigError("tiers: with KVCASCADE_NODES there may be one nvme tier; leave one out")
-    return tiers[0].port
+def port_of(tiers: Sequence[OpenTier], options: Sequence[NvmeTierOptions], slots: int) -> Below:
+    """Return one port for open tiers, nearest first. `slots`: those of the first tier."""
+    if len(tiers) == 1:
+        return tiers[0].port
+    chained = [
+        ChainedTier(tier.port, admission_rule(each.admission))
+        for tier, each in zip(tiers, options, strict=True)
+    ]
+    return BelowChain(chained, slots, monotonic)
 
 
 def epoch_below(tiers: Sequence[OpenTier]) -> int:

@@ -187,6 +187,7 @@ LINK_FIELDS: dict[str, str] = {
     "demote_refused_blocks": "Blocks that admission kept out of a tier.",
     "demote_over_budget_blocks": "Blocks that the day's write budget kept out of a tier.",
     "demote_held_blocks": "Blocks that another engine had stored in a tier first.",
+    "demote_missed_blocks": "Blocks that only other tiers took: a tier rested, was full or slow.",
     "demote_openings": "Times that a tier took no writes for a while: it failed or stalled.",
     "promoted_blocks": "Blocks read from a tier and verified.",
     "promoted_bytes": "Bytes read from a tier and verified.",

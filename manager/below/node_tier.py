@@ -80,6 +80,8 @@ class NodeTier(Below):
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
         self._resets_due = 0
         """Number of resets that no node has carried out."""
+        self._reset_mark = 0
+        """Mark of the last one."""
         self._is_reset_sent = False
 
     # -- keys ------------------------------------------------------------------------------
@@ -175,11 +177,18 @@ class NodeTier(Below):
             self._watch.check()
         return 1 if self.feed.was_reset() else 0
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         self.feed.begin_reset()
+        self._reset_mark = mark
         self._coming.clear()
         self._resets_due += 1
         self._send_reset()
+
+    def take_marks(self) -> Sequence[int]:
+        marks = self.feed.marks
+        if marks:
+            self.feed.marks = []
+        return marks
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         reads, writes = self.reads.open_tickets, self.writes.open_tickets
@@ -226,12 +235,12 @@ class NodeTier(Below):
             self._client.tell(question)
 
     def _send_reset(self) -> None:
-        due = self._resets_due
+        due, mark = self._resets_due, self._reset_mark
 
         def end(done: JobDone | None) -> None:
             self.feed.end(lambda answer: self._end_reset(due, answer), done)
 
-        self._is_reset_sent = self._client.submit(ResetJob, end)
+        self._is_reset_sent = self._client.submit(lambda ticket: ResetJob(ticket, mark), end)
 
     def _end_reset(self, due: int, done: JobDone | None) -> None:
         if done is None:

@@ -117,6 +117,11 @@ class Below(ABC):
     departures: Sequence[Departures]
     """Blocks evicted from each tier to make room."""
 
+    @property
+    def late_puts(self) -> int:
+        """Number of puts in flight that only tiers below tier 1 still write."""
+        return 0
+
     # -- keys ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -156,7 +161,9 @@ class Below(ABC):
 
     @abstractmethod
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        """Write blocks from slots of the first tier to tier 1; return one answer per key.
+        """Write blocks from slots of the first tier below it; return one answer per key.
+
+        They go to tier 1. A chain of tiers also writes them to each lower tier that admits them.
 
         Keys come in prefix order; if there is not room for all, the first ones are written. `poll`
         reports the outcomes of the STARTED keys, if there are any. Slots must keep their bytes
@@ -165,7 +172,8 @@ class Below(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Count a use of these blocks in tier 1, in prefix order; unknown blocks are ignored."""
+        """Count a use of these blocks in the nearest tier that holds them, in prefix order;
+        unknown blocks are ignored."""
 
     @abstractmethod
     def settle(self, keys: Sequence[BlockHash]) -> None:
@@ -188,6 +196,8 @@ class Below(ABC):
     @abstractmethod
     def take_lost(self) -> list[BlockHash]:
         """Return the keys lost by a tier since the last call, by eviction or damage.
+
+        A chain of inclusive tiers lists only the keys that none of its tiers holds any more.
 
         Blocks of a tier that was reset are not listed.
         """
@@ -244,15 +254,25 @@ class Below(ABC):
         """
 
     @abstractmethod
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         """Make every older block of every tier unreachable.
 
-        Transfers in flight end later, and leave nothing behind.
+        Transfers in flight end later, and leave nothing behind. `mark` names the reset for all
+        engines: a shared tier carries out each mark once. 0: a new reset.
         """
+
+    def take_marks(self) -> Sequence[int]:
+        """Return the marks of resets by other engines since the last call, as far as known.
+
+        A mark may be known later than `maintain` has returned.
+        """
+        return ()
 
     @abstractmethod
     def wait(self, tickets: set[int], limit_s: float) -> None:
         """Block until these gets and puts have ended, or the timeout; call without the lock.
+
+        A chain of tiers waits only for a short time if lower tiers alone are left to write.
 
         Without tickets: wait until the writes between the tiers below have ended.
         """
@@ -337,7 +357,7 @@ class NoTierBelow(Below):
     def maintain(self) -> int:
         return 0
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
 
     def wait(self, tickets: set[int], limit_s: float) -> None:

@@ -153,7 +153,7 @@ class SoloTier(Below):
             self._watch.check()
         return self.level.maintain()
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         self.forget(is_own=True)
 
     def forget(self, others: Sequence[Transfer] = (), *, is_own: bool) -> None:

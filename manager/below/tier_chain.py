@@ -156,7 +156,7 @@ class TierChain(Below):
         self._first.forget(self.demoter.orphan(), is_own=False)
         return depth + 1
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         self._first.forget(self.demoter.orphan(), is_own=True)
         self._rest.reset()
 

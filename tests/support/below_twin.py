@@ -162,7 +162,7 @@ class BelowTwin(Below):
         self._forget()
         return 1
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         self._forget()
         self._events.clear()
 

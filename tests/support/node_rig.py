@@ -73,9 +73,9 @@ class NodesRig:
         self.rng: random.Random | None = None
         """Chooses which queue goes on; without it they take turns."""
 
-    def add(self) -> NodeTwin:
-        """A new engine's node."""
-        node = NodeTwin(self, len(self.nodes))
+    def add(self, arena: MemoryBackend | None = None) -> NodeTwin:
+        """A new engine's node. `arena`: slots that the engine has already."""
+        node = NodeTwin(self, len(self.nodes), arena)
         self.nodes.append(node)
         node.node.start()
         self.pump()
@@ -172,9 +172,9 @@ class CoreWriter:
 class NodeTwin:
     """A `PathNode` with its means, and the client and tier of its engine."""
 
-    def __init__(self, rig: NodesRig, number: int) -> None:
+    def __init__(self, rig: NodesRig, number: int, arena: MemoryBackend | None = None) -> None:
         self.rig = rig
-        self.arena = MemoryBackend(BLOCK, ARENA_SLOTS, medium="CPU")
+        self.arena = arena or MemoryBackend(BLOCK, ARENA_SLOTS, medium="CPU")
         self.inbox: deque[Any] = deque()
         """Messages of the writer."""
         self.outbox: deque[FromNode] = deque()
