@@ -20,7 +20,7 @@ from ...tiers.remote.remote_counters import Verb
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
 from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, RemoteNote, ResetDone, VerbTotals
+from .remote_wire import AskJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
@@ -102,8 +102,8 @@ class RemoteNode:
                 self._get(message)
             case PutJob():
                 self._put(message)
-            case ResetJob():
-                self._store.reset()
+            case ResetJob() | PassOnJob():
+                self._store.reset(message.mark, is_new=isinstance(message, ResetJob))
                 self._resets.append(message.ticket)
 
     def work(self) -> None:
@@ -112,9 +112,9 @@ class RemoteNode:
         for ended in self._store.poll():
             self._ended(ended)
         state = self._store.state()
-        if self._resets and state.first_generation is not None:
+        if self._resets and state.own_mark is not None:
             for ticket in self._resets:
-                self._tell(ResetDone(ticket, state.first_generation))
+                self._tell(ResetDone(ticket, state.own_mark))
             self._resets.clear()
         self._note(state)
 
@@ -174,10 +174,10 @@ class RemoteNode:
         return [self._arena[slot * size : (slot + 1) * size] for slot in slots]
 
     def _note(self, state: RemoteState) -> None:
-        """Report the generation and the breakers at once, and totals now and then."""
+        """Report resets and breakers at once, and totals now and then."""
         now_s = self._clock()
         is_news = (
-            state.generation != self._noted.generation
+            _mark(state) != self._noted.mark
             or {v for v, totals in self._noted.verbs.items() if totals.is_resting} != state.resting
         )
         if not is_news and now_s - self._noted_s < NOTE_INTERVAL_S:
@@ -202,7 +202,11 @@ class RemoteNode:
             )
             for verb, totals in counters.verbs.items()
         }
-        return RemoteNote(state.generation, verbs, dict(counters.unsent))
+        return RemoteNote(_mark(state), verbs, dict(counters.unsent))
+
+
+def _mark(state: RemoteState) -> int | None:
+    return None if state.generation is None else state.mark
 
 
 def _outcome(outcome: RemoteOutcome, kind: EndedKind) -> BlockOutcome:

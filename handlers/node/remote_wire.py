@@ -2,8 +2,8 @@
 
 `GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
 answered by a `JobDone`: OK for a block that is there, GONE for one that is absent, and anything
-else if it could not be found out. The epoch of a `PutJob` is the generation that its blocks belong
-to, so that no block crosses a reset by another host.
+else if it could not be found out. The epoch of a `PutJob` is the mark of the last reset before its
+blocks were stored, so that no block crosses a reset by another host.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
     chains: list[list[bytes]]
 
 
+class PassOnJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
+    """Carry out a reset that another tier had, unless the namespace had it or a later one."""
+
+    ticket: int
+    mark: int
+
+
 class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
     """Answer to a `ResetJob`: the server was told."""
 
     ticket: int
-    generation: int
-    """The generation that the reset began."""
+    mark: int
+    """Mark of the reset."""
 
 
 class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -61,18 +68,18 @@ class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
-    """What the node did, and the generation of the namespace."""
+    """What the node did, and the last reset of the namespace."""
 
-    generation: int | None
-    """None while it is unknown."""
+    mark: int | None
+    """Mark of the last reset by any host, 0 if there was none; None until the server was asked."""
     verbs: dict[str, VerbTotals] = {}
     """Totals by verb (`Verb`)."""
     unsent: dict[str, int] = {}
     """Blocks that were offered and not written, by reason."""
 
 
-to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | AskJob | GetJob | PutJob | ResetJob] = (
-    msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob)
+to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob] = (
+    msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob)
 )
 """Decoder of messages to the node."""
 from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | ResetDone | RemoteNote] = (

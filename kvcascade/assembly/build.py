@@ -386,14 +386,16 @@ def _manager(
     options: ManagerOptions,
 ) -> CascadingOffloadingManager:
     """Return the manager over the first tier, and over nodes or over tiers of this process."""
-    if remote is not None:
-        if nodes or len(tiers) > 1:
-            raise ConfigError(f"{settings.tiers[-1].key}: give no nvme tier beside a remote tier")
-        return CascadingOffloadingManager(tiers[0], remote.port, options)
+    below = None if remote is None else remote.port
+    if below is not None and not settings.nvme:
+        return CascadingOffloadingManager(tiers[0], below, options)
+    if below is not None and not nodes:
+        key = settings.tiers[-1].key
+        raise ConfigError(f"{key}: a remote tier below an nvme tier needs KVCASCADE_NODES=1")
     if not nodes:
         return build_cascade(tiers, links, options)
     rule = admission_rule(settings.nvme[0].admission)
-    port = port_of(nodes, settings.nvme, tiers[0].backend.capacity)
+    port = port_of(nodes, settings.nvme, tiers[0].backend.capacity, below)
     return CascadingOffloadingManager(tiers[0], port, options, admission=rule)
 
 

@@ -261,6 +261,10 @@ class Below(ABC):
         engines: a shared tier carries out each mark once. 0: a new reset.
         """
 
+    def pass_on(self, mark: int) -> None:
+        """Carry out a reset that another tier had, unless this tier had it already."""
+        self.reset(mark)
+
     def take_marks(self) -> Sequence[int]:
         """Return the marks of resets by other engines since the last call, as far as known.
 

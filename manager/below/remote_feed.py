@@ -15,11 +15,13 @@ import msgspec
 
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
-from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.remote.presence import Presence, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
 from .node_traffic import NodeClient
 
+MAX_MARKS = 64
+"""Most marks that are kept until they are taken."""
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
 OnJobEnd = Callable[[Any], None]
@@ -35,13 +37,16 @@ class RemoteFeed:
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
-        self.generation: int | None = None
-        """Generation of this engine's blocks; None while it is unknown, or older blocks are not
-        forgotten yet."""
+        self.mark: int | None = None
+        """Mark of the last reset before this engine's blocks were stored; None while it is unknown,
+        or older blocks are not forgotten yet."""
+        self.marks: list[int] = []
+        """Marks of resets by other hosts that were not taken."""
         self.has_blocks = False
         """True once this engine may have blocks."""
-        self._newest: int | None = None
-        """Generation of a reset by another host that was not taken in yet."""
+        self._began = new_reset_mark()
+        self._newest = 0
+        """Mark of a reset by another host that was not taken in yet."""
         self._is_resetting = False
         self._was_reset = False
 
@@ -71,18 +76,19 @@ class RemoteFeed:
         return totals is not None and totals.is_resting
 
     def begin_reset(self) -> None:
-        """Ignore the generation until `end_reset`."""
-        self._is_resetting, self._was_reset, self.generation = True, False, None
+        """Ignore what the node says of resets until `end_reset`."""
+        self._is_resetting, self._was_reset, self.mark = True, False, None
 
-    def end_reset(self, generation: int) -> None:
-        """Note the generation that the reset began."""
-        self._is_resetting, self.generation = False, generation
+    def end_reset(self, mark: int) -> None:
+        """Note the mark of this engine's reset."""
+        self._is_resetting, self.mark = False, mark
 
     def was_reset(self) -> bool:
         """Return True once after another host reset the namespace, or may have done so."""
         if not self._was_reset:
             return False
-        self._was_reset, self.generation = False, self._newest
+        self._was_reset, self.mark = False, self._newest
+        self.marks = [*self.marks, self._newest][-MAX_MARKS:]
         return True
 
     def totals(self) -> RemoteNote:
@@ -98,18 +104,18 @@ class RemoteFeed:
             for verb in Verb
         }
         unsent = Counter(self._before.unsent) + Counter(last.unsent)
-        return RemoteNote(last.generation, verbs, dict(unsent))
+        return RemoteNote(last.mark, verbs, dict(unsent))
 
     def _note(self, note: RemoteNote) -> None:
         self._last = note
-        if note.generation is None or self._is_resetting:
+        if note.mark is None or self._is_resetting:
             return
-        # Blocks of a time without a known generation may be older than a reset.
-        is_new = self.has_blocks if self.generation is None else self.generation != note.generation
-        if is_new:
-            self.generation, self._was_reset, self._newest = None, True, note.generation
-        elif not self._was_reset:
-            self.generation = note.generation
+        if self._was_reset:
+            self._newest = max(self._newest, note.mark)
+        elif self.mark is None and not (self.has_blocks and note.mark > self._began):
+            self.mark = note.mark
+        elif self.mark is None or note.mark > self.mark:  # before this engine's blocks, perhaps
+            self.mark, self._was_reset, self._newest = None, True, note.mark
 
 
 def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:

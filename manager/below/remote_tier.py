@@ -21,7 +21,7 @@ import numpy as np
 
 from ...config.remote import WriteWhen
 from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
-from ...handlers.node.remote_wire import ResetDone
+from ...handlers.node.remote_wire import PassOnJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.remote.presence import Presence, PresenceMemory
@@ -92,6 +92,8 @@ class RemoteTier(Below):
         self._resets_due = 0
         """Number of resets of which no node has told the server."""
         self._is_reset_sent = False
+        self._reset = (0, True)
+        """Mark of the resets that are due, and whether one of them is this engine's own."""
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -119,8 +121,7 @@ class RemoteTier(Below):
 
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
         self.feed.has_blocks = True
-        # Unless a reset begins a new generation, blocks go to the one that this engine knows.
-        may_send = self._is_reset_sent if self._resets_due else self.feed.generation is not None
+        may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
         return self.writes.put(ticket, keys, slots, may_send=may_send)
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -191,12 +192,15 @@ class RemoteTier(Below):
         self._forget()
         return 1
 
-    def reset(self) -> None:
-        self._forget()
-        self._events.clear()
-        self.feed.begin_reset()
-        self._resets_due += 1
-        self._send_reset()
+    def reset(self, mark: int = 0) -> None:
+        self._begin_reset(mark, is_new=True)
+
+    def pass_on(self, mark: int) -> None:
+        self._begin_reset(mark, is_new=False)
+
+    def take_marks(self) -> Sequence[int]:
+        marks, self.feed.marks = self.feed.marks, []
+        return marks
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         reads, writes = self.reads.open_tickets, self.writes.open_tickets
@@ -250,20 +254,31 @@ class RemoteTier(Below):
     def _is_quiet(self) -> bool:
         return not (self.writes.open_tickets or self.reads.open_tickets)
 
+    def _begin_reset(self, mark: int, *, is_new: bool) -> None:
+        if self._resets_due:
+            mark, is_new = max(mark, self._reset[0]), is_new or self._reset[1]
+        self._reset = mark, is_new
+        self._resets_due += 1
+        self._forget()
+        self._events.clear()
+        self.feed.begin_reset()
+        self._send_reset()
+
     def _send_reset(self) -> None:
-        due = self._resets_due
+        due, (mark, is_new) = self._resets_due, self._reset
+        order = ResetJob if is_new else PassOnJob
 
         def end(done: ResetDone | None) -> None:
             self.feed.end(lambda answer: self._end_reset(due, answer), done)
 
-        self._is_reset_sent = self._client.submit(ResetJob, end)
+        self._is_reset_sent = self._client.submit(lambda ticket: order(ticket, mark), end)
 
     def _end_reset(self, due: int, done: ResetDone | None) -> None:
         if done is None:
             self._is_reset_sent = False  # `maintain` sends it to the next node
         elif due == self._resets_due:
             self._resets_due, self._is_reset_sent = 0, False
-            self.feed.end_reset(done.generation)
+            self.feed.end_reset(done.mark)
 
 
 class _RemoteReads(NodeReads[RemoteFeed]):
@@ -319,10 +334,10 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         going = Going(ticket, [keys[at] for at in started], self._flow.clock())
         packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
         self._epochs[ticket] = self._memory.epoch
-        generation = self._flow.feed.generation
+        mark = self._flow.feed.mark
 
         def order(number: int) -> PutJob:
-            return PutJob(number, list(going.keys), packed, generation)
+            return PutJob(number, list(going.keys), packed, mark)
 
         if self._submit(going, order):
             return True

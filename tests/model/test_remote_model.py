@@ -154,7 +154,7 @@ class Run:
             self.hosts[host].store.send()
             queue.run_all()
             self.poll(host)
-        (newest,) = self.twin.counters.values()
+        newest = self.twin.counters[self.hosts[0].objects.counter_name]
         assert [rig.store.state().generation for rig in self.hosts] == [newest] * 2
         assert max((int(name.split("/")[1], 16) for name in self.twin.held), default=0) <= newest
 

@@ -89,8 +89,10 @@ class RemoteState:
 
     generation: int | None
     """None while it is unknown."""
-    first_generation: int | None
-    """The first one that was read since the start or the last reset; None before."""
+    mark: int
+    """Mark of the last reset by any host, as far as known; 0 if there was none."""
+    own_mark: int | None
+    """Mark of the last reset of this store, or else of the one before its start."""
     is_reset_pending: bool
     """True from `reset` until the server is told."""
     queued_bytes: int
@@ -125,7 +127,7 @@ class RemoteStore:
         self._link = Link(
             engine,
             objects,
-            Generation(engine, objects.counter_name, clock, wall_clock),
+            Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
             PresenceMemory(clock, options.held_s, options.absent_s),
             RemoteCounters(),
             LinkSpeed(clock),
@@ -275,12 +277,12 @@ class RemoteStore:
         ticket: int,
         keys: Sequence[BlockHash],
         payloads: Sequence[memoryview],
-        generation: int | None = None,
+        mark: int | None = None,
     ) -> list[Offer]:
         """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
 
-        They are written only under `generation`. None: under the first one that was read since the
-        start or the last `reset`, when the owner had no older blocks.
+        `mark`: that of the last reset before the blocks were stored; None: that of the last `reset`
+        of this store, or of the last one before its start. After a later one they are dropped.
 
         Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
         reported only if a block was queued.
@@ -296,7 +298,7 @@ class RemoteStore:
             [payloads[number] for number in taken],
             self._clock() + self._options.queue_s,
             self._link.memory.epoch,
-            generation,
+            mark,
             [None] * n,
             n,
         )
@@ -342,13 +344,13 @@ class RemoteStore:
             found.append(ended)
         return found
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0, *, is_new: bool = True) -> None:
         """Make every older block unreachable, for all hosts as soon as the server is told.
 
-        Until it is told, this store neither reads nor writes.
+        Until it is told, this store neither reads nor writes. For the rest see `Generation.reset`.
         """
         self._link.memory.clear()
-        self._link.generation.reset()
+        self._link.generation.reset(mark, is_new=is_new)
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():
@@ -367,7 +369,8 @@ class RemoteStore:
         lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
         return RemoteState(
             self._link.generation.value,
-            self._link.generation.first,
+            self._link.generation.mark,
+            self._link.generation.own_mark,
             self._link.generation.is_reset_pending,
             self._uploads.borrowed_bytes,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),

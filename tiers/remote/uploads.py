@@ -46,8 +46,8 @@ class UploadJob:
     payloads: list[memoryview]
     ends_s: float
     epoch: int
-    generation: int | None
-    """Generation that the blocks belong to; None: the first one of their epoch."""
+    mark: int | None
+    """Mark of the last reset before the blocks were stored; None: that of this host's own."""
     outcomes: list[RemoteOutcome | None] = field(default_factory=list)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -167,8 +167,8 @@ class Uploads:
         generation = link.generation.current(link.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
             return generation.outcome, self.give_up(job, numbers, generation.outcome)
-        own = link.generation.first if job.generation is None else job.generation
-        if generation.value != own:  # another host's reset came after these blocks were stored
+        own = link.generation.own_mark if job.mark is None else job.mark
+        if own is None or link.generation.mark > own:  # another host's reset came since
             return RemoteOutcome.OK, self.give_up(job, numbers, RemoteOutcome.DROPPED)
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]
