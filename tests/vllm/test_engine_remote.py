@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,31 +45,47 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
-def tiers(shared: str, port: int, **options: Any) -> list[dict[str, Any]]:
+def tiers(shared: str, port: int, nvme: Path | None, **options: Any) -> list[dict[str, Any]]:
+    """A CPU tier, an NVMe tier in a folder if one is given, and the server."""
     cpu = {"type": "cpu", "capacity": 72 * BLOCK_BYTES * 4 + 4096, "arena_dir": shared}
-    return [cpu, {"type": "remote", "url": f"redis://{HOST}:{port}", **options}]
+    capacity = 320 * (BLOCK_BYTES + 4096) * 16 // 15
+    disk = {"type": "nvme", "path": str(nvme), "capacity": capacity, "min_free": 0}
+    remote = {"type": "remote", "url": f"redis://{HOST}:{port}", **options}
+    return [cpu, *([] if nvme is None else [disk]), remote]
 
 
 def tokens(answers: Any) -> list[list[int]]:
     return [answer["tokens"] for answer in answers]
 
 
+def has_written(engine: Engine, blocks: int) -> bool:
+    return engine.metrics().get(WRITTEN, 0) >= blocks
+
+
+@pytest.mark.parametrize("has_nvme", [False, True])
 def test_a_second_engine_finds_what_the_first_one_computed(
-    tmp_path: Path, redis: ServerProcess
+    tmp_path: Path, redis: ServerProcess, monkeypatch: pytest.MonkeyPatch, has_nvme: bool
 ) -> None:
+    """Its own tiers are empty. It also serves when the server dies, or is down at its start."""
+    monkeypatch.setenv("KVCASCADE_NODES", "1")
     model, asked = make_llama(tmp_path / "llama"), prompts()
     log = tmp_path / "engine.log"
     with TemporaryDirectory(dir="/dev/shm") as shared:
 
-        def engine(**options: Any) -> Engine:
-            extra = {"tiers": tiers(shared, redis.port, **options), "load_or_recompute": False}
+        def engine(name: str, **options: Any) -> Engine:
+            nvme = tmp_path / name if has_nvme else None
+            extra: dict[str, Any] = {"tiers": tiers(shared, redis.port, nvme, **options)}
+            extra |= {"load_or_recompute": False, "write_mode": "through"}
             return Engine(log, engine_options(model, 160, extra))
 
-        with engine(writes="through") as first:
-            expected = tokens(first.generate(asked))
-            wait_until(lambda: first.metrics().get(WRITTEN, 0) >= BLOCKS, ROUNDS_MAX, ROUND_S)
+        with engine("first", writes="through") as first:
+            expected: list[list[int]] = []
+            for number, prompt in enumerate(asked, start=1):  # a chain has few blocks in flight
+                expected += tokens(first.generate([prompt]))
+                written = partial(has_written, first, number * BLOCKS // PROMPTS)
+                wait_until(written, ROUNDS_MAX, ROUND_S)
             first.stop()
-        with engine() as second:
+        with engine("second") as second:
             answers = second.generate(asked)
             assert tokens(answers) == expected
             assert [answer["cached"] for answer in answers] == [CACHED_TOKENS] * PROMPTS
@@ -78,7 +95,7 @@ def test_a_second_engine_finds_what_the_first_one_computed(
             new = [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
             assert len(tokens(second.generate(new))) == 2
             second.stop()
-        with engine() as alone:  # the server is down
+        with engine("alone") as alone:  # the server is down
             assert tokens(alone.generate(asked)) == expected
             alone.stop()
         assert not list(Path(shared).iterdir())
