@@ -398,11 +398,11 @@ class Demoter:
         """Settle blocks that are below already or that admission refuses; return the others."""
         wanted: Pairs = []
         settled: list[int] = []
-        may_hold, admits = self._below.may_hold, self._admission.admits
+        below, admits = self._below, self._admission.admits
         uses = self._level.uses
         for block_hash, status in cold:
             slot = status.block_id
-            if may_hold(block_hash) == 1:
+            if below.may_hold(block_hash) == 1 and not below.wants_again(block_hash):
                 settled.append(slot)
             elif not admits(block_hash, uses.of(slot)):
                 settled.append(slot)

@@ -10,11 +10,11 @@ them. None of their methods may block on a file. `kvcascade.handlers` moves the 
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from secrets import randbits
 from typing import NewType
 
 import numpy as np
@@ -26,8 +26,6 @@ BlockHash = NewType("BlockHash", bytes)
 SlotArray = npt.NDArray[np.int32]
 """Slot numbers: int32 array of shape `(n,)`."""
 
-MARK_BITS = 63
-"""Size of the mark of a reset."""
 NOT_READY = -1
 """Value of `BlockStatus.ref_cnt` for a block whose bytes have not arrived yet."""
 
@@ -237,5 +235,8 @@ class CachePolicy(ABC):
 
 
 def new_reset_mark() -> int:
-    """Return a number that names a reset for all tiers and engines."""
-    return randbits(MARK_BITS) or 1
+    """Return a number that names a reset for all tiers and engines; later ones are greater.
+
+    It is the wall-clock time in microseconds.
+    """
+    return time.time_ns() // 1000

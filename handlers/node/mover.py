@@ -78,6 +78,8 @@ class MoverOptions:
     starts_per_minute: int = STARTS_PER_MINUTE
     decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
+    remedy: str = '"movers": "threads" does without it'
+    """Clause of the message about a process that did not start."""
     on_note: OnNote | None = None
     """Called with the other messages; by any thread that calls a method of `Mover`."""
     is_batched: bool = False
@@ -147,7 +149,7 @@ class Mover:
             raise TierIOError(
                 None,
                 "the process that moves blocks did not start; its own message says why, and "
-                '"movers": "threads" does without it',
+                + self._options.remedy,
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
@@ -382,7 +384,7 @@ class Mover:
         if not self._has_said_given_up:
             self._has_said_given_up = True
             _log.error(
-                "the process that moves blocks ended %d times and is not started again: the NVMe "
+                "the process that moves blocks ended %d times and is not started again: its "
                 "tier does nothing until the engine is started anew",
                 self.starts,
             )

@@ -52,6 +52,7 @@ from .node_parts import (
     open_node_tiers,
     port_of,
 )
+from .remote_parts import OpenRemote, open_remote_tier
 
 if TYPE_CHECKING:
     import torch
@@ -183,8 +184,10 @@ class Cascade:
         nodes: Sequence[OpenTier],
         recorder: Recorder | None = None,
         chains: ChainNotes | None = None,
+        remote: OpenRemote | None = None,
     ) -> None:
         self.nodes = list(nodes)
+        self.remote = remote
         self.chains = chains
         """Log of the order of blocks in prompts; None without NVMe."""
         self.settings = settings
@@ -226,6 +229,8 @@ class Cascade:
             )
             return
         ends: list[Callable[[], object]] = [node.close for node in self.nodes]
+        if self.remote is not None:
+            ends.append(self.remote.close)
         for end in (*ends, self.arena.close):
             try:
                 end()
@@ -269,6 +274,10 @@ def open_cascade(
         top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
         engine = _engine_facts(settings, arena, key, with_events)
         open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
+        remote: OpenRemote | None = None
+        if settings.remote is not None:
+            remote = open_remote_tier(settings.remote, engine)
+            undo.callback(remote.close)
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -279,12 +288,12 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = _manager(settings, top, nodes, options_)
+        manager = _manager(settings, top, nodes, remote, options_)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
         chains = ChainNotes(nodes[0].note_chain) if nodes else None
-        cascade = Cascade(settings, arena, manager, nodes, recorder, chains)
+        cascade = Cascade(settings, arena, manager, nodes, recorder, chains, remote)
         undo.pop_all()
     _log_start(cascade)
     return cascade
@@ -298,13 +307,18 @@ def _engine_facts(
 
 
 def _manager(
-    settings: CascadeConfig, top: Tier, nodes: Sequence[OpenTier], options: ManagerOptions
+    settings: CascadeConfig,
+    top: Tier,
+    nodes: Sequence[OpenTier],
+    remote: OpenRemote | None,
+    options: ManagerOptions,
 ) -> CascadingOffloadingManager:
     """Return the manager over the first tier and the tiers behind nodes."""
+    lowest = None if remote is None else remote.port
     if not nodes:
-        return CascadingOffloadingManager(top, NoTierBelow(), options)
+        return CascadingOffloadingManager(top, lowest or NoTierBelow(), options)
     rule = admission_rule(settings.nvme[0].admission)
-    port = port_of(nodes, settings.nvme, top.backend.capacity)
+    port = port_of(nodes, settings.nvme, top.backend.capacity, lowest)
     return CascadingOffloadingManager(top, port, options, admission=rule)
 
 
@@ -368,8 +382,9 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
         *(_facts_of_node(node) for node in cascade.nodes),
     ]
     fields: dict[str, dict[str, object]] = {}
+    remote = cascade.settings.remote
     states = cascade.manager.tier_states()
-    for state, tier, facts in zip(states, cascade.settings.tiers, facts_of, strict=True):
+    for state, tier, facts in zip(states, cascade.settings.local, facts_of, strict=False):
         share = sizes.share_of(tier.capacity)
         fields[state.name] = {
             "blocks": state.blocks,
@@ -379,6 +394,8 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
             **({} if share is None else {"share": share}),
             **facts,
         }
+    if remote is not None:
+        fields[states[-1].name] = {"url": remote.url, "writes": str(remote.writes)}
     return fields
 
 

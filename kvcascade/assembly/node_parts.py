@@ -24,6 +24,7 @@ from ..handlers.node.mover import Mover, MoverOptions
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
+from ..manager.admission import AdmitAll
 from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
 from ..manager.below.port import Below, TierFacts
@@ -106,11 +107,6 @@ class OpenTier:
         return self.port.feed.folder
 
 
-def uses_nodes() -> bool:
-    """Return whether nodes move the blocks; else each engine owns a part of the segments."""
-    return os.environ.get("KVCASCADE_NODES") == "1"
-
-
 def open_node_tiers(
     tiers: Sequence[NvmeTierOptions],
     engine: EngineFacts,
@@ -129,14 +125,24 @@ def open_node_tiers(
         undo.callback(opened[-1].close)
 
 
-def port_of(tiers: Sequence[OpenTier], options: Sequence[NvmeTierOptions], slots: int) -> Below:
-    """Return one port for open tiers, nearest first. `slots`: those of the first tier."""
-    if len(tiers) == 1:
+def port_of(
+    tiers: Sequence[OpenTier],
+    options: Sequence[NvmeTierOptions],
+    slots: int,
+    remote: Below | None = None,
+) -> Below:
+    """Return one port for open tiers, nearest first, and perhaps a remote tier below them.
+
+    `slots`: those of the first tier.
+    """
+    if len(tiers) == 1 and remote is None:
         return tiers[0].port
     chained = [
         ChainedTier(tier.port, admission_rule(each.admission))
         for tier, each in zip(tiers, options, strict=True)
     ]
+    if remote is not None:  # it decides itself what it takes
+        chained.append(ChainedTier(remote, AdmitAll()))
     return BelowChain(chained, slots, monotonic)
 
 

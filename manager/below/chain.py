@@ -186,7 +186,7 @@ class _Resets:
             del self.seen[mark]
             self.known.append(mark)
             for port in missing:
-                port.reset(mark)
+                port.pass_on(mark)
 
     def _see(self, mark: int, number: int, until_s: float) -> None:
         self.unnamed.pop(number, None)
@@ -233,6 +233,14 @@ class BelowChain(Below):
                     return number + offset
                 resting = resting or number + offset
         return resting
+
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        if self._resets.are_open:
+            return False
+        return any(port.is_asking(key, owner, media) for port in self._ports)
+
+    def wants_again(self, key: BlockHash) -> bool:
+        return any(port.wants_again(key) for port in self._ports)
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         port = self._places[tier - 1]
