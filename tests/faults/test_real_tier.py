@@ -21,7 +21,7 @@ from support.path_engine import PathEngine
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.node_tier import NODE_STOP_S
-from kvcascade.manager.below.tier_writes import STALLED_S
+from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome

@@ -11,7 +11,7 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.below.tier_writes import STALLED_S
+from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from kvcascade.manager.admission import Admission, AdmitAll
+from kvcascade.manager.below.chain import BelowChain, ChainedTier
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
 from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
-from kvcascade.manager.flow import Link
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockHash, CachePolicy
 from kvcascade.tiers.nvme.path.presence_table import PresenceTable
@@ -24,8 +24,6 @@ from .memory_handler import MemoryHandler
 from .memory_node import MemoryNode
 
 BLOCK_SIZE = 64
-MOST_WITH_NODES = 2
-"""Most tiers of a cascade whose tier below is behind a node."""
 
 
 def block_bytes(block_hash: BlockHash) -> bytes:
@@ -53,29 +51,31 @@ class Cascade:
         self.policies = [create(policy, n) for n in capacities]
         self.nodes: list[MemoryNode] = []
         budget = NotedBudget(bytes_per_day, self.writes) if bytes_per_day else None
-        is_chain = len(capacities) > MOST_WITH_NODES
-        build = self._chain if is_chain else self._over_node
-        self.manager = build(options or ManagerOptions(), is_immediate, admission, budget)
+        self.manager = self._build(options or ManagerOptions(), is_immediate, admission, budget)
         self.seen: dict[str, set[BlockHash]] = {b.medium: set() for b in self.backends}
         """What the events so far say lies where."""
 
-    def _over_node(
+    def _build(
         self,
         options: ManagerOptions,
         is_immediate: bool,
         admission: Admission | None,
         budget: NotedBudget | None,
     ) -> CascadingOffloadingManager:
-        """A manager over one tier behind a node, or over none."""
-        top = Tier("M0", self.backends[0], self.policies[0])
-        port: Below = NoTierBelow()
-        for backend, policy in zip(self.backends[1:], self.policies[1:], strict=True):
-            port = self._node_tier(backend, policy, is_immediate, budget, options)
+        """A manager over tiers behind nodes, one behind each."""
+        top, clock = Tier("M0", self.backends[0], self.policies[0]), lambda: self.now_s
+        ports = [
+            self._node_tier(backend, policy, is_immediate, budget, options)
+            for backend, policy in zip(self.backends[1:], self.policies[1:], strict=True)
+        ]
+        below: Below = ports[0] if ports else NoTierBelow()
+        if len(ports) > 1:
+            rule = admission or AdmitAll()
+            tiers = [ChainedTier(port, rule) for port in ports]
+            below = BelowChain(tiers, self.backends[0].capacity, clock)
         self.down = [node.down for node in self.nodes]
         self.up = [node.up for node in self.nodes]
-        return CascadingOffloadingManager(
-            top, port, options, lambda: self.now_s, self.pass_time, admission
-        )
+        return CascadingOffloadingManager(top, below, options, clock, self.pass_time, admission)
 
     def _node_tier(
         self,
@@ -97,12 +97,14 @@ class Cascade:
             self.nodes.append(node)
             return node
 
+        number = len(self.nodes)
+
         facts = TierFacts(backend.medium, backend.medium, BLOCK_SIZE, backend.capacity, True)
         tier = NodeTier(
             client_of,
             NodeTierOptions(
                 facts,
-                lambda folder, slots: cast(PresenceTable, self.nodes[-1].presence),
+                lambda folder, slots: cast(PresenceTable, self.nodes[number].presence),
                 InlineExecutor(),
                 options.promotion_deadline_s,
                 options.with_events,
@@ -110,37 +112,9 @@ class Cascade:
             ),
             lambda: self.now_s,
         )
-        self.nodes[-1].start()
+        self.nodes[number].start()
         tier.maintain()
         return tier
-
-    def _chain(
-        self,
-        options: ManagerOptions,
-        is_immediate: bool,
-        admission: Admission | None,
-        budget: NotedBudget | None,
-    ) -> CascadingOffloadingManager:
-        """A manager over several tiers in this process."""
-        pairs = list(zip(self.backends, self.backends[1:], strict=False))
-        self.down = [MemoryHandler(a, b, is_immediate) for a, b in pairs]
-        self.up = [MemoryHandler(b, self.backends[0], is_immediate) for _, b in pairs]
-        return build_cascade(
-            [
-                Tier(
-                    backend.medium,
-                    backend,
-                    self.policies[i],
-                    admission if admission and i else AdmitAll(),
-                    budget if i else None,
-                )
-                for i, backend in enumerate(self.backends)
-            ],
-            [Link(down, up) for down, up in zip(self.down, self.up, strict=True)],
-            options,
-            clock=lambda: self.now_s,
-            pause=self.pass_time,
-        )
 
     def pass_time(self, seconds: float) -> None:
         """Let time go by: what a manager that waits sees."""
