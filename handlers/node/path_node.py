@@ -290,7 +290,9 @@ class PathNode:
     @property
     def _remedy(self) -> str:
         """What to do about a writer that is stopped, or whose disk hangs."""
-        return f"continue or end its process, which `kvcascade inspect {self._hello.paths[0]}` names"
+        return (
+            f"continue or end its process, which `kvcascade inspect {self._hello.paths[0]}` names"
+        )
 
     def _send(self, message: FromNode) -> None:
         """Send a message if the writer serves this node; drop it otherwise."""
