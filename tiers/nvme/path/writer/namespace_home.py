@@ -99,10 +99,10 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
     return NamespaceKey(spec.label, fields, about)
 
 
-def spec_of(key: NamespaceKey, block_bytes: int) -> NamespaceSpec:
+def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> NamespaceSpec:
     """Return the identity as a node names it."""
     fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
-    return NamespaceSpec(key.label, fields.encode(), about.encode(), block_bytes)
+    return NamespaceSpec(key.label, fields.encode(), about.encode(), block_bytes, min_share_bytes)
 
 
 def make_home(
