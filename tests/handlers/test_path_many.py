@@ -78,7 +78,7 @@ def test_the_write_budget_is_exact_over_all(start: Start) -> None:
     budget = 3 * ENGINES + 2
     engines = start(msgspec.structs.replace(OPTIONS, write_budget_bytes=budget * BLOCK))
     stored = 0
-    for turn in range(2):
+    for turn in range(3):  # a grant may be refused while its segment is being made
         for number, engine in enumerate(engines):
             first = 100 * turn + 8 * number
             engine.put(range(first, first + 3))
