@@ -293,7 +293,7 @@ class PathNamespaces:
         )
         self._begin_opening(name, make, sizes)
 
-    def _lack_of(self, opening: Opening) -> str:
+    def _lack_of(self, opening: NamespaceToOpen) -> str:
         """Return why the tables of a new namespace have no room; empty if they have."""
         reserve = self.options.min_free_bytes
         for root, size in zip(self.roots, opening.bytes_by_path, strict=False):
