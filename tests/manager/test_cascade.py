@@ -11,7 +11,6 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS
@@ -92,26 +91,6 @@ class TestStore:
         assert cascade.store(keys(4, 8)) == keys(4, 8)
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
         assert cascade.manager.counters.dropped_dirty_blocks == 0
-
-    def test_none_while_a_tier_in_between_makes_room(self) -> None:
-        """A slow last tier costs time, as a slow second one does, and no blocks."""
-        cascade = full_tier_in_between()
-        assert cascade.down[1].queued, "what lies in the second tier is on its way to the third"
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        assert cascade.manager.counters.dropped_dirty_blocks == 0
-        cascade.run_transfers()
-        assert cascade.manager.prepare_store(keys(8, 12)) is None, "and now the first has its turn"
-        cascade.run_transfers()
-        assert cascade.store(keys(8, 12)) == keys(8, 12)
-        assert cascade.manager.counters.dropped_dirty_blocks == 0
-
-    def test_nobody_waits_for_a_tier_in_between_that_cannot_make_room(self) -> None:
-        """The last tier has fallen silent: what is new is worth more than what is coldest."""
-        cascade = full_tier_in_between()
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        cascade.now_s += STALLED_S
-        assert cascade.store(keys(8, 12)) == keys(8, 12)
-        assert cascade.manager.counters.dropped_dirty_blocks == 4
 
     def test_a_request_is_not_put_off_for_ever(self) -> None:
         """What fits is taken then; nobody's dirty blocks are dropped for it."""
@@ -345,14 +324,6 @@ class TestDemotion:
         cascade.store(keys(5, 8))
         cascade.manager.flush_dirty(cascade.now_s + 1)
         assert sum(cascade.holds(1, key(i)) for i in range(8)) == 6
-
-    def test_what_was_cut_off_a_job_is_tried_again(self) -> None:
-        options = ManagerOptions(write_mode=WriteMode.THROUGH)
-        cascade = Cascade((16, 4, 64), options, is_immediate=True)
-        cascade.store(keys(0, 6))
-        for _ in range(4):
-            cascade.manager.maintain()
-        assert all(cascade.holds(1, key(i)) or cascade.holds(2, key(i)) for i in range(6))
 
     def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
         cascade = Cascade((8, 16))

@@ -29,7 +29,7 @@ class FailsToClose(OpenTier):
 
 def opened(path: Path) -> Cascade:
     """With its arena in `path`, too."""
-    nvme = {"type": "nvme", "capacity": "1MiB", "segment_size": "64KiB", "min_free": 0}
+    nvme = {"type": "nvme", "capacity": "8MiB", "segment_size": "64KiB", "min_free": 0}
     tiers = [
         {"type": "cpu", "capacity": 9 * BLOCK, "arena_dir": str(path), "prefault": False},
         {**nvme, "path": str(path / "a"), "movers": "threads"},
