@@ -28,7 +28,7 @@ from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import from_mover
+from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
@@ -76,8 +76,10 @@ class MoverOptions:
     """Monotonic seconds."""
     silence_limit_s: float = SILENCE_LIMIT_S
     starts_per_minute: int = STARTS_PER_MINUTE
-    decode: Callable[[bytes], Any] = from_mover.decode
+    decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
+    remedy: str = '"movers": "threads" does without it'
+    """Clause of the message about a process that did not start."""
     on_note: OnNote | None = None
     """Called with the other messages; by any thread that calls a method of `Mover`."""
     is_batched: bool = False
@@ -147,7 +149,7 @@ class Mover:
             raise TierIOError(
                 None,
                 "the process that moves blocks did not start; its own message says why, and "
-                '"movers": "threads" does without it',
+                + self._options.remedy,
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
@@ -382,7 +384,7 @@ class Mover:
         if not self._has_said_given_up:
             self._has_said_given_up = True
             _log.error(
-                "the process that moves blocks ended %d times and is not started again: the NVMe "
+                "the process that moves blocks ended %d times and is not started again: its "
                 "tier does nothing until the engine is started anew",
                 self.starts,
             )

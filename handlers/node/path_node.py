@@ -147,6 +147,8 @@ class PathNode:
         self._resets: dict[int, list[int]] = {}
         """Tickets of the scheduler by request of a `Reset` that was not answered; 0 is the request
         of those that could not be sent."""
+        self._reset_mark = 0
+        """Mark of the last reset that the scheduler asked for."""
         self._since = _Since(clock())
         self._is_linked = False
         self._is_leader = False
@@ -181,6 +183,7 @@ class PathNode:
                 self._send(message)
             case ResetJob():
                 self._gets.forget()
+                self._reset_mark = message.mark
                 self._send_reset([message.ticket])
 
     # -- from the path -------------------------------------------------------------------------
@@ -310,7 +313,7 @@ class PathNode:
         request = 0 if self._welcome is None else next(self._requests)
         self._resets.setdefault(request, []).extend(tickets)
         if request:
-            self._means.send(Reset(request))
+            self._means.send(Reset(request, self._reset_mark))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:
@@ -339,11 +342,14 @@ class PathNode:
 
     def _refused(self, refused: Refused) -> None:
         is_other_version = refused.why is RefusedWhy.PROTOCOL
-        self._hang_up(refused.text)
         is_misconfigured = refused.why in FINAL_REFUSALS
         if is_misconfigured or (is_other_version and self._has_asked_to_retire):
+            self._end_link()
+            self._means.hang_up()
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
-        elif is_other_version:
+            return
+        self._hang_up(refused.text)
+        if is_other_version:
             self._should_retire_it = self._has_asked_to_retire = True
 
     def _epoch(self, message: Epoch) -> None:

@@ -126,7 +126,7 @@ def open_session(
 
     Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user,
     `FormatError` for a writer of another version, and `InUseError` if the lock is held and nobody
-    answers.
+    answers, or by a process that is stopped.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not fs.exists(root):
@@ -148,6 +148,16 @@ def open_session(
     raise InUseError(_silent(fs, root))
 
 
+def follow_session(fs: FileSystem, path: Path) -> PathSession | None:
+    """Open a session with a writer of another process; None if nobody answers.
+
+    Raises `FormatError` for a writer of another version, `InUseError` for one that is stopped, or
+    `TierIOError`.
+    """
+    root = path.parent if fs.exists(path / DESCRIPTION) else path
+    return _follow(fs, root) if fs.exists(root / PATH_FOLDER) else None
+
+
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
     try:
         roots = tier_roots(fs, root, also)
@@ -167,6 +177,9 @@ def _follow(fs: FileSystem, root: Path) -> PathSession | None:
     if link is None:
         return None
     note = load_note(fs, root)
+    if note is not None and note.is_stopped:
+        link.close()
+        raise InUseError(_silent(fs, root))
     if note is not None and note.protocol != PROTOCOL:
         link.close()
         raise FormatError(

@@ -100,6 +100,8 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
     """Make every older block of the namespace unreachable. Until the answer, every get misses."""
 
     ticket: int
+    mark: int = 0
+    """See `Reset`."""
 
 
 class UseNote(msgspec.Struct, frozen=True, array_like=True, tag=68):

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
@@ -19,9 +19,14 @@ from ...tiers.nvme.path.path_messages import Why
 from ..counters import LinkCounters
 from .node_feed import NodeFeed
 from .port import Ended, Put
-from .tier_reads import SILENCE
-from .tier_writes import STALLED_S, answers_to_put
 
+STALLED_S = 15.0
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
+SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""Outcomes of reads caused by a failing device; every other outcome concerns the block."""
+LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
+"""Outcomes of reads after which the block is not in the tier."""
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
 
@@ -64,19 +69,30 @@ class NodeClient(Protocol):
         ...
 
 
+class JobEnds(Protocol):
+    """Queue of the ends of jobs, which the manager's thread works off."""
+
+    def end(self, on_end: Callable[[JobDone | None], None], done: JobDone | None) -> None:
+        """Queue the end of a job; any thread."""
+        ...
+
+
+Feed = TypeVar("Feed", bound=JobEnds)
+
+
 @dataclass(frozen=True, slots=True)
-class NodeFlow:
+class NodeFlow(Generic[Feed]):
     """Parts that the reads and the writes of a tier share."""
 
     client: NodeClient
-    feed: NodeFeed
+    feed: Feed
     counters: LinkCounters
     clock: Callable[[], float]
     block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Going:
+class Going:
     """One job in flight."""
 
     ticket: int
@@ -84,19 +100,19 @@ class _Going:
     started_s: float
 
 
-class _Traffic(ABC):
+class Traffic(ABC, Generic[Feed]):
     """Jobs of one direction."""
 
-    def __init__(self, flow: NodeFlow, breaker: Breaker) -> None:
+    def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
         self._flow = flow
         self.breaker = breaker
-        self.jobs: dict[int, _Going] = {}
+        self.jobs: dict[int, Going] = {}
         self.open_tickets: set[int] = set()
         """Tickets without an answer from the node. Any thread that waits removes some."""
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
 
-    def _submit(self, going: _Going, order: Callable[[int], Any]) -> bool:
+    def _submit(self, going: Going, order: Callable[[int], Any]) -> bool:
         ticket = going.ticket
         self.jobs[ticket] = going
         self.open_tickets.add(ticket)
@@ -107,21 +123,21 @@ class _Traffic(ABC):
         self.open_tickets.discard(ticket)
         return False
 
-    def _arrived(self, going: _Going, done: JobDone | None) -> None:
+    def _arrived(self, going: Going, done: JobDone | None) -> None:
         """Queue the end of a job; any thread."""
         self._flow.feed.end(partial(self._end, going), done)
         self.open_tickets.discard(going.ticket)
 
-    def _end(self, going: _Going, done: JobDone | None) -> None:
+    def _end(self, going: Going, done: JobDone | None) -> None:
         """Conclude a job, under the manager's lock."""
         del self.jobs[going.ticket]
         self._land(going, done)
 
     @abstractmethod
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         """Count a job that ended, and report it; `done` is None if the node died."""
 
-    def _outcomes(self, going: _Going, done: JobDone | None) -> list[BlockOutcome]:
+    def _outcomes(self, going: Going, done: JobDone | None) -> list[BlockOutcome]:
         n = len(going.keys)
         return [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
 
@@ -131,22 +147,22 @@ def is_whole(done: JobDone | None) -> bool:
     return done is not None and not done.outcomes
 
 
-class NodeReads(_Traffic):
+class NodeReads(Traffic[Feed]):
     """All reads from the tier."""
 
-    def __init__(self, flow: NodeFlow, stall_s: float) -> None:
+    def __init__(self, flow: NodeFlow[Feed], stall_s: float) -> None:
         """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
         super().__init__(flow, Breaker(flow.clock, stall_s))
 
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Start reading blocks."""
-        going = _Going(ticket, keys, self._flow.clock())
+        going = Going(ticket, keys, self._flow.clock())
         packed = array("i", slots).tobytes()
         if not self._submit(going, lambda number: GetJob(number, list(keys), packed)):
             self._flow.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
 
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         arrived = len(outcomes)
@@ -161,18 +177,18 @@ class NodeReads(_Traffic):
         counters.promoted_blocks += arrived
         counters.promoted_bytes += arrived * flow.block_bytes
         self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
-        counters.promote_openings = self.breaker.openings
         size_bytes = arrived * flow.block_bytes
         self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, time_s))
 
 
-class NodeWrites(_Traffic):
+class NodeWrites(Traffic[NodeFeed]):
     """All writes into the tier."""
 
-    def __init__(self, flow: NodeFlow, max_blocks: int) -> None:
+    def __init__(self, flow: NodeFlow[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
         super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
         self._max_blocks = max_blocks
+        self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
         self.coming: set[BlockHash] = set()
@@ -223,7 +239,7 @@ class NodeWrites(_Traffic):
         self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
     ) -> bool:
         named = [keys[at] for at in started]
-        going = _Going(ticket, named, self._flow.clock())
+        going = Going(ticket, named, self._flow.clock())
         packed = array("i", [slots[at] for at in started]).tobytes()
         epoch = self._flow.feed.epoch
         if self._submit(going, lambda number: PutJob(number, list(named), packed, epoch)):
@@ -231,10 +247,9 @@ class NodeWrites(_Traffic):
             return True
         self.breaker.trip()
         self.may_recover = True
-        self._flow.counters.demote_openings = self.breaker.openings
         return False
 
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         self.coming.difference_update(going.keys)
@@ -254,8 +269,34 @@ class NodeWrites(_Traffic):
         self._why = Why.GRANTED if done is None else done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(failed > 0)
+        self.breaker.ended(self._is_failure(failed, no_space))
         self.may_recover = no_space == 0
-        counters.demote_openings = self.breaker.openings
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+
+    def _is_failure(self, failed: int, no_space: int) -> bool:
+        """Return True if blocks could not be written, and the tier has no other place to try.
+
+        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
+        because all rest, it says so.
+        """
+        if not self._has_one_path:
+            return self._why is Why.RESTING
+        # A full disk fails like any other one; a full tier says so before anything is written.
+        return failed > 0 or (no_space > 0 and self._why not in (Why.FULL, Why.BUDGET))
+
+
+def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
+    """Return the answer to each of the `n` keys of a put.
+
+    `new` are the positions of keys that the tier lacks. Those of them that were not `started` get
+    `refusal`.
+    """
+    if len(started) == n:
+        return [Put.STARTED] * n
+    answers = [Put.ALREADY] * n
+    for at in new:
+        answers[at] = refusal
+    for at in started:
+        answers[at] = Put.STARTED
+    return answers

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcascade.tiers.base import new_reset_mark
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -52,9 +53,10 @@ FIELDS: dict[str, object] = {"model": "some/model", "dtype": "float16"}
 LABEL = "some/model"
 
 
-def namespace_spec(block_bytes: int) -> NamespaceSpec:
-    """The namespace of the tests."""
-    return NamespaceSpec(LABEL, json.dumps(FIELDS).encode(), b"{}", block_bytes)
+def namespace_spec(block_bytes: int, label: str = LABEL) -> NamespaceSpec:
+    """The namespace of the tests; another one by another label."""
+    fields = FIELDS if label == LABEL else {**FIELDS, "label": label}
+    return NamespaceSpec(label, json.dumps(fields).encode(), b"{}", block_bytes)
 
 
 class WriterTwin:
@@ -89,6 +91,7 @@ class WriterTwin:
         self._clients: dict[int, bool | None] = {}
         """Whether a client wants events; None before its `Hello`."""
         self._next_client = 1
+        self._marks: list[int] = []
         self._waiting: deque[tuple[int, FromNode]] = deque()
         self.is_opening = False
         """Nodes that come are told to wait for the namespace."""
@@ -123,7 +126,7 @@ class WriterTwin:
         other = object.__new__(WriterTwin)
         other.__dict__.update(self.__dict__)
         other.granted, other.outbox, other._clients = {}, deque(), {}
-        other._waiting, other.heard = deque(), []
+        other._waiting, other.heard, other._marks = deque(), [], []
         other._opening = []
         other.is_stalled = other.is_opening = False
         return other
@@ -288,12 +291,17 @@ class WriterTwin:
             self._broadcast(Removed(keys))
 
     def _reset(self, client: int, reset: Reset) -> None:
+        mark = reset.mark or new_reset_mark()
+        if mark in self._marks:
+            self._say(client, Epoch(self.presence.epoch, reset.request))
+            return
+        self._marks.append(mark)
         self.held.clear()
         self.presence.clear(self.presence.epoch + 1)
         self._say(client, Epoch(self.presence.epoch, reset.request))
         for other in self._clients:
             if other != client:
-                self._say(other, Epoch(self.presence.epoch))
+                self._say(other, Epoch(self.presence.epoch, marks=[mark]))
 
     def _figures(self) -> None:
         for client, wants_events in self._clients.items():

@@ -186,6 +186,9 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Make every older block of the namespace unreachable; `Epoch` answers it."""
 
     request: int
+    mark: int = 0
+    """Number that names the reset for the paths of all engines. A writer that remembers it has
+    carried it out, and only answers. 0: the writer draws one."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -279,6 +282,8 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True, tag=36):
     epoch: int
     request: int = 0
     """Number of the `Reset` that this answers; 0 for the other nodes."""
+    marks: list[int] = []
+    """Marks of the resets that began this epoch; for the other nodes only."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=37):

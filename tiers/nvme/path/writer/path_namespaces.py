@@ -217,17 +217,24 @@ class PathNamespaces:
                 _log.warning("%s is removed: its room was needed", name)
                 self.remove(namespace)
 
-    def remove(self, namespace: NamespaceWriter) -> None:
-        """Delete an open namespace that no node uses, with all its blocks."""
+    def remove(self, namespace: NamespaceWriter) -> bool:
+        """Delete an open namespace that no node uses, with all its blocks.
+
+        Return False if its files could not be deleted: the next writer finds them again.
+        """
         name = namespace.home.name
         self.budget.removed_written += namespace.table.day_totals().written
         namespace.abandon()
         self.space.forget(name)
         self.record.min_shares.pop(name, None)
         self.record.epochs.pop(name, None)
-        with suppress(KVCascadeError):  # the next writer finds it again
+        self._looked_at.discard(name)
+        try:
             self._save()
-            remove_home(self.fs, namespace.home)
+            return remove_home(self.fs, namespace.home)
+        except KVCascadeError as error:
+            _log.warning("%s could not be removed: %s", name, error)
+            return False
 
     def remove_idle(self, name: str) -> bool:
         """Delete a namespace that is not open. Return False if another process has it open.

@@ -162,7 +162,7 @@ class PathSpace:
 
     def shrink(self) -> None:
         """Take a segment if a path holds more than its share."""
-        if self.taking is not None or self._deleting:
+        if self.is_taking:
             return
         for path in range(self.capacity.paths):
             if self.capacity.left_bytes(path, self.own_bytes(path)) < 0:
@@ -190,7 +190,22 @@ class PathSpace:
             return True
         if best is None or best[0] <= least_age_s:
             return False
-        _, name, number = best
+        return self.take(best[1], best[2])
+
+    @property
+    def is_taking(self) -> bool:
+        """True while a segment loses its blocks or its file is being deleted."""
+        return self.taking is not None or self._deleting > 0
+
+    def has_segment(self, name: str, number: int) -> bool:
+        """Return True if an open namespace has a segment."""
+        return name in self._files and number in self._files[name].numbers
+
+    def take(self, name: str, number: int) -> bool:
+        """Begin to take a segment of an open namespace. Return False if a node may write to it.
+
+        No segment is being taken.
+        """
         if not self.namespaces[name].space.set_aside(number):
             return False
         self.taking = TakenSegment(name, number)
@@ -247,7 +262,7 @@ class PathSpace:
     def _take_colder(self, namespace: NamespaceWriter) -> None:
         """Take a segment that is colder than this namespace's coldest blocks, if there is one."""
         name, now_s = namespace.home.name, self._clock()
-        if self.taking is not None or self._deleting:
+        if self.is_taking:
             return
         if now_s < self._ranked_at_s.get(name, -RANK_EVERY_S) + RANK_EVERY_S:
             return
@@ -292,7 +307,6 @@ class PathSpace:
             try:
                 with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
                     home.segments.create(number)
-                home.segments.let_go(number)
                 self._done.append(lambda: self._made(namespace, number, foreign))
             except (OSError, KVCascadeError) as error:
                 reason = error

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from .....errors import CorruptionError, KVCascadeError
 from .....logs import get_logger
+from ....base import new_reset_mark
 from ..path_messages import (
     MAX_KEYS_PER_MESSAGE,
     MAX_RESET_EVENTS,
@@ -59,7 +60,14 @@ from ..presence_table import presence_bytes
 from .held_messages import HeldMessages
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
-from .namespace_writer import NamespaceWriter, Reply, Settled, is_within_limits, slots_of
+from .namespace_writer import (
+    NamespaceWriter,
+    Reply,
+    ResetOwed,
+    Settled,
+    is_within_limits,
+    slots_of,
+)
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
 from .writer_questions import WriterQuestions
@@ -121,7 +129,7 @@ class PathWriter:
         self._held = HeldMessages(clock)
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
-        self._questions = WriterQuestions(self)
+        self._questions = WriterQuestions(self, clock)
         self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
             Hello: self._hello,
             Grant: self._grant,
@@ -343,8 +351,13 @@ class PathWriter:
         namespace = client.namespace
         if namespace is None:
             return
+        mark = message.mark or new_reset_mark()
+        if mark in namespace.reset_marks and not namespace.is_resetting:
+            self._send(client.number, Epoch(namespace.epoch, message.request))
+            return
         self._settle(namespace)
-        namespace.resets_owed.append((client.number, message.request))
+        namespace.reset_marks.append(mark)
+        namespace.resets_owed.append(ResetOwed(client.number, message.request, mark))
         self._pay_resets(namespace)
 
     def _ask(self, client: Client, message: FromNode) -> None:
@@ -408,15 +421,16 @@ class PathWriter:
 
     def _pay_resets(self, namespace: NamespaceWriter) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
-        owed = dict(namespace.resets_owed)
+        owed = {each.client for each in namespace.resets_owed}
         if not namespace.is_resetting:
             self._tell_reset(namespace, namespace.clients.difference(owed))
         if not namespace.reset():
             return
-        for client, request in namespace.resets_owed:
-            self._send(client, Epoch(namespace.epoch, request))
+        for each in namespace.resets_owed:
+            self._send(each.client, Epoch(namespace.epoch, each.request))
+        marks = [each.mark for each in namespace.resets_owed]
         for number in namespace.clients.difference(owed):
-            self._send(number, Epoch(namespace.epoch))
+            self._send(number, Epoch(namespace.epoch, marks=marks))
         namespace.resets_owed.clear()
 
     def _tell_reset(self, namespace: NamespaceWriter, others: set[int]) -> None:
