@@ -150,20 +150,15 @@ def test_entries_that_cannot_be(tmp_path: Path) -> None:
     assert right_blocks(folder.parent) == set(range(BLOCKS)) - {0, 1}
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "top"])
-def test_an_index_for_segments_of_no_slots_has_no_list_of_free_ones(
-    tmp_path: Path, command: str
-) -> None:
+def test_an_index_for_segments_of_no_slots_has_no_list_of_free_ones(tmp_path: Path) -> None:
     folder = fill(tmp_path, BLOCKS)
 
     def change(txn: lmdb.Transaction[bytes]) -> None:
         txn.put(b"identity", txn.get(b"identity", b"")[:-4] + bytes(4))
 
     change_index(folder, change, b"meta")
-    more = ("--once",) if command == "top" else ()
-    assert call(command, tmp_path, *more).code == ExitCode.OK
-    if command == "verify":
-        assert call("verify", tmp_path, "--json").one["space_adds_up"] is None
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.OK and answer.one["space_adds_up"] is None
 
 
 @pytest.mark.parametrize("runs", [[[0, 2_000_000_000]], [[0, 2_000_000_000]] * 1000])

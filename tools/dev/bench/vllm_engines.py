@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -92,6 +91,7 @@ class OurEngine(Engine):
         """Open the engine; `options` are further options of the NVMe tier, `weights` names the
         weights."""
         super().__init__(device)
+        self._folders = list(folders)
         block_bytes = device.shape[1]
         extra = {
             "tiers": [
@@ -148,10 +148,9 @@ class OurEngine(Engine):
             return []
         with open_path(home) as path:
             namespace = path.namespace(home.name)
-            slots = np.array([block.slot for block in path.blocks(home.name)], dtype=np.int64)
-        paths = len(namespace.folders)
-        path_of = slots // namespace.layout.slots % paths
-        found: list[int] = np.bincount(path_of, minlength=paths).tolist()
+            found = [0] * len(namespace.folders)
+            for block in path.blocks(home.name):
+                found[block.slot // namespace.layout.slots % len(found)] += 1
         return found
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from .....assembly.node_parts import OpenTier, SlotMemory
 from .....assembly.path_parts import existing_names
-from .....handlers.node.path_service import SEGMENT_THREADS, WriterService
+from .....handlers.node.path_service import IO_THREADS, WriterService
 from .....handlers.node.path_wire import NodeJoined, NodeState
 from .....manager.below.node_tier import NodeTier, NodeTierOptions
 from .....manager.below.port import TierFacts
@@ -124,7 +124,7 @@ def fill(folder: Path, blocks: int, say: Say) -> None:
     means = StartMeans(fs, time.time, open_block_table, boot_id())
     options = PathOptions(capacity_bytes(blocks))
     try:
-        with ThreadPoolExecutor(SEGMENT_THREADS) as executor:
+        with ThreadPoolExecutor(IO_THREADS) as executor:
             writer = PathWriter(means, [folder], options, time.monotonic, executor)
             try:
                 _Filler(writer, folder, blocks).fill(say)
@@ -197,6 +197,9 @@ class StalledNode:
 
     def tell(self, message: Any) -> None:
         """Ignore a note."""
+
+    def flush(self) -> None:
+        """Do nothing: nothing is sent."""
 
     def poll(self) -> None:
         """Do nothing: no answer comes."""
