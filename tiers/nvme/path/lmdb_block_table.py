@@ -25,7 +25,6 @@ a page can find the disk full.
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import time
@@ -41,7 +40,7 @@ from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
 from ....logs import get_logger
 from ... import endurance
 from ..index.clean_close import write_mark
-from ..index.index_errors import from_lmdb
+from ..index.index_errors import from_lmdb, is_lack_of_room
 from ..index.index_file import DATA_NAME, check_file, damaged
 from ..index.index_pages import check_pages
 from .block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
@@ -140,10 +139,6 @@ class LmdbBlockTable:
         except lmdb.Error:
             self.damaged_entries += 1
             return [None] * len(keys)
-
-    def key_at(self, slot: int) -> bytes | None:
-        """See `BlockTable`."""
-        return self.keys_at([slot])[0]
 
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         """See `BlockTable`."""
@@ -296,7 +291,7 @@ class LmdbBlockTable:
 
     def _failed(self, error: lmdb.Error) -> Applied:
         self.has_panicked |= isinstance(error, lmdb.PanicError)
-        return Applied(outcome_of(error))
+        return Applied(ApplyOutcome.NO_SPACE if is_lack_of_room(error) else ApplyOutcome.IO_ERROR)
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -427,14 +422,6 @@ def _reserve(file: Path, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-
-
-def outcome_of(error: lmdb.Error) -> ApplyOutcome:
-    """Map an LMDB error to the outcome of a commit."""
-    full = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in full:
-        return ApplyOutcome.NO_SPACE
-    return ApplyOutcome.IO_ERROR
 
 
 def _check(hashed: int, slot: int, checksum: int) -> int:

@@ -163,6 +163,29 @@ def map_presence(fs: FileSystem, folder: Path, slots: int) -> PresenceTable:
     return PresenceTable(memory, slots)
 
 
+def read_presence(fs: FileSystem, folder: Path) -> tuple[PresenceTable, bool]:
+    """Map the presence table in the directory of a namespace, whatever its number of slots.
+
+    It needs no writer. The second value is True if the table was closed cleanly and not opened
+    since. Raises `FormatError` if the file is damaged, or a `KVCascadeError` of the file system.
+    """
+    path = folder / PRESENCE
+    with os_errors(f"reading the presence table {path}"):
+        file = fs.open(path)
+        try:
+            head = bytearray(HEADER_BYTES)
+            moved = file.preadv([memoryview(head)], 0)
+            _, slots, _ = _HEAD.unpack_from(head)
+            is_whole = moved == HEADER_BYTES and _boot_in(memoryview(head)) is not None
+            if not is_whole or slots == 0 or file.size() != presence_bytes(slots):
+                raise FormatError(f"{path} is damaged; the next writer builds it anew")
+            memory = file.map(0, file.size(), writable=False)
+        finally:
+            file.close()
+    words = memory[:HEADER_BYTES].cast("B").cast("Q")
+    return PresenceTable(memory, slots), words[_CLEAN_WORD] == _clean_mark(memory) != 0
+
+
 def _open_if_whole(fs: FileSystem, path: Path, slots: int) -> File | None:
     """Open the file if it has the size of this number of slots; None if there is none."""
     if not fs.exists(path):

@@ -46,6 +46,8 @@ Reply = tuple[int, FromWriter]
 """A message and the number of the client that gets it."""
 MAX_WAITING_PER_CLIENT = 64
 """Most grants of one client that wait; more are answered without slots."""
+MAX_RESET_MARKS = 64
+"""Number of marks of resets that are remembered."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
@@ -61,6 +63,15 @@ class WaitingGrant:
     """Time at which it is answered in any case."""
     need: int
     """Number of slots that it needs at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOwed:
+    """A reset without an answer."""
+
+    client: int
+    request: int
+    mark: int
 
 
 @dataclass(slots=True)
@@ -109,8 +120,11 @@ class NamespaceWriter:
         """Grants without an answer, oldest first."""
         self.last_why = Why.GRANTED
         """Reason of the last grant that got too few slots."""
-        self.resets_owed: list[tuple[int, int]] = []
-        """(Client, request) of resets that the block table could not take yet."""
+        self.resets_owed: list[ResetOwed] = []
+        """Resets that the block table could not take yet."""
+        self.reset_marks: deque[int] = deque(maxlen=MAX_RESET_MARKS)
+        """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
+        carries a mark out again."""
         self._presence = presence
         self._commits: list[tuple[int, Commit]] = []
         self._bads: list[Bad] = []
@@ -276,7 +290,7 @@ class NamespaceWriter:
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
         self.waiting = deque(each for each in self.waiting if each.client != client)
-        self.resets_owed = [each for each in self.resets_owed if each[0] != client]
+        self.resets_owed = [each for each in self.resets_owed if each.client != client]
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
@@ -305,7 +319,7 @@ class NamespaceWriter:
         """
         with os_errors(f"syncing {self.home.name}"):
             for number in self.space.segments:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         self.table.close()
         self.table = reopen(self.home)
         self.unsynced_clients |= self.clients
@@ -361,7 +375,7 @@ class NamespaceWriter:
         numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
         try:
             for number in numbers:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         except OSError as error:
             _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
             for reply, place in puts.places:
