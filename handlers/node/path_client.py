@@ -35,6 +35,7 @@ def node_process(
     `duplicate_arena` returns a new descriptor of the arena for each process. `on_note` gets what
     the node says beside answers, and None when it died; any thread may call it.
     """
+
     def start() -> Connection:
         return launch(setup, duplicate_arena(), NODE_MODULE)
 

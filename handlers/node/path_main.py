@@ -22,6 +22,7 @@ from .child_start import prefault, receive_setup, run_child
 from .path_loop import NodeLoop
 from .path_wire import NodeSetup, to_node
 
+
 def serve(connection: socket.socket, arena_fd: int) -> None:
     """Attach to the arena and run the node until the scheduler closes the socket."""
     setup = receive_setup(connection, to_node.decode, NodeSetup)

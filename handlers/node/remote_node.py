@@ -16,7 +16,6 @@ import msgspec
 
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.remote.base import RemoteOutcome
-from ...tiers.remote.remote_counters import Verb
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
 from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
@@ -213,5 +212,3 @@ def _outcome(outcome: RemoteOutcome, kind: EndedKind) -> BlockOutcome:
     if kind is EndedKind.WRITE and outcome is RemoteOutcome.ABSENT:
         return BlockOutcome.REFUSED
     return _OF_REMOTE[outcome]
-
-

@@ -326,12 +326,7 @@ def open_cascade(
             for tier, link in _open_owned(settings, arena, key, file_system, parts):
                 tiers.append(tier)
                 links.append(link)
-        remote: OpenRemote | None = None
-        if settings.remote is not None:
-            remote = open_remote_tier(
-                settings.remote, _engine_facts(settings, arena, key, with_events)
-            )
-            undo.callback(remote.close)
+        remote = _open_remote(settings, arena, key, with_events, undo)
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -348,22 +343,23 @@ def open_cascade(
             manager.adopt(found, backend.adopt(slots))
         chains = chain_notes(opened[0]) if opened else _chains_of(nodes)
         cascade = Cascade(
-            settings,
-            arena,
-            manager,
-            opened,
-            executors,
-            recorder,
-            movers,
-            chains,
-            nodes,
-            remote,
+            settings, arena, manager, opened, executors, recorder, movers, chains, nodes, remote
         )
         undo.pop_all()
     if with_events:
         cascade.start_announcing()
     _log_start(cascade)
     return cascade
+
+
+def _open_remote(
+    settings: CascadeConfig, arena: Arena, key: NamespaceKey, with_events: bool, undo: ExitStack
+) -> OpenRemote | None:
+    if settings.remote is None:
+        return None
+    remote = open_remote_tier(settings.remote, _engine_facts(settings, arena, key, with_events))
+    undo.callback(remote.close)
+    return remote
 
 
 def _chains_of(nodes: Sequence[OpenTier]) -> ChainNotes | None:

@@ -234,9 +234,7 @@ class BelowChain(Below):
                 resting = resting or number + offset
         return resting
 
-    def is_asking(
-        self, key: BlockHash, owner: object, media: frozenset[str] | None = None
-    ) -> bool:
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
         if self._resets.are_open:
             return False
         return any(port.is_asking(key, owner, media) for port in self._ports)

@@ -132,9 +132,7 @@ class Below(ABC):
         limits the search to tiers of these media; None means all tiers.
         """
 
-    def is_asking(
-        self, key: BlockHash, owner: object, media: frozenset[str] | None = None
-    ) -> bool:
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
         """Return True if a lookup that `may_hold` answered with 0 has to be repeated.
 
         A tier that is elsewhere answers `may_hold` from memory. What it does not know it asks for

@@ -198,14 +198,14 @@ class Questions:
         """Note answers. What could not be found out counts as absent for some seconds, too."""
         keys = [key for chain in chains for key in chain]
         n = len(keys)
-        outcomes = [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
+        outcomes = (
+            [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
+        )
         pairs = [*zip(keys, outcomes, strict=True)]
         held = [key for key, outcome in pairs if outcome is BlockOutcome.OK]
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
-    def _end(
-        self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int
-    ) -> None:
+    def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:
         if epoch == self._memory.epoch:
             for key in (*held, *absent):
                 self._asked.pop(key, None)

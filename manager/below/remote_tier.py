@@ -4,8 +4,8 @@ Nothing is known of a block until the server was asked. `may_hold` answers from 
 `is_asking` has unknown blocks asked for at the end of the step. A block whose write, read or
 question failed is a miss; nothing here makes the engine wait longer than a deadline.
 
-The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so that
-it may be evicted above, and is offered again at its next use.
+The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
+that it may be evicted above, and is offered again at its next use.
 
 A reset is sent to the node, and again to the next node if that one dies before the server was
 told. Until it is answered, nothing is found and reads end as GONE.
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from ...config.remote import WriteWhen
 from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
 from ...handlers.node.remote_wire import PassOnJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
@@ -102,9 +101,7 @@ class RemoteTier(Below):
             return 0
         return 1 if self._memory.of(key) is Presence.HELD else 0
 
-    def is_asking(
-        self, key: BlockHash, owner: object, media: frozenset[str] | None = None
-    ) -> bool:
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
         self.feed.has_blocks = True  # or will have
         if self._resets_due or self.rests(1):
             return False
@@ -284,9 +281,7 @@ class RemoteTier(Below):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def __init__(
-        self, flow: NodeFlow[RemoteFeed], stall_s: float, memory: PresenceMemory
-    ) -> None:
+    def __init__(self, flow: NodeFlow[RemoteFeed], stall_s: float, memory: PresenceMemory) -> None:
         super().__init__(flow, stall_s)
         self._memory = memory
 

@@ -18,8 +18,8 @@ FOLDER = "kvcascade-check"
 _REASONS = {
     RemoteOutcome.ABSENT: "has no such bucket or folder; create it",
     RemoteOutcome.NO_SPACE: "is full; make room, or let it evict",
-    RemoteOutcome.DENIED: "refuses the credentials, or there is no such bucket, or the clock of this "
-    "machine is wrong; set them right",
+    RemoteOutcome.DENIED: "refuses the credentials, or has no such bucket, or finds the clock of "
+    "this machine wrong; set them right",
     RemoteOutcome.BUSY: "asks to come back later",
     RemoteOutcome.TIMED_OUT: "does not answer in time; an engine serves without it until it does",
     RemoteOutcome.IO_ERROR: "cannot be reached; an engine serves without it until it can",
