@@ -192,11 +192,13 @@ class NvmeTierOptions:
     """Absolute folder, or a list of folders on several devices, whose bandwidth adds up."""
     capacity: Annotated[Size | FreeShare, sized(sizes.parse_size)] = FreeShare(Fraction(8, 10))
     """Disk space over all paths and all models in them, index included: a size, or a share of the
-    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`."""
+    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`.
+    Of engines that share a path, the one that writes it decides."""
     policy: Annotated[str, policy_name] = "lru"
-    """Eviction policy, as for the CPU tier."""
+    """Eviction policy, as for the CPU tier; the engine that writes the path decides."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
-    """Failure that a stored block survives: the death of the process, or a loss of power."""
+    """Failure that a stored block survives: the death of the process, or a loss of power. Of the
+    engines that share a path, the stronger choice holds."""
     admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
     """Blocks that may enter the tier: all, or only blocks that were used again. A rule of your own
     is a function `function(block_hash, uses) -> bool`, given as "package.module:function"."""
@@ -205,9 +207,13 @@ class NvmeTierOptions:
     drive writes per day, `"0.3 DWPD"`."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Disk space that is never used: a size, or a share of the disk."""
+    min_share: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
+    """Space that the blocks of other models in the same path may not take from those of this
+    engine. By default the coldest blocks of all models leave first. It is recorded with the path,
+    and of several engines of one model the largest holds."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
-    """Number of concurrent reads, and of concurrent writes. Each takes two threads of the mover
-    process, and two buffers of 8 MiB if the arena is in small pages."""
+    """Number of concurrent reads, and of concurrent writes. Each takes two threads of the process
+    that moves blocks, and two buffers of 8 MiB if the arena is in small pages."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
     """Mover of blocks to and from the CPU tier: a small process of its own, which a busy scheduler
     does not slow down, or threads of the scheduler's process."""

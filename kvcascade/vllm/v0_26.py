@@ -232,7 +232,6 @@ class CascadeManager(OffloadingManager):
             self._standstill.end_step()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        self._cascade.announce_found()
         return [to_vllm_event(event) for event in self._manager.take_events()]
 
     def has_pending_work(self) -> bool:

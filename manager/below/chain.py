@@ -19,11 +19,11 @@ ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
-from ..admission import Admission, PastUses
+from ..admission import Admission, AdmitAll, PastUses
 from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
@@ -62,6 +62,8 @@ class _Put:
     """A put in flight: its parts by number of the port, nearest first."""
 
     parts: dict[int, _Part]
+    blocks: int
+    """Number of blocks that any tier started."""
     open_parts: int
 
     def merged(self, ticket: int) -> Ended:
@@ -71,16 +73,21 @@ class _Put:
         that tried.
         """
         ends = [part.ended for part in self.parts.values() if part.ended is not None]
+        size_bytes = sum(ended.size_bytes for ended in ends)
+        time_s = max(ended.time_s for ended in ends)
+        return Ended(ticket, False, 1, self._outcomes(ends), size_bytes, time_s)
+
+    def _outcomes(self, ends: Sequence[Ended]) -> Sequence[BlockOutcome]:
+        for ended in ends:
+            if list(ended.outcomes).count(BlockOutcome.OK) == self.blocks:
+                return ended.outcomes
         became: dict[int, BlockOutcome] = {}
         for part in reversed(self.parts.values()):
             assert part.ended is not None, "every part has ended"
             for at, outcome in zip(part.at, part.ended.outcomes, strict=True):
                 if became.get(at) is not BlockOutcome.OK:
                     became[at] = outcome
-        outcomes = [became[at] for at in sorted(became)]
-        size_bytes = sum(ended.size_bytes for ended in ends)
-        time_s = max(ended.time_s for ended in ends)
-        return Ended(ticket, False, 1, outcomes, size_bytes, time_s)
+        return [became[at] for at in sorted(became)]
 
 
 class _LowerTier:
@@ -91,6 +98,7 @@ class _LowerTier:
         self.in_flight = 0
         self._admission = tier.admission
         self._limit_blocks = limit_blocks
+        self._admits_all = isinstance(tier.admission, AdmitAll)
         counts_uses = tier.admission.counts_uses
         self._past = PastUses(tier.port.tiers[0].capacity) if counts_uses else None
 
@@ -104,16 +112,17 @@ class _LowerTier:
         return min(self.port.room(n), max(0, self._limit_blocks - self.in_flight))
 
     def offer(
-        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], among: Iterable[int]
+        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], among: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Write the admitted blocks that it lacks, as many as may be in flight.
 
         `among` are positions. Return those of the started blocks, and those that it holds already.
         """
-        may_hold, lacking, held = self.port.may_hold, list[int](), list[int]()
-        for at in among:
-            (held if may_hold(keys[at]) else lacking).append(at)
-        wanted = [at for at in lacking if self._admits(keys[at])]
+        may_hold = self.port.may_hold
+        wanted = [at for at in among if not may_hold(keys[at])]
+        held = [] if len(wanted) == len(among) else sorted(set(among).difference(wanted))
+        if not self._admits_all:
+            wanted = [at for at in wanted if self._admits(keys[at])]
         room = self.room(len(wanted)) if wanted and self.port.takes_puts else 0
         self.counters.demote_missed_blocks += len(wanted) - room
         wanted = wanted[:room]
@@ -153,23 +162,22 @@ class _Resets:
     """By number of the port: time until which the mark of a reset may stay unknown."""
     seen: dict[int, tuple[set[int], float]] = field(default_factory=dict)
     """By mark: numbers of the ports that had it, and the time at which it is passed on."""
-
-    @property
-    def are_open(self) -> bool:
-        """True while a block of before a reset may still be in a tier."""
-        return bool(self.unnamed or self.seen)
+    are_open: bool = False
+    """True while a block of before a reset may still be in a tier."""
 
     def begin(self, mark: int) -> None:
         """Reset every tier."""
         self.known.append(mark)
         self.unnamed.clear()
         self.seen.clear()
+        self.are_open = False
         for port in self.ports:
             port.reset(mark)
 
     def note(self, number: int) -> None:
         """Note that another engine reset a tier; its mark may be unknown."""
         self.unnamed[number] = self.clock() + PASS_ON_AFTER_S
+        self.are_open = True
 
     def proceed(self) -> None:
         """Take in marks, and pass those on that have not reached every tier in time."""
@@ -187,6 +195,7 @@ class _Resets:
             self.known.append(mark)
             for port in missing:
                 port.pass_on(mark)
+        self.are_open = bool(self.unnamed or self.seen)
 
     def _see(self, mark: int, number: int, until_s: float) -> None:
         self.unnamed.pop(number, None)
@@ -209,6 +218,9 @@ class BelowChain(Below):
         self._lower = [_LowerTier(tier, max(1, slots // LOWER_SHARE)) for tier in tiers[1:]]
         self._offsets = [sum(len(port.tiers) for port in ports[:at]) for at in range(len(ports))]
         """Numbers of the tiers above each port."""
+        self._finders = [
+            (offset, port, port.may_hold) for offset, port in zip(self._offsets, ports, strict=True)
+        ]
         self._places = [port for port in ports for _ in port.tiers]
         self._puts: dict[int, _Put] = {}
         self._resets = _Resets(ports, clock)
@@ -226,8 +238,8 @@ class BelowChain(Below):
         if self._resets.are_open:
             return 0
         resting = 0
-        for port, offset in zip(self._ports, self._offsets, strict=True):
-            number = port.may_hold(key, media)
+        for offset, port, may_hold in self._finders:
+            number = may_hold(key, media)
             if number:
                 if not port.rests(number):
                     return number + offset
@@ -252,25 +264,33 @@ class BelowChain(Below):
         A block that tier 1 takes later is offered again, so lower tiers wait for that. A block is
         STARTED if any tier writes it, else ALREADY if any tier holds it.
         """
+        if not keys:
+            return ()
         answers = list(self._nearest.put(ticket, keys, slots))
         parts: dict[int, _Part] = {}
-        if Put.STARTED in answers:
-            parts[0] = _Part([at for at, answer in enumerate(answers) if answer is Put.STARTED])
-        among = [at for at, answer in enumerate(answers) if answer is not Put.LATER]
+        among: Sequence[int] = range(len(keys))
+        if answers.count(Put.STARTED) == len(answers):
+            parts[0] = _Part(among)
+        else:
+            begun = [at for at, answer in enumerate(answers) if answer is Put.STARTED]
+            among = [at for at, answer in enumerate(answers) if answer is not Put.LATER]
+            if begun:
+                parts[0] = _Part(begun)
         held: set[int] = set()
         for number, lower in enumerate(self._lower, start=1):
             started, held_here = lower.offer(ticket, keys, slots, among)
             held.update(held_here)
             if started:
                 parts[number] = _Part(started)
-        for at in held:
-            if answers[at] is not Put.STARTED:
-                answers[at] = Put.ALREADY
-        for part in parts.values():
-            for at in part.at:
-                answers[at] = Put.STARTED
+        if among is not parts.get(0, _NO_PART).at:
+            for at in held:
+                if answers[at] is not Put.STARTED:
+                    answers[at] = Put.ALREADY
+            for part in parts.values():
+                for at in part.at:
+                    answers[at] = Put.STARTED
         if parts:
-            self._puts[ticket] = _Put(parts, len(parts))
+            self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts))
         return answers
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -308,9 +328,6 @@ class BelowChain(Below):
 
     def take_events(self) -> list[BlockEvent]:
         return [event for port in self._ports for event in port.take_events()]
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self._places[tier - 1].announce(tier - self._offset_of(tier), keys)
 
     # -- whether it takes anything -----------------------------------------------------------
 

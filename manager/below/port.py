@@ -44,6 +44,16 @@ class Put(Enum):
     """The transfer could not be started; the tier rests from now on."""
 
 
+NOT_WANTED = frozenset(
+    {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
+)
+"""Outcomes of a `put` that are no failure, and for which a retry is useless.
+
+Another engine stored the block first, the tier was reset, the block was damaged in the tier above,
+or other engines keep the room.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Constant properties of one tier below."""
@@ -204,10 +214,6 @@ class Below(ABC):
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
 
-    @abstractmethod
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier still holds."""
-
     # -- whether it takes anything -----------------------------------------------------------
 
     @abstractmethod
@@ -340,9 +346,6 @@ class NoTierBelow(Below):
 
     def take_events(self) -> list[BlockEvent]:
         return []
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
 
     def room(self, n: int) -> int:
         return 0

@@ -31,11 +31,18 @@ from ..counters import Departures, LinkCounters
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
 from .node_tier import NODE_STOP_S
-from .node_traffic import Going, NodeClient, NodeFlow, NodeReads, Traffic
+from .node_traffic import (
+    LOST,
+    STALLED_S,
+    Going,
+    NodeClient,
+    NodeFlow,
+    NodeReads,
+    Traffic,
+    answers_to_put,
+)
 from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
-from .tier_reads import LOST
-from .tier_writes import STALLED_S, answers_to_put
 
 MEDIUM = "REMOTE"
 UNBOUNDED_BLOCKS = 1 << 40
