@@ -24,7 +24,7 @@ from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
-from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, Told, from_writer
+from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.path.writer_note import load_note
 from .path_service import WriterService
@@ -66,11 +66,10 @@ class PathSession(AbstractContextManager["PathSession"]):
         with the name of a writer that does not answer.
         """
         self._request += 1
-        end_s = time.monotonic() + limit_s
         try:
             self._link.settimeout(limit_s)
             self._link.sendall(frame(Ask(self._request, what, json.dumps(body).encode())))
-            told = self._told(end_s)
+            told = self._told(limit_s)
         except TimeoutError:
             raise InUseError(_silent(self._fs, self.root)) from None
         except (OSError, WireError, msgspec.MsgspecError):
@@ -91,8 +90,13 @@ class PathSession(AbstractContextManager["PathSession"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _told(self, end_s: float) -> Told | None:
-        """Return the answer to the last question; None at the end of the connection."""
+    def _told(self, limit_s: float) -> Told | None:
+        """Return the answer to the last question; None at the end of the connection.
+
+        The time until the limit begins again while the writer opens the namespace; it says so, and
+        has a limit of its own for that.
+        """
+        end_s = time.monotonic() + limit_s
         while True:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -103,6 +107,8 @@ class PathSession(AbstractContextManager["PathSession"]):
                 return None
             for body in self._reader.feed(data):
                 message = from_writer.decode(body)
+                if isinstance(message, StillOpening):
+                    end_s = time.monotonic() + limit_s
                 if isinstance(message, Told) and message.request == self._request:
                     return message
 
@@ -120,7 +126,7 @@ def open_session(
 
     Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user,
     `FormatError` for a writer of another version, and `InUseError` if the lock is held and nobody
-    answers.
+    answers, or by a process that is stopped.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not fs.exists(root):
@@ -142,6 +148,16 @@ def open_session(
     raise InUseError(_silent(fs, root))
 
 
+def follow_session(fs: FileSystem, path: Path) -> PathSession | None:
+    """Open a session with a writer of another process; None if nobody answers.
+
+    Raises `FormatError` for a writer of another version, `InUseError` for one that is stopped, or
+    `TierIOError`.
+    """
+    root = path.parent if fs.exists(path / DESCRIPTION) else path
+    return _follow(fs, root) if fs.exists(root / PATH_FOLDER) else None
+
+
 def _lead(fs: FileSystem, root: Path, also: Sequence[Path], lock: FileLock) -> PathSession:
     try:
         roots = tier_roots(fs, root, also)
@@ -161,6 +177,9 @@ def _follow(fs: FileSystem, root: Path) -> PathSession | None:
     if link is None:
         return None
     note = load_note(fs, root)
+    if note is not None and note.is_stopped:
+        link.close()
+        raise InUseError(_silent(fs, root))
     if note is not None and note.protocol != PROTOCOL:
         link.close()
         raise FormatError(

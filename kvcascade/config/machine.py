@@ -246,9 +246,11 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
     is written once in either mode, unless the tier below is so small that it evicts blocks that are
     still in the tier above.
     """
-    if not config.nvme:
-        return None
     mode, why = config.write_mode, "as configured"
+    if not config.nvme and config.remote is None:
+        return None
+    if mode is None and not config.nvme:
+        mode, why = WriteMode.THROUGH, f"{config.tiers[-1].key} keeps what others may read"
     if mode is None:
         mode = write_mode_for(
             cpu_capacity(config.cpu, machine), nvme_capacity(config.nvme[0], machine)

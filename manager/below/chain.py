@@ -194,7 +194,7 @@ class _Resets:
             del self.seen[mark]
             self.known.append(mark)
             for port in missing:
-                port.reset(mark)
+                port.pass_on(mark)
         self.are_open = bool(self.unnamed or self.seen)
 
     def _see(self, mark: int, number: int, until_s: float) -> None:
@@ -245,6 +245,14 @@ class BelowChain(Below):
                     return number + offset
                 resting = resting or number + offset
         return resting
+
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        if self._resets.are_open:
+            return False
+        return any(port.is_asking(key, owner, media) for port in self._ports)
+
+    def wants_again(self, key: BlockHash) -> bool:
+        return any(port.wants_again(key) for port in self._ports)
 
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         port = self._places[tier - 1]
@@ -320,9 +328,6 @@ class BelowChain(Below):
 
     def take_events(self) -> list[BlockEvent]:
         return [event for port in self._ports for event in port.take_events()]
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self._places[tier - 1].announce(tier - self._offset_of(tier), keys)
 
     # -- whether it takes anything -----------------------------------------------------------
 

@@ -21,9 +21,8 @@ from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
-from .node_traffic import NodeClient, NodeFlow, NodeReads, NodeWrites
+from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
 from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
-from .tier_writes import STALLED_S
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""
@@ -45,6 +44,8 @@ class NodeTierOptions:
     with_events: bool = True
     wants_chains: bool = False
     """Whether the policy of the tier uses chains."""
+    paths: int = 1
+    """Number of the tier's paths."""
 
 
 class NodeTier(Below):
@@ -71,7 +72,7 @@ class NodeTier(Below):
         flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
-        self.writes = NodeWrites(flow, most)
+        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
         self._client = client
         self._clock = clock
         self._medium = facts.medium
@@ -120,6 +121,9 @@ class NodeTier(Below):
         self.feed.process()
         reads.breaker.look_at_clock()
         writes.breaker.look_at_clock()
+        counters = self.links[0]
+        counters.promote_openings = reads.breaker.openings
+        counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):
             return ()
         ended = [*reads.ended, *writes.ended]
@@ -137,9 +141,6 @@ class NodeTier(Below):
         events = self.feed.events.take()
         self._ask_for_keys()
         return events
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self.feed.events.emit([key for key in keys if self.may_hold(key)], removed=False)
 
     # -- whether it takes anything -----------------------------------------------------------
 
@@ -168,6 +169,7 @@ class NodeTier(Below):
         """Do nothing: one tier writes to no lower tier."""
 
     def maintain(self) -> int:
+        """See `Below`. Jobs and notes of the step are sent together here."""
         self._client.listen()
         self.feed.process()
         if self._resets_due and not self._is_reset_sent:
@@ -175,6 +177,7 @@ class NodeTier(Below):
         self._ask_for_keys()
         if self.feed.is_reporter:  # the others would say the same
             self._watch.check()
+        self._client.flush()
         return 1 if self.feed.was_reset() else 0
 
     def reset(self, mark: int = 0) -> None:
@@ -183,6 +186,7 @@ class NodeTier(Below):
         self._coming.clear()
         self._resets_due += 1
         self._send_reset()
+        self._client.flush()
 
     def take_marks(self) -> Sequence[int]:
         marks = self.feed.marks

@@ -44,6 +44,16 @@ class Put(Enum):
     """The transfer could not be started; the tier rests from now on."""
 
 
+NOT_WANTED = frozenset(
+    {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
+)
+"""Outcomes of a `put` that are no failure, and for which a retry is useless.
+
+Another engine stored the block first, the tier was reset, the block was damaged in the tier above,
+or other engines keep the room.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Constant properties of one tier below."""
@@ -132,6 +142,22 @@ class Below(ABC):
         limits the search to tiers of these media; None means all tiers.
         """
 
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        """Return True if a lookup that `may_hold` answered with 0 has to be repeated.
+
+        A tier that is elsewhere answers `may_hold` from memory. What it does not know it asks for
+        at the end of the step, and answers by a deadline. Keys of one `owner` come in the order of
+        its prompt. False from a tier that knows all its blocks.
+        """
+        return False
+
+    def wants_again(self, key: BlockHash) -> bool:
+        """Return True if a `put` of this block is of use although tier 1 may hold it.
+
+        The manager asks for the blocks that an ended request reused and the first tier holds.
+        """
+        return False
+
     @abstractmethod
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Read and verify blocks of a tier into slots of the first tier; `poll` reports the
@@ -188,10 +214,6 @@ class Below(ABC):
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
 
-    @abstractmethod
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier still holds."""
-
     # -- whether it takes anything -----------------------------------------------------------
 
     @abstractmethod
@@ -242,6 +264,10 @@ class Below(ABC):
         Transfers in flight end later, and leave nothing behind. `mark` names the reset for all
         engines: a shared tier carries out each mark once. 0: a new reset.
         """
+
+    def pass_on(self, mark: int) -> None:
+        """Carry out a reset that another tier had, unless this tier had it already."""
+        self.reset(mark)
 
     def take_marks(self) -> Sequence[int]:
         """Return the marks of resets by other engines since the last call, as far as known.
@@ -320,9 +346,6 @@ class NoTierBelow(Below):
 
     def take_events(self) -> list[BlockEvent]:
         return []
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
 
     def room(self, n: int) -> int:
         return 0

@@ -278,7 +278,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("tiers", "cpu", '{"type": "cpu"'),
     ("tiers", {"type": "cpu"}, '{"type": "cpu"'),
     ("cpu.type", "nvme", '"cpu" for the first tier'),
-    ("nvme.type", "cpu", '"nvme" for every other one'),
+    ("nvme.type", "cpu", '"nvme" for others'),
 ]
 
 
@@ -294,7 +294,9 @@ def test_refused(key: str, value: object, remedy: str) -> None:
 @pytest.mark.parametrize("value", ["tape", "ssd", ["cpu"], None])
 def test_a_type_that_is_none_names_those_that_are(key: str, value: object) -> None:
     text = message(changed(key, value))
-    assert text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu' or 'nvme'."
+    assert (
+        text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu', 'nvme' or 'remote'."
+    )
 
 
 def test_all_problems_are_noted_and_the_first_is_raised() -> None:

@@ -130,7 +130,7 @@ class World:
 
     def _engine(self) -> Engine:
         twins = [self.rigs[0].add()]
-        twins += [rig.add(twins[0].arena) for rig in self.rigs[1:]]
+        twins += [rig.add(arena=twins[0].arena) for rig in self.rigs[1:]]
         if len(twins) == 1:
             return Engine(twins, twins[0].tier, self.rng)
         tiers = [ChainedTier(twin.tier, AdmitAll()) for twin in twins]
@@ -184,6 +184,9 @@ class World:
         what, rig = self.rng.random(), self.rigs[at]
         if rig.writer is None:
             rig.writer = self.dead[at].successor()
+            rig.twin.is_opening = self.rng.random() < 0.5
+        elif rig.twin.is_opening:
+            rig.twin.has_opened()
         elif what < 0.3:
             self.killed += 1
             self.dead[at] = rig.kill_writer()
@@ -201,6 +204,7 @@ class World:
         for rig, dead in zip(self.rigs, self.dead, strict=True):
             if rig.writer is None:
                 rig.writer = dead.successor()
+            rig.twin.has_opened()
         for _ in range(100):
             self.rigs[0].clock.advance(1.0)
             for rig in self.rigs:

@@ -138,6 +138,26 @@ def test_the_reserve_of_the_disk_is_kept() -> None:
     assert segments(rig)["m"] == 1
 
 
+def test_the_capacity_holds_for_all_together() -> None:
+    """Engines of three models store at random; some come and go."""
+    rng = random.Random(5)
+    rig = shared()
+    nodes = {label: RigNode(rig, label) for label in ("one", "two")}
+    most = 0
+    for round_ in range(400):
+        label = rng.choice(("one", "two", "three"))
+        if label not in nodes:
+            nodes[label] = RigNode(rig, label)
+        elif rng.random() < 0.02:
+            rig.writer.disconnect(nodes.pop(label).client)
+            continue
+        first = rng.randrange(100_000)
+        nodes[label].store(list(range(first, first + 8)), steps=200)
+        rig.step(seconds=rng.random())
+        most = max(most, bytes_of(rig))
+    assert rig.options.capacity_bytes * 0.8 < most <= rig.options.capacity_bytes
+
+
 def test_no_more_is_granted_than_the_budget_of_the_day() -> None:
     rig = shared(write_budget_bytes=20 * BLOCK_BYTES)
     one, two = RigNode(rig, "one"), RigNode(rig, "two")

@@ -6,9 +6,20 @@ import json
 from collections import deque
 from typing import Any
 
-from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of
+import pytest
+from support.path_rig import BLOCK_BYTES, ROOT, PathRig, RigNode, key_of, slots_in
 
-from kvcascade.tiers.nvme.path.path_messages import Ask, Removed, SegmentsRemoved, Told, Touch, Why
+from kvcascade.tiers.nvme.path.path_messages import (
+    Ask,
+    Committed,
+    Removed,
+    Reset,
+    SegmentsRemoved,
+    Told,
+    Touch,
+    Why,
+)
+from kvcascade.tiers.nvme.path.writer import block_questions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
@@ -157,3 +168,142 @@ def test_blocks_come_in_batches_and_leave_only_as_they_were_seen() -> None:
     assert "error" in tool.ask("blocks", name=name, after="x")
     assert "error" in tool.ask("blocks", name="no-000000000000")
     assert "error" in tool.ask("drop", name=name, blocks=[[1]])
+
+
+def test_blocks_by_the_start_of_their_hash() -> None:
+    rig = PathRig(120)
+    node = RigNode(rig)
+    node.store([1, 2, 256, 257, 300])
+    tool = Tool(rig)
+    name = node.welcome.folder  # type: ignore[union-attr]
+
+    def found(start: bytes, after: str = "", limit: int = 100) -> tuple[list[str], bool]:
+        asked: dict[str, Any] = {"name": name, "start": start.hex(), "after": after, "limit": limit}
+        answer = tool.ask("blocks", **asked)
+        return [row[0] for row in answer["blocks"]], answer["next"] is not None
+
+    of = {number: key_of(number).hex() for number in (1, 2, 256, 257, 300)}
+    assert found(b"\0\0\1")[0] == [of[256], of[257], of[300]]
+    assert found(b"\0\0\1", limit=2) == ([of[256], of[257]], True)
+    assert found(b"\0\0\1", after=of[257]) == ([of[300]], True)
+    assert found(b"\0\0\1", after=of[300]) == ([], False)
+    assert found(key_of(2)) == ([of[2]], False), "the whole hash, and what follows is another"
+    assert found(b"\xff") == found(b"x" * 100) == ([], False)
+    assert "error" in tool.ask("blocks", name=name, start="0")
+
+
+def test_groups_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_questions, "MAX_KEYS_COUNTED", 4)
+    rig = PathRig(120)
+    node = RigNode(rig)
+    node.store(list(range(10)))
+    tool = Tool(rig)
+    counts, after = 0, ""
+    while after is not None:
+        answer = tool.ask("groups", name=node.welcome.folder, after=after)  # type: ignore[union-attr]
+        counts += answer["groups"].get("0", 0)
+        after = answer["next"]
+    assert counts == 10
+
+
+def test_engines_and_grants_of_a_namespace() -> None:
+    rig = PathRig(120)
+    node, other = RigNode(rig), RigNode(rig, "other")
+    node.ask([1, 2, 3])
+    rig.step(3)
+    facts = Tool(rig).ask("namespace", name=node.welcome.folder)  # type: ignore[union-attr]
+    assert facts["engines"] == [f"node {node.client}"] and other.welcome is not None
+    assert facts["granted_slots"] == 3 and facts["free_slots"] % 8 == 5
+
+
+class TestTake:
+    """Segments that a tool takes beside engines."""
+
+    @pytest.fixture
+    def rig(self) -> PathRig:
+        return PathRig(8)
+
+    @pytest.fixture
+    def node(self, rig: PathRig) -> RigNode:
+        node = RigNode(rig)
+        for start in range(0, 24, 8):
+            node.store(list(range(start, start + 8)))
+            rig.step(seconds=1.0)
+        return node
+
+    def take(self, rig: PathRig, node: RigNode, *numbers: int, steps: int = 40, **more: Any) -> Any:
+        name = node.welcome.folder  # type: ignore[union-attr]
+        return Tool(rig).ask("take", steps=steps, name=name, segments=list(numbers), **more)
+
+    def test_blocks_leave_with_their_segments(self, rig: PathRig, node: RigNode) -> None:
+        assert self.take(rig, node, 0, 2, 77) == {"taken": [0, 2], "blocks": 16}
+        assert len(node.held(list(range(24)))) == 8
+        gone = [n for message in rig.take(node.client, SegmentsRemoved) for n in message.numbers]
+        assert gone == [0, 2] and len(rig.take(node.client, Removed)) == 2
+        assert Committed.OK in node.store([100])
+
+    def test_only_empty_ones_on_request(self, rig: PathRig, node: RigNode) -> None:
+        everything = list(range(8))
+        before = len(node.held(list(range(24))))
+        assert self.take(rig, node, *everything, if_empty=True)["blocks"] == 0
+        assert len(node.held(list(range(24)))) == before
+
+    def test_a_segment_that_is_written_to_is_waited_for(self, rig: PathRig, node: RigNode) -> None:
+        node.ask([500])
+        rig.step()
+        (granted,) = node.grants()
+        (slot,) = slots_in(granted)
+        tool = Tool(rig)
+        name = node.welcome.folder  # type: ignore[union-attr]
+        body = json.dumps({"name": name, "segments": [slot // 8]}).encode()
+        rig.send(tool.client, Ask(1, "take", body))
+        rig.step(5)
+        assert rig.take(tool.client, Told) == []
+        node.commit([500], [slot], granted.epoch)
+        rig.step(5)
+        (told,) = rig.take(tool.client, Told)
+        assert json.loads(told.body)["taken"] == [slot // 8]
+        assert node.held([500]) == []
+
+    def test_one_that_stays_in_use_is_passed_over(self, rig: PathRig, node: RigNode) -> None:
+        node.ask([500])
+        rig.step()
+        (slot,) = slots_in(node.grants()[0])
+        tool = Tool(rig)
+        name = node.welcome.folder  # type: ignore[union-attr]
+        body = json.dumps({"name": name, "segments": [slot // 8]}).encode()
+        rig.send(tool.client, Ask(1, "take", body))
+        rig.step(4, seconds=1.0)
+        (told,) = rig.take(tool.client, Told)
+        assert json.loads(told.body) == {"taken": [], "blocks": 0}
+
+    def test_a_tool_that_goes_is_forgotten(self, rig: PathRig, node: RigNode) -> None:
+        tool = Tool(rig)
+        body = {"name": node.welcome.folder, "segments": [0, 1, 2]}  # type: ignore[union-attr]
+        rig.send(tool.client, Ask(1, "take", json.dumps(body).encode()))
+        rig.writer.disconnect(tool.client)
+        rig.step(10)
+        assert len(node.held(list(range(24)))) == 24
+
+    def test_wrong_ones(self, rig: PathRig, node: RigNode) -> None:
+        for numbers in (None, ["x"], [0] * 5000):
+            name = node.welcome.folder  # type: ignore[union-attr]
+            assert "error" in Tool(rig).ask("take", name=name, segments=numbers)
+        assert "error" in Tool(rig).ask("take", name="no-000000000000", segments=[1])
+
+
+def test_a_node_that_lost_its_writer_finds_an_empty_namespace_after_a_removal() -> None:
+    """A tool may lead, and remove, in the moment between two writers."""
+    rig = PathRig(120)
+    node = RigNode(rig)
+    node.store([1, 2])
+    rig.send(node.client, Reset(9))
+    node.store([3])
+    epoch = rig.writer.namespaces[node.welcome.folder].epoch  # type: ignore[union-attr]
+    rig.close()
+    rig.start()
+    folder = node.welcome.folder  # type: ignore[union-attr]
+    assert Tool(rig).ask("remove", name=folder) == {"is_removed": True}
+    again = RigNode(rig, epoch=epoch)
+    assert again.refused == [] and again.held([1, 2, 3]) == []
+    assert again.store([1]) == [Committed.OK] and again.held([1]) == [1]

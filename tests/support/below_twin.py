@@ -135,11 +135,6 @@ class BelowTwin(Below):
         events, self._events = self._events, []
         return events
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        found = tuple(key for key in keys if key in self._held)
-        if found:
-            self._events.append(BlockEvent(found, NAME, False, NAME))
-
     def room(self, n: int) -> int:
         return min(n, self.tiers[0].capacity)
 

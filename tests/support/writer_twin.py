@@ -37,6 +37,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Reset,
     Retire,
     SegmentsRemoved,
+    StillOpening,
     Stored,
     TierFigures,
     Touch,
@@ -52,9 +53,10 @@ FIELDS: dict[str, object] = {"model": "some/model", "dtype": "float16"}
 LABEL = "some/model"
 
 
-def namespace_spec(block_bytes: int) -> NamespaceSpec:
-    """The namespace of the tests."""
-    return NamespaceSpec(LABEL, json.dumps(FIELDS).encode(), b"{}", block_bytes)
+def namespace_spec(block_bytes: int, label: str = LABEL) -> NamespaceSpec:
+    """The namespace of the tests; another one by another label."""
+    fields = FIELDS if label == LABEL else {**FIELDS, "label": label}
+    return NamespaceSpec(label, json.dumps(fields).encode(), b"{}", block_bytes)
 
 
 class WriterTwin:
@@ -91,6 +93,9 @@ class WriterTwin:
         self._next_client = 1
         self._marks: list[int] = []
         self._waiting: deque[tuple[int, FromNode]] = deque()
+        self.is_opening = False
+        """Nodes that come are told to wait for the namespace."""
+        self._opening: list[tuple[int, Hello]] = []
         key = NamespaceKey(LABEL, FIELDS)
         self.folder = root / key.directory_name
         self._make_files(SegmentLayout(block_bytes, per_segment, key.fingerprint))
@@ -122,8 +127,17 @@ class WriterTwin:
         other.__dict__.update(self.__dict__)
         other.granted, other.outbox, other._clients = {}, deque(), {}
         other._waiting, other.heard, other._marks = deque(), [], []
-        other.is_stalled = False
+        other._opening = []
+        other.is_stalled = other.is_opening = False
         return other
+
+    def has_opened(self) -> None:
+        """The namespace is open now: welcome the nodes that waited for that."""
+        self.is_opening = False
+        waiting, self._opening = self._opening, []
+        for client, hello in waiting:
+            if client in self._clients:
+                self._hello(client, hello)
 
     def go_on(self) -> None:
         """Handle what came while the twin was stalled."""
@@ -199,6 +213,10 @@ class WriterTwin:
     def _hello(self, client: int, hello: Hello) -> None:
         if self.refusal is not None:
             self._say(client, self.refusal)
+            return
+        if self.is_opening:
+            self._opening.append((client, hello))
+            self._say(client, StillOpening())
             return
         self._clients[client] = hello.wants_events
         welcome = Welcome(

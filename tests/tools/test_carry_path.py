@@ -126,8 +126,6 @@ def test_some_blocks(tmp_path: Path) -> None:
     assert call("export", tmp_path / "kv", out).code == ExitCode.USAGE, "it exists"
     options = ("--force", "--hot", str(3 * BLOCK), "--json")
     assert call("export", tmp_path / "kv", out, *options).document["blocks"] == 3
-    answer = call("export", tmp_path / "kv", out, "--force", "--prefix", some[0])
-    assert answer.code == ExitCode.USAGE and "--hot" in answer.err
 
 
 def test_the_most_recently_used_are_exported(

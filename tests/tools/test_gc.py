@@ -1,67 +1,87 @@
-"""`kvcascade gc`: what was asked for leaves and nothing else; an engine keeps its files."""
+"""`kvcascade gc`: what was asked for leaves, nothing else does; closed and beside engines."""
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cache_rig import (
+from support.cache_rig import call
+from support.keys import key
+from support.path_cache import (
     PER_SEGMENT,
-    UsageRig,
-    call,
-    call_outside,
-    config_of,
-    fill,
+    engine_on,
+    fill_path,
     fill_two,
-    right_blocks,
+    folder_in,
+    held_in,
+    note_use,
+    of_version_2,
     segment,
+    slots_of,
 )
-from support.nvme_rig import config_for, key
+from support.path_engine import PathEngine
 
-from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tools.commands.cache_access import locations
+from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.namespace import NamespaceKey, lock_namespace
 from kvcascade.tools.commands.command_line import ExitCode
-from kvcascade.tools.commands.gc.collect import KEPT_INDEX, Wish, collect
 
 BLOCKS = 24
-NOW_S = 1_000_000.0
+FS = RealFileSystem()
+
+
+def aged(folder: Path) -> None:
+    """Blocks 0 to 7 were used just now, 8 to 15 an hour ago, 16 to 23 a day ago."""
+    now_s = time.time()
+    for first, age_s in ((0, 0), (8, 3600), (16, 86_400)):
+        note_use(folder, range(first, first + 8), at_s=now_s - age_s)
 
 
 @pytest.fixture
-def aged(tmp_path: Path) -> Path:
-    """A closed cache of blocks as `aged_rig` has them."""
-    rig = aged_rig(tmp_path, NOW_S)
-    rig.close()
-    return rig.tier.namespace.folders[0]
+def closed(tmp_path: Path) -> Path:
+    """A closed cache."""
+    folder = fill_path(tmp_path / "kv", BLOCKS)
+    aged(folder)
+    return folder
 
 
-def aged_rig(root: Path, now_s: float) -> UsageRig:
-    """24 blocks: 0 to 7 were used just now, 8 to 15 an hour ago, 16 to 23 a day ago."""
-    now = [now_s - 86_400]
-    rig = UsageRig(config_of(root), lambda: now[0])
-    rig.store([key(i) for i in range(BLOCKS)])
-    now[0] = now_s - 3600
-    rig.policy.touch([key(i) for i in range(16)])
-    now[0] = now_s
-    rig.policy.touch([key(i) for i in range(8)])
-    return rig
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[PathEngine]:
+    """An engine with a process of its own on a cache of such blocks."""
+    engine = engine_on(tmp_path / "kv", is_thread=False)
+    engine.put(range(BLOCKS))
+    aged(folder_in(tmp_path / "kv"))
+    try:
+        yield engine
+    finally:
+        engine.signal(signal.SIGCONT)
+        engine.close()
 
 
 def files_of(folder: Path) -> dict[Path, int]:
-    """Segment files, and the index that a rebuild left: bytes on disk."""
-    found = [*folder.glob("segments/*"), *folder.glob(f"{KEPT_INDEX}/*")]
-    return {path: path.stat().st_blocks * 512 for path in found}
+    """Bytes on disk of the segment files."""
+    return {path: path.stat().st_blocks * 512 for path in folder.glob("segments/*")}
 
 
-def test_by_age(aged: Path) -> None:
-    found = locations(aged)
-    (would,) = collect(found, Wish(older_than_s=7200), is_dry_run=True, now_s=NOW_S)
-    assert would.blocks_removed == 8 and right_blocks(aged.parent) == set(range(BLOCKS))
-    (did,) = collect(found, Wish(older_than_s=7200), is_dry_run=False, now_s=NOW_S)
-    assert did == would
-    assert not segment(aged, 2).exists(), "nothing is left in it"
-    assert right_blocks(aged.parent) == set(range(16))
+def on_disk(root: Path) -> int:
+    """Bytes of the only namespace."""
+    return int(call("inspect", root, "--json").one["disk_bytes"])
+
+
+def test_by_age(closed: Path) -> None:
+    would = call("gc", closed, "--older-than", "2h", "--dry-run", "--json")
+    assert would.document["is_dry_run"] and would.one["blocks_removed"] == 8
+    did = call("gc", closed, "--older-than", "2h", "--json")
+    assert did.code == ExitCode.OK and did.one == would.one | {"hottest_idle_s": _idle(did.one)}
+    assert did.one["segments_removed"] == 1
+    assert held_in(closed.parent, range(BLOCKS)) == list(range(16))
+
+
+def _idle(report: dict[str, object]) -> object:
+    return report["hottest_idle_s"]
 
 
 MODES = {
@@ -69,8 +89,8 @@ MODES = {
     "hash": ["--hash", key(17).hex()],
     "prefix": ["--prefix", key(17).hex()],
     "age and hash": ["--older-than", "2h", "--hash", key(17).hex()],
-    "size": ["--max-size", "200kB"],
-    "age and size": ["--older-than", "2h", "--max-size", "200kB"],
+    "size": ["--max-size", "SIZE"],
+    "age and size": ["--older-than", "2h", "--max-size", "SIZE"],
     "all": ["--remove-namespace"],
 }
 
@@ -78,108 +98,117 @@ MODES = {
 @pytest.mark.parametrize("state", ["closed", "live", "unreadable"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_dry_run_says_what_the_real_run_does(tmp_path: Path, mode: str, state: str) -> None:
-    rig = aged_rig(tmp_path, time.time())
-    folder, is_live = rig.tier.namespace.folders[0], state == "live"
-    if not is_live:
-        rig.close()
-        (folder / KEPT_INDEX).mkdir()
-        (folder / KEPT_INDEX / "data.mdb").write_bytes(bytes(1 << 16))
+    root = tmp_path / "kv"
+    engine = engine_on(root, is_thread=False)
+    engine.put(range(BLOCKS))
+    folder = folder_in(root)
+    aged(folder)
+    size = on_disk(root) - segment(folder).stat().st_blocks * 512
+    if state != "live":
+        engine.close()
     if state == "unreadable":
-        (folder / "index" / "data.mdb").unlink()
-    run = call_outside if is_live else call
-    arguments = ["gc", tmp_path, "-n", folder.name, *MODES[mode], "--json"]
-    would, before = run(*arguments, "--dry-run"), files_of(folder)
-    did, after = run(*arguments), files_of(folder)
+        (folder / "blocks" / "data.mdb").write_bytes(b"no database" * 1000)
+    words = [str(size) if word == "SIZE" else word for word in MODES[mode]]
+    arguments = ["gc", root, "-n", folder.name, *words, "--json"]
+    would, before = call(*arguments, "--dry-run"), files_of(folder)
+    did, after = call(*arguments), files_of(folder)
     assert would.code == did.code
     said = would.one | {"hottest_idle_s": None}
     assert said == did.one | {"hottest_idle_s": None}
     gone = [path for path in before if path not in after]
-    assert said["segments_removed"] == sum(path.parent.name == "segments" for path in gone)
-    left = run("inspect", tmp_path, "--json").one["blocks"] if folder.exists() else 0
+    assert said["segments_removed"] == len(gone)
     if state == "unreadable":
         assert said["blocks_before"] is None
         assert said["was_removed"] == (mode == "all") == (not folder.exists())
     else:
+        left = call("inspect", root, "--json").one["blocks"] if folder.exists() else 0
         assert said["blocks_removed"] == BLOCKS - left and said["blocks_before"] == BLOCKS
     if mode != "all":
         assert said["bytes_freed"] == sum(before[path] for path in gone)
-    if is_live:
-        rig.close()
+    if mode == "all" and state == "live":
+        assert did.code == ExitCode.IN_USE and "in use by the engine" in said["skipped"]
+    if state == "live":
+        assert set(engine.get(range(BLOCKS))) <= {BlockOutcome.OK, BlockOutcome.GONE}
+        assert set(engine.put(range(100, 100 + BLOCKS))) == {BlockOutcome.OK}
+        engine.close()
 
 
-def test_what_is_removed_as_a_whole_is_told_beforehand(tmp_path: Path) -> None:
-    now_s = time.time() - 3600
-    rig = aged_rig(tmp_path, now_s)
-    rig.close()
-    folder = rig.tier.namespace.folders[0]
-    arguments = ["gc", tmp_path, "-n", folder.name, "--remove-namespace"]
+def test_what_is_removed_as_a_whole_is_told_beforehand(closed: Path) -> None:
+    note_use(closed, range(BLOCKS), at_s=time.time() - 3600)
+    arguments = ["gc", closed.parent, "-n", closed.name, "--remove-namespace"]
     would = call(*arguments, "--dry-run", "--json").one
     assert would["blocks_removed"] == would["blocks_before"] == BLOCKS
     assert would["bytes_freed"] == sum(
-        path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()
+        path.stat().st_blocks * 512 for path in closed.rglob("*") if path.is_file()
     )
-    assert would["hottest_idle_s"] == pytest.approx(time.time() - now_s, abs=60)
+    assert would["hottest_idle_s"] == pytest.approx(3600, abs=60)
     shown = " ".join(call(*arguments, "--dry-run").out.split())
     assert f"{BLOCKS} {BLOCKS}" in shown and "1.0 h" in shown
 
 
-def test_the_hottest_block_that_leaves_is_told(aged: Path) -> None:
-    for wish, idle_s in (
-        (Wish(older_than_s=1800), 3600),
-        (Wish(hash_start=key(17)), 86_400),
-        (Wish(max_bytes=0), 0),
-        (Wish(hash_start=b"no such block"), None),
+def test_the_hottest_block_that_leaves_is_told(closed: Path) -> None:
+    for words, idle_s in (
+        (["--older-than", "30min"], 3600),
+        (["--hash", key(17).hex()], 86_400),
+        (["--max-size", "1"], 0),
+        (["--hash", "ff"], None),
     ):
-        (report,) = collect(locations(aged), wish, is_dry_run=True, now_s=NOW_S)
-        assert report.hottest_idle_s == idle_s
+        found = call("gc", closed, *words, "--dry-run", "--json").one["hottest_idle_s"]
+        assert found == (None if idle_s is None else pytest.approx(idle_s, abs=60))
 
 
-def test_files_that_were_empty_before_stay(aged: Path) -> None:
+def test_files_that_were_empty_before_stay(closed: Path) -> None:
     """Room that was made ahead is nobody's to give back unless a size is asked for."""
-    segments = {number: segment(aged, number) for number in range(4)}
-    assert all(path.exists() for path in segments.values()), "the fourth holds nothing"
-    (nothing,) = collect(locations(aged), Wish(older_than_s=10**6), is_dry_run=False, now_s=NOW_S)
-    assert nothing.segments_removed == nothing.bytes_freed == 0
-    (report,) = collect(locations(aged), Wish(older_than_s=7200), is_dry_run=False, now_s=NOW_S)
-    assert report.segments_removed == 1
-    assert [path.exists() for path in segments.values()] == [True, True, False, True]
-    collect(locations(aged), Wish(max_bytes=0), is_dry_run=False, now_s=NOW_S)
-    assert not any(path.exists() for path in segments.values())
+    ahead = [path for path in files_of(closed) if int(path.stem) not in _used(closed)]
+    call("gc", closed, "--hash", "ff")
+    assert all(path.exists() for path in ahead)
+    report = call("gc", closed, "--older-than", "2h", "--json").one
+    assert report["segments_removed"] == 1 and all(path.exists() for path in ahead)
+    call("gc", closed, "--max-size", "1")
+    assert not files_of(closed) and closed.exists()
 
 
-def test_blocks_of_unknown_age_stay(aged: Path) -> None:
-    for path in (aged / "state" / "0").glob("use_*.arr"):
+def _used(folder: Path) -> set[int]:
+    return {slot // PER_SEGMENT for slot in slots_of(folder, range(BLOCKS))}
+
+
+def test_blocks_of_unknown_age_stay(closed: Path) -> None:
+    for path in (closed / "state").glob("use_*.arr"):
         path.unlink()
-    (report,) = collect(locations(aged), Wish(older_than_s=1), is_dry_run=False, now_s=NOW_S)
-    assert report.blocks_removed == 0
+    assert call("gc", closed, "--older-than", "1s", "--json").one["blocks_removed"] == 0
 
 
-def test_by_age_and_hash(aged: Path) -> None:
-    wish = Wish(older_than_s=7200, hash_start=key(17)[:4])
-    (report,) = collect(locations(aged), wish, is_dry_run=False, now_s=NOW_S)
-    assert report.blocks_removed == 1
-    assert right_blocks(aged.parent) == set(range(BLOCKS)) - {17}
+def test_to_a_size_the_coldest_segments_leave(closed: Path) -> None:
+    empty = len(files_of(closed)) - BLOCKS // PER_SEGMENT
+    one = segment(closed).stat().st_blocks * 512
+    size = on_disk(closed.parent) - empty * one - 1
+    report = call("gc", closed.parent, "--max-size", str(size), "--json").one
+    assert report["segments_removed"] == empty + 1 and report["blocks_removed"] == PER_SEGMENT
+    assert held_in(closed.parent, range(BLOCKS)) == list(range(16))
 
 
-def test_to_a_size_the_coldest_segments_leave(aged: Path) -> None:
-    size = segment(aged).stat().st_blocks * 512
-    total = sum(p.stat().st_blocks * 512 for p in aged.rglob("*") if p.is_file())
-    wish = Wish(max_bytes=total - size - 1)  # the empty fourth segment is not enough
-    (report,) = collect(locations(aged), wish, is_dry_run=False, now_s=NOW_S)
-    assert report.segments_removed == 2 and report.blocks_removed == PER_SEGMENT
-    assert not segment(aged, 3).exists() and not segment(aged, 2).exists()
-    assert right_blocks(aged.parent) == set(range(16))
+def test_a_size_is_that_of_all_namespaces(tmp_path: Path) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    note_use(one, range(20), at_s=time.time() - 3600)
+    total = sum(
+        each["disk_bytes"] for each in call("inspect", tmp_path, "--json").document["namespaces"]
+    )
+    empty = sum(len(files_of(each)) - 3 for each in (one, two))
+    size = total - (empty + 1) * segment(one).stat().st_blocks * 512
+    answer = call("gc", tmp_path, "--max-size", str(size), "--json")
+    removed = {each["name"]: each["blocks_removed"] for each in answer.document["namespaces"]}
+    assert removed[two.name] == 0 and removed[one.name] > 0
 
 
 def test_the_command(tmp_path: Path) -> None:
-    folder = fill(tmp_path, BLOCKS)
+    folder = fill_path(tmp_path, BLOCKS)
     answer = call("gc", tmp_path, "--hash", key(3).hex(), "--dry-run", "--json")
     assert answer.code == ExitCode.OK and answer.document["is_dry_run"] is True
     assert answer.one["blocks_removed"] == 1 and answer.one["blocks_before"] == BLOCKS
     assert "Would be removed" in call("gc", tmp_path, "--max-size", "1MiB", "--dry-run").out
     assert call("gc", tmp_path, "--hash", key(3).hex()).code == ExitCode.OK
     assert call("verify", folder).code == ExitCode.OK
-    assert right_blocks(tmp_path) == set(range(BLOCKS)) - {3}
+    assert held_in(tmp_path, range(BLOCKS)) == [n for n in range(BLOCKS) if n != 3]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +228,7 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_calls(tmp_path: Path, wrong: list[str]) -> None:
-    fill(tmp_path)
+    fill_path(tmp_path)
     assert call("gc", tmp_path, *wrong).code == ExitCode.USAGE
 
 
@@ -228,26 +257,20 @@ def test_a_part_of_a_name_is_not_enough_to_remove_it(tmp_path: Path, is_readable
 
 def test_a_namespace_in_two_paths_leaves_as_a_whole(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    for path in paths:
-        path.mkdir()
-    rig = UsageRig(config_for(paths))
-    rig.store([key(i) for i in range(BLOCKS)])
-    rig.close()
-    folders, name = rig.tier.namespace.folders, rig.tier.namespace.folders[0].name
-    for path in paths:
-        answer = call("gc", path, "-n", name, "--remove-namespace", "--json")
-        assert (
-            answer.code == ExitCode.USAGE and "is spread over 2 paths" in answer.document["message"]
-        )
-        assert all(folder.exists() for folder in folders)
-    both = call("gc", paths[0], "--also", paths[1], "-n", name, "--remove-namespace", "--json")
+    fill_path(paths, BLOCKS)
+    name = folder_in(paths[0]).name
+    folders = [path / name for path in paths]
+    answer = call("gc", paths[1], "-n", name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.USAGE and "is spread over 2 paths" in answer.document["message"]
+    assert all(folder.exists() for folder in folders)
+    both = call("gc", paths[0], "-n", name, "--remove-namespace", "--json")
     assert both.code == ExitCode.OK and both.one["was_removed"]
     assert not any(folder.exists() for folder in folders)
 
 
 def test_a_prompt_that_nobody_noted_is_said_so(tmp_path: Path) -> None:
     """Who clears out a document must not take one block of it for all."""
-    fill(tmp_path, BLOCKS)
+    fill_path(tmp_path, BLOCKS)
     answer = call("gc", tmp_path, "--prefix", key(3).hex(), "--json")
     assert answer.code == ExitCode.PROBLEMS and answer.one["is_incomplete"]
     assert answer.one["blocks_removed"] == 1 and "no engine has recorded" in answer.one["skipped"]
@@ -262,44 +285,101 @@ def test_a_prompt_is_looked_for_in_every_namespace(tmp_path: Path) -> None:
     assert removed == {one.name: 0, two.name: 1}
 
 
-def test_files_of_a_running_engine_are_left_alone(tmp_path: Path) -> None:
-    rig = UsageRig(config_of(tmp_path))
-    rig.store([key(i) for i in range(BLOCKS)])
-    folder = rig.tier.namespace.folders[0]
-    before = {path: path.stat().st_size for path in (folder / "segments").iterdir()}
-    answer = call_outside("gc", tmp_path, "--max-size", "1MiB", "--json")
-    assert answer.code == ExitCode.OK
-    assert "in use by process" in answer.one["skipped"] and not answer.one["blocks_removed"]
-    answer = call_outside("gc", tmp_path, "-n", folder.name, "--remove-namespace")
-    assert answer.code == ExitCode.IN_USE and folder.exists()
-    assert all(rig.check(key(i)) for i in range(BLOCKS))
-    answer = call_outside("gc", tmp_path, "--hash", "00", "--max-size", "1MiB", "--json")
-    assert "in use by process" in answer.one["skipped"]
-    assert answer.one["blocks_removed"] == BLOCKS and not answer.one["segments_removed"]
-    assert {path: path.stat().st_size for path in (folder / "segments").iterdir()} == before
-    rig.maintain()
-    assert not any(rig.check(key(i)) for i in range(BLOCKS))
-    rig.close()
+# ---- beside engines --------------------------------------------------------------------------
 
 
-def test_by_age_beside_the_engine(tmp_path: Path) -> None:
-    now = [NOW_S]
-    rig = UsageRig(config_of(tmp_path), lambda: now[0])
-    rig.store([key(i) for i in range(BLOCKS)])
-    now[0] = time.time()
-    rig.policy.touch([key(i) for i in range(8)])
-    answer = call_outside("gc", tmp_path, "--older-than", "1d", "--json")
-    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == BLOCKS - 8
-    rig.maintain()
-    assert {i for i in range(BLOCKS) if rig.check(key(i))} == set(range(8))
-    rig.close()
-    assert right_blocks(tmp_path) == set(range(8))
+def test_blocks_leave_beside_an_engine(tmp_path: Path, engine: PathEngine) -> None:
+    answer = call("gc", tmp_path / "kv", "--older-than", "2h", "--json")
+    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == 8
+    assert engine.holds(range(BLOCKS)) == list(range(16))
+    assert list(engine.get(range(16))) == [BlockOutcome.OK] * 16
+    assert set(engine.put(range(16, BLOCKS))) == {BlockOutcome.OK}
+    assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+
+
+def test_segments_leave_beside_an_engine_that_reads(tmp_path: Path, engine: PathEngine) -> None:
+    root = tmp_path / "kv"
+    assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS, "its files are open"
+    answer = call("gc", root, "--max-size", "1", "--json")
+    assert answer.code == ExitCode.OK and answer.one["blocks_removed"] == BLOCKS
+    assert not files_of(folder_in(root))
+    assert BlockOutcome.OK not in engine.get(range(BLOCKS))
+    assert set(engine.put(range(BLOCKS))) == {BlockOutcome.OK}
+    assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+    assert call("verify", root).code == ExitCode.OK
+
+
+def test_a_closed_namespace_leaves_beside_an_engine_of_another(
+    tmp_path: Path, engine: PathEngine
+) -> None:
+    other = fill_path(tmp_path / "kv", 20, NamespaceKey("other", {"n": 1}))
+    for _ in range(2):
+        answer = call("gc", tmp_path / "kv", "-n", other.name, "--remove-namespace", "--json")
+        assert answer.code == ExitCode.OK and answer.one["was_removed"] and not other.exists()
+        assert answer.one["blocks_removed"] == 20
+        assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+        again = fill_path(tmp_path / "kv", 20, NamespaceKey("other", {"n": 1}))
+        assert again == other
+
+
+def test_a_stopped_writer_is_one_sentence(tmp_path: Path, engine: PathEngine) -> None:
+    root = tmp_path / "kv"
+    folder = folder_in(root)
+    engine.signal(signal.SIGSTOP)
+    for words in (["--older-than", "1d"], ["--max-size", "1"]):
+        answer = call("gc", root, *words)
+        assert answer.code == ExitCode.IN_USE and "which is stopped" in answer.err
+        assert answer.err.count("\n") == 1
+    answer = call("gc", root, "-n", folder.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.IN_USE and "which is stopped" in answer.one["skipped"]
+    assert folder.exists() and not answer.one["was_removed"]
+    engine.signal(signal.SIGCONT)
+    assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+
+
+# ---- what cannot be read ---------------------------------------------------------------------
 
 
 def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:
-    folder = fill(tmp_path)
-    (folder / "index" / "data.mdb").unlink()
+    folder = fill_path(tmp_path)
+    (folder / "blocks" / "data.mdb").write_bytes(b"no database" * 1000)
     answer = call("gc", tmp_path, "--hash", "00", "--json")
-    assert "--rebuild-index" in answer.one["skipped"] and answer.one["is_incomplete"]
+    assert "remove" in answer.one["skipped"] and answer.one["is_incomplete"]
     assert answer.code == ExitCode.PROBLEMS
     assert call("gc", tmp_path, "--prefix", "00", "--json").code == ExitCode.PROBLEMS
+    (folder / "namespace.json").write_text("{")
+    assert call("gc", tmp_path, "--hash", "00", "--json").code == ExitCode.PROBLEMS
+    answer = call("gc", tmp_path, "-n", folder.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.OK and not folder.exists()
+
+
+def test_without_the_record_of_the_path_only_whole_namespaces_leave(closed: Path) -> None:
+    (closed.parent / ".kvcascade" / "path.json").unlink()
+    assert call("gc", closed, "--hash", "00").code == ExitCode.CANNOT_OPEN
+    answer = call("gc", closed.parent, "-n", closed.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.OK and answer.one["was_removed"] and not closed.exists()
+
+
+def test_a_namespace_of_version_2_is_only_removed(tmp_path: Path) -> None:
+    fill_path(tmp_path, BLOCKS)
+    old = of_version_2(tmp_path)
+    answer = call("gc", tmp_path, "--hash", key(3).hex(), "--json")
+    assert answer.code == ExitCode.OK
+    found = {each["name"]: each for each in answer.document["namespaces"]}
+    assert "format version 2" in found[old.name]["skipped"]
+    assert sum(each["blocks_removed"] for each in found.values()) == 1
+    lock = lock_namespace(FS, old)
+    assert lock is not None
+    answer = call("gc", tmp_path, "-n", old.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.IN_USE and "stop it first" in answer.one["skipped"]
+    lock.release()
+    answer = call("gc", tmp_path, "-n", old.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.OK and answer.one["bytes_freed"] >= 8192 and not old.exists()
+    assert len(held_in(tmp_path, range(BLOCKS))) == BLOCKS - 1
+
+
+def test_version_2_leaves_beside_an_engine(tmp_path: Path, engine: PathEngine) -> None:
+    old = of_version_2(tmp_path / "kv")
+    answer = call("gc", tmp_path / "kv", "-n", old.name, "--remove-namespace")
+    assert answer.code == ExitCode.OK and not old.exists()
+    assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS

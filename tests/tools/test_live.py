@@ -1,4 +1,4 @@
-"""`gc` and `verify --repair` beside running engines: what shall leave does, nobody is disturbed."""
+"""Removals and `verify --repair` beside running engines: nobody is disturbed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.cache_rig import (
     UsageRig,
     call,
     config_of,
-    fill,
     flip,
     payload_offset,
     record_offset,
@@ -23,9 +22,7 @@ from support.children import Start
 from support.nvme_peer import Peer
 from support.nvme_rig import config_for, key
 
-from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.nvme.index.block_index import BlockIndex, attach_index
-from kvcascade.tiers.nvme.index.index_file import stored_map_bytes
 from kvcascade.tiers.nvme.offline import maintenance
 from kvcascade.tiers.nvme.offline.maintenance import KEYS_BESIDE_ENGINES, Drop, take_entries
 from kvcascade.tiers.nvme.offline.reader import read_description
@@ -52,9 +49,8 @@ def folder_of(root: Path) -> Path:
 
 def gc(root: Path, *numbers: int) -> int:
     """Take single blocks away; returns how many were there."""
-    answers = [call("gc", root, "--hash", key(i).hex(), "--json") for i in numbers]
-    assert {answer.code for answer in answers} <= {ExitCode.OK}
-    return sum(answer.one["blocks_removed"] for answer in answers)
+    found = read_description(locations(root)[0])
+    return sum(take_entries(found, drops_of(root, [number])) for number in numbers)
 
 
 def drops_of(root: Path, numbers: Iterable[int]) -> list[Drop]:
@@ -74,9 +70,6 @@ def closed_and_right(root: Path, expected: Iterable[int]) -> None:
 
 
 def test_blocks_leave_and_their_room_is_used_again(tmp_path: Path, engine: Peer) -> None:
-    answer = call("gc", tmp_path, "--hash", key(3).hex(), "--dry-run", "--json")
-    assert answer.one["blocks_removed"] == 1 and answer.one["blocks_before"] == SLOTS
-    assert engine.hits(range(SLOTS)) == SLOTS, "it was only asked what would go"
     assert gc(tmp_path, 3, 4, 900) == 2
     assert engine.hits(range(SLOTS)) == SLOTS - 2
     engine.ask("check_sums")
@@ -193,38 +186,6 @@ def test_each_commit_beside_engines_survives_a_loss_of_power(
     monkeypatch.setattr(maintenance, "attach_index", attached)
     assert take_entries(read_description(locations(tmp_path)[0]), drops_of(tmp_path, [1])) == 1
     assert flags == [(True, True)]
-
-
-HELD_UP = """
-import sys
-from pathlib import Path
-import lmdb
-with lmdb.open(sys.argv[1], readonly=True, map_size=1 << 30) as env, env.begin():
-    print("holds", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_index_outgrows_no_engines_map(tmp_path: Path, child: Start) -> None:
-    """Not even where a command that had it alone mapped more, and nothing old can be used again."""
-    index = fill(tmp_path, SLOTS) / "index"
-    engines_map = stored_map_bytes(index)
-    assert gc(tmp_path, 3) + gc(tmp_path, 4) == 2, "a commit for each of the head pages"
-    assert stored_map_bytes(index) > engines_map, "or this shows nothing"
-    with Peer(config_of(tmp_path)) as engine:
-        holder = child(HELD_UP, index)
-        numbers = range(100, 2000)
-        stored = next(n for n in numbers if engine.store([n]) == ["refused"])
-        newest = range(stored - SLOTS // 2, stored)
-        assert engine.hits(newest) > 0
-        with pytest.raises(NoSpaceError, match="stopped"):
-            take_entries(read_description(locations(tmp_path)[0]), drops_of(tmp_path, newest))
-        holder.kill()
-        holder.wait()
-        assert engine.hits(newest) > 0
-        assert gc(tmp_path, *newest) > 0
-        assert engine.hits(newest) == 0
-        assert set(engine.store(newest)) == {OK}
 
 
 HALF_WAY = f"""

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cache_rig import ROOT, call, fill
+from support.cache_rig import ROOT, call
 from support.children import environment
-from support.nvme_rig import key
+from support.keys import key
+from support.path_cache import fill_path, namespaces_in
 
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tools.__main__ import main
@@ -26,7 +27,7 @@ def odd(tmp_path: Path) -> Path:
     """A cache with such a label, in such a place."""
     root = tmp_path / "w[/x]"
     root.parent.mkdir()
-    fill(root, namespace=NamespaceKey(LABEL, {"model": LABEL}))
+    fill_path(root, namespace=NamespaceKey(LABEL, {"model": LABEL}))
     return root
 
 
@@ -42,8 +43,8 @@ def test_nothing_in_a_label_or_path_is_markup(odd: Path) -> None:
         answer = call(*words)
         assert answer.code == ExitCode.OK and "w[/x]" in flat(answer.out)
     other = "[/x] :x:"
-    fill(odd.parent / "other", namespace=NamespaceKey("other", {"model": other}))
-    (name,) = (each.name for each in (odd.parent / "other").iterdir() if each.is_dir())
+    fill_path(odd.parent / "other", namespace=NamespaceKey("other", {"model": other}))
+    (name,) = (each.name for each in namespaces_in(odd.parent / "other"))
     answer = call("inspect", odd, "--also", odd.parent / "other", "--why", "prod", name)
     assert LABEL in answer.out and other in answer.out
 
@@ -58,7 +59,7 @@ def test_a_configuration_may_name_such_a_path(odd: Path, tmp_path: Path) -> None
 
 
 def test_a_terminal_obeys_no_label(tmp_path: Path) -> None:
-    fill(tmp_path, namespace=NamespaceKey("a\ud800\x1b[31mb", {"model": "\x1b]0;c\a"}))
+    fill_path(tmp_path, namespace=NamespaceKey("a\ud800\x1b[31mb", {"model": "\x1b]0;c\a"}))
     shown = call("inspect", tmp_path).out
     assert "a??[31mb" in shown and "?]0;c?" in shown and "\x1b" not in shown
     assert call("inspect", tmp_path, "--plot", tmp_path / "cache.png").code == ExitCode.OK
@@ -89,7 +90,7 @@ def test_a_trace_may_have_such_a_name(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_letters_that_a_terminal_has_not(tmp_path: Path, encoding: str) -> None:
     """A lone surrogate has no encoding at all: a path of odd bytes has them."""
     label = "é – \ud800"
-    fill(tmp_path, namespace=NamespaceKey(label, {"model": label}))
+    fill_path(tmp_path, namespace=NamespaceKey(label, {"model": label}))
     for words in (["inspect", tmp_path], ["inspect", tmp_path, "--json"], ["inspect", "--help"]):
         command = [sys.executable, "-m", "kvcascade.tools", *words]
         child = environment() | {"PYTHONIOENCODING": encoding}
@@ -97,7 +98,7 @@ def test_letters_that_a_terminal_has_not(tmp_path: Path, encoding: str) -> None:
         assert (done.returncode, done.stderr) == (ExitCode.OK, b"")
         assert done.stdout.decode(encoding)
         if "--json" in words:
-            assert json.loads(done.stdout)["namespaces"][0]["label"] == label
+            assert json.loads(done.stdout)["namespaces"][0]["label"] == "é – ?"
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from support.cache_rig import call, fill
+from support.cache_rig import call
+from support.path_cache import fill_path
 
 from kvcascade.errors import NoSpaceError
 from kvcascade.tools.commands.bench.bench_results import (
@@ -37,14 +38,14 @@ def colours(path: Path) -> int:
 
 @pytest.mark.parametrize("blocks", [0, 20])
 def test_a_namespace(tmp_path: Path, blocks: int) -> None:
-    fill(tmp_path, blocks)
+    fill_path(tmp_path, blocks)
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")
     assert answer.code == ExitCode.OK and "Saved" in answer.out
     assert colours(tmp_path / "cache.png") > 50
 
 
 def test_a_picture_that_cannot_be_written_is_all_that_is_said(tmp_path: Path) -> None:
-    fill(tmp_path)
+    fill_path(tmp_path)
     answer = call("inspect", tmp_path, "--json", "--plot", tmp_path / "no" / "cache.png")
     assert answer.code == ExitCode.USAGE and "--plot" in answer.document["message"]
     (tmp_path / "folder").mkdir()
@@ -59,7 +60,7 @@ def test_a_picture_that_cannot_be_written_is_all_that_is_said(tmp_path: Path) ->
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    fill(tmp_path)
+    fill_path(tmp_path)
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     answer = call("inspect", tmp_path, "--plot", tmp_path / "cache.png")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.cache_rig import UsageRig, call, config_of
-from support.nvme_rig import key
+from support.cache_rig import call
+from support.keys import key
+from support.path_cache import engine_on, folder_in
+from support.path_engine import PathEngine
 
 from kvcascade.assembly.chain_notes import ChainNotes, finest_chain
 from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.path_messages import chain_of
+from kvcascade.tiers.nvme.path.saved_state import SavedState
 from kvcascade.tiers.nvme.segments.chain_book import ChainBook
 from kvcascade.tiers.nvme.segments.chains import (
     CELLS_MIN,
-    CHAINS,
     MAX_RUN_BLOCKS,
     ChainLog,
     Chains,
-    cells_for,
     head_of,
 )
 from kvcascade.tiers.nvme.segments.format import parse_record
@@ -51,19 +53,27 @@ def noted(log: ChainLog, *requests: tuple[dict[bytes, int], Iterable[int]]) -> N
     assert not notes.left_out
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """A closed cache with both prompts, and what an engine noted of them."""
-    rig = UsageRig(config_of(tmp_path, NamespaceKey("some/model", FIELDS)))
-    rig.store([key(i) for i in range(16)])
-    log = ChainLog(rig.tier.arrays(CHAINS, cells_for(32), np.uint64))
-    noted(
-        log,
-        (ends_of(*SYSTEM, *DOCUMENT), [*SYSTEM, *DOCUMENT]),
-        (ends_of(*SYSTEM, *QUESTION), QUESTION),
-    )
-    rig.close()
-    return tmp_path
+def prompts_on(root: Path) -> PathEngine:
+    """An engine with both prompts, and what it noted of them."""
+    engine = engine_on(root, namespace=NamespaceKey("some/model", FIELDS))
+    engine.put(range(16))
+    for numbers, fresh in (([*SYSTEM, *DOCUMENT], 0), ([*SYSTEM, *QUESTION], len(SYSTEM))):
+        chain, tokens = finest_chain(ends_of(*numbers))
+        engine.mover.tell(chain_of(chain, fresh, tokens))
+    state = SavedState(folder_in(root) / "state")
+    engine.until(lambda: len(state.chains()) == 12)
+    return engine
+
+
+@pytest.fixture(params=["closed", "live"])
+def cache(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A cache with both prompts."""
+    engine = prompts_on(tmp_path)
+    if request.param == "closed":
+        engine.close()
+    yield tmp_path
+    if request.param == "live":
+        engine.close()
 
 
 def test_a_block_knows_its_place_in_the_prompt(cache: Path) -> None:

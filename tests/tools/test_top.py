@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.cache_rig import call, fill, fill_two, segment
+from support.cache_rig import call
 from support.metrics_server import metrics_server
-from support.nvme_rig import BLOCK
+from support.path_cache import BLOCK, engine_on, fill_path, fill_two, of_version_2
+from support.path_engine import PathEngine
 
+from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.top.path_readings import PathReadings
 from kvcascade.tools.commands.top.top_frame import (
     Frame,
     Reading,
@@ -127,19 +132,72 @@ def test_figures_that_are_no_numbers_are_left_out(engine: tuple[str, list[str]])
     assert "[/x]" in call("top", "--url", address, "--once").out
 
 
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PathEngine]:
+    """An engine with a process of its own, and 20 blocks."""
+    engine = engine_on(tmp_path / "kv", is_thread=False)
+    engine.put(range(20))
+    try:
+        yield engine
+    finally:
+        engine.signal(signal.SIGCONT)
+        engine.close()
+
+
 def test_from_a_path(tmp_path: Path) -> None:
-    fill(tmp_path, 20)
+    fill_path(tmp_path, 20)
     (tier,) = call("top", tmp_path, "--json").document["tiers"]
-    assert (tier["blocks"], tier["used_ratio"], tier["down_bytes"]) == (20, 20 / 32, 20 * BLOCK)
+    slots = call("inspect", tmp_path, "--json").one["capacity_slots"]
+    assert (tier["blocks"], tier["down_bytes"], tier["up_bytes"]) == (20, 20 * BLOCK, 0)
+    assert tier["used_ratio"] == 20 / slots, "of the capacity, and not of the files so far"
     assert "20" in call("top", tmp_path, "--once").out
 
 
-def test_what_is_used_is_of_the_capacity_and_not_of_the_files_so_far(tmp_path: Path) -> None:
-    folder = fill(tmp_path, blocks=8)
-    for number in (1, 2, 3):
-        segment(folder, number).unlink()
-    (tier,) = call("top", tmp_path, "--json").document["tiers"]
-    assert tier["used_ratio"] == 8 / 32
+def test_beside_an_engine(tmp_path: Path, server: PathEngine) -> None:
+    other = fill_path(tmp_path / "kv", 3, NamespaceKey("other", {"n": 1}))
+    readings = PathReadings(tmp_path / "kv", clock=iter((10.0, 12.0)).__next__)
+    before = readings.read()
+    server.put(range(100, 120))
+    now = readings.read()
+    tiers = {each.tier: each for each in frame("x", now, before).tiers}
+    assert tiers.pop(other.name).blocks == 3
+    (tier,) = tiers.values()
+    assert (tier.blocks, tier.down_bytes_per_s) == (40, 10 * BLOCK)
+    assert call("top", tmp_path / "kv", "--once").code == ExitCode.OK
+
+
+def test_a_path_without_a_writer_is_opened_once(tmp_path: Path) -> None:
+    """Opening it for each picture would wear the disk, and keep engines from leading."""
+    folder = fill_path(tmp_path, 20)
+    readings = PathReadings(tmp_path)
+    first = readings.read()
+    opened = (folder / "state" / "session").read_bytes()
+    assert readings.read().figures == first.figures
+    assert (folder / "state" / "session").read_bytes() == opened
+    engine = engine_on(tmp_path)
+    engine.put(range(20, 24))
+    assert readings.read().figures["tier_blocks", folder.name] == 24
+    engine.close()
+    assert readings.read().figures["demoted_bytes", folder.name] == 24 * BLOCK
+
+
+def test_a_stopped_writer_is_named(tmp_path: Path, server: PathEngine) -> None:
+    server.signal(signal.SIGSTOP)
+    answer = call("top", tmp_path / "kv", "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    (tier,) = answer.document["tiers"]
+    assert (tier["blocks"], tier["down_bytes"]) == (20, None)
+    assert "which is stopped" in tier["problem"]
+    assert "which is stopped" in " ".join(call("top", tmp_path / "kv", "--once").out.split())
+
+
+def test_a_budget_is_shown(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    root.mkdir()
+    options = PathOptions(64 << 20, segment_bytes=8 * BLOCK, write_budget_bytes=1 << 20)
+    PathEngine([root], options, is_thread=True).open().close()
+    (tier,) = call("top", root, "--json").document["tiers"]
+    assert tier["budget_left_bytes"] == 1 << 20
 
 
 def test_one_of_the_two(tmp_path: Path) -> None:
@@ -149,15 +207,38 @@ def test_one_of_the_two(tmp_path: Path) -> None:
 
 def test_one_unreadable_namespace_hides_nothing_of_the_others(tmp_path: Path) -> None:
     folders = sorted(fill_two(tmp_path, {"a": "1"}, {"a": "2"}))
-    (folders[0] / "index" / "data.mdb").write_bytes(bytes(8192))
+    (folders[0] / "blocks" / "data.mdb").write_bytes(bytes(8192))
     answer = call("top", tmp_path, "--json")
     assert answer.code == ExitCode.PROBLEMS
     broken, whole = answer.document["tiers"]
-    assert broken["blocks"] is None and "--rebuild-index" in broken["problem"]
+    assert broken["down_bytes"] is None and "remove" in broken["problem"]
     assert (whole["blocks"], whole["problem"]) == (20, None)
     shown = call("top", tmp_path, "--once")
-    assert shown.code == ExitCode.PROBLEMS and "--rebuild-index" in " ".join(shown.out.split())
+    assert shown.code == ExitCode.PROBLEMS and "damaged" in " ".join(shown.out.split())
+    (folders[0] / "namespace.json").write_text("{")
     assert call("top", folders[0], "--once").code == ExitCode.CANNOT_OPEN
+    assert call("top", folders[1], "--once").code == ExitCode.OK
+
+
+def test_namespaces_of_version_2_are_left_out(tmp_path: Path) -> None:
+    fill_path(tmp_path / "kv", 20)
+    old = of_version_2(tmp_path / "kv")
+    answer = call("top", tmp_path / "kv", "--json")
+    assert answer.code == ExitCode.OK and len(answer.document["tiers"]) == 1
+    answer = call("top", old, "--once")
+    assert answer.code == ExitCode.CANNOT_OPEN and "--remove-namespace" in answer.err
+
+
+def test_damage_of_the_path(tmp_path: Path) -> None:
+    folder = fill_path(tmp_path)
+    (tmp_path / ".kvcascade" / "path.json").write_text("{")
+    answer = call("top", tmp_path, "--json")
+    (tier,) = answer.document["tiers"]
+    assert answer.code == ExitCode.PROBLEMS and tier["blocks"] == 20
+    assert "path.json is damaged" in tier["problem"]
+    (folder / "presence").write_bytes(b"short")
+    answer = call("top", tmp_path, "--once")
+    assert answer.code == ExitCode.CANNOT_OPEN and answer.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 from support.cache_rig import Answer, call, flip
 from support.keys import key
-from support.path_cache import BLOCK, HEADER, PER_SEGMENT, engine_on, fill_path, folder_in, held_in
+from support.path_cache import (
+    BLOCK,
+    HEADER,
+    PER_SEGMENT,
+    engine_on,
+    fill_path,
+    fill_two,
+    folder_in,
+    held_in,
+    of_version_2,
+)
 
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.disk.transfers import Throttle
@@ -99,17 +109,28 @@ def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_an_index_is_not_rebuilt(tmp_path: Path) -> None:
-    fill_path(tmp_path, 1)
-    answer = call("verify", tmp_path, "--rebuild-index")
-    assert answer.code == ExitCode.USAGE and "empty cache" in answer.err
-
-
 def test_a_namespace_is_chosen(tmp_path: Path) -> None:
     folder = fill_path(tmp_path, 1)
     assert call("verify", tmp_path, "-n", "model").code == ExitCode.OK
     answer = call("verify", tmp_path, "-n", "nothing")
     assert answer.code == ExitCode.USAGE and folder.name in answer.err
+
+
+def test_what_cannot_be_read_is_reported_and_the_rest_is_verified(tmp_path: Path) -> None:
+    one, two = fill_two(tmp_path, {"n": 1}, {"n": 2})
+    old = of_version_2(tmp_path)
+    (one / "namespace.json").write_text("{")
+    answer = call("verify", tmp_path, "--json")
+    assert answer.code == ExitCode.PROBLEMS
+    found = {each["name"]: each for each in answer.document["namespaces"]}
+    assert found[two.name]["ok"] == 20 and found[two.name]["problem"] is None
+    assert "is damaged" in found[one.name]["problem"]
+    assert "--remove-namespace" in found[old.name]["problem"]
+    assert call("verify", tmp_path, "-n", old.name).code == ExitCode.CANNOT_OPEN
+    for name in (old.name, one.name):
+        out = tmp_path / "out.safetensors"
+        assert call("export", tmp_path, out, "-n", name).code == ExitCode.CANNOT_OPEN
+    assert call("export", tmp_path, tmp_path / "out.safetensors", "-n", "two").code == ExitCode.OK
 
 
 def test_several_folders(tmp_path: Path) -> None:

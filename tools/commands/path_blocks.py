@@ -6,41 +6,40 @@ writer, the command is, until it ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...assembly.path_parts import existing_names
-from ...errors import ConfigError, KVCascadeError
+from ...errors import ConfigError, FormatError
 from ...handlers.node.path_io import SEGMENTS
 from ...handlers.node.path_session import PathSession, open_session, tier_roots
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.block_scan import NamedBlock, ScanSource
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
+from ...tiers.nvme.path.saved_state import SavedState
 from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
-from ...tiers.nvme.path.writer.namespace_home import homes_under, read_description
-from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record, was_reset
+from ...tiers.nvme.path.writer.namespace_home import STATE, read_description
+from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.segments.format import SegmentLayout
+from .path_folders import (
+    MAX_NAMES_SHOWN,
+    NamespaceFolder,
+    chosen_of,
+    folders_in,
+    layout_of,
+    parse_hash,
+    segment_files,
+)
 
-MAX_NAMES_SHOWN = 8
-
-
-def has_one_writer(path: Path) -> bool:
-    """Return True if a path, or that of a namespace directory, is one with a writer.
-
-    A path in which all namespaces are of an older version is none.
-    """
-    fs = RealFileSystem()
-    root = path.parent if fs.exists(path / DESCRIPTION) else path
-    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
-        return False
-    with suppress(KVCascadeError):
-        return bool(homes_under(fs, root)) or not existing_names(fs, root)
-    return True
+SEGMENTS_PER_QUESTION = 16
+"""Segments that are deleted between two answers, so that Ctrl-C ends the command soon."""
+DELETE_LIMIT_S = 600.0
+"""Longest wait for the deletion of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,11 @@ class PathNamespace:
     @property
     def layout(self) -> SegmentLayout:
         """Shape of a segment."""
-        about = self.description
-        return SegmentLayout(
-            about["block_bytes"], about["slots_per_segment"], str(about["fingerprint"])
-        )
+        return layout_of(self.description)
+
+    def segment_files(self) -> dict[int, Path]:
+        """Return the segment files by number, ascending. Raises `TierIOError`."""
+        return segment_files(self.folders)
 
     @property
     def block_bytes(self) -> int:
@@ -83,6 +83,11 @@ class OpenPath:
         """Names of all namespaces."""
         return sorted(self._clients)
 
+    def folders(self, path: Path) -> list[NamespaceFolder]:
+        """Return all namespaces in the path, those of other versions too, or the one that `path`
+        is. Raises `TierIOError`."""
+        return folders_in(self._fs, path, self.roots[1:])
+
     def namespace(self, name: str) -> PathNamespace:
         """Return a namespace by its whole name. Raises a `KVCascadeError` if it is unreadable."""
         folders = tuple(root / name for root in self.roots)
@@ -92,26 +97,17 @@ class OpenPath:
     def chosen(self, text: str | None, path: Path) -> list[str]:
         """Return the namespaces that fit a text, or the one that `path` is; all without a text.
 
-        Raises `ConfigError` if the text fits none, or several.
+        Raises `ConfigError` if the text fits none, or several, or `FormatError` if only namespaces
+        of other versions fit.
         """
-        if text is None and path.name in self._clients and path.parent == self.roots[0]:
-            return [path.name]
-        if text is None:
-            return self.names
-        words = {name: self._words(name) for name in self.names}
-        for fits in (str.__eq__, str.__contains__):
-            found = [name for name in words if any(fits(word, text) for word in words[name])]
-            if len(found) == 1:
-                return found
-            if found:
-                break
-        shown = ", ".join((found or self.names)[:MAX_NAMES_SHOWN])
-        if found:
-            raise ConfigError(f"--namespace: {len(found)} namespaces match; give one of {shown}")
-        raise ConfigError(f"--namespace: there is no {text!r}; there are {shown}")
+        found = chosen_of(self.folders(path), text)
+        names = [each.name for each in found if each.is_readable and each.name in self._clients]
+        if not names:
+            raise FormatError(found[0].reason)
+        return names
 
     def only(self, text: str | None, path: Path) -> str:
-        """Return the only namespace that fits. Raises `ConfigError` if several do."""
+        """Return the only namespace that fits. Raises as `chosen`, or if several do."""
         found = self.chosen(text, path)
         if len(found) != 1:
             shown = ", ".join(found[:MAX_NAMES_SHOWN])
@@ -127,14 +123,68 @@ class OpenPath:
         record = load_record(self._fs, self.roots[0])
         return was_reset(record, name, int(self.facts(name)["epoch"]))
 
-    def blocks(self, name: str) -> Iterator[NamedBlock]:
-        """Yield every block that the index of a namespace names, in the order of the hashes."""
+    def blocks(self, name: str, start: bytes = b"") -> Iterator[NamedBlock]:
+        """Yield the blocks whose hash begins with `start`, in the order of the hashes."""
         after: str | None = ""
         while after is not None:
-            answer = self.session.ask("blocks", name=name, after=after)
+            answer = self.session.ask("blocks", name=name, after=after, start=start.hex())
             for key, slot, checksum, used_s in answer["blocks"]:
                 yield NamedBlock(bytes.fromhex(key), slot, checksum, used_s)
             after = answer["next"]
+
+    def has_block(self, name: str, text: str) -> bool:
+        """Return True if a block's hash begins with the hexadecimal digits `text`."""
+        return next(self.blocks(name, parse_hash(text)), None) is not None
+
+    def only_block(self, name: str, text: str, option: str) -> NamedBlock:
+        """Return the only block whose hash begins with the hexadecimal digits `text`.
+
+        Raises `ConfigError` if none or several do.
+        """
+        found = list(islice(self.blocks(name, parse_hash(text)), MAX_NAMES_SHOWN + 1))
+        if not found:
+            raise ConfigError(f"{option}: there is no block {text} in {name}")
+        if len(found) > 1:
+            shown = ", ".join(each.key.hex() for each in found[:MAX_NAMES_SHOWN])
+            raise ConfigError(f"{option}: {text} is the start of several blocks: {shown}")
+        return found[0]
+
+    def groups(self, name: str) -> dict[int, int]:
+        """Return the number of blocks by KV group."""
+        groups: Counter[int] = Counter()
+        after: str | None = ""
+        while after is not None:
+            answer = self.session.ask("groups", name=name, after=after)
+            groups.update({int(group): count for group, count in answer["groups"].items()})
+            after = answer["next"]
+        return dict(groups)
+
+    def state(self, name: str) -> SavedState:
+        """Return the saved arrays of a namespace."""
+        return SavedState(self.roots[0] / name / STATE)
+
+    def take(
+        self, name: str, segments: Sequence[int], *, is_if_empty: bool = False
+    ) -> tuple[list[int], int]:
+        """Delete segments with their blocks; with `is_if_empty` only those without any.
+
+        Return the numbers of those that were deleted, and how many blocks they had.
+        """
+        taken: list[int] = []
+        blocks = 0
+        for start in range(0, len(segments), SEGMENTS_PER_QUESTION):
+            some = list(segments[start : start + SEGMENTS_PER_QUESTION])
+            answer = self.session.ask(
+                "take", DELETE_LIMIT_S, name=name, segments=some, if_empty=is_if_empty
+            )
+            taken += answer["taken"]
+            blocks += int(answer["blocks"])
+        return taken, blocks
+
+    def remove(self, name: str) -> bool:
+        """Delete a namespace that no engine has open. Return False if its files could not be
+        deleted."""
+        return bool(self.session.ask("remove", DELETE_LIMIT_S, name=name)["is_removed"])
 
     def drop(self, name: str, blocks: Sequence[NamedBlock]) -> int:
         """Remove those of the blocks that are still as they were named; return their number."""
@@ -155,12 +205,6 @@ class OpenPath:
             yield ScanSource(files, table)
         finally:
             files.close()
-
-    def _words(self, name: str) -> list[str]:
-        with suppress(KVCascadeError):
-            description = self.namespace(name).description
-            return [name, str(description["fingerprint"]), str(description.get("label", ""))]
-        return [name]
 
 
 @contextmanager

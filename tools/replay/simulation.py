@@ -15,19 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...assembly.named import admission_rule
-from ...assembly.node_parts import uses_nodes
 from ...config.schema import WriteMode
 from ...errors import ConfigError
-from ...manager.admission import WriteBudget
 from ...manager.below.chain import BelowChain, ChainedTier
 from ...manager.below.node_tier import NodeTier
-from ...manager.cascading import (
-    CascadingOffloadingManager,
-    Link,
-    ManagerOptions,
-    Tier,
-    build_cascade,
-)
+from ...manager.below.port import Below, NoTierBelow
+from ...manager.cascading import CascadingOffloadingManager, ManagerOptions, Tier
 from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
@@ -37,7 +30,7 @@ from ...tiers.policies import create
 from .replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
-from .virtual import DailyWrites, SlotBackend, Timed, TimedHandler, VirtualClock
+from .virtual import SlotBackend, Timed, VirtualClock
 from .virtual_node import VirtualTierOptions, open_virtual_tier
 
 RETRY_S = 0.25
@@ -255,32 +248,19 @@ class Simulation:
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
-        if uses_nodes() and len(tiers) > 1:
-            return self._with_nodes(tiers[0], tiers[1:], options)
-        seen_bytes = self._seen_bytes
-        writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
-        made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
-        links: list[Link] = []
-        for tier, written in list(zip(tiers, writes, strict=True))[1:]:
-            down = TimedHandler(self.block_bytes, tier.write, self._clock, written.wrote)
-            up = TimedHandler(self.block_bytes, tier.read, self._clock)
-            self._timed += [down, up]
-            links.append(Link(down, up))
-        return build_cascade(made, links, options, self._clock)
-
-    def _with_nodes(
-        self, top: TierOptions, lower: Sequence[TierOptions], options: ManagerOptions
-    ) -> CascadingOffloadingManager:
-        """Return a manager over paths in memory."""
-        rules = [admission_rule(tier.admission) for tier in lower]
-        ports = [self._node_tier(tier) for tier in lower]
+        top, lower = tiers[0], tiers[1:]
         slots = self._capacity(top)
         first = Tier(
             top.name, SlotBackend(self._seen_bytes, slots, top.name), create(top.policy, slots)
         )
-        chained = [ChainedTier(port, rule) for port, rule in zip(ports, rules, strict=True)]
-        below = ports[0] if len(ports) == 1 else BelowChain(chained, slots, self._clock)
-        return CascadingOffloadingManager(first, below, options, self._clock, admission=rules[0])
+        rules = [admission_rule(tier.admission) for tier in lower]
+        ports = [self._node_tier(tier) for tier in lower]
+        below: Below = ports[0] if ports else NoTierBelow()
+        if len(ports) > 1:
+            chained = [ChainedTier(port, rule) for port, rule in zip(ports, rules, strict=True)]
+            below = BelowChain(chained, slots, self._clock)
+        rule = rules[0] if rules else None
+        return CascadingOffloadingManager(first, below, options, self._clock, admission=rule)
 
     def _node_tier(self, lower: TierOptions) -> NodeTier:
         """Return a tier over a path in memory."""
@@ -315,20 +295,6 @@ class Simulation:
                 f"{self.block_bytes} bytes; raise its size."
             )
         return capacity
-
-    def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
-        capacity, seen_bytes = self._capacity(tier), self._seen_bytes
-        budget: WriteBudget | None = None
-        if tier.write_budget_bytes is not None:
-            blocks = tier.write_budget_bytes // self.block_bytes
-            budget = WriteBudget(blocks * seen_bytes, written.totals)
-        return Tier(
-            tier.name,
-            SlotBackend(seen_bytes, capacity, tier.name),
-            create(tier.policy, capacity),
-            admission_rule(tier.admission),
-            budget,
-        )
 
     def _report(self) -> ReplayReport:
         counters, tally = self.manager.counters, self._tally

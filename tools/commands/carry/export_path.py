@@ -5,12 +5,14 @@ Only blocks whose payload matches its checksum are written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ....errors import ConfigError, os_errors
 from ....tiers.nvme.disk.transfers import Throttle
 from ....tiers.nvme.path.block_scan import NamedBlock, scan_blocks
+from ....tiers.nvme.segments.chains import head_of
 from ....tiers.nvme.segments.format import SlotRecord
 from ..path_blocks import OpenPath, PathNamespace
 from ..verify.verify_report import Progress
@@ -42,7 +44,8 @@ def export_namespace(
             "that were updated in place, not to those of its fingerprint; restart an engine and "
             "export from it"
         )
-    chosen = _chosen(path, namespace, choice)
+    heads = _prompt_heads(path, name, choice.prompts)
+    chosen, missing = _chosen(path, namespace, choice, heads)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     row_of = {each.key: row for row, each in enumerate(chosen)}
     with (
@@ -69,23 +72,43 @@ def export_namespace(
                 f"{name} was reset meanwhile: its weights may have changed, and all older blocks "
                 "are gone; export again"
             )
-    return ExportReport(name, str(out), writer.blocks, len(chosen) - writer.blocks, 0, size)
+    return ExportReport(name, str(out), writer.blocks, len(chosen) - writer.blocks, missing, size)
 
 
-def _chosen(path: OpenPath, namespace: PathNamespace, choice: Choice) -> list[NamedBlock]:
-    """Return the blocks to export, in slot order."""
-    if choice.prompts:
-        raise ConfigError(
-            f"--prefix: it is not recorded which blocks come before {choice.prompts[0]}; choose "
-            "blocks with --hot, --hash or --hashes"
-        )
-    starts = choice.prefixes
-    blocks = path.blocks(namespace.name)
-    found = [each for each in blocks if not starts or each.key.startswith(starts)]
+def _prompt_heads(path: OpenPath, name: str, prompts: Sequence[str]) -> set[int]:
+    """Return the hash heads of all blocks of prompts. Raises `ConfigError` if one of them is not
+    completely known."""
+    heads: set[int] = set()
+    chains = path.state(name).chains() if prompts else None
+    for text in prompts:
+        assert chains is not None
+        block = path.only_block(name, text, "--prefix")
+        found, is_whole = chains.up_to(head_of(block.key))
+        if not is_whole:
+            raise ConfigError(
+                f"--prefix: no engine has recorded all blocks before {text}; send the prompt "
+                "again, or choose blocks with --hot, --hash or --hashes"
+            )
+        heads.update(found)
+    return heads
+
+
+def _chosen(
+    path: OpenPath, namespace: PathNamespace, choice: Choice, heads: Set[int]
+) -> tuple[list[NamedBlock], int]:
+    """Return the blocks to export, in slot order, and how many of the prompts are not stored."""
+    starts, is_all = choice.prefixes, not (choice.prefixes or choice.prompts)
+    found: list[NamedBlock] = []
+    missing = set(heads)
+    for each in path.blocks(namespace.name):
+        head = head_of(each.key)
+        missing.discard(head)
+        if is_all or head in heads or each.key.startswith(starts):
+            found.append(each)
     if choice.hot_bytes is not None:
         found.sort(key=lambda each: each.used_s, reverse=True)
         del found[choice.hot_bytes // namespace.block_bytes :]
-    return sorted(found, key=lambda each: each.slot)
+    return sorted(found, key=lambda each: each.slot), len(missing)
 
 
 def _head(namespace: PathNamespace, blocks: int, created: str) -> CarriedHead:

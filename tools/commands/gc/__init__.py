@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ....errors import KVCascadeError
 from ..command_line import (
     AlsoOption,
     CommandError,
@@ -19,11 +20,11 @@ from ..command_line import (
     answering,
     emit,
     finish,
+    sentence,
 )
 from ..verify import size_of
 
 if TYPE_CHECKING:
-    from ....tiers.nvme.offline.reader import Location
     from .collect import Wish
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d|w)")
@@ -80,8 +81,8 @@ def gc(
     """Remove blocks, files, or whole namespaces.
 
     With several of --older-than, --prefix and --hash, a block is removed if it meets all of them.
-    A segment file that becomes empty is deleted. Blocks can be removed while engines run.
-    --max-size and --remove-namespace skip namespaces that an engine has open, and name them.
+    A segment file that becomes empty is deleted. All but --remove-namespace works while engines
+    run; that skips a namespace that an engine has open.
 
     Examples:
 
@@ -109,7 +110,7 @@ def gc(
 def _wish(
     older_than: str | None, prefix: str | None, hash_: str | None, max_size: str | None, whole: bool
 ) -> Wish:
-    from ..cache_access import parse_hash
+    from ..path_folders import parse_hash
     from .collect import Wish
 
     if prefix is not None:
@@ -131,20 +132,33 @@ def _run(
     dry_run: bool,
     as_json: bool,
 ) -> ExitCode:
-    from ..cache_access import choose_for_good, chosen_of, locations
-    from . import collect as core
+    from ....tiers.nvme.disk.filesystem import RealFileSystem
+    from ..path_blocks import open_path
+    from ..path_folders import choose_for_good, chosen_of, folders_in
+    from .collect import Collector, print_collected
 
-    found = locations(path, also)
-    if wish.whole and namespace is not None:
-        chosen: Sequence[Location] = [choose_for_good(found, namespace)]
-    else:
-        chosen = chosen_of(found, namespace)
-    reports = core.collect(chosen, wish, dry_run)
+    fs = RealFileSystem()
+    found = folders_in(fs, path, also)
+    chosen = (
+        [choose_for_good(found, namespace)]
+        if wish.whole and namespace is not None
+        else chosen_of(found, namespace)
+    )
+    with ExitStack() as open_until_end:
+        opened, problem = None, ""
+        if any(each.is_readable for each in chosen):
+            try:
+                opened = open_until_end.enter_context(open_path(path, also))
+            except KVCascadeError as error:
+                if not wish.whole:
+                    raise
+                problem = sentence(error)
+        reports = Collector(fs, opened, wish, problem=problem).collect(chosen, dry_run)
     if as_json:
         listed = [report.as_json() for report in reports]
         emit("gc", {"is_dry_run": dry_run, "namespaces": listed})
     else:
-        core.print_collected(reports, dry_run)
+        print_collected(reports, dry_run)
     if wish.whole and any(report.skipped for report in reports):
         return ExitCode.IN_USE
     return ExitCode.PROBLEMS if any(report.is_incomplete for report in reports) else ExitCode.OK

@@ -1,49 +1,39 @@
 """`kvcascade gc`: remove blocks by age, hash or size, or whole namespaces.
 
-Blocks are removed from the index. A segment file without blocks is deleted, which frees disk space.
-To reach a size, whole segments are removed, empty ones first, then the coldest. If an engine has
-the namespace open, blocks are removed as well, but its files stay; the engine reuses the space.
+The writer of the path removes the blocks, so it works beside engines. A segment file that loses its
+last block is deleted, which frees disk space. To reach a size, whole segments are removed, empty
+ones first, then the coldest. A namespace that the writer does not know is removed by this process:
+one of another version, or one that is damaged.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.text import Text
 
-from ....errors import ConfigError, InUseError, KVCascadeError, os_errors
-from ....tiers.nvme.disk.filesystem import RealFileSystem
-from ....tiers.nvme.namespace import described_layout, remove_namespace
-from ....tiers.nvme.offline.maintenance import (
-    DAMAGED_SUFFIX,
-    Drop,
-    drop_entries,
-    exclusive,
-    remove_segments,
-    take_entries,
-)
-from ....tiers.nvme.offline.presence import owners
-from ....tiers.nvme.offline.reader import Location, Snapshot, read_description
+from ....errors import ConfigError, InUseError, KVCascadeError
+from ....tiers.nvme.disk.filesystem import FileSystem
+from ....tiers.nvme.namespace import remove_namespace
+from ....tiers.nvme.path.block_scan import NamedBlock
 from ....tiers.nvme.segments.chains import head_of
 from .. import show
-from ..cache_access import OpenedCache, count_segments, opened, parse_hash
 from ..command_line import sentence
-from ..inspect.block_report import only_match
+from ..inspect.namespace_report import slots_in_use
+from ..path_blocks import OpenPath
+from ..path_folders import NamespaceFolder
 
-IN_USE = "in use by process {}: stop it first"
-SIZE_IN_USE = "in use by process {}, whose capacity sets its size: lower the capacity, or stop it"
-KEPT_INDEX = f"index{DAMAGED_SUFFIX}"
-"""Name of the damaged index that a rebuild kept; any removal deletes it."""
+MAX_NAMES_IN_USE = 3
+"""Most engines that are named when a namespace cannot be removed."""
 NOT_NOTED = (
     "no engine has recorded the blocks after {}: only it is removed; select others by --hash"
 )
+WRITTEN_TO = "engines were writing to {} of the segments: call it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,254 +88,266 @@ class GcReport:
 class _Plan:
     """Blocks and files to remove from one namespace."""
 
-    location: Location
+    folder: NamespaceFolder
     report: GcReport
-    drops: list[Drop] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes on disk of each segment file."""
+    drops: list[NamedBlock] = field(default_factory=list)
+    emptied: list[int] = field(default_factory=list)
+    """Segments that lose all their blocks by `drops`."""
+    chosen: list[int] = field(default_factory=list)
+    """Segments to delete with all their blocks."""
     last_use: int = 0
-    """Latest use of any block to remove, in seconds of the wall clock; 0 if unknown."""
-    is_live: bool = False
-    """True if an engine has the namespace open, so no file may be deleted."""
+    """Latest use of any block to remove, in seconds since 1970; 0 if unknown."""
     has_prompt: bool = False
     """True if this namespace has the block of `Wish.prompt`."""
+
+    def add(self, number: int, blocks: int, last_use: int) -> None:
+        """Count a segment that is deleted."""
+        self.report.segments_removed += 1
+        self.report.bytes_freed += self.sizes[number]
+        self.report.blocks_removed = (self.report.blocks_removed or 0) + blocks
+        self.last_use = max(self.last_use, last_use)
 
 
 @dataclass(frozen=True, slots=True)
 class _SegmentUse:
-    """A segment as a candidate for removal, with its remaining blocks and their warmth."""
+    """A segment as a candidate for removal, with the blocks that would stay in it."""
 
     plan: _Plan
-    snapshot: Snapshot
     number: int
-    used_bytes: int
-    positions: npt.NDArray[np.int64]
-    """Positions in the snapshot of the blocks that would stay in the segment."""
-    is_emptied: bool
-    """True if all blocks of the segment are removed individually."""
+    blocks: int
     warmth: float
-    """Mean time of the last use of the remaining blocks; 0 if there are none."""
+    """Mean time of the last use of these blocks; 0 if there are none."""
     last_use: int
-    """Latest use of the remaining blocks; 0 if unknown."""
-
-    def take(self) -> None:
-        """Remove the segment with all its blocks."""
-        plan, snapshot = self.plan, self.snapshot
-        plan.drops += [Drop(snapshot.keys[i], snapshot.raw(i)) for i in self.positions.tolist()]
-        plan.segments.append(self.number)
-        plan.last_use = max(plan.last_use, self.last_use)
-        plan.report.segments_removed += 1
-        plan.report.bytes_freed += self.used_bytes
+    """Latest use of these blocks; 0 if unknown."""
 
 
-def collect(
-    locations: Sequence[Location], wish: Wish, is_dry_run: bool, now_s: float | None = None
-) -> list[GcReport]:
-    """Remove blocks and files, or only report them if `is_dry_run`; return a report per namespace.
+class Collector:
+    """Plans and carries out one call of `kvcascade gc`. One thread."""
 
-    Files and whole namespaces that an engine has open are skipped, and the report says so.
+    def __init__(
+        self,
+        fs: FileSystem,
+        opened: OpenPath | None,
+        wish: Wish,
+        *,
+        problem: str = "",
+        now_s: float | None = None,
+    ) -> None:
+        """`opened` is the path; None, with the `problem`, if only whole namespaces can be removed.
 
-    Raises `ConfigError`, before anything is removed, if no namespace has the block of the prompt.
-    Also raises it if not all paths of a namespace to remove were given.
-    """
-    now_s = time.time() if now_s is None else now_s
-    plans: list[_Plan] = []
-    candidates: list[_SegmentUse] = []
-    for location in locations:
-        plan = _Plan(location, GcReport(location.name))
-        plans.append(plan)
-        held = owners(location.folders)
-        plan.is_live = bool(held)
-        if held and (wish.whole or wish.max_bytes is not None):
-            reason = IN_USE if wish.whole else SIZE_IN_USE
-            plan.report.skipped = reason.format(held[0] or "unknown")
-        candidates += _look(plan, wish, now_s)
-        if wish.whole and not held:
-            _check_parts(location)
-            plan.report.bytes_freed = _held_bytes(location)
-            plan.report.segments_removed = count_segments(location)
-            plan.report.blocks_removed = plan.report.blocks_before
-            plan.report.was_removed = True
-    if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
-        raise ConfigError(f"--prefix: there is no block {wish.prompt}")
-    if wish.max_bytes is not None:
-        total = sum(_held_bytes(each) for each in locations)
-        _choose_segments(candidates, total - wish.max_bytes)
-    for plan in plans:
-        if not wish.whole:
-            plan.report.blocks_removed = len(plan.drops)
-        if plan.last_use:
-            plan.report.hottest_idle_s = max(0.0, now_s - plan.last_use)
-        if not plan.is_live and (plan.drops or plan.segments):
-            kept = filter(Path.is_dir, (folder / KEPT_INDEX for folder in plan.location.folders))
-            plan.report.bytes_freed += sum(map(RealFileSystem().used_bytes, kept))
-        if not is_dry_run:
-            _carry_out(plan)
-    return [plan.report for plan in plans]
+        `now_s` is in seconds since 1970.
+        """
+        self._fs = fs
+        self._opened = opened
+        self._wish = wish
+        self._problem = problem
+        self._now_s = time.time() if now_s is None else now_s
 
+    def collect(self, folders: Sequence[NamespaceFolder], is_dry_run: bool) -> list[GcReport]:
+        """Remove blocks and files, or only report them; return a report for each namespace.
 
-def _look(plan: _Plan, wish: Wish, now_s: float) -> list[_SegmentUse]:
-    """Select blocks, and return segments as candidates."""
-    try:
-        with opened(plan.location) as cache:
-            snapshot = cache.index.snapshot()
-            plan.report.blocks_before = len(snapshot)
-            last_use = _last_use(cache, snapshot)
+        Raises `ConfigError`, before anything is removed, if no namespace has the block of the
+        prompt, or if not all paths of a namespace to remove were given. Raises `InUseError` if the
+        writer does not answer.
+        """
+        plans = [_Plan(folder, GcReport(folder.name)) for folder in folders]
+        candidates = [use for plan in plans for use in self._look(plan)]
+        wish = self._wish
+        if wish.prompt and not any(plan.has_prompt or plan.report.is_incomplete for plan in plans):
+            raise ConfigError(f"--prefix: there is no block {wish.prompt}")
+        if wish.max_bytes is not None:
+            total = sum(folder.used_bytes(self._fs) for folder in folders)
+            freed = sum(plan.report.bytes_freed for plan in plans)
+            _choose_segments(candidates, total - wish.max_bytes - freed)
+        for plan in plans:
+            if plan.last_use:
+                plan.report.hottest_idle_s = max(0.0, self._now_s - plan.last_use)
+            if not is_dry_run:
+                self._carry_out(plan)
+        return [plan.report for plan in plans]
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def _look(self, plan: _Plan) -> list[_SegmentUse]:
+        """Select blocks, and return segments as candidates."""
+        report, wish = plan.report, self._wish
+        try:
             if wish.whole:
-                plan.last_use = 0 if plan.is_live else int(last_use.max(initial=0))
+                self._look_whole(plan)
                 return []
-            leaving = _leaving(plan, cache, snapshot, wish, last_use, now_s)
-            plan.drops = [Drop(snapshot.keys[i], snapshot.raw(i)) for i in np.flatnonzero(leaving)]
-            plan.last_use = int(last_use[leaving].max(initial=0))
-            if plan.is_live:
+            if not plan.folder.is_readable:
+                report.skipped = plan.folder.reason
+                report.is_incomplete = wish.is_by_block and bool(plan.folder.problem)
                 return []
-            uses = _segment_uses(plan, cache, snapshot, leaving, last_use)
-    except ConfigError:  # the call is wrong, the namespace is readable
-        raise
-    except KVCascadeError as error:
-        if not wish.whole:  # a namespace can be removed even if it is unreadable
-            plan.report.skipped = sentence(error)
-            plan.report.is_incomplete = wish.is_by_block
-        return []
-    for use in uses:
-        if use.is_emptied:
-            use.take()
-    return uses
+            return self._look_inside(plan)
+        except (ConfigError, InUseError):  # the call is wrong, or nothing can be done at all
+            raise
+        except KVCascadeError as error:
+            report.skipped, report.is_incomplete = sentence(error), wish.is_by_block
+            return []
+
+    def _look_whole(self, plan: _Plan) -> None:
+        report, folder = plan.report, plan.folder
+        facts = self._facts(folder)
+        if facts is not None:
+            report.blocks_before = facts["blocks"]
+            names = facts["engines"]
+            if names:
+                more = " and others" if len(names) > MAX_NAMES_IN_USE else ""
+                shown = ", ".join(names[:MAX_NAMES_IN_USE])
+                report.skipped = f"in use by {shown}{more}: stop it first"
+                return
+            slots = slots_in_use(self._fs, folder.folders[0])
+            plan.last_use = int(slots.use.last_use[slots.is_used].max(initial=0))
+        _check_parts(self._fs, folder)
+        report.blocks_removed = report.blocks_before
+        report.segments_removed = len(folder.segment_files())
+        report.bytes_freed = folder.used_bytes(self._fs)
+        report.was_removed = True
+
+    def _facts(self, folder: NamespaceFolder) -> dict[str, Any] | None:
+        """Return what the writer says of a namespace; None if it does not know it."""
+        if self._opened is None or folder.name not in self._opened.names:
+            return None
+        try:
+            return self._opened.facts(folder.name)
+        except InUseError:
+            raise
+        except KVCascadeError:  # it can be removed all the same
+            return None
+
+    def _look_inside(self, plan: _Plan) -> list[_SegmentUse]:
+        assert self._opened is not None, "only whole namespaces are removed without a writer"
+        report, folder = plan.report, plan.folder
+        try:
+            report.blocks_before = self._opened.facts(folder.name)["blocks"]
+        except ConfigError as error:
+            report.skipped, report.is_incomplete = sentence(error), self._wish.is_by_block
+            return []
+        plan.sizes = folder.segment_sizes(self._fs)
+        plan.drops = list(self._leaving(plan)) if self._wish.is_by_block else []
+        report.blocks_removed = len(plan.drops)
+        plan.last_use = max((each.used_s for each in plan.drops), default=0)
+        return self._segment_uses(plan)
+
+    def _leaving(self, plan: _Plan) -> Iterator[NamedBlock]:
+        """Yield the blocks that are removed individually."""
+        assert self._opened is not None
+        wish = self._wish
+        heads = self._heads_from(plan) if wish.prompt else None
+        before_s = None if wish.older_than_s is None else self._now_s - wish.older_than_s
+        for block in self._opened.blocks(plan.folder.name, wish.hash_start):
+            is_old = before_s is None or 0 < block.used_s < before_s
+            if is_old and (heads is None or head_of(block.key) in heads):
+                yield block
+
+    def _heads_from(self, plan: _Plan) -> set[int]:
+        """Return the hash heads of the block of the prompt and its successors; empty if this
+        namespace lacks the block."""
+        assert self._opened is not None
+        name, prompt = plan.folder.name, self._wish.prompt
+        if not self._opened.has_block(name, prompt):
+            return set()
+        plan.has_prompt = True
+        first = head_of(self._opened.only_block(name, prompt, "--prefix").key)
+        chains = self._opened.state(name).chains()
+        heads = chains.from_on(first)
+        if len(heads) == 1 and chains.end_of(first) is None:
+            plan.report.skipped, plan.report.is_incomplete = NOT_NOTED.format(prompt), True
+        return heads
+
+    def _segment_uses(self, plan: _Plan) -> list[_SegmentUse]:
+        """Take the segments that lose all their blocks; return the others with their blocks."""
+        folder = plan.folder
+        slots = slots_in_use(self._fs, folder.folders[0])
+        size = folder.layout.slots
+        stays = slots.is_used.copy()
+        leaving = np.array([each.slot for each in plan.drops], dtype=np.int64)
+        leaving = leaving[leaving < len(stays)]
+        stays[leaving] = False
+        touched = set((leaving // size).tolist())
+        opened_at = int(self._fs.modified_at(folder.folders[0]))
+        found: list[_SegmentUse] = []
+        for number in plan.sizes:
+            part = slice(number * size, (number + 1) * size)
+            times = slots.use.last_use[part][stays[part]]
+            if not len(times) and number in touched:
+                plan.emptied.append(number)
+                plan.add(number, 0, 0)
+                continue
+            found.append(_segment_use(plan, number, times, opened_at))
+        return found
+
+    # -- doing ---------------------------------------------------------------------------------
+
+    def _carry_out(self, plan: _Plan) -> None:
+        report = plan.report
+        try:
+            if report.was_removed:
+                self._remove(plan.folder)
+            elif plan.drops or plan.chosen:
+                self._remove_blocks(plan)
+        except KVCascadeError as error:  # continue with the other namespaces
+            report.skipped, report.is_incomplete = sentence(error), not report.was_removed
+            report.was_removed, report.hottest_idle_s = False, None
+            report.blocks_removed = report.segments_removed = report.bytes_freed = 0
+
+    def _remove_blocks(self, plan: _Plan) -> None:
+        assert self._opened is not None
+        report, name = plan.report, plan.folder.name
+        dropped = self._opened.drop(name, plan.drops)
+        emptied, _ = self._opened.take(name, plan.emptied, is_if_empty=True)
+        taken, blocks = self._opened.take(name, plan.chosen)
+        report.blocks_removed = dropped + blocks
+        report.segments_removed = len(emptied) + len(taken)
+        report.bytes_freed = sum(plan.sizes[number] for number in (*emptied, *taken))
+        left = len(plan.chosen) - len(taken)
+        if left:
+            report.skipped, report.is_incomplete = WRITTEN_TO.format(left), True
+
+    def _remove(self, folder: NamespaceFolder) -> None:
+        """Remove a namespace, by its writer if that knows it."""
+        if self._opened is not None and folder.name in self._opened.names:
+            if not self._opened.session.is_writer and folder.is_readable:
+                # So that nobody waits for the writer while it deletes many files.
+                self._opened.take(folder.name, list(folder.segment_files()))
+            if not self._opened.remove(folder.name):
+                raise InUseError("its files could not be deleted; see the log of the writer")
+            return
+        folders = [each.resolve() for each in folder.folders]
+        if not all([remove_namespace(self._fs, each) for each in folders]):
+            reason = f" ({self._problem})" if self._problem else ""
+            raise InUseError(f"in use by an engine: stop it first{reason}")
 
 
-def _last_use(cache: OpenedCache, snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """Return the last use of every entry, in seconds of the wall clock; 0 if unknown."""
-    last = cache.state.usage(cache.slots).last_use
-    known = (snapshot.slots >= 0) & (snapshot.slots < len(last))
-    found = np.zeros(len(snapshot), dtype=np.int64)
-    found[known] = last[snapshot.slots[known]]
-    return found
-
-
-def _check_parts(location: Location) -> None:
-    """Check that all parts of the namespace were given; the other parts would be useless without
-    one."""
-    layouts = [described_layout(RealFileSystem(), folder) for folder in location.folders]
-    described = [layout for layout in layouts if layout is not None]
-    parts = max((layout.parts for layout in described), default=1)
-    if len({layout.part for layout in described}) < parts and len(layouts) < parts:
-        raise ConfigError(
-            f"--remove-namespace: {location.name} is spread over {parts} paths; give the others "
-            f"with --also, or remove {location.folders[0]} yourself if they are gone"
-        )
-
-
-def _leaving(
-    plan: _Plan,
-    cache: OpenedCache,
-    snapshot: Snapshot,
-    wish: Wish,
-    last_use: npt.NDArray[np.int64],
-    now_s: float,
-) -> npt.NDArray[np.bool_]:
-    """Return a mask of the entries that are removed individually."""
-    leaving = np.full(len(snapshot), wish.is_by_block, dtype=np.bool_)
-    if wish.hash_start:
-        start = wish.hash_start
-        leaving &= np.array([key.startswith(start) for key in snapshot.keys], dtype=np.bool_)
-    if wish.prompt:
-        heads = _heads_from(plan, cache, wish.prompt)
-        leaving &= np.array([head_of(key) in heads for key in snapshot.keys], dtype=np.bool_)
-    if wish.older_than_s is not None:
-        leaving &= (last_use > 0) & (last_use < now_s - wish.older_than_s)
-    return leaving
-
-
-def _heads_from(plan: _Plan, cache: OpenedCache, prompt: str) -> set[int]:
-    """Return the hash heads of a block and its successors; empty if this namespace lacks the
-    block."""
-    if not cache.index.keys_from(parse_hash(prompt), 1):
-        return set()
-    plan.has_prompt = True
-    first = head_of(only_match(cache, prompt, "--prefix"))
-    chains = cache.state.chains()
-    heads = chains.from_on(first)
-    if len(heads) == 1 and chains.end_of(first) is None:
-        plan.report.skipped, plan.report.is_incomplete = NOT_NOTED.format(prompt), True
-    return heads
-
-
-def _segment_uses(
-    plan: _Plan,
-    cache: OpenedCache,
-    snapshot: Snapshot,
-    leaving: npt.NDArray[np.bool_],
-    last_use: npt.NDArray[np.int64],
-) -> list[_SegmentUse]:
-    """Return every segment with its remaining blocks."""
-    opened_at = cache.description.home.stat().st_mtime  # replaces an unknown last use
-    numbers = snapshot.slots // cache.description.slots_per_segment
-    left = set(numbers[leaving].tolist())
-    numbers[leaving] = -1
-    found: list[_SegmentUse] = []
-    for number, segment in sorted(cache.segments.found.items()):
-        positions = np.flatnonzero(numbers == number)
-        times = last_use[positions]
-        found.append(
-            _SegmentUse(
-                plan,
-                snapshot,
-                number,
-                segment.used_bytes,
-                positions,
-                is_emptied=not len(positions) and number in left,
-                warmth=float(np.where(times, times, opened_at).mean()) if len(times) else 0.0,
-                last_use=int(times.max(initial=0)),
-            )
-        )
-    return found
+def _segment_use(
+    plan: _Plan, number: int, times: npt.NDArray[np.int64], opened_at: int
+) -> _SegmentUse:
+    """Return a candidate; `opened_at` replaces a last use that is unknown."""
+    warmth = float(np.where(times, times, opened_at).mean()) if len(times) else 0.0
+    return _SegmentUse(plan, number, len(times), warmth, int(times.max(initial=0)))
 
 
 def _choose_segments(uses: Sequence[_SegmentUse], excess_bytes: int) -> None:
-    """Take the coldest segments until the excess is freed."""
-    plans = {id(use.plan): use.plan for use in uses}.values()
-    excess_bytes -= sum(plan.report.bytes_freed for plan in plans)
+    """Choose the coldest segments until the excess is freed."""
     for use in sorted(uses, key=lambda use: use.warmth):
         if excess_bytes <= 0:
             return
-        if use.number not in use.plan.segments:
-            use.take()
-            excess_bytes -= use.used_bytes
+        use.plan.chosen.append(use.number)
+        use.plan.add(use.number, use.blocks, use.last_use)
+        excess_bytes -= use.plan.sizes[use.number]
 
 
-def _carry_out(plan: _Plan) -> None:
-    """Execute the plan; delete files and whole namespaces only if no engine has opened them
-    meanwhile."""
-    report, dropped = plan.report, 0
-    try:
-        if report.was_removed:
-            fs, folders = RealFileSystem(), [each.resolve() for each in plan.location.folders]
-            if not all([remove_namespace(fs, folder) for folder in folders]):
-                raise InUseError("an engine has opened it meanwhile")
-        elif plan.is_live:
-            if plan.drops:
-                description = read_description(plan.location)
-                report.blocks_removed = take_entries(description, plan.drops)
-        elif plan.drops or plan.segments:
-            description = read_description(plan.location)
-            with exclusive(description):
-                report.blocks_removed = dropped = drop_entries(description, plan.drops)
-                remove_segments(description, plan.segments)
-                _remove_kept_index(description.home)
-    except KVCascadeError as error:  # continue with the other namespaces
-        report.skipped, report.is_incomplete = sentence(error), not report.was_removed
-        report.blocks_removed, report.hottest_idle_s = dropped, None
-        report.segments_removed = report.bytes_freed = 0
-        report.was_removed = False
-
-
-def _remove_kept_index(home: Path) -> None:
-    """Delete the damaged index that a rebuild kept."""
-    with os_errors(f"removing {home / KEPT_INDEX}"):
-        shutil.rmtree(home / KEPT_INDEX, ignore_errors=True)
-
-
-def _held_bytes(location: Location) -> int:
-    return sum(map(RealFileSystem().used_bytes, location.folders))
+def _check_parts(fs: FileSystem, folder: NamespaceFolder) -> None:
+    """Check that all parts were given; the other parts would be useless without one."""
+    parts = folder.document.get("parts")
+    if type(parts) is int and len(folder.folders) < parts and len(folder.parts_given(fs)) < parts:
+        raise ConfigError(
+            f"--remove-namespace: {folder.name} is spread over {parts} paths; give the others "
+            f"with --also, or remove {folder.folders[0]} yourself if they are gone"
+        )
 
 
 def print_collected(reports: Sequence[GcReport], is_dry_run: bool) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ....errors import KVCascadeError
 from ..command_line import (
     ARENA_DIR,
     AlsoOption,
@@ -24,9 +26,11 @@ from ..command_line import (
     check_place,
     emit,
     finish,
+    sentence,
 )
 
 if TYPE_CHECKING:
+    from ..path_folders import NamespaceFolder
     from .namespace_report import NamespaceReport
 
 WhyOption = Annotated[
@@ -56,7 +60,7 @@ def inspect(
 ) -> None:
     """Show the contents of a cache, its use, and the wear of the drive.
 
-    Works on a live cache and on a closed one, and changes neither.
+    Works on a live cache and on a closed one, and changes no block of either.
 
     Examples:
 
@@ -90,18 +94,16 @@ def _all(
     as_json: bool,
 ) -> ExitCode:
     from .. import show
-    from ..cache_access import choose, chosen_of, locations
+    from ..path_folders import choose
     from .inspect_view import print_reports
-    from .namespace_report import report
 
-    found = locations(path, also)
-    chosen = chosen_of(found, namespace)
     check_place("--plot", plot)
+    chosen, reports = _reports(path, also, namespace, arena_dir)
     if plot is not None:
         from .inspect_plot import plot_namespace
 
-        plot_namespace(choose(chosen, None), plot)
-    reports = [report(each, arena_dir=arena_dir) for each in chosen]
+        one = choose(chosen, None)
+        plot_namespace(one, reports[0], plot)
     if url is not None:
         reports = _with_dirty_share(reports, url)
     if as_json:
@@ -112,6 +114,29 @@ def _all(
             print(f"Saved {plot}")
     is_bad = any(each.problem or each.segments_damaged for each in reports)
     return ExitCode.PROBLEMS if is_bad else ExitCode.OK
+
+
+def _reports(
+    path: Path, also: list[Path] | None, namespace: str | None, arena_dir: Path
+) -> tuple[Sequence[NamespaceFolder], list[NamespaceReport]]:
+    """Report on the chosen namespaces; if the path cannot be opened, with what its files say."""
+    from ....tiers.nvme.disk.filesystem import RealFileSystem
+    from ..path_blocks import open_path
+    from ..path_folders import chosen_of, folders_in
+    from .namespace_report import Inspector
+
+    fs = RealFileSystem()
+    chosen = chosen_of(folders_in(fs, path, also), namespace)
+    problem: str | None = None
+    try:
+        if any(each.is_readable for each in chosen):
+            with open_path(path, also) as opened:
+                inspector = Inspector(fs, opened, arena_dir=arena_dir)
+                return chosen, [inspector.report(each) for each in chosen]
+    except KVCascadeError as error:
+        problem = sentence(error)
+    inspector = Inspector(fs, None, problem, arena_dir=arena_dir)
+    return chosen, [inspector.report(each) for each in chosen]
 
 
 def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:
@@ -127,17 +152,20 @@ def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[Namespac
 
 
 def _why(path: Path, also: list[Path] | None, why: tuple[str, str], as_json: bool) -> ExitCode:
-    from ....tiers.nvme.offline.reader import read_description
+    from ....tiers.nvme.disk.filesystem import RealFileSystem
     from .. import show
-    from ..cache_access import choose, differing, locations
+    from ..path_folders import choose, differing, folders_in
     from .inspect_view import print_differences
 
-    sides = []
+    fs, sides = RealFileSystem(), []
     for name in why:
         is_path = os.path.isdir(name)
-        found = locations(Path(name)) if is_path else locations(path, also)
+        found = folders_in(fs, Path(name)) if is_path else folders_in(fs, path, also)
         sides.append(choose(found, None if is_path else name))
-    fields = differing(*(read_description(side).fields for side in sides))
+    for side in sides:
+        if side.problem:
+            raise CommandError(side.problem, ExitCode.CANNOT_OPEN)
+    fields = differing(sides[0].fields, sides[1].fields)
     if as_json:
         listed = [{"field": name, "a": a, "b": b} for name, (a, b) in fields.items()]
         emit("why", {"a": sides[0].name, "b": sides[1].name, "differing": listed})
@@ -150,11 +178,11 @@ def _block(
     path: Path, also: list[Path] | None, namespace: str | None, block: str, as_json: bool
 ) -> ExitCode:
     from .. import show
-    from ..cache_access import choose, locations, opened
+    from ..path_blocks import open_path
     from .block_report import look, print_block
 
-    with opened(choose(locations(path, also), namespace)) as cache:
-        found = look(cache, block)
+    with open_path(path, also) as opened:
+        found = look(opened, opened.only(namespace, path), block)
     if as_json:
         emit("block", found.as_json())
     else:

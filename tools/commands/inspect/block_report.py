@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ....errors import ConfigError
-from ....tiers.nvme.index.block_index import GENERATIONS_PER_SESSION
-from ....tiers.nvme.offline.reader import Description
-from ....tiers.nvme.path.block_reader import payload_checksum
-from ....tiers.nvme.segments.chains import HEAD_BYTES, head_of
-from ....tiers.nvme.segments.format import IndexEntry, SlotRecord, parse_record
+from ....tiers.nvme.path.block_scan import Finding, NamedBlock, scan_blocks
+from ....tiers.nvme.path.writer.block_questions import GROUP_BYTES
+from ....tiers.nvme.segments.chains import HEAD_BYTES, Chains, head_of
 from .. import show
-from ..cache_access import OpenedCache, parse_hash
-from .namespace_report import GROUP_BYTES, tokens_per_block
+from ..path_blocks import OpenPath, PathNamespace
+from .namespace_report import tokens_per_block
 
 if TYPE_CHECKING:
     import torch
 
-MAX_MATCHES = 8
 MAX_LAYERS = 65536
 
 
@@ -69,13 +65,8 @@ class BlockReport:
     length: int
     checksum: str
     verdict: str
-    """Result of the checksum: "ok", "corrupt" or "unreadable"."""
-    record: str
-    """"ok", or the way in which the slot's record differs."""
-    generation: int
-    session: int
-    """Number of the session (opening of the namespace) that wrote the block."""
-    epoch: int | None
+    """Result of the checksum: "ok", "corrupt", "unreadable", "no_segment"; "changed" if the block
+    was removed or replaced meanwhile."""
     group: int | None
     tokens: int | None
     prefix_tokens: int | None = None
@@ -97,59 +88,54 @@ class BlockReport:
         return asdict(self)
 
 
-def look(cache: OpenedCache, text: str) -> BlockReport:
-    """Return a report on the only block whose hash begins with `text`.
+def look(opened: OpenPath, name: str, text: str) -> BlockReport:
+    """Return a report on the only block of a namespace whose hash begins with `text`.
 
-    Raises `ConfigError` if none or several match.
+    Raises `ConfigError` if none or several match, or another `KVCascadeError`.
     """
-    key = only_match(cache, text, "--block")
-    entry = cache.index.entry(key)
-    if entry is None:
-        raise ConfigError(f"the index entry of {key.hex()} is damaged; run `kvcascade verify`")
-    description = cache.description
-    number, index = divmod(entry.slot, description.slots_per_segment)
-    payload, verdict = _payload(cache, key, entry)
-    record = parse_record(cache.segments.record(entry.slot))
-    usage = cache.state.usage(max(entry.slot + 1, cache.slots))
-    group = int.from_bytes(key[-GROUP_BYTES:], "big")
-    tokens = tokens_per_block(dict(description.fields), group)
+    namespace = opened.namespace(name)
+    block = opened.only_block(name, text, "--block")
+    payload, verdict = _payload(opened, namespace, block)
+    layout = namespace.layout
+    number, index = divmod(block.slot, layout.slots)
+    group = int.from_bytes(block.key[-GROUP_BYTES:], "big")
+    tokens = tokens_per_block(dict(namespace.description["fields"]), group)
     layers, source = [], "the namespace does not record the layout of layers in a block"
-    slices = layer_slices(description, group)
-    if slices and verdict == "ok":
+    slices = layer_slices(namespace.description, group)
+    if slices and verdict is Finding.OK:
         try:
             layers, source = statistics(payload, slices), "namespace.json"
         except ImportError:
             source = "torch is not installed: no statistics"
-    found = cache.segments.found.get(number)
+    state = opened.state(name)
+    use, at = state.use(block.slot + 1), block.slot
     return BlockReport(
-        namespace=description.name,
-        hash=key.hex(),
-        slot=entry.slot,
+        namespace=name,
+        hash=block.key.hex(),
+        slot=block.slot,
         segment=number,
-        path=str(found.path) if found else "",
-        offset=description.layout.header_bytes + index * description.block_bytes,
-        length=entry.length,
-        checksum=f"{entry.checksum:016x}",
-        verdict=verdict,
-        record=_compare(record, key, entry),
-        generation=entry.generation,
-        session=entry.generation // GENERATIONS_PER_SESSION,
-        epoch=None if record is None else record.epoch,
+        path=str(namespace.segment_files().get(number, "")),
+        offset=layout.header_bytes + index * layout.block_bytes,
+        length=layout.block_bytes,
+        checksum=f"{block.checksum:016x}",
+        verdict=verdict.value,
         group=None if tokens is None else group,
         tokens=tokens,
-        **_place_in_prompt(cache, key, tokens),
-        written_at=int(usage.written_at[entry.slot]) or None,
-        last_use=int(usage.last_use[entry.slot]) or None,
-        times_used=int(usage.times[entry.slot]) if usage.written_at[entry.slot] else None,
+        **_place_in_prompt(state.chains(), block.key, tokens),
+        written_at=int(use.written_at[at]) or None,
+        last_use=block.used_s or None,
+        times_used=int(use.times[at]) if use.written_at[at] else None,
         layout=source,
         layers=layers,
     )
 
 
-def layer_slices(description: Description, group: int) -> list[LayerSlice]:
+def layer_slices(description: Mapping[str, Any], group: int) -> list[LayerSlice]:
     """Return the place of each layer of a KV group in a block; empty if it is unknown or
     inconsistent."""
-    about = description.about
+    about = description.get("about")
+    if not isinstance(about, Mapping):
+        return []
     ranks, rank_bytes, layers = (about.get(n) for n in ("world_size", "rank_bytes", "layers"))
     if not (isinstance(ranks, int) and isinstance(rank_bytes, int) and isinstance(layers, list)):
         return []
@@ -159,7 +145,7 @@ def layer_slices(description: Description, group: int) -> list[LayerSlice]:
             if not isinstance(layer, Mapping) or layer.get("group") != group:
                 continue
             one = _slice(layer, rank, rank * rank_bytes)
-            if one is None or one.offset >= description.block_bytes:
+            if one is None or one.offset >= description["block_bytes"]:
                 return []
             slices.append(one)
     return slices
@@ -195,8 +181,6 @@ def print_block(console: Console, report: BlockReport) -> None:
         ("slot", f"{report.slot} (segment {report.segment})"),
         ("length", f"{report.length:,} bytes"),
         ("checksum", f"{report.checksum}: {report.verdict}"),
-        ("slot record", report.record),
-        ("written", f"generation {report.generation}, session {report.session}"),
         ("prefix position", _position(report)),
         *((name, show.UNKNOWN if value is None else str(value)) for name, value in known),
         ("layout", report.layout),
@@ -213,8 +197,8 @@ def print_block(console: Console, report: BlockReport) -> None:
     console.print(table)
 
 
-def _place_in_prompt(cache: OpenedCache, key: bytes, tokens: int | None) -> dict[str, Any]:
-    chains, head = cache.state.chains(), head_of(key)
+def _place_in_prompt(chains: Chains, key: bytes, tokens: int | None) -> dict[str, Any]:
+    head = head_of(key)
     end, parent = chains.end_of(head), chains.parent_of(head)
     if end is None or parent is None:
         return {}
@@ -231,36 +215,16 @@ def _position(report: BlockReport) -> str:
     return f"{place}up to token {report.prefix_tokens:,}, {before}"
 
 
-def only_match(cache: OpenedCache, text: str, option: str) -> bytes:
-    """Return the only block whose hash begins with `text`. Raises `ConfigError` if none or several
-    match."""
-    matches = cache.index.keys_from(parse_hash(text), MAX_MATCHES + 1)
-    if not matches:
-        raise ConfigError(f"{option}: there is no block {text} in {cache.description.name}")
-    if len(matches) > 1:
-        shown = ", ".join(key.hex() for key in matches[:MAX_MATCHES])
-        raise ConfigError(f"{option}: {text} is the start of several blocks: {shown}")
-    return matches[0]
-
-
-def _payload(cache: OpenedCache, key: bytes, entry: IndexEntry) -> tuple[memoryview, str]:
-    buffer = memoryview(bytearray(cache.description.block_bytes))
-    try:
-        cache.segments.read_run(entry.slot, [buffer])
-    except OSError:
-        return buffer, "unreadable"
-    is_right = entry.length == len(buffer) and entry.checksum == payload_checksum(key, buffer)
-    return buffer, "ok" if is_right else "corrupt"
-
-
-def _compare(record: SlotRecord | None, key: bytes, entry: IndexEntry) -> str:
-    if record is None:
-        return "missing or damaged"
-    if record.key != key:
-        return f"of block {record.key.hex()}"
-    right = (entry.generation, entry.checksum, entry.length)
-    is_equal = (record.generation, record.checksum, record.length) == right
-    return "ok" if is_equal else f"of generation {record.generation}"
+def _payload(
+    opened: OpenPath, namespace: PathNamespace, block: NamedBlock
+) -> tuple[memoryview, Finding]:
+    """Return the payload of a block, and what its checksum says."""
+    found = bytearray()
+    with opened.source(namespace) as source:
+        ((_, verdict),) = next(
+            iter(scan_blocks(source, [block], None, lambda _, v: found.extend(v)))
+        )
+    return memoryview(found), verdict
 
 
 def _slice(layer: Mapping[str, Any], rank: int, start: int) -> LayerSlice | None:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....tiers.nvme.offline.reader import Location
+from ....errors import FormatError
+from ....tiers.nvme.disk.filesystem import RealFileSystem
 from .. import show
-from ..cache_access import opened
+from ..path_folders import NamespaceFolder
 from ..picture import DARK, INK, MAP_COLOURS, head, new_figure, save, tidy
-from .namespace_report import NamespaceReport, occupancy, report
+from .namespace_report import NamespaceReport, slots_in_use
 
 MAP_COLUMNS = 256
 """Cells per segment in the occupancy map; each shows the share of its slots in use."""
 MAX_MAP_ROWS = 256
 
 
-def plot_namespace(location: Location, path: Path) -> None:
+def plot_namespace(one: NamespaceFolder, found: NamespaceReport, path: Path) -> None:
     """Draw ages, idle times, reuse and the used slots of each segment to a PNG file.
 
     Raises a `KVCascadeError`, or `CommandError` without matplotlib.
     """
+    if found.blocks is None:
+        raise FormatError(found.problem or one.reason)
     figure = new_figure(12, 7.2)
-    found = report(location, time.time())
-    with opened(location, is_trusted=True) as cache:  # the report has just read the index
-        maps = occupancy(cache, cache.index.snapshot())
+    slots = slots_in_use(RealFileSystem(), one.folders[0])
+    maps = slots.by_segment(one.layout.slots, list(one.segment_files()))
     grid = figure.add_gridspec(
         2, 3, height_ratios=(1, 1.15), left=0.055, right=0.95, top=0.83, bottom=0.085,
         hspace=0.42, wspace=0.16,

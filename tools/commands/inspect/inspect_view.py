@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import show
-from .namespace_report import UNREADABLE, NamespaceReport
+from .namespace_report import NamespaceReport
 
 MAX_FIELD_CHARS = 200
 HISTOGRAM_CELLS = 12
@@ -20,6 +21,9 @@ HISTOGRAM_CELLS = 12
 def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
     """Print all namespaces of a path."""
     for report in reports:
+        if report.state.startswith("version"):
+            console.print(Text(_other_version(report)))
+            continue
         console.print(Text(report.name, style="bold"))
         console.print(f"  {', '.join(report.paths)}", style="dim")
         if report.problem:
@@ -38,6 +42,11 @@ def print_differences(
     for name, (one, other) in found.items():
         table.add_row(name, _cut(one), _cut(other))
     console.print(table)
+
+
+def _other_version(report: NamespaceReport) -> str:
+    removal = f"kvcascade gc {Path(report.paths[0]).parent} -n {report.name} --remove-namespace"
+    return f"{report.name}: {report.state}, {show.size(report.disk_bytes)}; `{removal}` clears it"
 
 
 def _render(report: NamespaceReport) -> Group:
@@ -59,8 +68,8 @@ def _render(report: NamespaceReport) -> Group:
 
 def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
     """Return the known facts as rows; an unreadable namespace has few."""
-    owners = ", ".join(map(str, report.owners))
-    rows = [("state", report.state + (f", owned by process {owners}" if owners else ""))]
+    engines = ", ".join(report.engines)
+    rows = [("state", report.state + (f", open in {engines}" if engines else ""))]
     if report.fingerprint:
         made = f"{report.created[:19]} ({show.duration(report.age_s)} ago)"
         rows += [("label", report.label), ("fingerprint", report.fingerprint), ("made", made)]
@@ -72,7 +81,7 @@ def _facts(report: NamespaceReport) -> list[tuple[str, str]]:
         ("on disk", f"{show.size(report.disk_bytes)}, index {show.size(report.index_bytes)}"),
         ("segments", _segments(report)),
     ]
-    if report.state != UNREADABLE:
+    if report.written_bytes is not None:
         rows += _life(report)
     return rows
 

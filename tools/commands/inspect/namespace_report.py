@@ -1,11 +1,15 @@
-"""`kvcascade inspect`: contents of a cache, its use, and its wear of the drive."""
+"""`kvcascade inspect`: contents of a cache, its use, and its wear of the drive.
+
+Numbers of blocks, uses and ages come from files that every process may read. Totals and engines
+come from the writer. If it does not answer, the report has what the files say.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,15 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import KVCascadeError, os_errors
+from ....errors import InUseError, KVCascadeError, os_errors
+from ....tiers.base import SlotMask
 from ....tiers.endurance import DAY_S
-from ....tiers.nvme.disk.filesystem import RealFileSystem
-from ....tiers.nvme.offline.presence import owners
-from ....tiers.nvme.offline.reader import Location, Snapshot, read_description
-from ....tiers.nvme.offline.state_reader import Usage
-from ..cache_access import OpenedCache, count_segments, opened
+from ....tiers.nvme.disk.filesystem import FileSystem
+from ....tiers.nvme.path.presence_file import PRESENCE, read_presence
+from ....tiers.nvme.path.presence_table import PresenceTable
+from ....tiers.nvme.path.saved_state import SavedState, SlotUse
+from ....tiers.nvme.path.writer.namespace_home import BLOCKS, STATE
 from ..command_line import ARENA_DIR, sentence
+from ..path_blocks import OpenPath
+from ..path_folders import NamespaceFolder
 from ..shm.kept_arenas import kept_blocks
+from ..verify.verify_path import damaged_segments
 
 AGE_BOUNDS_S = (60, 600, 3600, 6 * 3600, DAY_S, 7 * DAY_S, 30 * DAY_S)
 AGE_NAMES = ("< 1 min", "< 10 min", "< 1 h", "< 6 h", "< 1 d", "< 7 d", "< 30 d", "older")
@@ -30,10 +38,9 @@ REUSE_BOUNDS = (1, 2, 3, 5, 9, 17, 33)
 REUSE_NAMES = ("never", "once", "2", "3-4", "5-8", "9-16", "17-32", "more")
 UNKNOWN = "not known"
 UNREADABLE = "unreadable"
+LIVE, CLOSED, NOT_CLEAN = "live", "closed", "closed (not clean)"
 RATE_AFTER_S = 3600.0
 """Age of a namespace from which its writes are reported per day."""
-GROUP_BYTES = 4
-"""Length of the group number at the end of a block hash."""
 _GROUP_FIELD = re.compile(r"group(\d+)")
 _TOKENS = re.compile(r"(\d+) tokens")
 
@@ -56,11 +63,15 @@ class NamespaceReport:
     name: str
     paths: list[str]
     state: str
-    """State of the namespace: "live", "closed", "closed (not clean)" or "unreadable"."""
-    owners: list[int]
-    """Ids of the processes that own the namespace."""
+    """State of the namespace: "live", "closed", "closed (not clean)", "unreadable", "not known" if
+    its writer does not answer, or "version N" of another version."""
+    engines: list[str] = field(default_factory=list)
+    """Names of the engines, or other nodes, that have the namespace open."""
+    granted_slots: int | None = None
+    """Number of slots that engines are writing to."""
+    format_version: object = None
     problem: str | None = None
-    """Reason why the namespace cannot be opened, with a remedy."""
+    """Reason why not everything is known, with a remedy."""
     label: str = ""
     fingerprint: str = ""
     created: str = ""
@@ -70,7 +81,7 @@ class NamespaceReport:
     slots: int | None = None
     """Number of slots of the existing segments."""
     capacity_slots: int | None = None
-    """Number of slots in the capacity of the last owner."""
+    """Number of slots that the capacity of the path has room for."""
     payload_bytes: int | None = None
     disk_bytes: int | None = None
     index_bytes: int | None = None
@@ -119,30 +130,174 @@ class NamespaceReport:
         return (self.blocks or 0) / self.room if self.room else 0.0
 
 
-def report(
-    location: Location, now_s: float | None = None, arena_dir: Path = ARENA_DIR
-) -> NamespaceReport:
-    """Report on one namespace; if it cannot be opened, the report says so and nothing is raised.
+@dataclass(frozen=True, slots=True)
+class SlotsInUse:
+    """Slots of a namespace as its presence table names them."""
 
-    `arena_dir` is the directory in which engines keep their CPU tiers.
+    table: PresenceTable
+    is_used: SlotMask
+    use: SlotUse
+    is_clean: bool
+    """True if the namespace was closed cleanly and not opened since."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return int(np.count_nonzero(self.is_used))
+
+    def by_segment(self, slots_per_segment: int, numbers: Sequence[int]) -> dict[int, SlotMask]:
+        """Return a mask of the used slots of every segment in `numbers`."""
+        size, used = slots_per_segment, self.is_used
+        return {n: used[n * size : (n + 1) * size] for n in numbers if (n + 1) * size <= len(used)}
+
+
+def slots_in_use(fs: FileSystem, folder: Path) -> SlotsInUse:
+    """Read the presence table and the uses of the namespace in a directory.
+
+    Raises `FormatError` if the table is damaged, or another `KVCascadeError`.
     """
-    paths = [str(folder) for folder in location.folders]
-    now_s = time.time() if now_s is None else now_s
-    try:
-        with opened(location) as cache:
-            return _report(cache, paths, now_s, arena_dir)
-    except KVCascadeError as error:
-        held = owners(location.folders)
-        return _unreadable(location, paths, held, sentence(error), now_s)
+    table, is_clean = read_presence(fs, folder)
+    use = SavedState(folder / STATE).use(table.slots)
+    return SlotsInUse(table, table.used_slots(), use, is_clean)
 
 
-def occupancy(cache: OpenedCache, snapshot: Snapshot) -> dict[int, npt.NDArray[np.bool_]]:
-    """Return a mask of the used slots of every segment."""
-    size = cache.description.slots_per_segment
-    used = np.zeros(max(1, cache.slots), dtype=np.bool_)
-    slots = snapshot.slots[(snapshot.slots >= 0) & (snapshot.slots < cache.slots)]
-    used[slots] = True
-    return {n: used[n * size : (n + 1) * size] for n in sorted(cache.segments.found)}
+class Inspector:
+    """Makes reports of namespaces. One thread."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        opened: OpenPath | None,
+        problem: str | None = None,
+        *,
+        now_s: float | None = None,
+        arena_dir: Path = ARENA_DIR,
+    ) -> None:
+        """`opened` is the open path; None if it cannot be opened, with the reason in `problem`.
+
+        `now_s` is in seconds since 1970. `arena_dir` is the directory in which engines keep their
+        CPU tiers.
+        """
+        self._fs = fs
+        self._opened = opened
+        self._problem = problem
+        self._now_s = time.time() if now_s is None else now_s
+        self._arena_dir = arena_dir
+
+    def report(self, one: NamespaceFolder) -> NamespaceReport:
+        """Report on one namespace; if it cannot be opened, the report says so.
+
+        Raises `InUseError` if the writer does not answer, or `TierIOError`.
+        """
+        paths = [str(folder) for folder in one.folders]
+        if not one.is_readable:
+            state = UNREADABLE if one.problem else f"version {one.version}"
+            found = NamespaceReport(one.name, paths, state, problem=one.problem or None)
+            return replace(
+                found, **_on_disk(self._fs, one), **_described(self._fs, one, self._now_s)
+            )
+        session = SavedState(one.folders[0] / STATE).sessions()  # before the writer opens it
+        before = self._slots(one)
+        damaged = [number for number, _ in damaged_segments(one.segment_files(), one.layout)]
+        facts, problem = self._facts(one)
+        slots = before if facts is None else self._slots(one)
+        found = NamespaceReport(
+            one.name,
+            paths,
+            self._state(facts, before, slots),
+            problem=problem,
+            sessions=session,
+            segments_damaged=damaged,
+            policies=[asdict(each) for each in SavedState(one.folders[0] / STATE).policies()],
+        )
+        found = replace(found, **_on_disk(self._fs, one), **_described(self._fs, one, self._now_s))
+        if slots is not None:
+            found = self._with_slots(found, one, slots, facts is not None)
+        return found if facts is None else self._with_facts(found, one, facts)
+
+    def _slots(self, one: NamespaceFolder) -> SlotsInUse | None:
+        try:
+            return slots_in_use(self._fs, one.folders[0])
+        except KVCascadeError:
+            return None
+
+    def _facts(self, one: NamespaceFolder) -> tuple[dict[str, Any] | None, str | None]:
+        """Return what the writer says; None and the reason if it cannot open the namespace."""
+        if self._opened is None:
+            return None, self._problem
+        try:
+            return self._opened.facts(one.name), None
+        except InUseError:
+            raise
+        except KVCascadeError as error:
+            return None, sentence(error)
+
+    def _state(
+        self, facts: dict[str, Any] | None, before: SlotsInUse | None, now: SlotsInUse | None
+    ) -> str:
+        if facts is None:
+            return UNREADABLE if self._opened is not None or now is None else UNKNOWN
+        if facts["engines"]:
+            return LIVE
+        assert self._opened is not None, "it has just answered"
+        was_opened_here = self._opened.session.is_writer
+        return CLOSED if before is None or before.is_clean or not was_opened_here else NOT_CLEAN
+
+    def _with_slots(
+        self, found: NamespaceReport, one: NamespaceFolder, slots: SlotsInUse, is_open: bool
+    ) -> NamespaceReport:
+        ages, idles, reuses = _use_histograms(slots, self._now_s)
+        return replace(
+            found,
+            blocks=slots.blocks,
+            capacity_slots=slots.table.slots,
+            payload_bytes=slots.blocks * one.document["block_bytes"],
+            epoch=slots.table.epoch,
+            dirty_share=_dirty_share(found.fingerprint, slots.table, self._arena_dir),
+            groups=self._groups(one, slots.blocks, is_open),
+            age=ages,
+            idle=idles,
+            reuse=reuses,
+        )
+
+    def _with_facts(
+        self, found: NamespaceReport, one: NamespaceFolder, facts: dict[str, Any]
+    ) -> NamespaceReport:
+        age_s, written = found.age_s, int(facts["written_bytes"])
+        per_day = written / (age_s / DAY_S) if age_s and age_s >= RATE_AFTER_S else None
+        with os_errors(f"asking for the disk of {one.folders[0]}"):
+            figures = os.statvfs(one.folders[0])
+        return replace(
+            found,
+            engines=facts["engines"],
+            granted_slots=facts["granted_slots"],
+            blocks=facts["blocks"],
+            payload_bytes=facts["blocks"] * one.document["block_bytes"],
+            capacity_slots=facts["slots"],
+            epoch=facts["epoch"],
+            written_bytes=written,
+            read_bytes=facts["read_bytes"],
+            written_bytes_last_day=facts["day"]["written_bytes"],
+            read_bytes_last_day=facts["day"]["read_bytes"],
+            written_bytes_per_day=per_day,
+            drive_writes_per_day=None
+            if per_day is None
+            else per_day / (figures.f_blocks * figures.f_frsize),
+        )
+
+    def _groups(self, one: NamespaceFolder, blocks: int, is_open: bool) -> list[GroupReport]:
+        """Count by group; blocks of hashes that are not an engine's cannot be told apart."""
+        fields = dict(one.fields)
+        named = {int(m[1]) for name in fields if (m := _GROUP_FIELD.fullmatch(name))}
+        counts = {min(named): blocks} if len(named) == 1 else {}
+        if len(named) > 1 and is_open and self._opened is not None:
+            counts = self._opened.groups(one.name)
+        reports: list[GroupReport] = []
+        for group in sorted(counts) if counts.keys() <= named else ():
+            per_block = tokens_per_block(fields, group)
+            tokens = None if per_block is None else per_block * counts[group]
+            reports.append(GroupReport(group, counts[group], tokens))
+        return reports
 
 
 def histogram(
@@ -160,13 +315,12 @@ def histogram(
     return {**counted, UNKNOWN: unknown} if unknown else counted
 
 
-def use_histograms(
-    slots: npt.NDArray[np.int64], usage: Usage, now_s: float
+def _use_histograms(
+    slots: SlotsInUse, now_s: float
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Return histograms (age, idle, reuse) of the blocks in these slots."""
-    slots = slots[(slots >= 0) & (slots < len(usage.times))]
-    written, last, times = usage.written_at[slots], usage.last_use[slots], usage.times[slots]
-    now = int(now_s)
+    """Return histograms (age, idle, reuse) of the blocks."""
+    used, use, now = slots.is_used, slots.use, int(now_s)
+    written, last, times = use.written_at[used], use.last_use[used], use.times[used]
     return (
         histogram(np.maximum(0, now - written), AGE_BOUNDS_S, AGE_NAMES, written > 0),
         histogram(np.maximum(0, now - last), AGE_BOUNDS_S, AGE_NAMES, last > 0),
@@ -182,115 +336,47 @@ def tokens_per_block(fields: dict[str, Any], group: int) -> int | None:
     return int(match[1]) * int(chunk) if match and chunk.isdigit() else None
 
 
-def _report(cache: OpenedCache, paths: list[str], now_s: float, arena_dir: Path) -> NamespaceReport:
-    description, meta, snapshot = cache.description, cache.index.meta(), cache.index.snapshot()
-    age_s = _age(description.created, now_s)
-    per_day = meta.written_bytes / (age_s / DAY_S) if age_s and age_s >= RATE_AFTER_S else None
-    ages, idles, reuses = use_histograms(snapshot.slots, cache.state.usage(cache.slots), now_s)
-    folders = list(description.folders.values())
-    with os_errors(f"asking for the disk of {description.home}"):
-        figures = os.statvfs(description.home)
-    device_bytes = figures.f_blocks * figures.f_frsize
-    found = cache.segments.found.values()
-    closed = "closed" if meta.is_clean else "closed (not clean)"
-    return NamespaceReport(
-        name=description.name,
-        paths=paths,
-        state="live" if cache.owners else closed,
-        owners=cache.owners,
-        label=description.label,
-        fingerprint=description.fingerprint,
-        created=description.created,
-        age_s=age_s,
-        block_bytes=description.block_bytes,
-        blocks=len(snapshot),
-        slots=len(cache.segments.found) * description.slots_per_segment,
-        capacity_slots=cache.state.capacity(),
-        payload_bytes=len(snapshot) * description.block_bytes,
-        disk_bytes=sum(map(RealFileSystem().used_bytes, folders)),
-        index_bytes=cache.index.file_bytes,
-        segments=len(cache.segments.found),
-        segments_damaged=[each.number for each in found if each.problem],
-        parts=description.parts,
-        parts_missing=description.missing_parts,
-        epoch=meta.epoch,
-        sessions=meta.session,
-        dirty_share=_dirty_share(description.fingerprint, snapshot, arena_dir),
-        written_bytes=meta.written_bytes,
-        read_bytes=meta.read_bytes,
-        written_bytes_last_day=meta.day.written,
-        read_bytes_last_day=meta.day.read,
-        written_bytes_per_day=per_day,
-        drive_writes_per_day=None if per_day is None else per_day / device_bytes,
-        groups=_groups(snapshot, dict(description.fields)),
-        age=ages,
-        idle=idles,
-        reuse=reuses,
-        policies=[asdict(policy) for policy in cache.state.policies()],
-        fields=dict(description.fields),
-        about=dict(description.about),
-    )
-
-
-def _dirty_share(fingerprint: str, snapshot: Snapshot, arena_dir: Path) -> float | None:
+def _dirty_share(fingerprint: str, table: PresenceTable, arena_dir: Path) -> float | None:
     kept = kept_blocks(arena_dir, fingerprint)
     if kept is None:
         return None
     blocks, slots = kept
-    return len(blocks.difference(snapshot.keys)) / slots
+    return int(np.count_nonzero(table.find_many(list(blocks)) < 0)) / slots
 
 
-def _unreadable(
-    location: Location, paths: list[str], held: list[int], problem: str, now_s: float
-) -> NamespaceReport:
-    """Report on a namespace whose index or description cannot be opened."""
-    found = _on_disk(location, NamespaceReport(location.name, paths, UNREADABLE, held, problem))
-    try:
-        description = read_description(location)
-    except KVCascadeError:
-        return found
-    return replace(
-        found,
-        label=description.label,
-        fingerprint=description.fingerprint,
-        created=description.created,
-        age_s=_age(description.created, now_s),
-        block_bytes=description.block_bytes,
-        parts=description.parts,
-        fields=dict(description.fields),
-        about=dict(description.about),
-    )
+def _described(fs: FileSystem, one: NamespaceFolder, now_s: float) -> dict[str, Any]:
+    """Return the fields of a report that the description has."""
+    about, facts = one.document, one.document.get("about")
+    if not one.is_readable:
+        return {"format_version": one.version}
+    parts = int(about.get("parts", 1))
+    return {
+        "format_version": one.version,
+        "label": str(about.get("label", "")),
+        "fingerprint": str(about["fingerprint"]),
+        "created": str(about.get("created", "")),
+        "age_s": _age(str(about.get("created", "")), now_s),
+        "block_bytes": about["block_bytes"],
+        "parts": parts,
+        "parts_missing": sorted(set(range(parts)) - one.parts_given(fs)),
+        "fields": dict(one.fields),
+        "about": dict(facts) if isinstance(facts, Mapping) else {},
+    }
 
 
-def _on_disk(location: Location, found: NamespaceReport) -> NamespaceReport:
-    """Add the facts of the file system, if they can be read."""
-    fs, folders = RealFileSystem(), location.folders
-    indexes = filter(Path.is_dir, [folder / "index" for folder in folders])
-    try:
-        return replace(
-            found,
-            disk_bytes=sum(map(fs.used_bytes, folders)),
-            index_bytes=sum(map(fs.used_bytes, indexes)),
-            segments=count_segments(location),
-        )
-    except OSError:
-        return found
-
-
-def _groups(snapshot: Snapshot, fields: dict[str, Any]) -> list[GroupReport]:
-    counts: dict[int, int] = {}
-    for key in snapshot.keys:
-        group = int.from_bytes(key[-GROUP_BYTES:], "big")
-        counts[group] = counts.get(group, 0) + 1
-    named = {int(m[1]) for name in fields if (m := _GROUP_FIELD.fullmatch(name))}
-    if not counts.keys() <= (named or {0}):  # a different kind of hash: groups cannot be told apart
-        return []
-    reports: list[GroupReport] = []
-    for group in sorted(counts):
-        per_block = tokens_per_block(fields, group)
-        tokens = None if per_block is None else per_block * counts[group]
-        reports.append(GroupReport(group, counts[group], tokens))
-    return reports
+def _on_disk(fs: FileSystem, one: NamespaceFolder) -> dict[str, Any]:
+    """Return the fields of a report that the file system has."""
+    indexes = [one.folders[0] / name for name in (BLOCKS, PRESENCE, "index")]
+    with os_errors(f"looking at {one.name}"):
+        segments = len(one.segment_files())
+        found: dict[str, Any] = {
+            "disk_bytes": one.used_bytes(fs),
+            "index_bytes": sum(fs.used_bytes(path) for path in indexes if fs.exists(path)),
+            "segments": segments,
+        }
+    if one.is_readable:
+        found["slots"] = segments * one.document["slots_per_segment"]
+    return found
 
 
 def _age(created: str, now_s: float) -> float | None:

@@ -66,13 +66,14 @@ def top(
 def _source(
     path: Path | None, also: list[Path] | None, url: str | None
 ) -> tuple[str, Callable[[], Reading]]:
-    from ..cache_access import locations
-    from .top_frame import read_path, read_url
+    from .top_frame import read_url
 
     if url is not None:
         return url, partial(read_url, url)
     assert path is not None
-    return str(path), lambda: read_path(locations(path, also))
+    from .path_readings import PathReadings
+
+    return str(path), PathReadings(path, also).read
 
 
 def _show(

@@ -1,7 +1,7 @@
 """`kvcascade top`: figures of a running engine or of a path, and their rates.
 
 A reading is a set of numbers at one moment; two readings give rates. Readings come from an engine's
-`/metrics` (all its counters) or from the disk (index and files of namespaces).
+`/metrics` (all its counters) or from a path (`PathReadings`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import textwrap
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from ....errors import KVCascadeError, TierIOError
+from ....errors import TierIOError
 from ....observe.metrics import PREFIX
-from ....tiers.nvme.offline.reader import Location
-from ..cache_access import opened
-from ..command_line import sentence
 
 FETCH_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 64 << 20
@@ -126,42 +123,6 @@ def read_url(url: str, clock: Callable[[], float] = time.monotonic) -> Reading:
             f"{address} has no metrics of kvcascade; does this engine use it, with metrics on?",
         )
     return Reading(clock(), figures)
-
-
-def read_path(
-    locations: Sequence[Location],
-    clock: Callable[[], float] = time.monotonic,
-    *,
-    is_trusted: bool = False,
-) -> Reading:
-    """Read figures from the disk, with each namespace as a "tier". Raises a `KVCascadeError`.
-
-    If several are given, an unreadable one has a problem and no figures. `is_trusted` means that
-    the index has been read before.
-    """
-    figures: dict[tuple[str, str], float] = {}
-    problems: dict[str, str] = {}
-    for location in locations:
-        try:
-            figures |= _figures_of(location, is_trusted)
-        except KVCascadeError as error:
-            if len(locations) == 1:
-                raise
-            problems[location.name] = sentence(error)
-    return Reading(clock(), figures, problems)
-
-
-def _figures_of(location: Location, is_trusted: bool) -> Figures:
-    with opened(location, is_trusted=is_trusted) as cache:
-        meta, name = cache.index.meta(), location.name
-        found = len(cache.segments.found) * cache.description.slots_per_segment
-        slots = cache.state.capacity() or found  # no recorded capacity: slots of the files
-        return {
-            ("tier_blocks", name): meta.entries,
-            ("tier_used_ratio", name): meta.entries / slots if slots else 0.0,
-            ("demoted_bytes", name): meta.written_bytes,
-            ("promoted_bytes", name): meta.read_bytes,
-        }
 
 
 def frame(source: str, now: Reading, before: Reading | None = None) -> Frame:

@@ -7,15 +7,14 @@ has changed about them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ....errors import os_errors
-from ....handlers.node.path_io import SEGMENTS
 from ....tiers.nvme.disk.filesystem import open_read_only
 from ....tiers.nvme.disk.transfers import Throttle, read_all
 from ....tiers.nvme.path.block_scan import Finding, NamedBlock, scan_blocks
-from ....tiers.nvme.segments.format import segment_number
+from ....tiers.nvme.segments.format import SegmentLayout
 from ..path_blocks import OpenPath, PathNamespace
 from .verify_report import BlockProblem, Problem, Progress, VerifyReport
 
@@ -60,7 +59,9 @@ def verify_namespace(
             report.bytes_read += len(findings) * namespace.block_bytes
             progress(len(findings))
     report.ok = report.blocks - report.changed - len(report.problems)
-    report.segments_damaged = dict(_damaged_segments(namespace))
+    files = namespace.segment_files()
+    damage = damaged_segments(files, namespace.layout)
+    report.segments_damaged = {str(files[number]): problem for number, problem in damage}
     _check_space(path, report, named)
     if may_repair and damaged:
         report.dropped = path.drop(name, damaged)
@@ -83,17 +84,15 @@ def _check_space(path: OpenPath, report: VerifyReport, named: list[NamedBlock]) 
     )
 
 
-def _damaged_segments(namespace: PathNamespace) -> Iterator[tuple[str, str]]:
-    """Yield segment files whose header or size is wrong; the next writer corrects them."""
-    layout = namespace.layout
-    for folder in namespace.folders:
-        for path in sorted((folder / SEGMENTS).iterdir()):
-            number = segment_number(path.name)
-            if number is None:
-                continue
-            problem = _problem_of(path, layout.header(number), layout.file_bytes)
-            if problem:
-                yield str(path), problem
+def damaged_segments(files: Mapping[int, Path], layout: SegmentLayout) -> Iterator[tuple[int, str]]:
+    """Yield the numbers of segment files whose header or size is wrong, with the reason.
+
+    The next writer that opens the namespace corrects them.
+    """
+    for number, path in files.items():
+        problem = _problem_of(path, layout.header(number), layout.file_bytes)
+        if problem:
+            yield number, problem
 
 
 def _problem_of(path: Path, header: bytes, file_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Cost of the presence table and the block table: lookups, commits, opening and memory."""
+"""Cost of the presence table and the block table, and of a node for the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ....tiers.nvme.path.presence_file import (
 from ....tiers.nvme.path.presence_table import PresenceTable, presence_bytes
 from ...commands.bench.bench_results import OURS, BenchError, Goal, Quantity
 from ...commands.bench.raw_disk import drop_page_cache
+from . import node_rates
 from .measurement import Case, Figures, Measurement, MeasurementSetup, Say
 from .scheduler.reopen_probe import resident_bytes
 
@@ -95,7 +96,9 @@ def commit(
 
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
-    """Yield a case per size."""
+    """Yield the case of a scheduler with a node, and a case per size of the tables."""
+    node = partial(node_rates.measure, setup.folder, setup.scale.questions)
+    yield Case("a node, blocks of 4 KiB", {OURS: node}, node_rates.QUANTITIES)
     for blocks in setup.scale.path_blocks:
         path = FilledPath(setup.folder / str(blocks), blocks)
         needed = block_table_bytes(path.slots) + presence_bytes(path.slots)
@@ -232,7 +235,8 @@ MEASUREMENT = Measurement(
     "mapping of the presence file, 500 keys a stretch; the row is the median stretch. A commit is "
     "one LMDB transaction without sync, then the change of the presence table. Page cache dropped "
     "before the openings after a clean close and a loss of power. After a loss of power every page "
-    "of the block table is checked, and the table is scanned.",
+    "of the block table is checked, and the table is scanned. The rows of a node are processor "
+    "time of the scheduler's thread: the median step, from the start of its jobs to their ends.",
     (
         Quantity("find, present", "µs/key", (Goal(0.6),)),
         Quantity("  fastest stretch, present", "µs/key"),

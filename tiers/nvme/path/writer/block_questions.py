@@ -2,18 +2,27 @@
 
 | question | body | answer |
 | --- | --- | --- |
-| `namespace` | `name` | `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day` |
-| `blocks` | `name`, `after`, `limit` | `blocks`: see below; `next`, null at the end |
+| `namespace` | `name` | numbers, totals and engines: see below |
+| `blocks` | `name`, `after`, `start`, `limit` | `blocks`: see below; `next`, null at the end |
+| `groups` | `name`, `after` | `groups`: number of blocks by group; `next`, null at the end |
 | `drop` | `name`, `blocks` | `dropped`: number of these blocks whose entry still was the same |
 
-`day` has `written_bytes`, `read_bytes` and `is_whole_day`. A block is its hash, slot, checksum and
-the time of its last use in seconds since 1970; `drop` needs the first three. Hashes are
-hexadecimal; `after` is the last `next`, or empty. A namespace that no node has open is opened, and
-stays open with its writer.
+`namespace` is answered with `blocks`, `slots`, `epoch`, `written_bytes`, `read_bytes`, `day`
+(`written_bytes`, `read_bytes`, `is_whole_day`), `free_slots` of the segments that exist,
+`granted_slots`, `evicted_blocks` since the namespace was opened, and `engines`: the names of the
+nodes that have joined, at most `MAX_ENGINES_NAMED`.
+
+A block is its hash, slot, checksum and the time of its last use in seconds since 1970; `drop` needs
+the first three. Hashes are hexadecimal. `after` is the last `next`, or empty. With `start`, only
+blocks whose hash begins with it are named. The group of a block is the number in the last four
+bytes of its hash, as vLLM makes hashes.
+
+A namespace that no node has open is opened, and stays open with its writer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from .....errors import ConfigError
@@ -24,6 +33,12 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS_PER_ANSWER = 1024
 """Most blocks of one answer; other messages wait for it."""
+MAX_KEY_BYTES = 64
+MAX_KEYS_COUNTED = 4096
+"""Most keys that are read for one answer of `groups`."""
+MAX_ENGINES_NAMED = 64
+GROUP_BYTES = 4
+"""Length of the group number at the end of a block hash."""
 Answer = dict[str, Any]
 
 
@@ -43,6 +58,10 @@ def describe(writer: PathWriter, body: Answer) -> Answer:
             "read_bytes": day.read,
             "is_whole_day": day.is_whole_day,
         },
+        "free_slots": namespace.space.free(range(namespace.space.paths)),
+        "granted_slots": namespace.space.granted,
+        "evicted_blocks": namespace.evicted_blocks,
+        "engines": [c.name for c in writer.clients if c.namespace is namespace][:MAX_ENGINES_NAMED],
     }
 
 
@@ -51,15 +70,28 @@ def some_blocks(writer: PathWriter, body: Answer) -> Answer:
     limit = body.get("limit", MAX_BLOCKS_PER_ANSWER)
     if type(limit) is not int or not 0 < limit <= MAX_BLOCKS_PER_ANSWER:
         raise ConfigError(f"give `limit`, from 1 to {MAX_BLOCKS_PER_ANSWER}")
-    after = _key(body.get("after", ""))
+    after, start = _key(body.get("after", "")), _key(body.get("start", ""))
     namespace = _namespace(writer, body)
-    found = namespace.table.keys_after(after, limit)
+    found = namespace.table.keys_after(max(after, start), limit)
+    if start and after < start and len(start) <= MAX_KEY_BYTES:
+        entry = namespace.table.get(start)
+        found = [*([] if entry is None else [(start, entry)]), *found][:limit]
+    inside = [each for each in found if each[0].startswith(start)]
+    has_more, found = len(inside) == len(found) > 0, inside
     used_s = namespace.recency.last_used_s([entry.slot for _, entry in found])
     rows = [
         [key.hex(), entry.slot, entry.checksum, used]
         for (key, entry), used in zip(found, used_s, strict=True)
     ]
-    return {"blocks": rows, "next": rows[-1][0] if rows else None}
+    return {"blocks": rows, "next": rows[-1][0] if has_more else None}
+
+
+def count_groups(writer: PathWriter, body: Answer) -> Answer:
+    """Answer `groups`. Raises a `KVCascadeError`."""
+    after = _key(body.get("after", ""))
+    found = _namespace(writer, body).table.keys_after(after, MAX_KEYS_COUNTED)
+    groups = Counter(int.from_bytes(key[-GROUP_BYTES:], "big") for key, _ in found)
+    return {"groups": groups, "next": found[-1][0].hex() if found else None}
 
 
 def drop(writer: PathWriter, body: Answer) -> Answer:

@@ -313,7 +313,7 @@ class NamespaceWriter:
         """
         with os_errors(f"syncing {self.home.name}"):
             for number in self.space.segments:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         self.table.close()
         self.table = reopen(self.home)
         self.unsynced_clients |= self.clients
@@ -369,7 +369,7 @@ class NamespaceWriter:
         numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
         try:
             for number in numbers:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         except OSError as error:
             _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
             for reply, place in puts.places:
@@ -379,7 +379,10 @@ class NamespaceWriter:
             puts.places.clear()
 
     def _damaged(self) -> list[bytes]:
-        """Return the keys of reported blocks whose entries still say the same."""
+        """Return the keys of reported blocks that are still in the same slot.
+
+        The checksum is that of the entry, or of a presence table that is damaged itself.
+        """
         removals: list[bytes] = []
         for bad in self._bads:
             slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
@@ -387,8 +390,9 @@ class NamespaceWriter:
             for key, slot, checksum, entry in zip(
                 bad.keys, slots, checksums, entries, strict=False
             ):
-                if entry is not None and (entry.slot, entry.checksum) == (slot, checksum):
-                    removals.append(key)
+                if entry is not None and entry.slot == slot:
+                    if checksum in (entry.checksum, self.presence.checksum_of(slot)):
+                        removals.append(key)
         return removals
 
     def _apply(
@@ -432,6 +436,7 @@ class NamespaceWriter:
             if position in applied.already:
                 codes[reply][place] = Committed.ALREADY
                 already.append(slot)
+                self._show(key)
                 continue
             codes[reply][place] = Committed.OK
             if reply not in fresh:
@@ -444,6 +449,12 @@ class NamespaceWriter:
             self.space.use(slots)
             self.recency.insert(keys, slots)
             result.stored.extend(keys)
+
+    def _show(self, key: bytes) -> None:
+        """Repair a presence table that lacks a block: no engine would find or replace it."""
+        (entry,) = self.table.get_many([key])
+        if entry is not None and self.presence.find(key) < 0:
+            self.presence.insert(key, entry.slot, entry.checksum)
 
     def _forget(
         self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled

@@ -6,9 +6,9 @@
 | `list` | | `namespaces`: name, label, bytes, blocks, slots, epoch, clients, last_used_s |
 | `remove` | `name` | `is_removed`, or `error` |
 | `set` | options | `options` recorded, `later`: names that open namespaces do not follow yet |
-| `shrink` | `bytes` | `bytes` that are taken at the end; the coldest segments leave |
 
-`block_questions` has those about the blocks of one namespace.
+`block_questions` has those about the blocks of one namespace, `segment_questions` those that take
+segments.
 An answer with `error` says in one sentence what to do. `blocks`, `slots` and `epoch` are null for a
 namespace that is not open, `last_used_s` for one that is.
 """
@@ -17,38 +17,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .....errors import ConfigError, KVCascadeError
 from ..path_messages import Ask, PathOptions, Told
-from .block_questions import describe, drop, some_blocks
+from .block_questions import count_groups, describe, drop, some_blocks
+from .segment_questions import SEGMENT_QUESTIONS, SegmentQuestions
 
 if TYPE_CHECKING:
     from .path_writer import PathWriter
 
-MAX_SHRINKS = 16
-"""Most `shrink` questions that are open at a time."""
 Answer = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shrink:
-    """A `shrink` that is not answered yet."""
-
-    client: int
-    request: int
-    goal_bytes: int
 
 
 class WriterQuestions:
     """Answers of one `PathWriter`; on its thread."""
 
-    def __init__(self, writer: PathWriter) -> None:
+    def __init__(self, writer: PathWriter, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
         self._writer = writer
-        self._shrinks: list[_Shrink] = []
+        self._segments = SegmentQuestions(writer, clock)
         self._answers: dict[str, Callable[[Answer], Answer]] = {
             "stat": self._stat,
             "list": self._list,
@@ -56,13 +46,14 @@ class WriterQuestions:
             "set": self._set,
             "namespace": lambda body: describe(writer, body),
             "blocks": lambda body: some_blocks(writer, body),
+            "groups": lambda body: count_groups(writer, body),
             "drop": lambda body: drop(writer, body),
         }
 
     @property
     def is_busy(self) -> bool:
         """True while an answer waits for segments to be deleted."""
-        return bool(self._shrinks)
+        return self._segments.is_busy
 
     def ask(self, client: int, message: Ask) -> Told | None:
         """Return the answer to a question; None if `poll` has it later."""
@@ -71,57 +62,36 @@ class WriterQuestions:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            return _told(message.request, {"error": "the question's body is no JSON object"})
-        if message.what == "shrink":
-            return self._begin_shrink(client, message.request, body)
+            return told(message.request, {"error": "the question's body is no JSON object"})
         answer = self._answers.get(message.what)
-        if answer is None:
-            names = ", ".join(sorted([*self._answers, "shrink"]))
-            error = f"unknown question {message.what!r}; use one of {names}"
-            return _told(message.request, {"error": error})
         try:
-            return _told(message.request, answer(body))
+            if message.what in SEGMENT_QUESTIONS:
+                self._segments.begin(client, message.request, message.what, body)
+                return None
+            if answer is None:
+                names = ", ".join(sorted([*self._answers, *SEGMENT_QUESTIONS]))
+                raise ConfigError(f"unknown question {message.what!r}; use one of {names}")
+            return told(message.request, answer(body))
         except KVCascadeError as error:
-            return _told(message.request, {"error": str(error)})
+            return told(message.request, {"error": str(error)})
 
     def poll(self) -> list[tuple[int, Told]]:
-        """Go on with `shrink`; return answers and their clients."""
-        if not self._shrinks:
-            return []
-        space = self._writer.path.space
-        taken = self._taken_bytes()
-        ended = [each for each in self._shrinks if taken <= each.goal_bytes]
-        if len(ended) < len(self._shrinks) and not space.has_jobs:
-            if not space.take_coldest(None, set(range(space.capacity.paths))):
-                ended = self._shrinks  # nothing is left that may be taken
-        self._shrinks = [each for each in self._shrinks if each not in ended]
-        return [(each.client, _told(each.request, {"bytes": taken})) for each in ended]
+        """Go on with segments that are taken; return answers and their clients."""
+        answers = self._segments.poll()
+        return [(client, told(request, answer)) for client, request, answer in answers]
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
-        self._shrinks = [each for each in self._shrinks if each.client != client]
+        self._segments.forget(client)
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _taken_bytes(self) -> int:
-        space = self._writer.path.space
-        return sum(map(space.own_bytes, range(space.capacity.paths)))
-
-    def _begin_shrink(self, client: int, request: int, body: Answer) -> Told | None:
-        goal = body.get("bytes")
-        if type(goal) is not int or goal < 0:
-            return _told(request, {"error": "give `bytes`, a whole number that is not negative"})
-        if len(self._shrinks) >= MAX_SHRINKS:
-            return _told(request, {"error": "too many are under way; try again later"})
-        self._shrinks.append(_Shrink(client, request, goal))
-        return None
 
     def _stat(self, _: Answer) -> Answer:
         writer = self._writer
         return {
             "paths": list(map(str, writer.path.roots)),
             "options": msgspec.to_builtins(writer.path.options),
-            "bytes": self._taken_bytes(),
+            "bytes": self._segments.taken_bytes,
             "clients": [{"name": c.name, "namespace": c.folder} for c in writer.clients],
             "budget_left_bytes": writer.path.budget.left_bytes(writer.namespaces.values()),
         }
@@ -165,8 +135,7 @@ class WriterQuestions:
         if namespace is not None and namespace.clients:
             return {"error": f"{name} is in use by {len(namespace.clients)} engines; stop them"}
         if namespace is not None:
-            writer.path.remove(namespace)
-            return {"is_removed": True}
+            return {"is_removed": writer.path.remove(namespace)}
         if all(one.name != name for one in writer.path.space.idle.all):
             return {"error": f"there is no namespace {name}; `list` names them all"}
         try:
@@ -175,5 +144,6 @@ class WriterQuestions:
             return {"error": str(error)}
 
 
-def _told(request: int, answer: Answer) -> Told:
+def told(request: int, answer: Answer) -> Told:
+    """Return the answer to a question."""
     return Told(request, json.dumps(answer).encode())

@@ -1,0 +1,157 @@
+"""Questions of tools that take segments: they are answered when the files are deleted.
+
+| question | body | answer |
+| --- | --- | --- |
+| `shrink` | `bytes` | `bytes` that are taken at the end; the coldest segments of all leave |
+| `take` | `name`, `segments`, `if_empty` | `taken`: numbers of the deleted, `blocks`: see below |
+
+Segments are taken one after the other, and other messages are served between. `take` passes over
+a segment that nodes write to for longer than `TAKE_WAIT_S`. With `if_empty` it passes over every
+one that has a block or is being written to. `blocks` is the number of blocks that were removed with
+their segments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .....errors import ConfigError
+
+if TYPE_CHECKING:
+    from .path_writer import PathWriter
+
+MAX_OPEN_JOBS = 16
+"""Most of these questions that are open at a time."""
+MAX_SEGMENTS_PER_TAKE = 4096
+TAKE_WAIT_S = 2.0
+"""Longest wait for the writes of nodes to a segment that is to be taken."""
+SEGMENT_QUESTIONS = ("shrink", "take")
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrink:
+    client: int
+    request: int
+    goal_bytes: int
+
+
+@dataclass(slots=True)
+class _Take:
+    client: int
+    request: int
+    name: str
+    left: deque[int]
+    """Numbers of the segments that are not taken yet, in order."""
+    is_if_empty: bool
+    current: tuple[int, int] | None = None
+    """Number of the segment that is being taken, and of its blocks at the beginning."""
+    waits_until_s: float | None = None
+    """Time at which the next segment is passed over."""
+    taken: list[int] = field(default_factory=list)
+    blocks: int = 0
+
+
+class SegmentQuestions:
+    """Open questions that take segments; on the writer's thread."""
+
+    def __init__(self, writer: PathWriter, clock: Callable[[], float]) -> None:
+        """`clock` returns monotonic seconds."""
+        self._writer = writer
+        self._clock = clock
+        self._shrinks: list[_Shrink] = []
+        self._takes: list[_Take] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a question is open."""
+        return bool(self._shrinks or self._takes)
+
+    def begin(self, client: int, request: int, what: str, body: Answer) -> None:
+        """Take a question; `poll` answers it. Raises `ConfigError` or another `KVCascadeError`."""
+        if len(self._shrinks) + len(self._takes) >= MAX_OPEN_JOBS:
+            raise ConfigError("too many are under way; try again later")
+        if what == "shrink":
+            goal = body.get("bytes")
+            if type(goal) is not int or goal < 0:
+                raise ConfigError("give `bytes`, a whole number that is not negative")
+            self._shrinks.append(_Shrink(client, request, goal))
+            return
+        numbers = body.get("segments")
+        is_list = isinstance(numbers, list) and len(numbers) <= MAX_SEGMENTS_PER_TAKE
+        if not is_list or not all(type(number) is int for number in numbers or ()):
+            raise ConfigError(f"give `segments`, at most {MAX_SEGMENTS_PER_TAKE} numbers")
+        name = self._writer.path.look_at(str(body.get("name"))).home.name
+        is_if_empty = body.get("if_empty") is True
+        self._takes.append(_Take(client, request, name, deque(numbers or ()), is_if_empty))
+
+    def forget(self, client: int) -> None:
+        """Drop the open questions of a client that is gone."""
+        self._shrinks = [each for each in self._shrinks if each.client != client]
+        self._takes = [each for each in self._takes if each.client != client]
+
+    def poll(self) -> list[tuple[int, int, Answer]]:
+        """Go on; return client, request and answer of questions that are done."""
+        return [*self._poll_takes(), *self._poll_shrinks()]
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that all namespaces take."""
+        space = self._writer.path.space
+        return sum(map(space.own_bytes, range(space.capacity.paths)))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _poll_shrinks(self) -> list[tuple[int, int, Answer]]:
+        if not self._shrinks:
+            return []
+        space, taken = self._writer.path.space, self.taken_bytes
+        ended = [each for each in self._shrinks if taken <= each.goal_bytes]
+        if len(ended) < len(self._shrinks) and not space.has_jobs:
+            if not space.take_coldest(None, set(range(space.capacity.paths))):
+                ended = self._shrinks  # nothing is left that may be taken
+        self._shrinks = [each for each in self._shrinks if each not in ended]
+        return [(each.client, each.request, {"bytes": taken}) for each in ended]
+
+    def _poll_takes(self) -> list[tuple[int, int, Answer]]:
+        if not self._takes or self._writer.path.space.is_taking:
+            return []
+        first = self._takes[0]
+        if first.current is not None:
+            number, blocks = first.current
+            if not self._writer.path.space.has_segment(first.name, number):
+                first.taken.append(number)
+                first.blocks += blocks
+            first.current = None
+        if self._begin_next(first):
+            return []
+        self._takes.pop(0)
+        return [(first.client, first.request, {"taken": first.taken, "blocks": first.blocks})]
+
+    def _begin_next(self, job: _Take) -> bool:
+        """Begin with a segment, or go on waiting for one. Return False if none is left."""
+        space, namespace = self._writer.path.space, self._writer.namespaces.get(job.name)
+        while namespace is not None and job.left:
+            number = job.left[0]
+            blocks = 0
+            if number in namespace.space.segments:
+                blocks = len(namespace.space.used_in(number))
+                may_take = not (job.is_if_empty and blocks)
+                if may_take and space.take(job.name, number):
+                    job.current = number, blocks
+                elif may_take and not job.is_if_empty and self._may_wait(job):
+                    return True
+            job.left.popleft()
+            job.waits_until_s = None
+            if job.current is not None:
+                return True
+        return False
+
+    def _may_wait(self, job: _Take) -> bool:
+        now_s = self._clock()
+        if job.waits_until_s is None:
+            job.waits_until_s = now_s + TAKE_WAIT_S
+        return now_s < job.waits_until_s

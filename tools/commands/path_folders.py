@@ -1,0 +1,266 @@
+"""Namespaces in the folders of a path, found without a writer: names, labels and versions.
+
+A path may have namespaces of other versions beside those that this version reads. Commands show
+and remove them, and nothing more.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, FormatError, KVCascadeError, TierIOError, os_errors
+from ...tiers.nvme.disk.filesystem import FileSystem
+from ...tiers.nvme.namespace import (
+    DESCRIPTION,
+    LOCK,
+    SHORT_FINGERPRINT_DIGITS,
+    is_namespace_name,
+)
+from ...tiers.nvme.path.writer.namespace_home import SEGMENTS, read_description
+from ...tiers.nvme.path.writer.path_options import load_record
+from ...tiers.nvme.segments.format import MAX_DESCRIPTION_BYTES, SegmentLayout, segment_number
+from .command_line import sentence
+
+MAX_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFolder:
+    """A namespace directory, with its parts in the other paths of the tier."""
+
+    name: str
+    folders: tuple[Path, ...]
+    document: Mapping[str, Any]
+    """Contents of `namespace.json`; empty if it cannot be read. Nothing in it is checked unless
+    `is_readable`."""
+    is_readable: bool
+    """True if it is of the version that this version reads."""
+    problem: str
+    """Reason why it is not readable, with the remedy; empty for one of another version."""
+
+    @property
+    def version(self) -> object:
+        """Format version as the description says."""
+        return self.document.get("format_version")
+
+    @property
+    def reason(self) -> str:
+        """Sentence that says why it is not readable, and what to do."""
+        if self.problem:
+            return self.problem
+        return (
+            f"{self.name} has format version {self.version}, which this kvcascade does not read; "
+            f"`{self.removal}` clears it"
+        )
+
+    @property
+    def removal(self) -> str:
+        """Command that removes it."""
+        return f"kvcascade gc {self.folders[0].parent} -n {self.name} --remove-namespace"
+
+    @property
+    def words(self) -> list[str]:
+        """Texts by which a user may name it."""
+        known = (self.document.get("fingerprint"), self.document.get("label"))
+        return [self.name, *(text for text in known if isinstance(text, str))]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields of the fingerprint."""
+        found = self.document.get("fields")
+        return found if isinstance(found, Mapping) else {}
+
+    def used_bytes(self, fs: FileSystem) -> int:
+        """Return the bytes on disk in the given paths. Raises `TierIOError`."""
+        with os_errors(f"looking at {self.name}"):
+            return sum(map(fs.used_bytes, self.folders))
+
+    @property
+    def layout(self) -> SegmentLayout:
+        """Shape of a segment; only if `is_readable`."""
+        return layout_of(self.document)
+
+    def parts_given(self, fs: FileSystem) -> set[int]:
+        """Return the numbers of the parts whose folders were given."""
+        found = {_document(fs, folder).get("part") for folder in self.folders}
+        return {part for part in found if type(part) is int}
+
+    def segment_files(self) -> dict[int, Path]:
+        """Return the segment files by number, ascending. Raises `TierIOError`."""
+        return segment_files(self.folders)
+
+    def segment_sizes(self, fs: FileSystem) -> dict[int, int]:
+        """Return the bytes on disk of each segment file."""
+        sizes: dict[int, int] = {}
+        for number, file in self.segment_files().items():
+            with suppress(OSError):  # it was just deleted
+                sizes[number] = fs.used_bytes(file)
+        return sizes
+
+
+def layout_of(description: Mapping[str, Any]) -> SegmentLayout:
+    """Return the shape of a segment of a checked description."""
+    block_bytes, slots = description["block_bytes"], description["slots_per_segment"]
+    return SegmentLayout(block_bytes, slots, str(description["fingerprint"]))
+
+
+def segment_files(folders: Sequence[Path]) -> dict[int, Path]:
+    """Return the segment files in namespace directories by number, ascending.
+
+    Raises `TierIOError`.
+    """
+    with os_errors(f"listing {folders[0]}"):
+        paths = [file for folder in folders for file in (folder / SEGMENTS).glob("*")]
+    numbered = ((segment_number(path.name), path) for path in paths)
+    return dict(sorted((n, path) for n, path in numbered if n is not None))
+
+
+def folders_in(
+    fs: FileSystem, path: Path, also: Sequence[Path] | None = None
+) -> list[NamespaceFolder]:
+    """Return the namespaces in a path, or the one that `path` is, by name.
+
+    Raises `TierIOError` if there is none, or if a path cannot be read.
+    """
+    is_one = _is_namespace(fs, path)
+    roots = _roots(fs, path.parent if is_one else path, also or ())
+    found: dict[str, list[Path]] = {}
+    denied: TierIOError | None = None
+    for number, root in enumerate(roots):
+        with os_errors(f"listing {root}"):
+            names = sorted(fs.list_dir(root))
+        if is_one:
+            names = [name for name in names if name == path.name]
+        for folder in (root / name for name in names if is_namespace_name(name)):
+            try:
+                if _is_namespace(fs, folder) and (not number or folder.name in found or also):
+                    found.setdefault(folder.name, []).append(folder)
+            except TierIOError as error:
+                denied = denied or error
+    if denied is not None and not found:
+        raise denied
+    if not found:
+        shown = ", ".join(map(str, roots))
+        raise TierIOError(errno.ENOENT, f"no namespace in {shown}; give the path of an NVMe tier")
+    return [_look(fs, name, tuple(folders)) for name, folders in sorted(found.items())]
+
+
+def choose(found: Sequence[NamespaceFolder], text: str | None) -> NamespaceFolder:
+    """Return the namespace whose name, label or fingerprint contains a text.
+
+    Without a text, return the only namespace. Raises `ConfigError` if none or several match.
+    """
+    matches = list(found) if text is None else _fitting(found, text)
+    if len(matches) == 1:
+        return matches[0]
+    shown = ", ".join(each.name for each in (matches or found)[:MAX_NAMES_SHOWN])
+    if not matches:
+        raise ConfigError(f"--namespace: there is no {text!r}; there are {shown}")
+    raise ConfigError(f"--namespace: {len(matches)} namespaces match; give one of {shown}")
+
+
+def chosen_of(found: Sequence[NamespaceFolder], text: str | None) -> Sequence[NamespaceFolder]:
+    """Return the namespace that fits a text, or all without a text. Raises `ConfigError`."""
+    return found if text is None else [choose(found, text)]
+
+
+def choose_for_good(found: Sequence[NamespaceFolder], text: str) -> NamespaceFolder:
+    """Return the namespace for an action that cannot be undone.
+
+    The name must be complete, or have at least 12 digits of the fingerprint. Raises `ConfigError`.
+    """
+    wanted = _last_part(text)
+    matches = [each for each in found if each.name == wanted] or [
+        each
+        for each in found
+        if len(wanted) >= SHORT_FINGERPRINT_DIGITS and wanted in _digits_of(each)
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    shown = ", ".join(each.name for each in (matches or found)[:MAX_NAMES_SHOWN])
+    raise ConfigError(
+        f"--namespace: {text!r} does not identify the namespace to remove; give its whole name, or "
+        f"at least {SHORT_FINGERPRINT_DIGITS} digits of its fingerprint; there are {shown}"
+    )
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that differ: name to both values, None if a side lacks the field."""
+    names = [*one, *(name for name in other if name not in one)]
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def parse_hash(text: str) -> bytes:
+    """Return a block hash, or its beginning, from hexadecimal digits. Raises `ConfigError`."""
+    try:
+        return bytes.fromhex(text.removeprefix("0x"))
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is not a block hash; give an even number of hexadecimal digits"
+        ) from None
+
+
+def _roots(fs: FileSystem, root: Path, also: Sequence[Path]) -> list[Path]:
+    """Return the given paths, or those that are recorded with the first one."""
+    with suppress(KVCascadeError):
+        record = None if also else load_record(fs, root)
+        if record is not None:
+            others = map(Path, record.paths[1:])
+            return [root, *(other for other in others if fs.exists(other))]
+    return [root, *also]
+
+
+def _is_namespace(fs: FileSystem, folder: Path) -> bool:
+    if not is_namespace_name(folder.name):
+        return False
+    with os_errors(f"looking into {folder}"):
+        try:
+            fs.list_dir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return any(fs.exists(folder / name) for name in (LOCK, DESCRIPTION))
+
+
+def _look(fs: FileSystem, name: str, folders: tuple[Path, ...]) -> NamespaceFolder:
+    document = _document(fs, folders[0])
+    try:
+        return NamespaceFolder(name, folders, read_description(fs, folders[0]), True, "")
+    except FormatError:
+        return NamespaceFolder(name, folders, document, False, "")
+    except KVCascadeError as error:
+        return NamespaceFolder(name, folders, document, False, sentence(error))
+
+
+def _document(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
+    """Return the contents of `namespace.json`, whatever they are; empty without an object."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _fitting(found: Sequence[NamespaceFolder], text: str) -> list[NamespaceFolder]:
+    """Return the namespaces with exactly this text; if there are none, those that contain it."""
+    fits: Callable[[str, str], bool]
+    for wanted in (text, _last_part(text)):  # the text may be a path or a label
+        for fits in (str.__eq__, str.__contains__):
+            matches = [each for each in found if any(fits(word, wanted) for word in each.words)]
+            if matches:
+                return matches
+    return []
+
+
+def _last_part(text: str) -> str:
+    return text.rstrip("/").rpartition("/")[2]
+
+
+def _digits_of(one: NamespaceFolder) -> str:
+    known = one.document.get("fingerprint")
+    return known if isinstance(known, str) else one.name[-SHORT_FINGERPRINT_DIGITS:]
