@@ -221,7 +221,7 @@ def _node(
     setup = NodeSetup(
         f"{socket.gethostname()}:{os.getpid()}",
         tuple(map(str, options.path)),
-        spec_of(engine.key, memory.slot_bytes),
+        spec_of(engine.key, memory.slot_bytes, options.min_share.of(0) if options.min_share else 0),
         asked,
         HEADER_BYTES,
         memory.slots,

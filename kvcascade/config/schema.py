@@ -207,6 +207,10 @@ class NvmeTierOptions:
     drive writes per day, `"0.3 DWPD"`."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Disk space that is never used: a size, or a share of the disk."""
+    min_share: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
+    """Space that the blocks of other models in the same path may not take from those of this
+    engine. By default the coldest blocks of all models leave first. It is recorded with the path,
+    and of several engines of one model the largest holds."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
     """Number of concurrent reads, and of concurrent writes. Each takes two threads of the process
     that moves blocks, and two buffers of 8 MiB if the arena is in small pages."""

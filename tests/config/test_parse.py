@@ -90,6 +90,7 @@ def test_defaults() -> None:
     assert (nvme.write_budget, nvme.io_threads) == (None, 3)
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
+    assert nvme.min_share is None
     assert nvme.movers is Movers.PROCESS
     assert (config.write_mode, config.on_reset) == (None, OnReset.INVALIDATE)
     assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, None)
@@ -132,6 +133,8 @@ def test_defaults() -> None:
         ("nvme.write_budget", "0.3 DWPD", DriveWrites(Fraction(3, 10))),
         ("nvme.admission", "my.rules:admit", "my.rules:admit"),
         ("nvme.min_free", 0, Bytes(0)),
+        ("nvme.min_share", "20GiB", Bytes(20 * 2**30)),
+        ("nvme.min_share", None, None),
         ("nvme.io_threads", 64, 64),
         ("nvme.movers", "threads", Movers.THREADS),
         ("nvme.direct_io", True, DirectIO.ON),
@@ -257,6 +260,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("nvme.write_budget", "0 DWPD", "0.3 DWPD"),
     ("nvme.write_budget", "fast", "0.3 DWPD"),
     ("nvme.segment_size", "5%", "500GB"),
+    ("nvme.min_share", "5%", "500GB"),
     ("nvme.min_free", "-5%", "50%"),
     ("cpu.low_watermark", "1GiB", "50%"),
     ("cpu.low_watermark", 0.1, "50%"),

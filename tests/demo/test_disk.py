@@ -16,7 +16,8 @@ def test_no_namespace(tmp_path: Path) -> None:
 
 
 def test_what_the_index_counts(tmp_path: Path) -> None:
-    given = {"namespace": "one", "block_bytes": 4096, "capacity": "16MiB", "min_free": 0}
-    with kvcascade.open(tmp_path, **given) as cache:
+    with kvcascade.open(
+        tmp_path, namespace="one", block_bytes=4096, capacity="16MiB", min_free=0
+    ) as cache:
         cache.put([key(n) for n in range(3)], [np.zeros(4096, np.uint8)] * 3)
     assert written_bytes(tmp_path) == 3 * 4096

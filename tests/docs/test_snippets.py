@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import typer
 from support.bench_file import write_bench
-from support.cache_rig import call, fill
+from support.cache_rig import call
+from support.keys import key
 from support.metrics_server import PATH, metrics_server
-from support.nvme_rig import key
+from support.path_cache import fill_path
 
 from kvcascade.config.schema import parse
 from kvcascade.tiers.nvme.namespace import NamespaceKey
@@ -95,9 +96,7 @@ def sandbox(tmp_path: Path) -> Path:
     """A folder with what the commands of the docs speak of."""
     folder = tmp_path
     for label in ("old", "new"):
-        made = fill(folder / f"made-{label}", namespace=NamespaceKey(label, {"label": label}))
-        (folder / "kv").mkdir(exist_ok=True)
-        made.rename(folder / "kv" / made.name)
+        fill_path(folder / "kv", namespace=NamespaceKey(label, {"label": label}))
     tiers = [
         {"type": "cpu", "capacity": "64MiB"},
         {"type": "nvme", "capacity": "64MiB", "path": str(folder / "tier"), "min_free": 0},

@@ -198,9 +198,10 @@ def test_groups_are_counted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     node = RigNode(rig)
     node.store(list(range(10)))
     tool = Tool(rig)
+    name = node.welcome.folder  # type: ignore[union-attr]
     counts, after = 0, ""
     while after is not None:
-        answer = tool.ask("groups", name=node.welcome.folder, after=after)  # type: ignore[union-attr]
+        answer = tool.ask("groups", name=name, after=after)
         counts += answer["groups"].get("0", 0)
         after = answer["next"]
     assert counts == 10

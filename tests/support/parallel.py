@@ -31,6 +31,7 @@ LENGTHY = (
     "handlers/test_nvme_contract.py",
     "handlers/test_path_containers.py",
     "handlers/test_path_large.py",
+    "handlers/test_path_many.py",
     "handlers/test_path_process.py",
     "handlers/test_staging.py",
     "identity/test_engine_identity.py",

@@ -103,10 +103,6 @@ class DyingExecutor(Executor):
         return future
 
 
-class LateExecutor(SteppingExecutor):
-    """Keeps tasks until they are drawn; the writer may die in them."""
-
-
 class Oracle:
     """Blocks that one namespace must hold."""
 
@@ -278,7 +274,7 @@ class PathModel:
     def _begin(self) -> None:
         """Start a writer over the disks, with a node of each namespace that sees everything."""
         self.fate.calls_left = None
-        self.late = LateExecutor()
+        self.late = SteppingExecutor()
         self.rig.executor = self.late if self.is_late else DyingExecutor()
         self.rig.start()
         self.nodes.clear()

@@ -29,6 +29,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     KeysListed,
     ListKeys,
     NamespaceSpec,
+    Opening,
     PathOptions,
     Read,
     Refused,

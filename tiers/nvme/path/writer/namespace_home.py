@@ -96,11 +96,11 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
     return NamespaceKey(spec.label, fields, about)
 
 
-def spec_of(key: NamespaceKey, block_bytes: int) -> NamespaceSpec:
+def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> NamespaceSpec:
     """Return the identity as a node names it. A lone surrogate in the label becomes a "?"."""
     label = key.label.encode("utf-8", "replace").decode()  # so that it can be sent
     fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
-    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes)
+    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes, min_share_bytes)
 
 
 def make_home(

@@ -12,10 +12,13 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .....errors import ClosedError, KVCascadeError
+from .....errors import ClosedError, KVCascadeError, NoSpaceError
 from .namespace_home import NamespaceHome
 from .namespace_start import StartMeans, open_namespace_writer
 from .namespace_writer import NamespaceWriter
+
+ROOM_LIMIT_S = 5.0
+"""Longest time that a new namespace waits until others have made room for its tables."""
 
 Opened = NamespaceWriter | KVCascadeError
 """Result of an opening."""
@@ -42,13 +45,28 @@ class NamespaceToOpen:
     """Bytes that a new namespace takes in each path before it counts as open."""
     is_for_room: bool = False
     """True if no client needs it: its segments are to be taken."""
+    begun_s: float = 0.0
 
 
 class NamespaceOpenings:
     """Openings that are under way or wait for their turn."""
 
-    def __init__(self, means: StartMeans, roots: Sequence[Path], executor: Executor) -> None:
+    def __init__(
+        self,
+        means: StartMeans,
+        roots: Sequence[Path],
+        executor: Executor,
+        lack_of: Callable[[NamespaceToOpen], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """`lack_of` says why there is no room for a new namespace; empty if there is."""
         self._means = means
+        self._lack_of = lack_of
+        self._clock = clock
+        self.lacks_room = False
+        """True while a new namespace waits for room."""
+        self._runs = ""
+        """Name of the namespace that is being opened now."""
         self._roots = tuple(roots)
         self._executor = executor
         self._waiting: dict[str, NamespaceToOpen] = {}
@@ -68,7 +86,7 @@ class NamespaceOpenings:
 
     def begin(self, opening: NamespaceToOpen) -> None:
         """Open a namespace, unless that is under way."""
-        known = self._waiting.setdefault(opening.name, opening)
+        known = self._waiting.setdefault(opening.name, replace(opening, begun_s=self._clock()))
         if opening.is_for_room and not known.is_for_room:
             self._waiting[opening.name] = replace(known, is_for_room=True)
         self._go_on()
@@ -76,9 +94,9 @@ class NamespaceOpenings:
     def take(self) -> list[tuple[NamespaceToOpen, Opened]]:
         """Return what has been opened, or could not be opened, since the last call."""
         ended: list[tuple[NamespaceToOpen, Opened]] = []
+        self._go_on()
         while self._running is not None and self._running.done():
-            name = next(iter(self._waiting))
-            ended.append((self._waiting.pop(name), self._running.result()))
+            ended.append((self._waiting.pop(self._runs), self._running.result()))
             self._running = None
             self._go_on()
         return ended
@@ -102,14 +120,24 @@ class NamespaceOpenings:
             running.add_done_callback(_abandon)
 
     def _go_on(self) -> None:
-        if self._running is not None or not self._waiting:
+        if self._running is not None:
             return
-        opening = next(iter(self._waiting.values()))
-        try:
-            self._running = self._executor.submit(self._open, opening)
-        except RuntimeError:  # the executor is shutting down
-            self._running = Future()
-            self._running.set_result(ClosedError("the writer of the path is closing; try again"))
+        self.lacks_room = False
+        for opening in self._waiting.values():
+            lack = self._lack_of(opening)
+            if lack and self._clock() - opening.begun_s < ROOM_LIMIT_S:
+                self.lacks_room = True
+                continue
+            self._runs, self._running = opening.name, Future()
+            if lack:
+                self._running.set_result(NoSpaceError(lack))
+                return
+            try:
+                self._running = self._executor.submit(self._open, opening)
+            except RuntimeError:  # the executor is shutting down
+                closing = ClosedError("the writer of the path is closing; try again")
+                self._running.set_result(closing)
+            return
 
     def _open(self, opening: NamespaceToOpen) -> Opened:
         """Open a namespace. Runs on an I/O thread."""

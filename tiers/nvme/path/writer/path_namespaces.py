@@ -69,7 +69,7 @@ class PathNamespaces:
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that are open for a tool only; they stay, even without segments."""
-        self.openings = NamespaceOpenings(means, roots, executor)
+        self.openings = NamespaceOpenings(means, roots, executor, self._lack_of, clock)
         self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
         self.budget = WriteBudget(in_force.write_budget_bytes, idle.written_in_day)
 
@@ -292,6 +292,15 @@ class PathNamespaces:
             make_home, self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes
         )
         self._begin_opening(name, make, sizes)
+
+    def _lack_of(self, opening: NamespaceToOpen) -> str:
+        """Return why the tables of a new namespace have no room; empty if they have."""
+        reserve = self.options.min_free_bytes
+        for root, size in zip(self.roots, opening.bytes_by_path, strict=False):
+            with suppress(OSError):  # the opening itself says what is wrong
+                if reserve and self.fs.free_bytes(root) < size + reserve:
+                    return f"less than the reserve would be left on the disk of {root}"
+        return ""
 
     def _open_idle(self, name: str) -> None:
         """Begin to open a namespace without a node, because its room is needed."""

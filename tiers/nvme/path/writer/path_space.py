@@ -165,7 +165,8 @@ class PathSpace:
         if self.is_taking:
             return
         for path in range(self.capacity.paths):
-            if self.capacity.left_bytes(path, self.own_bytes(path)) < 0:
+            is_over = self.capacity.left_bytes(path, self.own_bytes(path)) < 0
+            if is_over or self._openings.lacks_room:
                 self.take_coldest(None, {path})
                 return
 
