@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.cascade import Cascade
 from support.keys import key, keys
 from support.twin_engine import DEADLINE_S, TwinEngine
 
@@ -134,3 +135,24 @@ def test_a_shutdown_waits_for_a_stalled_port_no_longer_than_it_may() -> None:
     start_s = engine.clock()
     assert not engine.manager.shutdown()
     assert engine.clock() - start_s <= 1.0
+
+
+def test_a_block_of_the_last_tier_comes_up_at_once_and_goes_to_the_next_one_later() -> None:
+    """One read; it is written on the way down, when it is the coldest of the first tier."""
+    cascade = Cascade((16, 8, 32))
+    cascade.below_only(keys(0, 2))
+    for block_hash in keys(0, 2):
+        status = cascade.policies[1].remove(block_hash)
+        assert status is not None
+        cascade.backends[1].free(status)
+        del cascade.nodes[0].presence.slots[block_hash]
+    request = Request()
+    assert cascade.manager.lookup(keys(0, 2), request) is None
+    cascade.manager.end_step()
+    cascade.run_transfers()
+    assert cascade.manager.lookup(keys(0, 2), request) == 2
+    assert cascade.manager.counters.links[1].promoted_blocks == 2
+    assert not cascade.holds(1, key(0)), "nothing was written for it"
+    cascade.manager.finish_request(request)
+    cascade.manager.flush_dirty(cascade.now_s + 1)
+    assert cascade.holds(1, key(0)) and cascade.holds(2, key(0))

@@ -31,17 +31,6 @@ def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[
     return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
 
 
-def full_tier_in_between() -> Cascade:
-    """Two tiers of four dirty blocks each over a third one, and four more were put off."""
-    cascade = Cascade((4, 4, 64))
-    for start in (0, 4):
-        cascade.store(keys(start, start + 4))
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        cascade.down[0].step()
-        cascade.manager.end_step()
-    return cascade
-
-
 class TestStore:
     def test_blocks_become_hits_only_when_complete(self) -> None:
         cascade = Cascade((8, 16))
@@ -324,6 +313,14 @@ class TestDemotion:
         cascade.store(keys(5, 8))
         cascade.manager.flush_dirty(cascade.now_s + 1)
         assert sum(cascade.holds(1, key(i)) for i in range(8)) == 6
+
+    def test_what_was_cut_off_a_job_is_tried_again(self) -> None:
+        options = ManagerOptions(write_mode=WriteMode.THROUGH)
+        cascade = Cascade((64, 4, 64), options, is_immediate=True)
+        cascade.store(keys(0, 6))
+        for _ in range(4):
+            cascade.manager.maintain()
+        assert all(cascade.holds(1, key(i)) or cascade.holds(2, key(i)) for i in range(6))
 
     def test_shutdown_writes_everything_and_refreshes_recency(self) -> None:
         cascade = Cascade((8, 16))

@@ -7,6 +7,7 @@ from support.inside import demoters
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.flow import MAX_LOST_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -96,6 +97,21 @@ def test_its_own_reset_after_another_engines() -> None:
     cascade.manager.on_reset_flushed()
     assert cascade.backends[0].get_num_free_blocks() == 8
     assert cascade.store(keys(0, 8)) == keys(0, 8)
+
+
+def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
+    cascade = Cascade((4, 6, 16))
+    cascade.store(keys(0, 4))
+    demoters(cascade.manager)[0].demote_coldest(4)
+    cascade.run_transfers()
+    assert len(cascade.policies[1]) == 4
+    cascade.backends[2].is_overtaken = True
+    cascade.manager.end_step()
+    assert cascade.manager.lookup(keys(0, 4)) == 0, "not even where blocks are"
+    cascade.now_s += PASS_ON_AFTER_S
+    cascade.manager.end_step()
+    assert [len(policy) for policy in cascade.policies] == [0, 0, 0]
+    assert cascade.manager.counters.resets_by_others == 1
 
 
 def test_what_another_engine_took_is_told_in_batches() -> None:

@@ -266,4 +266,4 @@ def test_the_model_comes_to_every_place(paths: int) -> None:
                 seen[outcome] = seen.get(outcome, 0) + n
     assert killed > 10 and resets > 10 and (lone_resets > 5) is (paths > 1)
     wanted = (BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.HELD, BlockOutcome.CANCELLED)
-    assert all(seen.get(outcome, 0) > 3 for outcome in wanted), seen
+    assert all(seen.get(outcome, 0) > 0 for outcome in wanted), seen
