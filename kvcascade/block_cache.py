@@ -40,7 +40,6 @@ from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError
 from .handlers.node.mover import Mover
 from .handlers.node.path_client import node_thread
-from .handlers.node.path_session import open_session
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
 from .logs import get_logger
 from .tiers.base import BlockOutcome
@@ -50,8 +49,7 @@ from .tiers.nvme.namespace import NamespaceKey, is_namespace_name
 from .tiers.nvme.path.path_messages import NamespaceSpec, PathOptions
 from .tiers.nvme.path.presence_file import map_presence
 from .tiers.nvme.path.presence_table import PresenceTable
-from .tiers.nvme.path.writer.namespace_home import key_of, spec_of
-from .tiers.nvme.path.writer.path_options import was_reset
+from .tiers.nvme.path.writer.namespace_home import spec_of
 from .tiers.nvme.segments.format import PAGE_BYTES
 
 TIMEOUT_S = 30.0
@@ -161,6 +159,7 @@ class BlockCache:
             options.io_threads,
             is_direct=options.is_direct,
             is_arena_huge=has_huge_pages(),
+            is_reader=options.is_read_only,
         )
         self._client: Mover = node_thread(setup, self._moves.memory, fs, self._note)
         try:
@@ -353,7 +352,8 @@ def open(
 
     `path`: a folder, or a list with one folder for each device. `namespace`: a name of your own,
     made when it is opened for the first time; or the name of an engine's namespace as `kvcascade
-    inspect` prints it, with 12 digits at its end. An engine's namespace is read only.
+    inspect` prints it, with 12 digits at its end. An engine's namespace is read only. If its
+    engines were reset, the log says so: blocks may be of weights that were updated in place.
 
     `block_bytes`: size of every block, a multiple of 4096. It is needed to make a namespace.
 
@@ -395,24 +395,8 @@ def open(
         parts.tier.direct_io is not DirectIO.OFF,
         is_read_only=OWN_FIELD not in json.loads(spec.fields),
     )
-    if options.is_read_only:
-        _refuse_reset(fs, parts, key_of(spec).directory_name)
     make_folders(parts.roots)
     return BlockCache(fs, parts.roots, spec, parts.options, options)
-
-
-def _refuse_reset(fs: FileSystem, parts: PathParts, name: str) -> None:
-    """Raise `ConfigError` if the engines of a namespace were reset.
-
-    An engine that starts drops the blocks from after a reset, and a node that reads would, too.
-    """
-    with open_session(fs, parts.roots[0], parts.roots[1:]) as session:
-        epoch = int(session.ask("namespace", name=name)["epoch"])
-    if was_reset(parts.record, name, epoch):
-        raise ConfigError(
-            f"namespace: the engines of {name} were reset, so its blocks may be of weights that "
-            "were updated in place; restart an engine, and open it again"
-        )
 
 
 def _namespace(

@@ -94,13 +94,6 @@ def from_os_error(error: OSError, doing: str) -> KVCascadeError:
     return TierIOError(error.errno, f"{reason} while {doing}; check {remedy}")
 
 
-def is_for_want_of_resources(error: KVCascadeError) -> bool:
-    """Return True if the process ran out of descriptors or memory; the file itself is fine."""
-    cause = error.__cause__
-    number = cause.errno if isinstance(cause, OSError) else 0
-    return number == errno.ENOMEM or number in _NO_DESCRIPTOR_ERRNOS
-
-
 @contextmanager
 def os_errors(doing: str) -> Iterator[None]:
     """Context manager: every `OSError` inside becomes one of ours (see `from_os_error`)."""

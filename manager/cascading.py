@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
-from .admission import Admission, AdmitAll
+from .admission import Admission, AdmitAll, PastUses
 from .base import BlockEvent, LookupState, OffloadingManager, PrepareStoreOutput
 from .below.port import Below, Ended
-from .below.tier_chain import BelowOptions, below_of, past_uses
 from .claim_queue import ClaimQueue
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
-from .flow import Clock, Flow, Link
+from .flow import Clock, Flow
 from .flush import Closing
 from .holds import Holds
 from .level import Tier
@@ -101,7 +100,8 @@ class CascadingOffloadingManager(OffloadingManager):
         self.options = options = options or ManagerOptions()
         self.lock = threading.RLock()
         admission = admission or AdmitAll()
-        past = past_uses(admission, below.tiers[0].capacity) if below.tiers else None
+        counts = bool(below.tiers) and admission.counts_uses
+        past = PastUses(below.tiers[0].capacity) if counts else None
         flow = self._flow = Flow(top, below, clock, past, with_events=options.with_events)
         self.counters = flow.counters
         mode, deadline_s = options.write_mode, options.promotion_deadline_s
@@ -316,11 +316,6 @@ class CascadingOffloadingManager(OffloadingManager):
             self._flow.top.adopt(block_hashes, statuses)
             self._flow.emit(block_hashes, removed=False)
 
-    def announce(self, tier: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier below still holds."""
-        with self.lock:
-            self._flow.below.announce(tier, block_hashes)
-
     def tier_states(self) -> list[TierState]:
         """Return the state of each tier, the first tier first. Any thread."""
         with self.lock:
@@ -353,39 +348,10 @@ def _worth_of(flow: Flow, options: ManagerOptions) -> Worth | None:
     return Worth(tiers, size, options.tokens_per_block, prefill, options.served_end)
 
 
-def build_cascade(
-    tiers: Sequence[Tier],
-    links: Sequence[Link],
-    options: ManagerOptions | None = None,
-    clock: Clock = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
-) -> CascadingOffloadingManager:
-    """Return a manager of tiers in this process; the first tier comes first.
-
-    `links[i]` belongs to `tiers[i + 1]`.
-    """
-    assert tiers and len(links) == len(tiers) - 1, "one link for each tier below the first"
-    options = options or ManagerOptions()
-    below = below_of(
-        tiers[1:],
-        links,
-        BelowOptions(
-            clock,
-            options.promotion_deadline_s,
-            Watermarks(options.low_watermark, options.high_watermark),
-            options.with_events,
-        ),
-    )
-    admission = tiers[1].admission if links else None
-    return CascadingOffloadingManager(tiers[0], below, options, clock, pause, admission)
-
-
 __all__ = [
     "CascadingOffloadingManager",
-    "Link",
     "ManagerOptions",
     "OnReset",
     "Tier",
     "WriteMode",
-    "build_cascade",
 ]

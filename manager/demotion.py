@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from ..tiers.base import BlockHash, BlockOutcome
 from .admission import Admission
-from .below.port import Below, Ended, Put
-from .below.tier_writes import NOT_WANTED
+from .below.port import NOT_WANTED, Below, Ended, Put
 from .counters import LinkCounters
 from .flow import MAX_JOBS_IN_FLIGHT, Clock, batch_blocks
 from .level import Level, Pairs, Transfer
@@ -100,7 +99,7 @@ class ColdSearch:
     def window(self) -> tuple[int, int]:
         """Return the number of coldest blocks to keep clean, and how many this scan may still
         write."""
-        window = self._window - self._level.backend.get_num_possible_blocks()
+        window = self._window - self._level.backend.get_num_free_blocks()
         return window, window - self._started_by_scan
 
     def note_started(self, n: int) -> None:
@@ -164,12 +163,11 @@ class Demoter:
         *,
         slots: int,
         aging: Aging | None = None,
-        forwards_lost: bool = False,
     ) -> None:
         """The watermarks `marks` are shares of `slots`.
 
         `aging` receives the blocks to try again: their device failed, or only a part of their job
-        had room. `forwards_lost`: True keeps the keys lost below for `take_lost`.
+        had room.
         """
         self._level = level
         self._below = below
@@ -180,7 +178,6 @@ class Demoter:
         self.search = ColdSearch(level, marks, slots)
         self._batch = batch_blocks(level.block_size)
         self._jobs: dict[int, Transfer] = {}
-        self._lost: list[BlockHash] | None = [] if forwards_lost else None
         self.was_cut_short = False
         """True if the last scan ended because it had settled too many blocks."""
         self.may_find_room = False
@@ -214,14 +211,14 @@ class Demoter:
     @property
     def losable_blocks(self) -> int:
         """Number of blocks that the tier below could hold and this process would lose."""
-        if self._level.is_lasting or not self._below.tiers:
+        if not self._below.tiers:
             return 0
         return min(len(self._level.policy), self._below.tiers[0].capacity)
 
     @property
     def room_blocks(self) -> int:
         """Largest number of blocks whose write could start now."""
-        return (MAX_JOBS_IN_FLIGHT - len(self._jobs)) * self._batch if self._may_start() else 0
+        return (MAX_JOBS_IN_FLIGHT - self._counted_jobs) * self._batch if self._may_start() else 0
 
     def keep_ahead(self) -> None:
         """Clean the coldest blocks of the level if the low watermark may have been passed.
@@ -238,7 +235,7 @@ class Demoter:
         started = self._demote_coldest(left, window, MAX_SETTLED) if left > 0 else 0
         search.note_started(started)
         may_go_on = self.was_cut_short or self.may_find_room
-        is_idle = len(self._jobs) < MAX_JOBS_IN_FLIGHT and not may_go_on
+        is_idle = self._counted_jobs < MAX_JOBS_IN_FLIGHT and not may_go_on
         if left <= started or (not started and is_idle):
             search.end()
 
@@ -312,21 +309,11 @@ class Demoter:
         lost = self._below.take_lost()
         if lost:
             self._level.note_lost_below(lost)
-            if self._lost is not None:
-                self._lost += lost
-
-    def take_lost(self) -> list[BlockHash]:
-        """Return the keys that the port lost since the last call."""
-        self.collect_lost()
-        lost, self._lost = self._lost or [], []
-        return lost
 
     def orphan(self) -> list[Transfer]:
         """Mark all writes in flight as orphans, because the level was reset. Return them."""
         for job in self._jobs.values():
             job.is_orphan = True
-        if self._lost:
-            self._lost.clear()
         return self.jobs
 
     def _demote_coldest(self, n: int, window: int | None, max_settled: int) -> int:
@@ -355,8 +342,14 @@ class Demoter:
         self.may_find_room = room == 0
         return room
 
+    @property
+    def _counted_jobs(self) -> int:
+        """Number of writes in flight that count against the limit. A slow tier far below must not
+        hold up the nearest one."""
+        return len(self._jobs) - self._below.late_puts
+
     def _may_start(self) -> bool:
-        return len(self._jobs) < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
+        return self._counted_jobs < MAX_JOBS_IN_FLIGHT and self._below.takes_puts
 
     def _retry_later(self, block_hashes: Iterable[BlockHash]) -> None:
         if self._aging is not None:
@@ -405,11 +398,11 @@ class Demoter:
         """Settle blocks that are below already or that admission refuses; return the others."""
         wanted: Pairs = []
         settled: list[int] = []
-        may_hold, admits = self._below.may_hold, self._admission.admits
+        below, admits = self._below, self._admission.admits
         uses = self._level.uses
         for block_hash, status in cold:
             slot = status.block_id
-            if may_hold(block_hash) == 1:
+            if below.may_hold(block_hash) == 1 and not below.wants_again(block_hash):
                 settled.append(slot)
             elif not admits(block_hash, uses.of(slot)):
                 settled.append(slot)

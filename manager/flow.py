@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from ..handlers.base import OffloadingHandler
 from ..tiers.base import BlockHash
 from .admission import PastUses
 from .base import BlockEvent
@@ -26,18 +24,8 @@ BATCH_BYTES = 32 << 20
 MAX_BATCH_BLOCKS = 512
 MAX_JOBS_IN_FLIGHT = 4
 """Largest number of jobs in flight for each tier and direction."""
-MAX_MOVED_BLOCKS = 512
-"""Largest number of blocks moved by other processes that one step turns into events, per tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The two handlers of one tier below."""
-
-    down: OffloadingHandler
-    """Handler of writes from the tier directly above."""
-    up: OffloadingHandler
-    """Handler of reads into the first tier."""
+MAX_LOST_BLOCKS = 512
+"""Most blocks lost by a reset of another engine that one step turns into events."""
 
 
 class Flow:
@@ -81,9 +69,7 @@ class Flow:
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order."""
         if self.with_events:
-            came, left = self.top.take_moved(MAX_MOVED_BLOCKS)
-            self.emit(left, removed=True)
-            self.emit(came, removed=False)
+            self.emit(self.top.take_loss(MAX_LOST_BLOCKS), removed=True)
         self.collect_events()
         events, self.events = self.events, []
         return events

@@ -27,8 +27,8 @@ from .level import Level
 from .workers import WorkerTransfers
 
 RESTS_AT_MOST = 2
-"""Largest number of consecutive rests without a written block. The mover process restarts within
-one. A device that fails three times is given up."""
+"""Largest number of consecutive rests without a written block. A node restarts within one. A device
+that fails three times is given up."""
 MAX_REFRESHED_BLOCKS = 1 << 17
 """Largest number of blocks whose recency below a shutdown refreshes, hottest first. Each takes 5 µs
 with a frozen garbage collector and 15 µs otherwise. The other blocks keep the recency below that
@@ -84,7 +84,7 @@ class Closing:
         with means.lock:
             means.collect()
             states = below.state()
-            losable = [] if flow.top.is_lasting else [flow.top.dirt.dirty_blocks]
+            losable = [flow.top.dirt.dirty_blocks]
             for facts, state in zip(below.tiers, states, strict=True):
                 if not facts.is_lasting:
                     losable.append(state.dirty_blocks)
@@ -97,7 +97,7 @@ class Closing:
             self.flush_dirty(means, deadline_s)
         self._is_shut_down = True
         with means.lock:
-            if not flow.top.is_lasting and not flow.is_single:
+            if not flow.is_single:
                 flow.below.touch(hottest(flow.top, self._in_use()))
             means.end_step()  # release shared state before the shutdown, which may take long
         return flow.below.shutdown(deadline_s)

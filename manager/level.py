@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotArray, SlotMask
-from ..tiers.endurance import DayTotals
-from .admission import USES_MAX, Admission, AdmitAll, PastUses, WriteBudget
+from ..tiers.base import Backend, BlockHash, BlockStatus, CachePolicy, SlotMask
+from .admission import USES_MAX, PastUses
 
 Pairs = list[tuple[BlockHash, BlockStatus]]
 Slots = npt.NDArray[np.signedinteger[Any]]
@@ -36,11 +35,6 @@ class Tier:
     name: str
     backend: Backend
     policy: CachePolicy
-    admission: Admission = field(default_factory=AdmitAll)
-    """Admission that decides which blocks from the tier above are written to this tier."""
-    write_budget: WriteBudget | None = None
-    day_totals: Callable[[], DayTotals] | None = None
-    """Function that returns the totals of the last day; None if the tier does not record them."""
 
 
 @dataclass(slots=True)
@@ -200,13 +194,6 @@ class Level:
         self._was_short = False
         """True if the last search found too few victims. The next attempt then counts the
         candidates first, because counting costs much less than another vain search."""
-        if not is_last:
-            tier.backend.tell_found(self._note_found)
-
-    @property
-    def is_lasting(self) -> bool:
-        """True if the medium keeps the blocks after the process has ended."""
-        return self.backend.is_lasting
 
     def make_all_room(self, n: int, protected: Container[BlockHash], may_drop_dirty: bool) -> bool:
         """Evict until `n` slots are free. Return False and evict nothing if that is impossible."""
@@ -264,16 +251,14 @@ class Level:
         return statuses
 
     def adopt(self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]) -> None:
-        """Insert complete blocks from an earlier engine. They count as dirty, because the contents
-        of the tiers below are unknown."""
-        slots = [status.block_id for status in statuses]
-        self.policy.insert_many(block_hashes, statuses)
-        self.policy.mark_ready(block_hashes, slots)
-        self._note_found(np.array(slots, dtype=np.int32))
+        """Insert complete blocks from an earlier engine.
 
-    def _note_found(self, slots: SlotArray) -> None:
-        """Count blocks from another process as dirty. The demoter checks the tier below once they
-        are among the coldest, because checking all of them here would take seconds."""
+        They count as dirty. The demoter asks the tier below once they are among the coldest,
+        because asking for all of them here would take seconds.
+        """
+        slots = np.fromiter(map(_block_id, statuses), np.intp, len(statuses))
+        self.policy.insert_many(block_hashes, statuses)
+        self.policy.mark_ready(block_hashes, slots.tolist())
         self.uses.begin_found(slots)
         self.dirt.set_dirty(slots)
 
@@ -289,10 +274,6 @@ class Level:
         """True if the level holds the block, ready or in flight."""
         return self.policy.get(block_hash) is not None
 
-    def owns(self, block_hash: BlockHash) -> bool:
-        """True if this process owns the block in this level. Events report owned blocks only."""
-        return self.policy.owns(block_hash)
-
     def note_lost_below(self, block_hashes: Sequence[BlockHash]) -> None:
         """Mark blocks dirty again that left a tier below and are ready here."""
         found = (self.policy.get(block_hash) for block_hash in block_hashes)
@@ -300,27 +281,15 @@ class Level:
 
     def note_loss(self) -> None:
         """Keep the hashes of all blocks for removal events, before a reset that the engine does not
-        know.
-
-        A backend that stores its hashes elsewhere reports them itself.
-        """
+        know."""
         if self.policy.ready_at is not None and len(self._lost) <= self.capacity:
             self._lost += self.policy.ready_at
 
-    def take_moved(self, limit: int) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Return the next batch of blocks that other processes added and removed, as two lists."""
-        came: list[BlockHash] = []
-        left = [block_hash for block_hash in self._lost[-limit:] if block_hash]
+    def take_loss(self, limit: int) -> list[BlockHash]:
+        """Return the next batch of those that did not come back."""
+        left = self._lost[-limit:]
         del self._lost[-limit:]
-        moved = self.backend.take_moved()
-        if moved is not None:
-            (left if moved.removed else came).extend(moved.block_hashes)
-        return [h for h in came if self.owns(h)], [h for h in left if not self.owns(h)]
-
-    def maintain(self) -> bool:
-        """Maintain the backend. True if another process reset the tier; the caller then calls
-        `empty`."""
-        return self.backend.maintain(self.policy)
+        return [block_hash for block_hash in left if block_hash and not self.holds(block_hash)]
 
     def empty(self, users: Counter[int]) -> None:
         """Forget every block after a reset.

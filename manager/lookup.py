@@ -117,14 +117,16 @@ class Lookups:
         """Start the lookups of this request, which last until the end of the step.
 
         `first` is the first block. Return True if the request still waits for blocks of an earlier
-        step. Every answer then makes the engine ask again.
+        step, or for the answer of a tier elsewhere. Every answer then makes the engine ask again.
         """
         with self._lock:  # from here on, the background removes no block of the first tier
             self._asking = request
         request.missed_at = None
         self.answers.begin()
-        claim = request.claim
-        self._is_waiting = claim is not None and self._must_wait(request, first)
+        if request.claim is not None:
+            self._is_waiting = self._must_wait(request, first)
+        else:
+            self._is_waiting = request.asked is not None and self._must_answer(request)
         return self._is_waiting
 
     def look_below(
@@ -175,6 +177,15 @@ class Lookups:
         with self._lock:
             return self._claims.must_wait(request.claim, first)
 
+    def _must_answer(self, request: Request) -> bool:
+        """Return True if the answer about a block of an earlier step is still awaited."""
+        assert request.asked is not None
+        with self._lock:
+            if self._below.is_asking(request.asked, request, request.allowed_media):
+                return True
+        request.asked = None
+        return False
+
     def _state_below(
         self, block_hash: BlockHash, status: BlockStatus | None, request: Request
     ) -> LookupState:
@@ -199,12 +210,22 @@ class Lookups:
             return LookupState.RETRY
         self._looks += 1
         tier = self._below.may_hold(block_hash, request.allowed_media)
-        return self._want(block_hash, tier, request) if tier else LookupState.MISS
+        if tier:
+            return self._want(block_hash, tier, request)
+        if request.recomputes:
+            return LookupState.MISS
+        if not self._below.is_asking(block_hash, request, request.allowed_media):
+            return LookupState.MISS
+        if request.asked is None:
+            request.asked = block_hash
+        return LookupState.PENDING
 
     def _state_while_waiting(self, block_hash: BlockHash, request: Request) -> LookupState:
         if block_hash in request.pending:
             return LookupState.PENDING
         claim = request.claim
+        if claim is None:  # it waits for an answer
+            return LookupState.RETRY
         is_wanted = claim is not None and not claim.is_admitted and block_hash in claim.wanted
         return LookupState.RETRY if is_wanted else LookupState.MISS
 

@@ -47,6 +47,8 @@ class Request:
     recomputes: bool = False
     """True once computing was expected to be faster. No block is promoted for the request then."""
 
+    asked: BlockHash | None = None
+    """First block about which a tier elsewhere has to be asked; None while there is none."""
     claim: Claim | None = None
     """Claim on the blocks that the request waits for; None while it does not wait."""
     holds: dict[BlockHash, BlockStatus] = field(default_factory=dict)

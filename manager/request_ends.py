@@ -55,11 +55,20 @@ class RequestEnds:
         top = self._top
         found = [(h, s) for h in reused if (s := top.policy.get(h)) is not None and s.ref_cnt >= 0]
         top.uses.note_reuse([status for _, status in found])
-        if not self._counts_uses:
-            return
-        # A settled block that is not below was refused by admission, which may now accept it.
-        settled, may_hold = top.dirt.settled_mask, self._flow.below.may_hold
-        refused = [(h, s.block_id) for h, s in found if settled[s.block_id] and may_hold(h) != 1]
+        settled = top.dirt.settled_mask
+        refused = [
+            (h, s.block_id) for h, s in found if settled[s.block_id] and self._may_be_taken(h)
+        ]
         if self._mode is not WriteMode.DEMOTE:
             self._aging.note([h for h, _ in refused])
         top.dirt.set_dirty([slot for _, slot in refused])
+
+    def _may_be_taken(self, block_hash: BlockHash) -> bool:
+        """Return True if a tier below may take a settled block now that it was used again.
+
+        If tier 1 lacks it, admission refused it, and may accept it now.
+        """
+        below = self._flow.below
+        if self._counts_uses and below.may_hold(block_hash) != 1:
+            return True
+        return below.wants_again(block_hash)

@@ -53,8 +53,7 @@ class Resets:
 
     def maintain(self) -> None:
         """Maintain every tier. Empty the first tier if another process reset one."""
-        is_overtaken = self._flow.below.maintain() > 0
-        if self._top.maintain() or is_overtaken:
+        if self._flow.below.maintain():
             self._flow.counters.resets_by_others += 1
             self._forget_top(is_own=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..handlers.node.remote_wire import RemoteNote
 from ..tiers.endurance import DayTotals
 
 
@@ -34,5 +35,7 @@ class TierState:
     """Bytes left of the day's write budget; None: there is no limit."""
     day: DayTotals | None = None
     """Totals of the last day; None if the tier does not record them."""
+    remote: RemoteNote | None = None
+    """Totals of the requests to a server; None for a tier of this machine."""
     is_reporter: bool = True
     """True if this engine reports the metrics of the whole tier: one of those that share it."""

@@ -22,6 +22,7 @@ BASE = (
     "errors",
     "config.sizes",
     "config.options",
+    "config.remote",
     "config.schema",
     "config.cgroup",
     "config.machine",

@@ -10,8 +10,9 @@ them. None of their methods may block on a file. `kvcascade.handlers` moves the 
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -82,21 +83,8 @@ class SlotSpec(LoadStoreSpec):
         return "CPU"
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Blocks that appeared in a tier or left it without a call of the manager."""
-
-    block_hashes: list[BlockHash]
-    """Hashes of such blocks; some may have returned or left again meanwhile."""
-    removed: bool
-    """True if the blocks left the tier, False if they came to it."""
-
-
 class Backend(ABC):
     """Slots of one medium. It knows no recency and does no I/O on the caller's thread."""
-
-    is_lasting: bool = False
-    """Whether the medium keeps its blocks, so that a shutdown need not write them elsewhere."""
 
     def __init__(self, block_size: int, medium: str, capacity: int) -> None:
         """Make a backend of `capacity` slots with `block_size` bytes each."""
@@ -107,13 +95,6 @@ class Backend(ABC):
     @abstractmethod
     def get_num_free_blocks(self) -> int:
         """Number of slots that `allocate_blocks` could return now."""
-
-    def get_num_possible_blocks(self) -> int:
-        """Number of slots that can be allocated in parts without an eviction.
-
-        These are the free slots, and slots that are known to be available on demand.
-        """
-        return self.get_num_free_blocks()
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus]:
@@ -131,14 +112,6 @@ class Backend(ABC):
         for status in statuses:
             self.free(status)
 
-    def avoid(self, slots: Sequence[int]) -> bool:
-        """Avoid slots for a while in which blocks could not be written, if there are others.
-
-        During that time, slots that become free there do not count as free. Return False if there
-        are no other slots.
-        """
-        return False
-
     @abstractmethod
     def get_load_store_spec(
         self, block_hashes: Sequence[BlockHash], statuses: Sequence[BlockStatus]
@@ -151,31 +124,6 @@ class Backend(ABC):
 
         Busy slots stay allocated until `free`. The caller clears the policy.
         """
-
-    def maintain(self, policy: CachePolicy) -> bool:
-        """Do upkeep at the end of a step, and about every 50 ms in an idle engine; never wait.
-
-        Tells `policy`, and the callback of `tell_found`, about blocks that came to this tier or
-        left it without a call of the manager. Return True if another process reset the tier. The
-        caller must then clear the policy and call `reset` on this backend.
-        """
-        return False
-
-    def tell_found(self, told: Callable[[SlotArray], None]) -> None:  # noqa: B027 - may have none
-        """Call `told` with slots whose blocks another process stored.
-
-        The first call is immediate and has all slots that an earlier process left. Later calls come
-        from `maintain`, with the slots that this process takes over. A tier that ends with its
-        process has no such slots.
-        """
-
-    def take_moved(self) -> Moved | None:
-        """Return a bounded batch of blocks that appeared or left in `maintain`, for announcement.
-
-        A caller that announces these blocks calls this at every step. Recording starts with the
-        first call.
-        """
-        return None
 
     def close(self) -> None:  # noqa: B027 - optional for implementers
         """Release all resources; idempotent. No other method may be called afterwards."""
@@ -201,10 +149,6 @@ class CachePolicy(ABC):
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
         """Return the status of each block, or None; fastest in prefix order."""
         return list(map(self.get, block_hashes))
-
-    def owns(self, block_hash: BlockHash) -> bool:
-        """Return True if the block is present and not owned by another process."""
-        return self.get(block_hash) is not None
 
     @abstractmethod
     def insert(self, block_hash: BlockHash, status: BlockStatus) -> None:
@@ -275,14 +219,6 @@ class CachePolicy(ABC):
         This is not a use. Among blocks that were not used since, the last one leaves first.
         """
 
-    @abstractmethod
-    def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        """Add blocks that another process put into the tier, as the coldest ones."""
-
-    @abstractmethod
-    def disown(self, slots: Sequence[int]) -> None:
-        """Forget the blocks in these slots without ghosts; another process owns the slots now."""
-
     def note_chain(self, block_hashes: Sequence[BlockHash]) -> None:  # noqa: B027 - may be ignored
         """Note the blocks of an ended request in prefix order, instead of `settle` and `touch`.
 
@@ -296,3 +232,11 @@ class CachePolicy(ABC):
         """Insert blocks in prefix order; the first is the most recent afterwards."""
         for block_hash, status in zip(reversed(block_hashes), reversed(statuses), strict=True):
             self.insert(block_hash, status)
+
+
+def new_reset_mark() -> int:
+    """Return a number that names a reset for all tiers and engines; later ones are greater.
+
+    It is the wall-clock time in microseconds.
+    """
+    return time.time_ns() // 1000

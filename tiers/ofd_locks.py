@@ -27,11 +27,6 @@ def try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def unlock(fd: int, byte: int) -> None:
-    """Unlock a byte; no error if it was not locked."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
-
-
 def held_by_other(fd: int, first: int, count: int = 1) -> bool:
     """Return True if another open file, in any process, holds any of `count` bytes from `first`
     on."""

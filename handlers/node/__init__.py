@@ -1,1 +1,1 @@
-"""Transfers between the arena and the tiers below, by the mover process or by threads."""
+"""Transfers between the arena and the tiers below, by nodes: processes or threads."""

@@ -9,14 +9,22 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
 
 from ...errors import KVCascadeError
 from ...logs import log_to_stderr
 from ...tiers.cpu.huge_pages import address_of
 from ...tiers.cpu.prefault import PIECE_BYTES, populate
-from ...tiers.nvme.path.frames import WireError
+from ...tiers.nvme.path.frames import FrameReader, WireError
 
+SETUP_LIMIT_S = 30.0
+"""Longest wait for the setup."""
+RECEIVE_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
+
+Setup = TypeVar("Setup", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +50,27 @@ def run_child(
         _log.error("ends: %s", error)
         return 1
     return 0
+
+
+def receive_setup(
+    connection: socket.socket, decode: Callable[[bytes], Any], kind: type[Setup]
+) -> Setup | None:
+    """Return the first message of the scheduler; None if it closed the socket.
+
+    The scheduler sends nothing else before the node is ready. Raises `WireError`.
+    """
+    reader = FrameReader()
+    connection.settimeout(SETUP_LIMIT_S)
+    while data := connection.recv(RECEIVE_BYTES):
+        for body in reader.feed(data):
+            try:
+                setup = decode(body)
+            except msgspec.MsgspecError as error:
+                raise WireError(str(error)) from None
+            if not isinstance(setup, kind):
+                raise WireError("an order before the setup")
+            return setup
+    return None
 
 
 def die_with(parent_pid: int) -> None:

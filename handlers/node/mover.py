@@ -26,9 +26,9 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
 from .mover_child import Connection
-from .mover_wire import from_mover
+from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
@@ -48,6 +48,8 @@ LISTEN_INTERVAL_S = 0.02
 """Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
 which restarts the wait of a copying thread for the lock."""
 JOBS_AT_MOST = 64
+BATCH_BYTES = 64 << 10
+"""Size of a batch of messages from which on it is sent without waiting for `flush`."""
 CLOSE_LIMIT_S = 5.0
 """Time limit for a mover to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
@@ -74,10 +76,14 @@ class MoverOptions:
     """Monotonic seconds."""
     silence_limit_s: float = SILENCE_LIMIT_S
     starts_per_minute: int = STARTS_PER_MINUTE
-    decode: Callable[[bytes], Any] = from_mover.decode
+    decode: Callable[[bytes], Any] = from_node_process.decode
     """Decoder of the process's messages. An answer to a job has a `ticket`."""
+    remedy: str = '"movers": "threads" does without it'
+    """Clause of the message about a process that did not start."""
     on_note: OnNote | None = None
     """Called with the other messages; by any thread that calls a method of `Mover`."""
+    is_batched: bool = False
+    """True if jobs and notes are kept until `flush`, `poll` or `wait`, to be sent together."""
 
 
 class Mover:
@@ -107,7 +113,7 @@ class Mover:
         """Number of starts since a mover was last ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
-        self._unsent: deque[memoryview] = deque()
+        self._unsent = bytearray()
         self._starts_s: deque[float] = deque(maxlen=self._options.starts_per_minute)
         self._heard_s = 0.0
         self._polled_s = -math.inf
@@ -124,7 +130,11 @@ class Mover:
     def is_up(self) -> bool:
         """True if a job can be sent."""
         with self._lock:
-            return self._is_ready and not self._has_hung_up and not self._is_closed
+            return self._can_send
+
+    @property
+    def _can_send(self) -> bool:
+        return self._is_ready and not self._has_hung_up and not self._is_closed
 
     @property
     def _has_given_up(self) -> bool:
@@ -139,44 +149,49 @@ class Mover:
             raise TierIOError(
                 None,
                 "the process that moves blocks did not start; its own message says why, and "
-                '"movers": "threads" does without it',
+                + self._options.remedy,
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
-        """Send a job. Return False if it cannot be taken now.
+        """Send a job; see `MoverOptions.is_batched`. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`.
         """
         with self._lock:
-            if not self.is_up:
+            if not self._can_send:
                 self.poll()  # without jobs no other call receives `Ready`
-            if not self.is_up or len(self._jobs) >= JOBS_AT_MOST:
+            if not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
             if not self._jobs:
                 self._heard_s = self._clock()
             self._jobs[ticket] = on_end
-            self._unsent.append(memoryview(frame(order(ticket))))
-            self._send()
+            self._enqueue(order(ticket))
             return True
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer; it is lost if the process is not up."""
         with self._lock:
-            if self.is_up:
-                self._unsent.append(memoryview(frame(message)))
-                self._send()
+            if self._can_send:
+                self._enqueue(message)
+
+    def flush(self) -> None:
+        """Send what the socket takes now; never blocks."""
+        if self._unsent:
+            with self._lock:
+                if self._connection is not None:
+                    self._send()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
         with self._lock:
-            self._polled_s = self._clock()
+            now_s = self._polled_s = self._clock()
             if self._connection is None:
                 self._start_if_allowed()
                 return
             self._send()
-            self._receive()
-            if not self._has_hung_up and self._is_silent():
+            self._receive(now_s)
+            if not self._has_hung_up and self._is_silent(now_s):
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
                 self._has_hung_up = True
             if self._has_hung_up:
@@ -243,24 +258,25 @@ class Mover:
             poller.register(connection.socket, select.POLLIN)
         poller.poll(limit_s * 1000)
 
+    def _enqueue(self, message: msgspec.Struct) -> None:
+        self._unsent += frame(message)
+        if not self._options.is_batched or len(self._unsent) >= BATCH_BYTES:
+            self._send()
+
     def _send(self) -> None:
-        connection = self._connection
+        connection, unsent = self._connection, self._unsent
         assert connection is not None
-        while self._unsent and not self._has_hung_up:
-            piece = self._unsent[0]
+        while unsent and not self._has_hung_up:
             try:
-                sent = connection.socket.send(piece)
+                sent = connection.socket.send(unsent)
             except BlockingIOError:
                 return
             except OSError:
                 self._has_hung_up = True
                 return
-            if sent < len(piece):
-                self._unsent[0] = piece[sent:]
-            else:
-                self._unsent.popleft()
+            del unsent[:sent]
 
-    def _receive(self) -> None:
+    def _receive(self, now_s: float) -> None:
         connection = self._connection
         assert connection is not None
         for _ in range(RECEIVES_PER_POLL):
@@ -273,7 +289,7 @@ class Mover:
             if not data:
                 self._has_hung_up = True
                 return
-            self._heard_s = self._clock()
+            self._heard_s = now_s
             try:
                 for body in self._reader.feed(data):
                     self._take(self._options.decode(body))
@@ -281,6 +297,8 @@ class Mover:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return
+            if len(data) < RECEIVE_BYTES and not self._is_closed:
+                return  # that was all, or the next poll finds the end of the stream
 
     def _take(self, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
@@ -301,11 +319,11 @@ class Mover:
             self._is_ready = True
             self._fruitless = 0
 
-    def _is_silent(self) -> bool:
+    def _is_silent(self, now_s: float) -> bool:
         if self._is_ready and not self._jobs:
             return False
         limit_s = self._options.silence_limit_s if self._is_ready else SILENCE_LIMIT_S
-        return self._clock() - self._heard_s > limit_s
+        return now_s - self._heard_s > limit_s
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
@@ -366,7 +384,7 @@ class Mover:
         if not self._has_said_given_up:
             self._has_said_given_up = True
             _log.error(
-                "the process that moves blocks ended %d times and is not started again: the NVMe "
+                "the process that moves blocks ended %d times and is not started again: its "
                 "tier does nothing until the engine is started anew",
                 self.starts,
             )

@@ -1,4 +1,4 @@
-"""Start and end the process of `mover_main`.
+"""Start and end a process that moves blocks.
 
 The process is started by `subprocess`, never by fork: the scheduler's process has threads and
 perhaps CUDA. It may also be a daemon, to which `multiprocessing` allows no children.
@@ -19,7 +19,6 @@ import msgspec
 from ...errors import os_errors
 from ...tiers.nvme.path.frames import frame
 
-MODULE = "kvcascade.handlers.node.mover_main"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment that keeps numpy from starting threads. A mover does no arithmetic."""
 SEND_LIMIT_S = 5.0
@@ -71,7 +70,7 @@ class Connection:
         return self.has_died()
 
 
-def launch(setup: msgspec.Struct, arena_fd: int, module: str = MODULE) -> Connection:
+def launch(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
     """Start a mover and send its setup. Closes `arena_fd`. Raises `TierIOError`.
 
     `module` is the program of the process.
@@ -98,7 +97,7 @@ def launch(setup: msgspec.Struct, arena_fd: int, module: str = MODULE) -> Connec
     return Connection(child, ours)
 
 
-def command(socket_fd: int, arena_fd: int, module: str = MODULE) -> list[str]:
+def command(socket_fd: int, arena_fd: int, module: str) -> list[str]:
     """Return the command line of the mover."""
     numbers = map(str, (socket_fd, arena_fd, os.getpid()))
     return [sys.executable, "-P", "-m", module, *numbers]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
@@ -35,7 +35,11 @@ def node_process(
     `duplicate_arena` returns a new descriptor of the arena for each process. `on_note` gets what
     the node says beside answers, and None when it died; any thread may call it.
     """
-    return _client(lambda: launch(setup, duplicate_arena(), NODE_MODULE), on_note, options)
+
+    def start() -> Connection:
+        return launch(setup, duplicate_arena(), NODE_MODULE)
+
+    return client_of(start, from_node_process.decode, on_note, options)
 
 
 def node_thread(
@@ -54,7 +58,15 @@ def node_thread(
         loop = NodeLoop(theirs, setup, arena, fs, has_bounce=has_bounce)
         return Connection(ThreadChild(loop), ours)
 
-    return _client(start, on_note, options)
+    return client_of(start, from_node_process.decode, on_note, options)
+
+
+class Loop(Protocol):
+    """What a node on a thread runs."""
+
+    def run(self) -> None:
+        """Serve until the scheduler closes its socket."""
+        ...
 
 
 class ThreadChild:
@@ -62,7 +74,7 @@ class ThreadChild:
 
     pid = 0
 
-    def __init__(self, loop: NodeLoop) -> None:
+    def __init__(self, loop: Loop) -> None:
         """Start the thread."""
         self._thread = threading.Thread(target=loop.run, name="kvcascade-node", daemon=True)
         self._thread.start()
@@ -82,10 +94,12 @@ class ThreadChild:
         return 0
 
 
-def _client(
+def client_of(
     start: Callable[[], Connection],
+    decode: Callable[[bytes], Any],
     on_note: Callable[[Any], None],
-    options: MoverOptions | None,
+    options: MoverOptions | None = None,
 ) -> Mover:
-    chosen = replace(options or MoverOptions(), decode=from_node_process.decode, on_note=on_note)
+    """Return a client whose node `start` starts, and whose messages `decode` decodes."""
+    chosen = replace(options or MoverOptions(), decode=decode, on_note=on_note)
     return Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)

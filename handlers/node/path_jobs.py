@@ -249,7 +249,7 @@ class PutJobs(_Jobs):
         job.epoch = order.epoch
         everything = range(len(job.keys))
         if not may_write:
-            job.why = Why.RESTING
+            job.why = Why.LATER
             self._all(job, everything, BlockOutcome.CANCELLED)
             return
         for start in range(0, len(job.keys), MAX_KEYS_PER_MESSAGE):

@@ -99,6 +99,7 @@ class NodeLoop:
             setup.namespace,
             setup.options,
             setup.wants_events,
+            is_reader=setup.is_reader,
         )
         self._node = PathNode(hello, self, time.monotonic)
 

@@ -11,50 +11,21 @@ threads that copy, hash and transfer. The writer of the path has a thread of its
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
 import threading
 
-import msgspec
-
 from ...tiers.cpu.huge_pages import has_huge_pages, map_file
 from ...tiers.nvme.disk.filesystem import RealFileSystem
-from ...tiers.nvme.path.frames import FrameReader, WireError
-from .child_start import prefault, run_child
+from .child_start import prefault, receive_setup, run_child
 from .path_loop import NodeLoop
 from .path_wire import NodeSetup, to_node
-
-SETUP_LIMIT_S = 30.0
-"""Longest wait for the setup."""
-RECEIVE_BYTES = 64 << 10
-
-_log = logging.getLogger(__name__)
-
-
-def receive_setup(connection: socket.socket) -> NodeSetup | None:
-    """Return the first message of the scheduler; None if it closed the socket.
-
-    The scheduler sends nothing else before the node is ready. Raises `WireError`.
-    """
-    reader = FrameReader()
-    connection.settimeout(SETUP_LIMIT_S)
-    while data := connection.recv(RECEIVE_BYTES):
-        for body in reader.feed(data):
-            try:
-                setup = to_node.decode(body)
-            except msgspec.MsgspecError as error:
-                raise WireError(str(error)) from None
-            if not isinstance(setup, NodeSetup):
-                raise WireError("an order before the setup")
-            return setup
-    return None
 
 
 def serve(connection: socket.socket, arena_fd: int) -> None:
     """Attach to the arena and run the node until the scheduler closes the socket."""
-    setup = receive_setup(connection)
+    setup = receive_setup(connection, to_node.decode, NodeSetup)
     if setup is None:
         return
     slot_bytes = setup.namespace.block_bytes

@@ -43,6 +43,7 @@ from ...tiers.nvme.path.path_messages import (
     Reset,
     Retire,
     SegmentsRemoved,
+    StillOpening,
     Stored,
     TierFigures,
     Touch,
@@ -66,7 +67,7 @@ from .path_wire import (
 SILENCE_LIMIT_S = 10.0
 """Longest time without an answer to a request. Then writes rest until the writer answers."""
 WELCOME_LIMIT_S = 5.0
-"""Longest time from a connection to its `Welcome`."""
+"""Longest silence of a writer before its `Welcome`."""
 JOIN_PAUSE_S = 0.05
 """Pause after the first failed attempt to join; it doubles up to `MAX_JOIN_PAUSE_S`."""
 MAX_JOIN_PAUSE_S = 1.0
@@ -123,7 +124,6 @@ class _Since:
 
     started_s: float
     """Begin of the search for a writer."""
-    linked_s: float = 0.0
     heard_s: float = 0.0
     retry_s: float = math.inf
     """Time of the next attempt to join."""
@@ -147,6 +147,8 @@ class PathNode:
         self._resets: dict[int, list[int]] = {}
         """Tickets of the scheduler by request of a `Reset` that was not answered; 0 is the request
         of those that could not be sent."""
+        self._reset_mark = 0
+        """Mark of the last reset that the scheduler asked for."""
         self._since = _Since(clock())
         self._is_linked = False
         self._is_leader = False
@@ -181,6 +183,7 @@ class PathNode:
                 self._send(message)
             case ResetJob():
                 self._gets.forget()
+                self._reset_mark = message.mark
                 self._send_reset([message.ticket])
 
     # -- from the path -------------------------------------------------------------------------
@@ -188,12 +191,12 @@ class PathNode:
     def linked(self, is_leader: bool) -> None:
         """Begin a connection. `is_leader`: its other end is the writer of this process."""
         self._is_linked, self._is_leader = True, is_leader
-        self._since.linked_s = self._since.heard_s = self._clock()
+        self._since.heard_s = self._clock()
         self._since.retry_s = math.inf
         if self._should_retire_it:
             self._should_retire_it = False
             self._means.send(Retire(PROTOCOL))
-            self._hang_up("the writer of the path has another version and does not close")
+            self._hang_up("the writer of the path has another version; it was asked to close")
             return
         self._means.send(msgspec.structs.replace(self._hello, epoch=self._epoch_seen))
 
@@ -226,6 +229,11 @@ class PathNode:
                 self._moved(message)
             case SegmentsRemoved():
                 self._means.forget_segments(message.numbers)
+            case StillOpening():
+                self._note_absence(
+                    "the writer of the path opens the namespace; after a loss of power this may "
+                    "take minutes"
+                )
             case Stored() | Removed() | KeysListed() | TierFigures():
                 self._means.tell(message)
             case _:
@@ -236,13 +244,14 @@ class PathNode:
         was_served = self._welcome is not None
         self._end_link()
         if not was_served:
-            self._retry_later("the writer of the path closes the connection")
+            self._retry_later("the writer of the path closes the connection; its log says why")
             return
         now_s = self._clock()
         self._since = _Since(now_s, retry_s=now_s)  # `tick` joins when no write is running
         self._enter(
             NodeState.ORPHANED,
-            "the writer of the path is gone; reads go on, and writes rest until there is one",
+            "the writer of the path is gone; reads go on, and writes rest until an engine takes "
+            "over, usually within seconds",
         )
 
     def tick(self) -> None:
@@ -254,15 +263,15 @@ class PathNode:
                 self._means.join()
             return
         if self._welcome is None:
-            if now_s - since.linked_s > WELCOME_LIMIT_S:
-                self._hang_up("the writer of the path does not answer")
+            if now_s - since.heard_s > WELCOME_LIMIT_S:
+                self._hang_up(f"the writer of the path does not answer; {self._remedy}")
             return
         oldest_s = self._puts.oldest_request_s()
         if oldest_s is not None and now_s - max(oldest_s, since.heard_s) > SILENCE_LIMIT_S:
             self._enter(
                 NodeState.SILENT,
-                "the writer of the path does not answer; reads go on, and writes rest. "
-                "`kvcascade inspect` names it",
+                f"the writer of the path does not answer; reads go on, and writes rest; "
+                f"{self._remedy}",
             )
             self._puts.writer_is_silent()
         if now_s - since.reported_s >= READ_REPORT_INTERVAL_S and self._gets.unreported_bytes:
@@ -281,6 +290,12 @@ class PathNode:
     def _served_state(self) -> NodeState:
         return NodeState.LEADING if self._is_leader else NodeState.FOLLOWING
 
+    @property
+    def _remedy(self) -> str:
+        """What to do about a writer that is stopped, or whose disk hangs."""
+        command = f"kvcascade inspect {self._hello.paths[0]}"
+        return f"continue or end its process, which `{command}` names"
+
     def _send(self, message: FromNode) -> None:
         """Send a message if the writer serves this node; drop it otherwise."""
         if self._welcome is not None:
@@ -298,7 +313,7 @@ class PathNode:
         request = 0 if self._welcome is None else next(self._requests)
         self._resets.setdefault(request, []).extend(tickets)
         if request:
-            self._means.send(Reset(request))
+            self._means.send(Reset(request, self._reset_mark))
 
     def _welcomed(self, welcome: Welcome) -> None:
         try:
@@ -327,11 +342,14 @@ class PathNode:
 
     def _refused(self, refused: Refused) -> None:
         is_other_version = refused.why is RefusedWhy.PROTOCOL
-        self._hang_up(refused.text)
         is_misconfigured = refused.why in FINAL_REFUSALS
         if is_misconfigured or (is_other_version and self._has_asked_to_retire):
+            self._end_link()
+            self._means.hang_up()
             self._turn_off(refused.text, is_misconfigured=is_misconfigured)
-        elif is_other_version:
+            return
+        self._hang_up(refused.text)
+        if is_other_version:
             self._should_retire_it = self._has_asked_to_retire = True
 
     def _epoch(self, message: Epoch) -> None:
@@ -369,7 +387,12 @@ class PathNode:
         since, now_s = self._since, self._clock()
         since.retry_s = now_s + since.pause_s
         since.pause_s = min(MAX_JOIN_PAUSE_S, since.pause_s * 2)
-        if now_s - since.started_s > NOBODY_LIMIT_S and not self._has_told_nobody:
+        self._note_absence(text)
+
+    def _note_absence(self, text: str) -> None:
+        """Say once why no writer serves this node, if that lasts."""
+        lasted_s = self._clock() - self._since.started_s
+        if lasted_s > NOBODY_LIMIT_S and not self._has_told_nobody:
             self._has_told_nobody = True
             self._means.tell(NodeNote(self.state, text))
 

@@ -32,8 +32,8 @@ from .path_link import FrameSocket, Waker
 
 PLACE_CHECK_INTERVAL_S = 1.0
 """Time between two checks that the lock and the folder of the path are still in place."""
-SEGMENT_THREADS = 2
-"""Threads that create and delete segment files."""
+IO_THREADS = 3
+"""Threads that create and delete segment files, and open namespaces, which takes one at most."""
 
 _log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class WriterService:
             raise
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._executor = ThreadPoolExecutor(SEGMENT_THREADS, "kvcascade-segments")
+        self._executor = ThreadPoolExecutor(IO_THREADS, "kvcascade-segments")
         self._numbers = count(1)
         self._clients: dict[int, FrameSocket] = {}
         self._checked_s = clock()

@@ -24,7 +24,7 @@ from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.frames import FrameReader, WireError, frame
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
-from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, Told, from_writer
+from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
 from ...tiers.nvme.path.writer_note import load_note
 from .path_service import WriterService
@@ -66,11 +66,10 @@ class PathSession(AbstractContextManager["PathSession"]):
         with the name of a writer that does not answer.
         """
         self._request += 1
-        end_s = time.monotonic() + limit_s
         try:
             self._link.settimeout(limit_s)
             self._link.sendall(frame(Ask(self._request, what, json.dumps(body).encode())))
-            told = self._told(end_s)
+            told = self._told(limit_s)
         except TimeoutError:
             raise InUseError(_silent(self._fs, self.root)) from None
         except (OSError, WireError, msgspec.MsgspecError):
@@ -91,8 +90,13 @@ class PathSession(AbstractContextManager["PathSession"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _told(self, end_s: float) -> Told | None:
-        """Return the answer to the last question; None at the end of the connection."""
+    def _told(self, limit_s: float) -> Told | None:
+        """Return the answer to the last question; None at the end of the connection.
+
+        The time until the limit begins again while the writer opens the namespace; it says so, and
+        has a limit of its own for that.
+        """
+        end_s = time.monotonic() + limit_s
         while True:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -103,6 +107,8 @@ class PathSession(AbstractContextManager["PathSession"]):
                 return None
             for body in self._reader.feed(data):
                 message = from_writer.decode(body)
+                if isinstance(message, StillOpening):
+                    end_s = time.monotonic() + limit_s
                 if isinstance(message, Told) and message.request == self._request:
                     return message
 

@@ -73,6 +73,8 @@ class NodeSetup(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """True if the node is to map every page of the arena in the background."""
     is_arena_huge: bool = False
     """True if the arena lies in huge pages. Direct I/O then needs no bounce buffers."""
+    is_reader: bool = False
+    """True if nothing will be stored; see `Hello`."""
 
 
 class PutJob(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -98,6 +100,8 @@ class ResetJob(msgspec.Struct, frozen=True, array_like=True, tag=67):
     """Make every older block of the namespace unreachable. Until the answer, every get misses."""
 
     ticket: int
+    mark: int = 0
+    """See `Reset`."""
 
 
 class UseNote(msgspec.Struct, frozen=True, array_like=True, tag=68):

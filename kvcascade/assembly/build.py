@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,30 +21,24 @@ from ..config.schema import (
     DEFAULT_FLUSH_S,
     CascadeConfig,
     DirectIO,
-    Movers,
     NvmeTierOptions,
     WriteMode,
 )
 from ..errors import ConfigError
 from ..handlers.device.copier import DeviceCopier
 from ..handlers.device.geometry import PageRef, WorkerLayout
-from ..handlers.node.mover import Mover
-from ..handlers.node.nvme_handlers import NvmeLoadHandler
-from ..handlers.node.nvme_pair import NvmePairHandler
 from ..logs import get_logger
-from ..manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
-from ..manager.flow import Link
+from ..manager.below.port import NoTierBelow
+from ..manager.cascading import CascadingOffloadingManager, ManagerOptions
 from ..manager.level import Tier
 from ..manager.request import Request
 from ..manager.ticker import Ticker
-from ..observe.announce import Announcer
 from ..observe.recording import Recorder, RecordFacts, open_recorder
 from ..tiers.base import BlockHash
 from ..tiers.cpu.arena import Arena, ArenaRole
 from ..tiers.cpu.cpu_backend import CpuBackend
 from ..tiers.cpu.header import ArenaGeometry
 from ..tiers.cpu.slot_table import KeptDirectory
-from ..tiers.nvme import tier as nvme
 from ..tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from ..tiers.policies import create
@@ -58,17 +51,8 @@ from .node_parts import (
     epoch_below,
     open_node_tiers,
     port_of,
-    uses_nodes,
 )
-from .nvme_parts import (
-    chain_notes,
-    io_threads_of,
-    link_by_process,
-    link_by_threads,
-    nvme_level,
-    open_mover,
-    open_nvme,
-)
+from .remote_parts import OpenRemote, open_remote_tier
 
 if TYPE_CHECKING:
     import torch
@@ -197,15 +181,13 @@ class Cascade:
         settings: CascadeConfig,
         arena: Arena,
         manager: CascadingOffloadingManager,
-        nvme_tiers: Sequence[nvme.NvmeTier],
-        executors: Sequence[ThreadPoolExecutor],
+        nodes: Sequence[OpenTier],
         recorder: Recorder | None = None,
-        movers: Sequence[Mover] = (),
         chains: ChainNotes | None = None,
-        nodes: Sequence[OpenTier] = (),
+        remote: OpenRemote | None = None,
     ) -> None:
         self.nodes = list(nodes)
-        self.movers = list(movers)
+        self.remote = remote
         self.chains = chains
         """Log of the order of blocks in prompts; None without NVMe."""
         self.settings = settings
@@ -213,11 +195,7 @@ class Cascade:
         """Recording of requests; None: requests are not recorded."""
         self.arena = arena
         self.manager = manager
-        self.nvme_tiers = list(nvme_tiers)
-        self._executors = executors
         self._ticker = Ticker(manager.maintain)
-        self._announcers: dict[int, Announcer] = {}
-        """Announcers of blocks that an earlier engine left, by tier level."""
         self._is_closed = False
 
     def info(self) -> dict[str, str]:
@@ -234,25 +212,11 @@ class Cascade:
             self.manager.counters.recorded_requests = self.recorder.recorded_requests
             self.manager.counters.record_dropped_requests = self.recorder.dropped_requests
 
-    def start_announcing(self) -> None:
-        """Start to announce the blocks that the NVMe tiers held when they were opened."""
-        for level, tier in enumerate(self.nvme_tiers, start=1):
-            self._announcers[level] = Announcer(tier.index.keys_after)
-
-    def announce_found(self) -> None:
-        """Add the next batch of found blocks to the events. Scheduler thread, every step."""
-        for level, announcer in self._announcers.items():
-            batch = announcer.take()
-            if batch:
-                self.manager.announce(level, batch)
-
     def close(self) -> None:
         """Write dirty blocks within `shutdown_flush_s`, then close every tier; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        for announcer in self._announcers.values():
-            announcer.stop()
         self._ticker.stop()
         if self.recorder is not None:
             self.recorder.close()
@@ -265,9 +229,8 @@ class Cascade:
             )
             return
         ends: list[Callable[[], object]] = [node.close for node in self.nodes]
-        ends += [mover.close for mover in self.movers]
-        ends += [partial(executor.shutdown, cancel_futures=True) for executor in self._executors]
-        ends += [tier.close for tier in self.nvme_tiers]
+        if self.remote is not None:
+            ends.append(self.remote.close)
         for end in (*ends, self.arena.close):
             try:
                 end()
@@ -305,22 +268,16 @@ def open_cascade(
         key = NamespaceKey(label, {**facts, "tensors": ",".join(digests)}, about or {})
         backend = CpuBackend.over(arena)
         table = arena.slot_table() if arena.geometry.kept else None
-        opened: list[nvme.NvmeTier] = []
         nodes: list[OpenTier] = []
-        epoch_of = partial(epoch_below, nodes) if uses_nodes() else partial(_epoch_of, opened)
+        epoch_of = partial(epoch_below, nodes)
         directory = None if table is None else KeptDirectory(backend.capacity, table, epoch_of)
-        tiers = [Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))]
-        executors: list[ThreadPoolExecutor] = []
-        movers: list[Mover] = []
-        links: list[Link] = []
-        if uses_nodes():
-            engine = _engine_facts(settings, arena, key, with_events)
-            open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
-        else:
-            parts = _Owned(opened, movers, executors, undo)
-            for tier, link in _open_owned(settings, arena, key, file_system, parts):
-                tiers.append(tier)
-                links.append(link)
+        top = Tier("cpu", backend, create(settings.cpu.policy, backend.capacity, directory))
+        engine = _engine_facts(settings, arena, key, with_events)
+        open_node_tiers(settings.nvme, engine, _own_file_system(file_system), nodes, undo)
+        remote: OpenRemote | None = None
+        if settings.remote is not None:
+            remote = open_remote_tier(settings.remote, engine)
+            undo.callback(remote.close)
         options_ = replace(
             _manager_options(settings, backend),
             steps_until_flushed=steps_until_flushed,
@@ -331,23 +288,15 @@ def open_cascade(
             offered_once=geometry.offered_once,
         )
         recorder = _recorder(settings, geometry, arena_geometry.slot_bytes)
-        manager = _manager(settings, tiers, links, nodes, options_)
+        manager = _manager(settings, top, nodes, remote, options_)
         if table is not None and table.begin(key.digest, epoch_of()):
             found, slots = table.complete()
             manager.adopt(found, backend.adopt(slots))
-        chains = chain_notes(opened[0]) if opened else _chains_of(nodes)
-        cascade = Cascade(
-            settings, arena, manager, opened, executors, recorder, movers, chains, nodes
-        )
+        chains = ChainNotes(nodes[0].note_chain) if nodes else None
+        cascade = Cascade(settings, arena, manager, nodes, recorder, chains, remote)
         undo.pop_all()
-    if with_events:
-        cascade.start_announcing()
     _log_start(cascade)
     return cascade
-
-
-def _chains_of(nodes: Sequence[OpenTier]) -> ChainNotes | None:
-    return ChainNotes(nodes[0].note_chain) if nodes else None
 
 
 def _engine_facts(
@@ -359,82 +308,23 @@ def _engine_facts(
 
 def _manager(
     settings: CascadeConfig,
-    tiers: Sequence[Tier],
-    links: Sequence[Link],
+    top: Tier,
     nodes: Sequence[OpenTier],
+    remote: OpenRemote | None,
     options: ManagerOptions,
 ) -> CascadingOffloadingManager:
-    """Return the manager over the first tier, and over nodes or over tiers of this process."""
+    """Return the manager over the first tier and the tiers behind nodes."""
+    lowest = None if remote is None else remote.port
     if not nodes:
-        return build_cascade(tiers, links, options)
+        return CascadingOffloadingManager(top, lowest or NoTierBelow(), options)
     rule = admission_rule(settings.nvme[0].admission)
-    return CascadingOffloadingManager(tiers[0], port_of(nodes), options, admission=rule)
-
-
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """Parts of the tiers whose segments this process owns."""
-
-    tiers: list[nvme.NvmeTier]
-    movers: list[Mover]
-    executors: list[ThreadPoolExecutor]
-    undo: ExitStack
-
-
-def _open_owned(
-    settings: CascadeConfig,
-    arena: Arena,
-    key: NamespaceKey,
-    file_system: FileSystemOf,
-    parts: _Owned,
-) -> list[tuple[Tier, Link]]:
-    """Open the NVMe tiers, nearest first. Raises one of our errors."""
-    opened: list[tuple[Tier, Link]] = []
-    for number, options in enumerate(settings.nvme):
-        stores, loads = io_threads_of(options, parts.executors, parts.undo)
-        block_bytes = arena.geometry.slot_bytes
-        tier = open_nvme(options, block_bytes, key, stores, file_system(options))
-        parts.undo.callback(tier.close)
-        parts.tiers.append(tier)
-        name = "nvme" if len(settings.nvme) == 1 else f"nvme{number}"
-        level = nvme_level(name, options, tier)
-        if number == 0 and _has_mover(options, file_system):
-            parts.movers.append(open_mover(arena, tier, options, settings.cpu.prefault))
-            parts.undo.callback(parts.movers[0].close)
-        opened.append((level, _link(arena, parts.tiers, parts.movers, stores, loads)))
-    return opened
-
-
-def _epoch_of(tiers: Sequence[nvme.NvmeTier]) -> int:
-    """Return the number of resets of all NVMe tiers, by any engine, that this process knows."""
-    return sum(tier.directory.epoch for tier in tiers)
+    port = port_of(nodes, settings.nvme, top.backend.capacity, lowest)
+    return CascadingOffloadingManager(top, port, options, admission=rule)
 
 
 def _own_file_system(file_system: FileSystemOf) -> FileSystemOf | None:
     """Return the function if it gives file systems that only this process has, else None."""
     return None if file_system is real_file_system else file_system
-
-
-def _has_mover(options: NvmeTierOptions, file_system: FileSystemOf) -> bool:
-    """Return whether a mover process is used; it can use only the machine's file system."""
-    return options.movers is Movers.PROCESS and file_system is real_file_system
-
-
-def _link(
-    arena: Arena,
-    opened: Sequence[nvme.NvmeTier],
-    movers: Sequence[Mover],
-    stores: ThreadPoolExecutor,
-    loads: ThreadPoolExecutor,
-) -> Link:
-    """Return the last tier's link: it writes from the tier above and reads into the arena."""
-    store = opened[-1].store
-    if len(opened) > 1:
-        down = NvmePairHandler(opened[-2].store, store, stores)
-        return Link(down, NvmeLoadHandler(store, arena.slot_view, loads))
-    if movers:
-        return link_by_process(opened[0], movers[0])
-    return link_by_threads(arena, opened[0], stores, loads)
 
 
 def _recorder(settings: CascadeConfig, geometry: Geometry, block_bytes: int) -> Recorder | None:
@@ -487,15 +377,14 @@ def _log_start(cascade: Cascade) -> None:
 
 def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
     """Return each tier's capacity and contents at the start."""
-    below = [_facts_of_node(node) for node in cascade.nodes]
-    below += [_facts_of_report(tier.report) for tier in cascade.nvme_tiers]
     facts_of: list[dict[str, object]] = [
         {"pages": "huge" if cascade.arena.is_huge else "small"},
-        *below,
+        *(_facts_of_node(node) for node in cascade.nodes),
     ]
     fields: dict[str, dict[str, object]] = {}
+    remote = cascade.settings.remote
     states = cascade.manager.tier_states()
-    for state, tier, facts in zip(states, cascade.settings.tiers, facts_of, strict=True):
+    for state, tier, facts in zip(states, cascade.settings.local, facts_of, strict=False):
         share = sizes.share_of(tier.capacity)
         fields[state.name] = {
             "blocks": state.blocks,
@@ -505,22 +394,15 @@ def start_fields(cascade: Cascade) -> dict[str, dict[str, object]]:
             **({} if share is None else {"share": share}),
             **facts,
         }
+    if remote is not None:
+        fields[states[-1].name] = {"url": remote.url, "writes": str(remote.writes)}
     return fields
 
 
 def _facts_of_node(node: OpenTier) -> dict[str, object]:
     folder = node.folder
-    return {} if folder is None else {**_names_of(folder), "role": node.port.feed.state.value}
-
-
-def _facts_of_report(report: nvme.StartReport) -> dict[str, object]:
-    return {
-        **_names_of(report.folder),
-        "created": report.created.isoformat(timespec="seconds"),
-        "shutdown": "clean" if report.was_clean else "unclean",
-        "written": sizes.human(report.bytes_written),
-    }
-
-
-def _names_of(folder: Path) -> dict[str, object]:
-    return {"namespace": str(folder), "fingerprint": folder.name.rpartition("-")[2]}
+    if folder is None:
+        return {}
+    fingerprint = folder.name.rpartition("-")[2]
+    role = node.port.feed.state.value
+    return {"namespace": str(folder), "fingerprint": fingerprint, "role": role}

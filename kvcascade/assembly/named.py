@@ -9,6 +9,7 @@ from typing import Any
 from ..config.environment import misspelt, with_environment
 from ..config.machine import Machine, check_machine, check_nvme, settled
 from ..config.options import noting
+from ..config.remote import RemoteTierOptions
 from ..config.schema import AdmissionMode, CascadeConfig, NvmeTierOptions, parse
 from ..errors import ConfigError
 from ..logs import get_logger
@@ -41,8 +42,9 @@ def admission_rule(name: str) -> Admission:
 def check_names(config: CascadeConfig, noted: list[str] | None = None) -> None:
     """Raise `ConfigError` for the first name that cannot be imported, or collect all."""
     for tier in config.tiers:
-        with noting(noted):
-            order_class(tier.policy)
+        if not isinstance(tier, RemoteTierOptions):
+            with noting(noted):
+                order_class(tier.policy)
         if isinstance(tier, NvmeTierOptions):
             with noting(noted):
                 admission_rule(tier.admission)

@@ -20,10 +20,12 @@ from typing import Any
 from ..config.machine import ThisMachine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError
-from ..handlers.node.mover import Mover
+from ..handlers.node.mover import Mover, MoverOptions
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
+from ..manager.admission import AdmitAll
+from ..manager.below.chain import BelowChain, ChainedTier
 from ..manager.below.node_tier import NodeTier, NodeTierOptions
 from ..manager.below.port import Below, TierFacts
 from ..tiers.cpu.arena import Arena
@@ -35,8 +37,9 @@ from ..tiers.nvme.path.path_messages import PathOptions, chain_of
 from ..tiers.nvme.path.presence_file import map_presence
 from ..tiers.nvme.path.presence_table import PresenceTable
 from ..tiers.nvme.path.writer.namespace_home import spec_of
-from ..tiers.nvme.path.writer.path_plan import plan_segments
+from ..tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
 from ..tiers.policies import order_class
+from .named import admission_rule
 from .path_parts import make_folders, path_options
 
 JOIN_LIMIT_S = 10.0
@@ -104,11 +107,6 @@ class OpenTier:
         return self.port.feed.folder
 
 
-def uses_nodes() -> bool:
-    """Return whether nodes move the blocks; else each engine owns a part of the segments."""
-    return os.environ.get("KVCASCADE_NODES") == "1"
-
-
 def open_node_tiers(
     tiers: Sequence[NvmeTierOptions],
     engine: EngineFacts,
@@ -127,11 +125,25 @@ def open_node_tiers(
         undo.callback(opened[-1].close)
 
 
-def port_of(tiers: Sequence[OpenTier]) -> Below:
-    """Return one port for open tiers, nearest first."""
-    if len(tiers) > 1:
-        raise ConfigError("tiers: with KVCASCADE_NODES there may be one nvme tier; leave one out")
-    return tiers[0].port
+def port_of(
+    tiers: Sequence[OpenTier],
+    options: Sequence[NvmeTierOptions],
+    slots: int,
+    remote: Below | None = None,
+) -> Below:
+    """Return one port for open tiers, nearest first, and perhaps a remote tier below them.
+
+    `slots`: those of the first tier.
+    """
+    if len(tiers) == 1 and remote is None:
+        return tiers[0].port
+    chained = [
+        ChainedTier(tier.port, admission_rule(each.admission))
+        for tier, each in zip(tiers, options, strict=True)
+    ]
+    if remote is not None:  # it decides itself what it takes
+        chained.append(ChainedTier(remote, AdmitAll()))
+    return BelowChain(chained, slots, monotonic)
 
 
 def epoch_below(tiers: Sequence[OpenTier]) -> int:
@@ -152,8 +164,7 @@ def open_node_tier(
     make_folders(options.path, f"{options.key}.path")
     asked = path_options(options, ThisMachine())
     block_bytes = engine.memory.slot_bytes
-    segment_bytes = asked.segment_bytes
-    slots = None if segment_bytes is None else max(1, segment_bytes // block_bytes)
+    slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
     mapper = ThreadPoolExecutor(1, "kvcascade-map")
     nodes: list[Mover] = []
@@ -171,6 +182,7 @@ def open_node_tier(
             engine.stall_s,
             engine.with_events,
             order_class(options.policy).wants_chains,
+            len(options.path),
         ),
         monotonic,
     )
@@ -209,7 +221,7 @@ def _node(
     setup = NodeSetup(
         f"{socket.gethostname()}:{os.getpid()}",
         tuple(map(str, options.path)),
-        spec_of(engine.key, memory.slot_bytes),
+        spec_of(engine.key, memory.slot_bytes, options.min_share.of(0) if options.min_share else 0),
         asked,
         HEADER_BYTES,
         memory.slots,
@@ -220,10 +232,11 @@ def _node(
         memory.is_huge,
     )
     is_process = file_system is None and options.movers is Movers.PROCESS
+    batched = MoverOptions(is_batched=True)
     if is_process and memory.duplicate is not None:
-        return node_process(setup, memory.duplicate, on_note)
+        return node_process(setup, memory.duplicate, on_note, batched)
     fs = file_system or RealFileSystem(setup.is_direct)
-    return node_thread(setup, memory.view, fs, on_note)
+    return node_thread(setup, memory.view, fs, on_note, batched)
 
 
 def _map_presence(file_system: FileSystem | None, folder: str, slots: int) -> PresenceTable:

@@ -1,9 +1,9 @@
 """Options from environment variables, for container images.
 
 A variable is named after its option: `KVCASCADE_WRITE_MODE` for `write_mode`,
-`KVCASCADE_CPU_POLICY` for an option of the CPU tier, and `KVCASCADE_NVME_CAPACITY` for one of the
-first NVMe tier. A value is JSON, or text if it is no valid JSON. Options in the configuration have
-precedence.
+`KVCASCADE_CPU_POLICY` for an option of the CPU tier, `KVCASCADE_NVME_CAPACITY` for one of the first
+NVMe tier, and `KVCASCADE_REMOTE_URL` for one of the remote tier. A value is JSON, or text if it is
+no valid JSON. Options in the configuration have precedence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from .remote import RemoteTierOptions
 from .schema import PATH_KEY, CascadeConfig, CpuTierOptions, NvmeTierOptions, with_tiers
 
 PREFIX = "KVCASCADE_"
@@ -30,7 +31,11 @@ TOP = {f"{PREFIX}{name.upper()}": name for name in (*_names(CascadeConfig), PATH
 """Options at the top level, by variable."""
 OF_TIER = {
     f"{PREFIX}{kind.upper()}_{name.upper()}": (kind, name)
-    for kind, cls in (("cpu", CpuTierOptions), ("nvme", NvmeTierOptions))
+    for kind, cls in (
+        ("cpu", CpuTierOptions),
+        ("nvme", NvmeTierOptions),
+        ("remote", RemoteTierOptions),
+    )
     for name in _names(cls)
 }
 """Tier type and option, by variable."""

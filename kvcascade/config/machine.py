@@ -21,7 +21,7 @@ import psutil
 from .cgroup import group_memory
 from .options import At, noting
 from .schema import CascadeConfig, CpuTierOptions, NvmeTierOptions, WriteMode
-from .sizes import AnySize, DeviceShare, FreeShare, Share, human
+from .sizes import AnySize, Bytes, DeviceShare, FreeShare, Share, human
 
 KEPT_ARENAS = "kvcascade-kept-*"
 """Pattern of the arenas that outlived their engines, in the folder of arenas."""
@@ -246,9 +246,11 @@ def writing(config: CascadeConfig, machine: Machine) -> Writing | None:
     is written once in either mode, unless the tier below is so small that it evicts blocks that are
     still in the tier above.
     """
-    if not config.nvme:
-        return None
     mode, why = config.write_mode, "as configured"
+    if not config.nvme and config.remote is None:
+        return None
+    if mode is None and not config.nvme:
+        mode, why = WriteMode.THROUGH, f"{config.tiers[-1].key} keeps what others may read"
     if mode is None:
         mode = write_mode_for(
             cpu_capacity(config.cpu, machine), nvme_capacity(config.nvme[0], machine)
@@ -354,10 +356,11 @@ def _check_disks(tier: NvmeTierOptions, machine: Machine) -> None:
     room, reserve = _room_and_reserve(tier, machine)
     where = " and ".join(str(path) for path in tier.path)
     _check_enough(at, tier.capacity, capacity, where)
-    segment = tier.segment_size.count if tier.segment_size else 0
-    if segment > capacity:
-        problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
-        raise At(f"{tier.key}.segment_size").wrong(str(tier.segment_size), problem)
+    for name in ("segment_size", "min_share"):
+        part: Bytes | None = getattr(tier, name)
+        if part is not None and part.count > capacity:
+            problem = f'is more than all of {at.key} "{tier.capacity}"; lower it, or leave it out'
+            raise At(f"{tier.key}.{name}").wrong(str(part), problem)
     if capacity > room:
         problem = f"is more disk than there is ({human(room)} for this tier on {where}); lower it"
         raise at.wrong(_written(tier.capacity, capacity), problem)

@@ -6,7 +6,7 @@ a `ConfigError` of one sentence that names the full key, the value and the allow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -35,6 +35,7 @@ from .options import (
     whole,
     word_or_none,
 )
+from .remote import RemoteTierOptions, parse_remote
 from .sizes import Budget, Bytes, DeviceShare, FreeShare, Share, Size, WriteAmount
 
 MAX_BLOCKS_PER_CHUNK = 1 << 16
@@ -92,7 +93,7 @@ MAX_IO_THREADS = 64
 
 _PATH_REMEDY = 'give a folder on the device, such as "/mnt/nvme/kv"'
 _TIERS_REMEDY = 'give "path": "/mnt/nvme/kv", or a list that begins with {"type": "cpu"}'
-_ORDER_REMEDY = 'use "cpu" for the first tier and "nvme" for every other one'
+_ORDER_REMEDY = 'use "cpu" for the first tier, "nvme" for others, and "remote" for the last one'
 
 
 class WriteMode(StrEnum):
@@ -191,11 +192,13 @@ class NvmeTierOptions:
     """Absolute folder, or a list of folders on several devices, whose bandwidth adds up."""
     capacity: Annotated[Size | FreeShare, sized(sizes.parse_size)] = FreeShare(Fraction(8, 10))
     """Disk space over all paths and all models in them, index included: a size, or a share of the
-    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`."""
+    disks. The default is 80 % of the space that is free or used by the tier, beyond `min_free`.
+    Of engines that share a path, the one that writes it decides."""
     policy: Annotated[str, policy_name] = "lru"
-    """Eviction policy, as for the CPU tier."""
+    """Eviction policy, as for the CPU tier; the engine that writes the path decides."""
     durability: Annotated[Durability, choice(Durability)] = Durability.PROCESS
-    """Failure that a stored block survives: the death of the process, or a loss of power."""
+    """Failure that a stored block survives: the death of the process, or a loss of power. Of the
+    engines that share a path, the stronger choice holds."""
     admission: Annotated[AdmissionMode | str, choice_or_name(AdmissionMode)] = AdmissionMode.ALL
     """Blocks that may enter the tier: all, or only blocks that were used again. A rule of your own
     is a function `function(block_hash, uses) -> bool`, given as "package.module:function"."""
@@ -204,9 +207,13 @@ class NvmeTierOptions:
     drive writes per day, `"0.3 DWPD"`."""
     min_free: Annotated[Size, sized(sizes.parse_reserve)] = Share(Fraction(5, 100))
     """Disk space that is never used: a size, or a share of the disk."""
+    min_share: Annotated[Bytes | None, optional(sized(sizes.parse_bytes))] = None
+    """Space that the blocks of other models in the same path may not take from those of this
+    engine. By default the coldest blocks of all models leave first. It is recorded with the path,
+    and of several engines of one model the largest holds."""
     io_threads: Annotated[int, whole(1, MAX_IO_THREADS)] = 3
-    """Number of concurrent reads, and of concurrent writes. Each takes two threads of the mover
-    process, and two buffers of 8 MiB if the arena is in small pages."""
+    """Number of concurrent reads, and of concurrent writes. Each takes two threads of the process
+    that moves blocks, and two buffers of 8 MiB if the arena is in small pages."""
     movers: Annotated[Movers, choice(Movers)] = Movers.PROCESS
     """Mover of blocks to and from the CPU tier: a small process of its own, which a busy scheduler
     does not slow down, or threads of the scheduler's process."""
@@ -218,9 +225,12 @@ class NvmeTierOptions:
     large ones."""
 
 
-TierConfig = CpuTierOptions | NvmeTierOptions
+TierConfig = CpuTierOptions | NvmeTierOptions | RemoteTierOptions
 """Options of one tier."""
-BELOW: Mapping[str, type[NvmeTierOptions]] = {NvmeTierOptions.type: NvmeTierOptions}
+BELOW: Mapping[str, type[NvmeTierOptions] | type[RemoteTierOptions]] = {
+    NvmeTierOptions.type: NvmeTierOptions,
+    RemoteTierOptions.type: RemoteTierOptions,
+}
 """Types of tiers below the first, and the classes of their options."""
 TIER_TYPES = (CpuTierOptions.type, *BELOW)
 
@@ -234,6 +244,8 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
     for index, item in enumerate(value):
         with noting(at.noted):
             tiers.append(_tier(at.item(index), item, index))
+    with noting(at.noted):
+        _check_remote(tiers)
     owners: dict[Path, str] = {}
     for tier in tiers:
         for path in tier.path if isinstance(tier, NvmeTierOptions) else ():
@@ -245,21 +257,37 @@ def _tiers(at: At, value: Any) -> tuple[TierConfig, ...]:
     return tuple(tiers)
 
 
+def _check_remote(tiers: Sequence[TierConfig]) -> None:
+    """Check that only the last tier is remote, and that the first one is not kept above it."""
+    for tier in tiers[:-1]:
+        if isinstance(tier, RemoteTierOptions):
+            problem = f"is not allowed at this position; {_ORDER_REMEDY}"
+            raise At(f"{tier.key}.type").wrong(tier.type, problem)
+    for tier in tiers:
+        if isinstance(tier, CpuTierOptions) and tier.persist and len(tiers) > 1:
+            if isinstance(tiers[-1], RemoteTierOptions):
+                problem = "would miss resets by other hosts of the remote tier; leave it out"
+                raise At(f"{tier.key}.persist").wrong(True, problem)
+
+
 def _tier(at: At, value: Any, index: int) -> TierConfig:
     if not isinstance(value, Mapping):
         raise at.wrong(value, 'is not a tier; write it as {"type": "cpu"} or {"type": "nvme", ...}')
     if "type" not in value:
         raise at.below("type").missing(_ORDER_REMEDY)
     if value["type"] not in TIER_TYPES:
-        expected = " or ".join(map(repr, TIER_TYPES))
+        *most, last = map(repr, TIER_TYPES)
+        expected = f"{', '.join(most)} or {last}"
         key = at.below("type").key
         raise ConfigError(f"{key}: invalid tier type {value['type']!r}; expected {expected}.")
     if (value["type"] in BELOW) is not bool(index):
         problem = f"is not allowed at this position; {_ORDER_REMEDY}"
         raise at.below("type").wrong(value["type"], problem)
     options = {name: option for name, option in value.items() if name != "type"}
+    if value["type"] == RemoteTierOptions.type:
+        return parse_remote(at, options)
     if index:
-        return read_options(BELOW[value["type"]], at, options, also=["type"])
+        return read_options(NvmeTierOptions, at, options, also=["type"])
     tier = read_options(CpuTierOptions, at, options, also=["type"])
     if tier.low_watermark.part >= tier.high_watermark.part:
         problem = f"is not above low_watermark, which is {tier.low_watermark}; change one of them"
@@ -274,8 +302,9 @@ class CascadeConfig:
     key: str
     """Empty, because the options are at the top level."""
     tiers: Annotated[tuple[TierConfig, ...], _tiers, _TIERS_REMEDY]
-    """The tiers, fastest first: one `cpu` tier, then `nvme` tiers; 8 at most. A key `path` instead
-    of it stands for a `cpu` tier and an `nvme` tier on that path, with default capacities."""
+    """The tiers, fastest first: one `cpu` tier, then `nvme` tiers, then perhaps a `remote` tier; 8
+    at most. A key `path` instead of it stands for a `cpu` tier and an `nvme` tier on that path,
+    with default capacities."""
     write_mode: Annotated[WriteMode | None, optional(choice(WriteMode))] = None
     """When a block is written down: when it leaves the CPU tier or at shutdown (`"demote"`), also
     `dirty_age_s` after it was stored (`"back"`), or at once (`"through"`). The default is
@@ -321,6 +350,17 @@ class CascadeConfig:
     def nvme(self) -> tuple[NvmeTierOptions, ...]:
         """The NVMe tiers, below the first tier."""
         return tuple(tier for tier in self.tiers if isinstance(tier, NvmeTierOptions))
+
+    @property
+    def local(self) -> tuple[CpuTierOptions | NvmeTierOptions, ...]:
+        """The tiers of this machine."""
+        return (self.cpu, *self.nvme)
+
+    @property
+    def remote(self) -> RemoteTierOptions | None:
+        """The remote tier, which is the last one; None if there is none."""
+        last = self.tiers[-1]
+        return last if isinstance(last, RemoteTierOptions) else None
 
 
 def parse(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from ..handlers.node.remote_wire import VerbTotals
 from ..manager.counters import Counters, LinkCounters
 from ..manager.state import TierState
 
@@ -153,6 +154,30 @@ def _written_per_read(snapshot: MetricsSnapshot) -> Values:
             yield (state.name,), state.day.written / state.day.read if own else 0.0
 
 
+def _by_verb(value: Callable[[VerbTotals], float]) -> Callable[[MetricsSnapshot], Values]:
+    """Return a reader of a figure about each kind of request to a server."""
+
+    def read(snapshot: MetricsSnapshot) -> Values:
+        for state in snapshot.tiers:
+            for verb, totals in {} if state.remote is None else state.remote.verbs.items():
+                yield (state.name, verb), float(value(totals))
+
+    return read
+
+
+def _remote_outcomes(snapshot: MetricsSnapshot) -> Values:
+    for state in snapshot.tiers:
+        for verb, totals in {} if state.remote is None else state.remote.verbs.items():
+            for outcome, blocks in totals.outcomes.items():
+                yield (state.name, verb, outcome), float(blocks)
+
+
+def _remote_dropped(snapshot: MetricsSnapshot) -> Values:
+    for state in snapshot.tiers:
+        for reason, blocks in {} if state.remote is None else state.remote.unsent.items():
+            yield (state.name, reason), float(blocks)
+
+
 LINK_FIELDS: dict[str, str] = {
     "demoted_blocks": "Blocks written to a tier.",
     "demoted_bytes": "Bytes written to a tier.",
@@ -162,6 +187,7 @@ LINK_FIELDS: dict[str, str] = {
     "demote_refused_blocks": "Blocks that admission kept out of a tier.",
     "demote_over_budget_blocks": "Blocks that the day's write budget kept out of a tier.",
     "demote_held_blocks": "Blocks that another engine had stored in a tier first.",
+    "demote_missed_blocks": "Blocks that only other tiers took: a tier rested, was full or slow.",
     "demote_openings": "Times that a tier took no writes for a while: it failed or stalled.",
     "promoted_blocks": "Blocks read from a tier and verified.",
     "promoted_bytes": "Bytes read from a tier and verified.",
@@ -244,6 +270,20 @@ _STATES: dict[str, tuple[str, Callable[[TierState], float | None]]] = {
 }  # fmt: skip
 
 
+_REMOTE: dict[str, tuple[str, Callable[[VerbTotals], float]]] = {
+    "remote_calls": ("Calls of a remote tier's server; one may be many requests.",
+                     lambda t: t.calls),
+    "remote_call_seconds": ("Seconds of these calls, concurrent ones added up.",
+                            lambda t: t.seconds),
+    "remote_requests": ("Requests to a remote tier's server; a pipeline is one.",
+                        lambda t: t.requests),
+    "remote_bytes": ("Bytes of blocks that went to or came from a remote tier's server.",
+                     lambda t: t.payload_bytes),
+    "remote_openings": ("Times that nothing of a kind was asked of a remote tier's server for a "
+                        "while, because it failed.", lambda t: t.openings),
+}  # fmt: skip
+
+
 def counter_name(field: str) -> str:
     """Return the name of the metric for a field of the counters."""
     return field[:-2] + "_seconds" if field.endswith("_s") else field
@@ -265,6 +305,17 @@ METRICS: tuple[Metric, ...] = (
       for field, text in LINK_FIELDS.items()),
     *(Metric(Kind.COUNTER, field, text, (), _total(field))
       for field, text in TOTAL_FIELDS.items()),
+    *(Metric(Kind.COUNTER, name, text, ("tier", "verb"), _by_verb(value))
+      for name, (text, value) in _REMOTE.items()),
+    Metric(Kind.GAUGE, "remote_resting",
+           "1 while nothing of a kind is asked of a remote tier's server: it failed.",
+           ("tier", "verb"), _by_verb(lambda t: t.is_resting)),
+    Metric(Kind.COUNTER, "remote_blocks",
+           "Blocks and other objects that a remote tier's server was asked for, by outcome.",
+           ("tier", "verb", "outcome"), _remote_outcomes),
+    Metric(Kind.COUNTER, "remote_dropped_blocks",
+           "Blocks that were offered to a remote tier and not sent, by reason.",
+           ("tier", "reason"), _remote_dropped),
     Metric(Kind.COUNTER, "recomputed_blocks",
            "Blocks that requests computed although a tier held them: larger than the promotion "
            "budget (budget), nothing moved (deadline), or computing was expected to be faster "

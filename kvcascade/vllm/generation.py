@@ -233,7 +233,7 @@ else:
     class _Locality:
         """Stand-in for `Locality`, which vLLM has from 0.26 on."""
 
-        LOCAL = None
+        LOCAL = REMOTE = None
 
     class _LookupResult(Enum):
         """Stand-in for `LookupResult`, which vLLM has from 0.25 on; `v0_24` translates it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,18 +30,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ..assembly.named import admission_rule, checked_tier
-from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier, uses_nodes
-from ..assembly.nvme_parts import io_threads_of, nvme_level, open_nvme
+from ..assembly.node_parts import EngineFacts, SlotMemory, open_node_tier
 from ..config.machine import ThisMachine
 from ..config.schema import CascadeConfig, NvmeTierOptions, OnReset
-from ..handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from ..logs import get_logger
-from ..manager.below.solo import SoloTier
+from ..manager.below.node_traffic import STALLED_S
 from ..manager.below.tier_jobs import TierJobs
-from ..manager.below.tier_writes import STALLED_S
-from ..manager.flow import Link
 from ..tiers.base import BlockHash
-from ..tiers.nvme.disk.filesystem import RealFileSystem
 from ..tiers.nvme.namespace import NamespaceKey
 from . import engine_facts
 from .generation import chunk_rows, known_fields, set_state, state_of
@@ -93,8 +87,7 @@ class KVCascadeTier(SecondaryTierManager):
         self._on_reset = settings.on_reset
         with_events = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         with ExitStack() as undo:
-            open_ = self._open_node if uses_nodes() else self._open
-            self._jobs, folder = open_(settings.nvme[0], key, with_events, undo)
+            self._jobs, folder = self._open(settings.nvme[0], key, with_events, undo)
             self._resources = undo.pop_all()
         (state,) = self._jobs.below.state()
         logger.info(
@@ -176,7 +169,7 @@ class KVCascadeTier(SecondaryTierManager):
             return
         self._resources.close()
 
-    def _open_node(
+    def _open(
         self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
     ) -> tuple[TierJobs, Path | None]:
         """Open the tier behind a node on a thread, and return its folder; `undo` closes it."""
@@ -186,28 +179,6 @@ class KVCascadeTier(SecondaryTierManager):
         undo.callback(tier.close)
         jobs = TierJobs(tier.port, admission_rule(options.admission), time.monotonic)
         return jobs, tier.folder
-
-    def _open(
-        self, options: NvmeTierOptions, key: NamespaceKey, with_events: bool, undo: ExitStack
-    ) -> tuple[TierJobs, Path | None]:
-        file_system = RealFileSystem(direct=str(options.direct_io) != "off")
-        executors: list[ThreadPoolExecutor] = []
-        with ExitStack() as threads:
-            stores, loads = io_threads_of(options, executors, threads)
-            tier = open_nvme(options, self._row_bytes, key, stores, file_system)
-            undo.callback(tier.close)
-            undo.push(threads.pop_all())  # threads end before the tier is closed
-        link = Link(
-            down=NvmeStoreHandler(tier.store, self._row, stores),
-            up=NvmeLoadHandler(tier.store, self._row, loads),
-        )
-        level = nvme_level(self.tier_type, options, tier)
-        below = SoloTier(level, link, time.monotonic, with_events=with_events)
-        return TierJobs(below, level.admission, time.monotonic), tier.report.folder
-
-    def _row(self, slot: int) -> memoryview:
-        start = slot * self._row_bytes
-        return self._rows[start : start + self._row_bytes]
 
 
 def _namespace_key(config: Any, settings: CascadeConfig, row_bytes: int) -> NamespaceKey:

@@ -78,7 +78,11 @@ _GROUP_BYTES = 4
 _ROW_LAYOUTS = ("replicated_layout", "canonical_layout")
 """Options of vLLM's tiering that put the same bytes of a block in another order."""
 _PAGE_ORDER = "VLLM_KV_CACHE_LAYOUT"
-_MEDIA = {"CPU": Medium.CPU, "NVME": Medium.STORAGE}
+_MEDIA = {
+    "CPU": (Medium.CPU, Locality.LOCAL),
+    "NVME": (Medium.STORAGE, Locality.LOCAL),
+    "REMOTE": (Medium.STORAGE, Locality.REMOTE),
+}
 
 
 class CascadeLoadStoreSpec(BlockIDsLoadStoreSpec):
@@ -228,7 +232,6 @@ class CascadeManager(OffloadingManager):
             self._standstill.end_step()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        self._cascade.announce_found()
         return [to_vllm_event(event) for event in self._manager.take_events()]
 
     def has_pending_work(self) -> bool:
@@ -447,9 +450,9 @@ def shape_facts(config: OffloadingConfig) -> dict[str, str]:
 
 def to_vllm_event(event: BlockEvent) -> OffloadingEvent:
     """Translate an event of the manager to the installed vLLM."""
-    medium = _MEDIA[event.medium]
+    medium, locality = _MEDIA[event.medium]
     about: dict[str, Any] = {
-        "locality": Locality.LOCAL,
+        "locality": locality,
         "ownership": None if medium is Medium.CPU else event.tier,
         "removal_expected": True,
     }
@@ -513,5 +516,5 @@ def _allowed_media(context: ReqContext) -> frozenset[str] | None:
     if load_filter is TierFilter.ALL:
         return None
     allows = load_filter.allows
-    allowed = {name for name, medium in _MEDIA.items() if allows(medium, Locality.LOCAL)}
+    allowed = {name for name, place in _MEDIA.items() if allows(*place)}
     return frozenset(allowed | {"CPU"}) if allowed else frozenset()

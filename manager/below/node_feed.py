@@ -36,6 +36,8 @@ Find = Callable[[bytes], int]
 """Function that returns the slot of a block; -1 if it is absent."""
 MapTable = Callable[[str, int], PresenceTable]
 """Function that maps the presence table in a folder, for a number of slots. May raise."""
+MAX_MARKS = 64
+"""Most marks that are kept until they are taken."""
 OnJobEnd = Callable[[JobDone | None], None]
 
 _log = get_logger(__name__)
@@ -67,6 +69,8 @@ class NodeFeed:
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
+        self.marks: list[int] = []
+        """Marks of resets by other engines that were not taken yet."""
         self._name = name
         self._map_table = map_table
         self._executor = executor
@@ -156,6 +160,7 @@ class NodeFeed:
                 self._epoch = message.epoch
             case Epoch():  # of another engine; the presence table has it, too
                 self.events.end_list()
+                self.marks += message.marks[: MAX_MARKS - len(self.marks)]
             case NodeJoined():
                 self._enter(message.state)
                 folder, slots = message.folder, message.slots

@@ -21,9 +21,8 @@ from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
-from .node_traffic import NodeClient, NodeFlow, NodeReads, NodeWrites
+from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
 from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
-from .tier_writes import STALLED_S
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""
@@ -45,6 +44,8 @@ class NodeTierOptions:
     with_events: bool = True
     wants_chains: bool = False
     """Whether the policy of the tier uses chains."""
+    paths: int = 1
+    """Number of the tier's paths."""
 
 
 class NodeTier(Below):
@@ -71,7 +72,7 @@ class NodeTier(Below):
         flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
-        self.writes = NodeWrites(flow, most)
+        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
         self._client = client
         self._clock = clock
         self._medium = facts.medium
@@ -80,6 +81,8 @@ class NodeTier(Below):
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
         self._resets_due = 0
         """Number of resets that no node has carried out."""
+        self._reset_mark = 0
+        """Mark of the last one."""
         self._is_reset_sent = False
 
     # -- keys ------------------------------------------------------------------------------
@@ -118,6 +121,9 @@ class NodeTier(Below):
         self.feed.process()
         reads.breaker.look_at_clock()
         writes.breaker.look_at_clock()
+        counters = self.links[0]
+        counters.promote_openings = reads.breaker.openings
+        counters.demote_openings = writes.breaker.openings
         if not (reads.ended or writes.ended):
             return ()
         ended = [*reads.ended, *writes.ended]
@@ -135,9 +141,6 @@ class NodeTier(Below):
         events = self.feed.events.take()
         self._ask_for_keys()
         return events
-
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self.feed.events.emit([key for key in keys if self.may_hold(key)], removed=False)
 
     # -- whether it takes anything -----------------------------------------------------------
 
@@ -166,6 +169,7 @@ class NodeTier(Below):
         """Do nothing: one tier writes to no lower tier."""
 
     def maintain(self) -> int:
+        """See `Below`. Jobs and notes of the step are sent together here."""
         self._client.listen()
         self.feed.process()
         if self._resets_due and not self._is_reset_sent:
@@ -173,13 +177,22 @@ class NodeTier(Below):
         self._ask_for_keys()
         if self.feed.is_reporter:  # the others would say the same
             self._watch.check()
+        self._client.flush()
         return 1 if self.feed.was_reset() else 0
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         self.feed.begin_reset()
+        self._reset_mark = mark
         self._coming.clear()
         self._resets_due += 1
         self._send_reset()
+        self._client.flush()
+
+    def take_marks(self) -> Sequence[int]:
+        marks = self.feed.marks
+        if marks:
+            self.feed.marks = []
+        return marks
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         reads, writes = self.reads.open_tickets, self.writes.open_tickets
@@ -226,12 +239,12 @@ class NodeTier(Below):
             self._client.tell(question)
 
     def _send_reset(self) -> None:
-        due = self._resets_due
+        due, mark = self._resets_due, self._reset_mark
 
         def end(done: JobDone | None) -> None:
             self.feed.end(lambda answer: self._end_reset(due, answer), done)
 
-        self._is_reset_sent = self._client.submit(ResetJob, end)
+        self._is_reset_sent = self._client.submit(lambda ticket: ResetJob(ticket, mark), end)
 
     def _end_reset(self, due: int, done: JobDone | None) -> None:
         if done is None:

@@ -6,12 +6,11 @@ Used under the manager's lock. Each job is one message to the node and one answe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
@@ -20,9 +19,14 @@ from ...tiers.nvme.path.path_messages import Why
 from ..counters import LinkCounters
 from .node_feed import NodeFeed
 from .port import Ended, Put
-from .tier_reads import SILENCE
-from .tier_writes import STALLED_S, answers_to_put
 
+STALLED_S = 15.0
+"""Time limit in seconds. If transfers in one direction are in flight and none ends for so long,
+this counts as a failure."""
+SILENCE = frozenset({BlockOutcome.IO_ERROR, BlockOutcome.NO_SPACE})
+"""Outcomes of reads caused by a failing device; every other outcome concerns the block."""
+LOST = frozenset({BlockOutcome.CORRUPT, BlockOutcome.GONE})
+"""Outcomes of reads after which the block is not in the tier."""
 NO_ROOM_PAUSE_S = 0.05
 """Time for which no put is started after one that found no room."""
 
@@ -31,7 +35,9 @@ class NodeClient(Protocol):
     """The scheduler's side of a node."""
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
-        """Send a job, built from its ticket. Return False if it cannot be taken now.
+        """Take a job, built from its ticket. Return False if it cannot be taken now.
+
+        It may be sent as late as at the next `flush`, `poll` or `wait`.
 
         `on_end` gets the answer, or None if the process died. It may be called by any thread that
         calls a method of this class.
@@ -39,7 +45,11 @@ class NodeClient(Protocol):
         ...
 
     def tell(self, message: Any) -> None:
-        """Send a note that has no answer; it is lost if the node is not up."""
+        """Take a note that has no answer, as `submit`; it is lost if the node is not up."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was taken; never blocks."""
         ...
 
     def poll(self) -> None:
@@ -59,19 +69,30 @@ class NodeClient(Protocol):
         ...
 
 
+class JobEnds(Protocol):
+    """Queue of the ends of jobs, which the manager's thread works off."""
+
+    def end(self, on_end: Callable[[JobDone | None], None], done: JobDone | None) -> None:
+        """Queue the end of a job; any thread."""
+        ...
+
+
+Feed = TypeVar("Feed", bound=JobEnds)
+
+
 @dataclass(frozen=True, slots=True)
-class NodeFlow:
+class NodeFlow(Generic[Feed]):
     """Parts that the reads and the writes of a tier share."""
 
     client: NodeClient
-    feed: NodeFeed
+    feed: Feed
     counters: LinkCounters
     clock: Callable[[], float]
     block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Going:
+class Going:
     """One job in flight."""
 
     ticket: int
@@ -79,19 +100,19 @@ class _Going:
     started_s: float
 
 
-class _Traffic(ABC):
+class Traffic(ABC, Generic[Feed]):
     """Jobs of one direction."""
 
-    def __init__(self, flow: NodeFlow, breaker: Breaker) -> None:
+    def __init__(self, flow: NodeFlow[Feed], breaker: Breaker) -> None:
         self._flow = flow
         self.breaker = breaker
-        self.jobs: dict[int, _Going] = {}
+        self.jobs: dict[int, Going] = {}
         self.open_tickets: set[int] = set()
         """Tickets without an answer from the node. Any thread that waits removes some."""
         self.ended: list[Ended] = []
         """Jobs that ended and were not reported."""
 
-    def _submit(self, going: _Going, order: Callable[[int], Any]) -> bool:
+    def _submit(self, going: Going, order: Callable[[int], Any]) -> bool:
         ticket = going.ticket
         self.jobs[ticket] = going
         self.open_tickets.add(ticket)
@@ -102,65 +123,72 @@ class _Traffic(ABC):
         self.open_tickets.discard(ticket)
         return False
 
-    def _arrived(self, going: _Going, done: JobDone | None) -> None:
+    def _arrived(self, going: Going, done: JobDone | None) -> None:
         """Queue the end of a job; any thread."""
         self._flow.feed.end(partial(self._end, going), done)
         self.open_tickets.discard(going.ticket)
 
-    def _end(self, going: _Going, done: JobDone | None) -> None:
+    def _end(self, going: Going, done: JobDone | None) -> None:
         """Conclude a job, under the manager's lock."""
         del self.jobs[going.ticket]
         self._land(going, done)
 
     @abstractmethod
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         """Count a job that ended, and report it; `done` is None if the node died."""
 
-    def _outcomes(self, going: _Going, done: JobDone | None) -> list[BlockOutcome]:
+    def _outcomes(self, going: Going, done: JobDone | None) -> list[BlockOutcome]:
         n = len(going.keys)
         return [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
 
 
-class NodeReads(_Traffic):
+def is_whole(done: JobDone | None) -> bool:
+    """Return True if every block of a job is OK."""
+    return done is not None and not done.outcomes
+
+
+class NodeReads(Traffic[Feed]):
     """All reads from the tier."""
 
-    def __init__(self, flow: NodeFlow, stall_s: float) -> None:
+    def __init__(self, flow: NodeFlow[Feed], stall_s: float) -> None:
         """If reads are in flight and none ends for `stall_s` seconds, this counts as a failure."""
         super().__init__(flow, Breaker(flow.clock, stall_s))
 
     def get(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
         """Start reading blocks."""
-        going = _Going(ticket, keys, self._flow.clock())
-        packed = np.array(slots, dtype=np.int32).tobytes()
+        going = Going(ticket, keys, self._flow.clock())
+        packed = array("i", slots).tobytes()
         if not self._submit(going, lambda number: GetJob(number, list(keys), packed)):
             self._flow.counters.promote_failed_blocks += len(keys)
             self.ended.append(Ended(ticket, True, 1, [BlockOutcome.CANCELLED] * len(keys)))
 
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
-        arrived = outcomes.count(BlockOutcome.OK)
-        corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
+        arrived = len(outcomes)
+        if not is_whole(done):
+            arrived = outcomes.count(BlockOutcome.OK)
+            corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
+            counters.promote_corrupt_blocks += corrupt
+            counters.promote_gone_blocks += gone
+            counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
         counters.promote_s += time_s
         counters.promote_latencies_s.append(flow.clock() - going.started_s)
         counters.promoted_blocks += arrived
         counters.promoted_bytes += arrived * flow.block_bytes
-        counters.promote_corrupt_blocks += corrupt
-        counters.promote_gone_blocks += gone
-        counters.promote_failed_blocks += len(outcomes) - arrived - corrupt - gone
-        self.breaker.ended(SILENCE.issuperset(outcomes))
-        counters.promote_openings = self.breaker.openings
+        self.breaker.ended(arrived == 0 and SILENCE.issuperset(outcomes))
         size_bytes = arrived * flow.block_bytes
         self.ended.append(Ended(going.ticket, True, 1, outcomes, size_bytes, time_s))
 
 
-class NodeWrites(_Traffic):
+class NodeWrites(Traffic[NodeFeed]):
     """All writes into the tier."""
 
-    def __init__(self, flow: NodeFlow, max_blocks: int) -> None:
+    def __init__(self, flow: NodeFlow[NodeFeed], max_blocks: int, *, has_one_path: bool) -> None:
         """At most `max_blocks` are in flight."""
         super().__init__(flow, Breaker(flow.clock, STALLED_S, failures_to_open=1))
         self._max_blocks = max_blocks
+        self._has_one_path = has_one_path
         self._no_room_until_s = flow.clock()
         self._why = Why.GRANTED
         self.coming: set[BlockHash] = set()
@@ -210,36 +238,65 @@ class NodeWrites(_Traffic):
     def _start(
         self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
     ) -> bool:
-        going = _Going(ticket, [keys[at] for at in started], self._flow.clock())
-        packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
+        named = [keys[at] for at in started]
+        going = Going(ticket, named, self._flow.clock())
+        packed = array("i", [slots[at] for at in started]).tobytes()
         epoch = self._flow.feed.epoch
-        if self._submit(going, lambda number: PutJob(number, list(going.keys), packed, epoch)):
-            self.coming.update(going.keys)
+        if self._submit(going, lambda number: PutJob(number, list(named), packed, epoch)):
+            self.coming.update(named)
             return True
         self.breaker.trip()
         self.may_recover = True
-        self._flow.counters.demote_openings = self.breaker.openings
         return False
 
-    def _land(self, going: _Going, done: JobDone | None) -> None:
+    def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         self.coming.difference_update(going.keys)
-        stored = outcomes.count(BlockOutcome.OK)
+        stored, failed, no_space = len(outcomes), 0, 0
+        if not is_whole(done):
+            stored, failed = outcomes.count(BlockOutcome.OK), outcomes.count(BlockOutcome.IO_ERROR)
+            no_space = outcomes.count(BlockOutcome.NO_SPACE)
+            refused = outcomes.count(BlockOutcome.REFUSED)
+            counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
+            counters.demote_no_space_blocks += refused + no_space
+            counters.demote_failed_blocks += failed
         counters.demote_s += time_s
         counters.demote_latencies_s.append(flow.clock() - going.started_s)
         counters.demoted_blocks += stored
         counters.demoted_bytes += stored * flow.block_bytes
-        counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
-        no_space = outcomes.count(BlockOutcome.REFUSED) + outcomes.count(BlockOutcome.NO_SPACE)
-        counters.demote_no_space_blocks += no_space
-        counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
         flow.feed.blocks += stored
         self._why = Why.GRANTED if done is None else done.why
         if self._why is not Why.GRANTED:
             self._no_room_until_s = flow.clock() + NO_ROOM_PAUSE_S
-        self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
-        self.may_recover = BlockOutcome.NO_SPACE not in outcomes
-        counters.demote_openings = self.breaker.openings
+        self.breaker.ended(self._is_failure(failed, no_space))
+        self.may_recover = no_space == 0
         size_bytes = stored * flow.block_bytes
         self.ended.append(Ended(going.ticket, False, 1, outcomes, size_bytes, time_s))
+
+    def _is_failure(self, failed: int, no_space: int) -> bool:
+        """Return True if blocks could not be written, and the tier has no other place to try.
+
+        The writer rests a path whose writes fail, and grants slots in the others. If it grants none
+        because all rest, it says so.
+        """
+        if not self._has_one_path:
+            return self._why is Why.RESTING
+        # A full disk fails like any other one; a full tier says so before anything is written.
+        return failed > 0 or (no_space > 0 and self._why not in (Why.FULL, Why.BUDGET))
+
+
+def answers_to_put(n: int, new: Sequence[int], started: Sequence[int], refusal: Put) -> list[Put]:
+    """Return the answer to each of the `n` keys of a put.
+
+    `new` are the positions of keys that the tier lacks. Those of them that were not `started` get
+    `refusal`.
+    """
+    if len(started) == n:
+        return [Put.STARTED] * n
+    answers = [Put.ALREADY] * n
+    for at in new:
+        answers[at] = refusal
+    for at in started:
+        answers[at] = Put.STARTED
+    return answers

@@ -44,6 +44,16 @@ class Put(Enum):
     """The transfer could not be started; the tier rests from now on."""
 
 
+NOT_WANTED = frozenset(
+    {BlockOutcome.HELD, BlockOutcome.GONE, BlockOutcome.CORRUPT, BlockOutcome.REFUSED}
+)
+"""Outcomes of a `put` that are no failure, and for which a retry is useless.
+
+Another engine stored the block first, the tier was reset, the block was damaged in the tier above,
+or other engines keep the room.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Constant properties of one tier below."""
@@ -117,6 +127,11 @@ class Below(ABC):
     departures: Sequence[Departures]
     """Blocks evicted from each tier to make room."""
 
+    @property
+    def late_puts(self) -> int:
+        """Number of puts in flight that only tiers below tier 1 still write."""
+        return 0
+
     # -- keys ------------------------------------------------------------------------------
 
     @abstractmethod
@@ -126,6 +141,22 @@ class Below(ABC):
         The call stays in this process and does no I/O. The answer may be wrong either way. `media`
         limits the search to tiers of these media; None means all tiers.
         """
+
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        """Return True if a lookup that `may_hold` answered with 0 has to be repeated.
+
+        A tier that is elsewhere answers `may_hold` from memory. What it does not know it asks for
+        at the end of the step, and answers by a deadline. Keys of one `owner` come in the order of
+        its prompt. False from a tier that knows all its blocks.
+        """
+        return False
+
+    def wants_again(self, key: BlockHash) -> bool:
+        """Return True if a `put` of this block is of use although tier 1 may hold it.
+
+        The manager asks for the blocks that an ended request reused and the first tier holds.
+        """
+        return False
 
     @abstractmethod
     def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
@@ -138,7 +169,9 @@ class Below(ABC):
 
     @abstractmethod
     def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
-        """Write blocks from slots of the first tier to tier 1; return one answer per key.
+        """Write blocks from slots of the first tier below it; return one answer per key.
+
+        They go to tier 1. A chain of tiers also writes them to each lower tier that admits them.
 
         Keys come in prefix order; if there is not room for all, the first ones are written. `poll`
         reports the outcomes of the STARTED keys, if there are any. Slots must keep their bytes
@@ -147,7 +180,8 @@ class Below(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[BlockHash]) -> None:
-        """Count a use of these blocks in tier 1, in prefix order; unknown blocks are ignored."""
+        """Count a use of these blocks in the nearest tier that holds them, in prefix order;
+        unknown blocks are ignored."""
 
     @abstractmethod
     def settle(self, keys: Sequence[BlockHash]) -> None:
@@ -171,16 +205,14 @@ class Below(ABC):
     def take_lost(self) -> list[BlockHash]:
         """Return the keys lost by a tier since the last call, by eviction or damage.
 
+        A chain of inclusive tiers lists only the keys that none of its tiers holds any more.
+
         Blocks of a tier that was reset are not listed.
         """
 
     @abstractmethod
     def take_events(self) -> list[BlockEvent]:
         """Return the blocks stored in or removed from the tiers since the last call, in order."""
-
-    @abstractmethod
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Emit events for those blocks of an earlier look-up that a tier still holds."""
 
     # -- whether it takes anything -----------------------------------------------------------
 
@@ -226,15 +258,29 @@ class Below(ABC):
         """
 
     @abstractmethod
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         """Make every older block of every tier unreachable.
 
-        Transfers in flight end later, and leave nothing behind.
+        Transfers in flight end later, and leave nothing behind. `mark` names the reset for all
+        engines: a shared tier carries out each mark once. 0: a new reset.
         """
+
+    def pass_on(self, mark: int) -> None:
+        """Carry out a reset that another tier had, unless this tier had it already."""
+        self.reset(mark)
+
+    def take_marks(self) -> Sequence[int]:
+        """Return the marks of resets by other engines since the last call, as far as known.
+
+        A mark may be known later than `maintain` has returned.
+        """
+        return ()
 
     @abstractmethod
     def wait(self, tickets: set[int], limit_s: float) -> None:
         """Block until these gets and puts have ended, or the timeout; call without the lock.
+
+        A chain of tiers waits only for a short time if lower tiers alone are left to write.
 
         Without tickets: wait until the writes between the tiers below have ended.
         """
@@ -301,9 +347,6 @@ class NoTierBelow(Below):
     def take_events(self) -> list[BlockEvent]:
         return []
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        """Do nothing: there is no tier."""
-
     def room(self, n: int) -> int:
         return 0
 
@@ -319,7 +362,7 @@ class NoTierBelow(Below):
     def maintain(self) -> int:
         return 0
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
         """Do nothing: there is no tier."""
 
     def wait(self, tickets: set[int], limit_s: float) -> None:

@@ -146,20 +146,15 @@ def test_benchmark_modules_are_imported() -> None:
 
 
 def test_the_command_drives_all_tiers(tmp_path: Path) -> None:
-    """With the index in memory, on whatever device there is."""
+    """The tier below needs two more packages; the note names them, and nothing else fails."""
     code = (
-        "from dataclasses import replace\n"
-        "from kvcascade.tools import __main__ as tools\n"
-        "from kvcascade.tools.dev.bench import scale\n"
-        "scale.QUICK = replace(scale.SMOKE, repeats=1)\n"
-        "raise SystemExit(tools.main(sys.argv[1:]))"
+        "from kvcascade.tools import __main__ as tools\nraise SystemExit(tools.main(sys.argv[1:]))"
     )
     done = bare(code, "bench", "--quick", "--only", "round_trip", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
-    assert any("lmdb" in note for note in found["notes"])
-    (measured,) = found["measurements"]
-    assert all(row["median"]["ours"] > 0 for row in measured["rows"])
+    assert any("pip install lmdb msgspec" in note for note in found["notes"])
+    assert [measured["rows"] for measured in found["measurements"]] == [[]]
 
 
 def test_the_command_names_what_is_missing(tmp_path: Path) -> None:

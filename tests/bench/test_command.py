@@ -33,7 +33,7 @@ EVERYTHING = {
     "transfers": 2 * len(SMOKE.block_sizes) + 3,
     "busy": 9,
     "reopening": 12 * len(SMOKE.reopen_blocks),
-    "path": 15 * len(SMOKE.path_blocks),
+    "path": 8 + 12 * len(SMOKE.path_blocks),
 }
 """Rows of each measurement."""
 

@@ -90,7 +90,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(
 class BrokenDisk:
     """A raw disk that cannot be measured."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, is_overwritten: bool) -> None:
         raise BenchError("the disk is gone")
 
 

@@ -273,10 +273,11 @@ def test_less_than_any_block(size: object) -> None:
         assert text.startswith("tiers[1].capacity: ") and "is too small for a block" in text
 
 
-def test_a_segment_that_is_more_than_the_tier() -> None:
+@pytest.mark.parametrize("name", ["segment_size", "min_share"])
+def test_a_segment_or_share_that_is_more_than_the_tier(name: str) -> None:
     for capacity in ("64MiB", "0.01%"):
-        text = message(configured(capacity=capacity, segment_size="1TiB", min_free=0), Twin())
-        assert text.startswith('tiers[1].segment_size: "1TiB"') and capacity in text
+        text = message(configured(capacity=capacity, min_free=0, **{name: "1TiB"}), Twin())
+        assert text.startswith(f'tiers[1].{name}: "1TiB"') and capacity in text
 
 
 def test_an_arena_on_a_disk_is_doubtful() -> None:

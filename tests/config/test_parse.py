@@ -90,6 +90,7 @@ def test_defaults() -> None:
     assert (nvme.write_budget, nvme.io_threads) == (None, 3)
     assert nvme.min_free == Share(Fraction(5, 100))
     assert (nvme.direct_io, nvme.segment_size) == (DirectIO.AUTO, None)
+    assert nvme.min_share is None
     assert nvme.movers is Movers.PROCESS
     assert (config.write_mode, config.on_reset) == (None, OnReset.INVALIDATE)
     assert (config.dirty_age_s, config.shutdown_flush_s) == (5.0, None)
@@ -132,6 +133,8 @@ def test_defaults() -> None:
         ("nvme.write_budget", "0.3 DWPD", DriveWrites(Fraction(3, 10))),
         ("nvme.admission", "my.rules:admit", "my.rules:admit"),
         ("nvme.min_free", 0, Bytes(0)),
+        ("nvme.min_share", "20GiB", Bytes(20 * 2**30)),
+        ("nvme.min_share", None, None),
         ("nvme.io_threads", 64, 64),
         ("nvme.movers", "threads", Movers.THREADS),
         ("nvme.direct_io", True, DirectIO.ON),
@@ -257,6 +260,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("nvme.write_budget", "0 DWPD", "0.3 DWPD"),
     ("nvme.write_budget", "fast", "0.3 DWPD"),
     ("nvme.segment_size", "5%", "500GB"),
+    ("nvme.min_share", "5%", "500GB"),
     ("nvme.min_free", "-5%", "50%"),
     ("cpu.low_watermark", "1GiB", "50%"),
     ("cpu.low_watermark", 0.1, "50%"),
@@ -278,7 +282,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("tiers", "cpu", '{"type": "cpu"'),
     ("tiers", {"type": "cpu"}, '{"type": "cpu"'),
     ("cpu.type", "nvme", '"cpu" for the first tier'),
-    ("nvme.type", "cpu", '"nvme" for every other one'),
+    ("nvme.type", "cpu", '"nvme" for others'),
 ]
 
 
@@ -294,7 +298,9 @@ def test_refused(key: str, value: object, remedy: str) -> None:
 @pytest.mark.parametrize("value", ["tape", "ssd", ["cpu"], None])
 def test_a_type_that_is_none_names_those_that_are(key: str, value: object) -> None:
     text = message(changed(key, value))
-    assert text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu' or 'nvme'."
+    assert (
+        text == f"{full_key(key)}: invalid tier type {value!r}; expected 'cpu', 'nvme' or 'remote'."
+    )
 
 
 def test_all_problems_are_noted_and_the_first_is_raised() -> None:

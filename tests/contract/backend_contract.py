@@ -18,30 +18,6 @@ class BackendContract:
     def test_all_slots_are_free_at_first(self, backend: Backend) -> None:
         assert backend.get_num_free_blocks() == backend.capacity
 
-    def test_all_slots_are_possible_until_they_are_taken(self, backend: Backend) -> None:
-        assert backend.get_num_possible_blocks() == backend.capacity
-        backend.allocate_blocks(hashes(3))
-        assert backend.get_num_possible_blocks() == backend.capacity - 3
-        backend.allocate_blocks(hashes(backend.capacity - 3, start=3))
-        assert backend.get_num_possible_blocks() == 0
-
-    def test_slots_that_failed_are_avoided_where_there_are_others(self, backend: Backend) -> None:
-        taken = backend.allocate_blocks(hashes(3))
-        if backend.avoid([taken[0].block_id]):
-            backend.free_many(taken)
-            free = backend.get_num_free_blocks()
-            assert 0 < free < backend.capacity
-            given = backend.allocate_blocks(hashes(free))
-            assert taken[0].block_id not in {status.block_id for status in given}
-        else:
-            assert backend.get_num_free_blocks() == backend.capacity - 3
-
-    def test_what_it_was_given_is_not_told_as_found(self, backend: Backend) -> None:
-        found: list[int] = []
-        backend.tell_found(lambda slots: found.extend(slots.tolist()))
-        backend.allocate_blocks(hashes(3))
-        assert found == []
-
     def test_allocation_gives_distinct_slots_that_are_not_ready(self, backend: Backend) -> None:
         statuses = backend.allocate_blocks(hashes(5))
         assert len({status.block_id for status in statuses}) == 5

@@ -24,6 +24,8 @@ class BelowRig(ABC):
     """A port and the slots of the first tier above it."""
 
     below: Below
+    overtaken_tier = 1
+    """Number of the lowest tier that `overtake` resets."""
     _tickets = 0
 
     @abstractmethod
@@ -32,7 +34,7 @@ class BelowRig(ABC):
 
     @abstractmethod
     def overtake(self) -> None:
-        """Another process resets the nearest tier."""
+        """Another process resets the nearest tier, and perhaps others."""
 
     @abstractmethod
     def now_s(self) -> float:
@@ -182,7 +184,7 @@ class BelowContract:
         rig.put(keys(4))
         assert rig.below.maintain() == 0
         rig.overtake()
-        assert rig.below.maintain() == 1
+        assert rig.below.maintain() == rig.overtaken_tier
         assert [rig.below.may_hold(h) for h in keys(4)] == [0] * 4
         assert rig.below.maintain() == 0
         rig.put(keys(4))

@@ -19,6 +19,8 @@ from support.nvme_peer import Peer
 from support.nvme_rig import BLOCK, Rig, config_for
 
 from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
+from kvcascade.manager.admission import AdmitAll
+from kvcascade.manager.below.chain import LOWER_SHARE, BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below, Put
 from kvcascade.manager.below.solo import SoloTier
 from kvcascade.manager.flow import Link
@@ -114,6 +116,43 @@ class NodeTierRig(BelowRig):
         return self.path.clock()
 
 
+class ChainOfTwinsRig(TwinRig):
+    """Two tiers of different sizes; the nearest one is the twin that others reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = BelowTwin(self._arena.view, 2 * SLOTS, BLOCK_SIZE)
+        tiers = [ChainedTier(twin, AdmitAll()) for twin in (self.twin, self.lower)]
+        self.below = BelowChain(tiers, LOWER_SHARE * ARENA_SLOTS, self.now_s)
+
+
+class ChainOfNodesRig(NodeTierRig):
+    """Two engines over the same two paths with real writers."""
+
+    overtaken_tier = 2
+
+    def __init__(self) -> None:
+        super().__init__(is_real=True)
+        self.lower = NodesRig(is_real=True)
+        lower = [self.lower.add(arena=node.arena) for node in self.nodes]
+        self.chains = [
+            BelowChain(
+                [ChainedTier(tier, AdmitAll()) for tier in (upper.tier, below.tier)],
+                LOWER_SHARE * ARENA_SLOTS,
+                self.now_s,
+            )
+            for upper, below in zip(self.nodes, lower, strict=True)
+        ]
+        self.below = self.chains[0]
+        for chain in self.chains:
+            chain.maintain()
+
+    def overtake(self) -> None:
+        self.chains[1].reset()
+        self.path.pump()
+        self.lower.pump()
+
+
 class TestTwin(BelowContract):
     @pytest.fixture
     def rig(self) -> BelowRig:
@@ -150,6 +189,18 @@ class TestNodeTierWithTheWriter(BelowContract):
     @pytest.fixture
     def rig(self) -> BelowRig:
         return NodeTierRig(is_real=True)
+
+
+class TestChainOfTwins(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return ChainOfTwinsRig()
+
+
+class TestChainOfNodes(BelowContract):
+    @pytest.fixture
+    def rig(self) -> BelowRig:
+        return ChainOfNodesRig()
 
 
 def test_the_twin_lies_stalls_and_fails_when_it_is_told_to() -> None:

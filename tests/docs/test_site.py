@@ -133,7 +133,7 @@ def test_pages_of_the_root_and_of_benchmark_runs_are_added() -> None:
         ("index.md", "docs/configure.md#all-keys", "configure.md#all-keys"),
         ("index.md", "ARCHITECTURE.md", "architecture.md"),
         ("limits.md", "../README.md", "index.md"),
-        ("decisions/sharing.md", "../../FORMAT.md", "../format.md"),
+        ("decisions/resets.md", "../../FORMAT.md", "../format.md"),
         ("architecture.md", "docs/decisions/README.md", "decisions/README.md"),
         ("benchmarks/README.md", "../comparison.md#measured", "../comparison.md#measured"),
         ("limits.md", "#things", "#things"),

@@ -2,81 +2,110 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from support.fault_rig import FaultRig
+from support.fault_rig import PER_SEGMENT, FaultRig
 from support.keys import keys
+from support.memory_file_system import MemoryFileSystem
 
 from kvcascade.tiers.breaker import REST_S
-from kvcascade.tiers.nvme.writer.failing_devices import PATH_REST_S, RestingPaths
+from kvcascade.tiers.nvme.disk.filesystem import File
+from kvcascade.tiers.nvme.path.writer.path_capacity import PATH_REST_S, RETRY_AFTER_S
 
-PER_SEGMENT, SEGMENTS = 8, 16
+SEGMENTS = 16
 BATCH = 32
 """Enough blocks to be spread over the paths."""
+ROOTS = (Path("/one"), Path("/two"))
+EVERYTHING = 1 << 40
+FOR_EVER = 1 << 30
+
+
+class OneFullPath(MemoryFileSystem):
+    """The second path has no room for another segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = True
+
+    def open(self, path: Path, *, create: bool = False, direct: bool = False) -> File:
+        if create and self.is_full and path.suffix == ".safetensors" and ROOTS[1] in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return super().open(path, create=create, direct=direct)
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[FaultRig]:
-    other = tmp_path / "other"
-    other.mkdir()
-    rig = FaultRig(
-        tmp_path,
-        more_paths=[other],
-        top_slots=2 * BATCH,
-        nvme_slots=PER_SEGMENT * SEGMENTS,
-    )
+def rig() -> Iterator[FaultRig]:
+    rig = FaultRig(ROOTS, top_slots=2 * BATCH, nvme_slots=PER_SEGMENT * SEGMENTS)
     yield rig
     rig.memory_fs.heal()
     rig.close()
 
 
-def spoil(rig: FaultRig, parts: tuple[int, ...]) -> None:
-    """The devices of these paths can neither read nor write blocks any more. What is known of the
-    slots can be read: else nothing leaves them anyway."""
-    segments = rig.rig.tier.segments
-    for number in segments.numbers:
-        if number % 2 in parts:
-            rig.memory_fs.spoil(segments.path_of(number), 0, segments.layout.records_offset)
+def spoil(rig: FaultRig, part: int) -> None:
+    """The device of this path can neither read nor write the segments that there are."""
+    (namespace,) = rig.nodes.core.namespaces.values()
+    for number in namespace.space.segments:
+        if number % 2 == part:
+            path = namespace.home.segments.path_of(number)
+            rig.memory_fs.spoil(path, 0, EVERYTHING)
 
 
-def slots_of(rig: FaultRig, first: int, end: int) -> list[int]:
-    found = map(rig.rig.policy.get, keys(first, end))
-    return [status.block_id for status in found if status is not None]
+def paths_of(rig: FaultRig, first: int, end: int) -> set[int]:
+    """Numbers of the paths in which blocks lie."""
+    slots = map(rig.slot_of, keys(first, end))
+    return {slot // PER_SEGMENT % 2 for slot in slots if slot >= 0}
 
 
 def fill(rig: FaultRig, first: int, end: int) -> None:
     for i in range(first, end, BATCH):
         rig.on_disk(keys(i, i + BATCH))
+        rig.clock.advance(RETRY_AFTER_S)
 
 
 def test_the_other_path_takes_the_writes(rig: FaultRig) -> None:
     fill(rig, 0, PER_SEGMENT * SEGMENTS)
-    assert any(slot // PER_SEGMENT % 2 == 1 for slot in slots_of(rig, 0, 1000))
-    spoil(rig, (1,))
-    assert rig.store(keys(1000, 1000 + BATCH)) and rig.write_down()
+    assert paths_of(rig, 0, 1000) == {0, 1}
+    spoil(rig, 1)
+    assert rig.store(keys(1000, 1000 + BATCH))
+    rig.write_down()
     lost = rig.counters.demote_failed_blocks
-    assert 0 < lost <= BATCH and rig.counters.demote_openings == 0
-    for i in range(1100, 1100 + 8 * BATCH, BATCH):
+    assert 0 < lost <= BATCH
+    rig.clock.advance(REST_S / 2)
+    for i in range(1100, 1100 + 4 * BATCH, BATCH):
         rig.on_disk(keys(i, i + BATCH))
-        slots = slots_of(rig, i, i + BATCH)
-        assert len(slots) == BATCH and all(slot // PER_SEGMENT % 2 == 0 for slot in slots)
+        assert paths_of(rig, i, i + BATCH) == {0}
         assert rig.read(keys(i, i + BATCH)) == BATCH
         rig.forget_top()
-    assert rig.counters.demote_failed_blocks == lost and rig.counters.demote_openings == 0
+    assert rig.counters.demote_failed_blocks == lost
     rig.clock.advance(PATH_REST_S)
-    assert rig.store(keys(2000, 2000 + BATCH)) and rig.write_down()
+    assert rig.store(keys(2000, 2000 + BATCH))
+    rig.write_down()
     assert rig.counters.demote_failed_blocks > lost, "it is tried again after its rest"
     rig.recovers(3000)
     rig.on_disk(keys(3100, 3100 + BATCH))
-    assert 1 in {slot // PER_SEGMENT % 2 for slot in slots_of(rig, 3100, 3100 + BATCH)}
+    assert 1 in paths_of(rig, 3100, 3100 + BATCH)
+
+
+def test_a_path_that_cannot_grow_leaves_the_others_alone() -> None:
+    fs = OneFullPath()
+    rig = FaultRig(ROOTS, fs, nvme_slots=PER_SEGMENT * SEGMENTS)
+    fill(rig, 0, PER_SEGMENT * SEGMENTS // 2)
+    assert paths_of(rig, 0, 1000) == {0}
+    assert rig.counters.demote_openings == 0
+    fs.is_full = False
+    rig.clock.advance(RETRY_AFTER_S)
+    fill(rig, 1000, 1000 + PER_SEGMENT * SEGMENTS)
+    assert 1 in paths_of(rig, 1000, 2000), "and it grows later"
+    rig.close()
 
 
 def test_the_tier_rests_if_all_paths_fail(rig: FaultRig) -> None:
     fill(rig, 0, 2 * BATCH)
-    spoil(rig, (0, 1))
+    rig.memory_fs.fail("pwritev", errno.EIO, times=FOR_EVER)
     assert rig.store(keys(1000, 1000 + BATCH))
     assert not rig.write_down()
     assert rig.counters.demote_openings > 0
@@ -85,22 +114,5 @@ def test_the_tier_rests_if_all_paths_fail(rig: FaultRig) -> None:
         rig.manager.end_step()
     assert rig.memory_fs.calls["pwritev"] == written
     rig.memory_fs.heal()
-    rig.clock.advance(REST_S)
+    rig.clock.advance(PATH_REST_S + REST_S)
     assert rig.write_down()
-
-
-def test_paths_rest_for_a_while() -> None:
-    now_s = 100.0
-    resting = RestingPaths(3, 2, lambda: now_s)
-    own = np.ones(14, np.bool_)
-    own[[4, 5, 10, 11]] = False  # of path 2 there is nothing
-    assert resting.awake == [0, 1, 2]
-    assert resting.rest(np.array([2, 3]), own)
-    assert resting.awake == [0, 2]
-    now_s += PATH_REST_S / 2
-    assert not resting.rest(np.array([0]), own), "what is left is not this process's"
-    assert resting.awake == [0, 1, 2]
-    assert resting.rest(np.array([13]), own)
-    assert resting.awake == [1, 2]
-    now_s += PATH_REST_S
-    assert resting.awake == [0, 1, 2]

@@ -15,12 +15,13 @@ from kvcascade.tools.dev.bench.gpu.gpu import GpuShape
 from kvcascade.tools.dev.bench.gpu.gpu_device import CudaDevice
 from kvcascade.tools.dev.bench.gpu.gpu_moves import BESIDE, MEANWHILE, RATE
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup, run
-from kvcascade.tools.dev.bench.round_trip import RoundTrip
-from kvcascade.tools.dev.bench.round_trip.disk_tier import LMDB, RECORDS
+from kvcascade.tools.dev.bench.round_trip import NEEDED, RoundTrip
 from kvcascade.tools.dev.bench.scale import SMOKE
 
 pytestmark = pytest.mark.gpu
-with_lmdb = pytest.mark.skipif(not find_spec("lmdb"), reason="lmdb is not installed")
+needed = pytest.mark.skipif(
+    not all(map(find_spec, NEEDED)), reason=f"needs {' and '.join(NEEDED)}; install them"
+)
 
 
 def test_every_contender_has_figures(
@@ -48,12 +49,10 @@ def test_every_contender_has_figures(
             assert row.samples == {each: [100.0] for each in both}
 
 
-@pytest.mark.parametrize("index", [RECORDS, pytest.param(LMDB, marks=with_lmdb)])
-def test_all_tiers_without_an_engine(
-    index: str, tmp_path: Path, want_shared: Callable[[int], None]
-) -> None:
+@needed
+def test_all_tiers_without_an_engine(tmp_path: Path, want_shared: Callable[[int], None]) -> None:
     want_shared(256 << 20)
     shape = GpuShape("small", 8, 64 << 10)
-    found = RoundTrip(tmp_path / "tier", "cuda", shape, 64, index)()
+    found = RoundTrip(tmp_path / "tier", "cuda", shape, 64)()
     print({name: round(figure or 0, 3) for name, figure in found.items()})
     assert all(figure and figure > 0 for figure in found.values())

@@ -65,12 +65,13 @@ class PlayedChild:
 class Stage:
     """A mover, its clock, and all the processes it has started."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_batched: bool = False) -> None:
         self.clock = ManualClock()
         self.children: list[PlayedChild] = []
         self.ended: list[tuple[str, bool]] = []
         self.is_mute = False
-        self.mover = Mover(self.launch, InlineExecutor(), MoverOptions(self.clock))
+        options = MoverOptions(self.clock, is_batched=is_batched)
+        self.mover = Mover(self.launch, InlineExecutor(), options)
 
     def launch(self) -> Connection:
         child = PlayedChild()
@@ -124,6 +125,35 @@ def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
     )
 
 
+def test_batched_jobs_are_sent_together_and_no_later_than_asked() -> None:
+    stage = Stage(is_batched=True)
+    stage.mover.start()
+    child = stage.children[0]
+    child.theirs.setblocking(False)
+
+    def came() -> int:
+        """Bytes that have been sent since the last call."""
+        try:
+            return len(child.theirs.recv(1 << 20))
+        except BlockingIOError:
+            return 0
+
+    for ask in (stage.mover.flush, stage.mover.poll, lambda: stage.mover.wait(lambda: True, 0.0)):
+        assert stage.submit("a") and stage.submit("b")
+        assert came() == 0
+        ask()
+        assert came() > 0
+    stage.mover.tell(RepairJob(0, tuple(range(limits.BATCH_BYTES))))
+    assert came() > 0, "a large batch does not wait"
+    stage.submit("c")
+    child.die()
+    stage.mover.poll()
+    assert ("c", False) in stage.ended, "what was not sent has failed, too"
+    stage.mover.flush()
+    stage.mover.close()
+    child.ours.close()
+
+
 def test_jobs_of_a_dead_process_have_failed_and_another_is_started(stage: Stage) -> None:
     assert stage.submit("a")
     stage.children[0].die()
@@ -145,6 +175,8 @@ def test_an_answer_that_was_sent_before_death_counts(stage: Stage) -> None:
     assert isinstance(first, RepairJob)
     stage.children[0].say(Answer(first.ticket))
     stage.children[0].die()
+    stage.mover.poll()
+    assert stage.ended == [("a", True)]
     stage.mover.poll()
     assert stage.ended == [("a", True), ("b", False)]
 

@@ -26,6 +26,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     RefusedWhy,
     Release,
     Reset,
+    StillOpening,
     Touch,
     Why,
 )
@@ -301,3 +302,16 @@ def test_jobs_of_a_node_that_died_failed_and_its_reset_goes_to_the_next(
     rig.pump()
     node.tier.maintain()
     assert rig.twin.presence.epoch == 1 and not node.tier._resets_due
+
+
+def test_a_node_waits_while_the_writer_opens_its_namespace(rig: NodesRig) -> None:
+    rig.twin.is_stalled = True
+    node = rig.add()
+    for _ in range(40):
+        node.inbox.append(StillOpening())
+        node.tick(1.0)
+    texts = [m.text for m in node.told if isinstance(m, NodeNote)]
+    assert len(texts) == 1 and "opens the namespace" in texts[0]
+    rig.twin.go_on()
+    rig.pump()
+    assert node.node.state is NodeState.FOLLOWING and len(heard(rig, Hello)) == 1

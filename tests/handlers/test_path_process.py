@@ -67,12 +67,13 @@ def test_blocks_outlive_their_engines(engines: Engines) -> None:
 
 def test_the_writer_is_killed_and_the_others_go_on(engines: Engines) -> None:
     one, two = engines(), engines()
-    one.put(range(8))
+    one.store(range(8))
     one.kill()
     assert list(two.get(range(8))) == [OK] * 8, "reads need no writer"
-    two.until(lambda: two.state is NodeState.ORPHANED)
+    # A successor may be elected during the reads, so nobody need see the node without a writer.
+    two.until(lambda: two.state is not NodeState.FOLLOWING)
     two.until(lambda: two.tier.takes_puts)
-    assert list(two.put(range(8, 12))) == [OK] * 4
+    two.store(range(8, 12))
     one.until(lambda: one.state is NodeState.FOLLOWING or two.state is NodeState.FOLLOWING)
     one.until(lambda: one.tier.takes_puts)
     assert list(one.get(range(12))) == [OK] * 12
@@ -88,13 +89,13 @@ def wait_until(engine: PathEngine, *, takes_puts: bool) -> None:
 
 def test_writers_are_killed_under_load_and_no_block_is_wrong(engines: Engines) -> None:
     pair = [engines(), engines()]
-    assert list(pair[0].put(range(16))) == [OK] * 16
+    pair[0].store(range(16))
     stored = set(range(16))
     for round_number in range(3):
         leader = next(each for each in pair if each.state is NodeState.LEADING)
         other = next(each for each in pair if each is not leader)
         new = range(100 + 16 * round_number, 116 + 16 * round_number)
-        assert BlockOutcome.OK in leader.put(new)
+        leader.store(new)
         leader.kill()
         while other.state is not NodeState.LEADING:
             assert set(other.get(sorted(stored)[:16])) <= {OK, GONE}

@@ -3,80 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from support.below_twin import BelowTwin
-from support.cascade import BLOCK_SIZE, Cascade, block_bytes
-from support.clock import ManualClock
+from support.cascade import Cascade
 from support.keys import key, keys
-from support.memory_backend import MemoryBackend
+from support.twin_engine import DEADLINE_S, TwinEngine
 
 from kvcascade.manager.base import LookupState
 from kvcascade.manager.below.port import Put
-from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.counters import Reason
-from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
-from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
-from kvcascade.tiers.policies import create
+from kvcascade.tiers.base import BlockOutcome
 
 HIT, MISS, PENDING = LookupState.HIT, LookupState.MISS, LookupState.PENDING
-DEADLINE_S = 3.0
-
-
-class Engine:
-    """A manager over a small first tier and the twin."""
-
-    def __init__(self, slots: int = 4, below: int = 32) -> None:
-        self.clock = ManualClock()
-        self.top = MemoryBackend(BLOCK_SIZE, slots, medium="CPU")
-        self.twin = BelowTwin(self.top.view, below, BLOCK_SIZE)
-        self.policy = create("lru", slots)
-        self.manager = CascadingOffloadingManager(
-            Tier("cpu", self.top, self.policy),
-            self.twin,
-            ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=1.0),
-            self.clock,
-            self.clock.advance,
-        )
-
-    def offer(self, hashes: list[BlockHash]) -> list[BlockHash] | None:
-        """A worker stores blocks; returns those that were taken, None if they are put off."""
-        output = self.manager.prepare_store(hashes)
-        if output is None:
-            return None
-        assert isinstance(output.store_spec, SlotSpec)
-        taken = output.block_hashes_to_store
-        for block_hash, slot in zip(taken, output.store_spec.slots.tolist(), strict=True):
-            self.top.view(slot)[:] = block_bytes(block_hash)
-        self.manager.complete_store(set(taken))
-        return taken
-
-    def step(self) -> None:
-        self.twin.run()
-        self.manager.end_step()
-
-    def below_only(self, hashes: list[BlockHash]) -> None:
-        """Blocks that the twin holds and the first tier does not."""
-        assert self.offer(hashes) == hashes
-        assert self.manager.flush_dirty(self.clock() + 1.0)
-        evicted = self.policy.evict(len(hashes), ())
-        assert evicted is not None
-        for _, status in evicted:
-            self.top.free(status)
-
-    def ask(self, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
-        return [self.manager.lookup_block(block_hash, request) for block_hash in hashes]
-
-    def loads(self, request: Request, hashes: list[BlockHash]) -> None:
-        """Blocks that are hits have the right bytes."""
-        spec = self.manager.prepare_load(hashes, request)
-        assert isinstance(spec, SlotSpec)
-        for block_hash, slot in zip(hashes, spec.slots.tolist(), strict=True):
-            assert bytes(self.top.view(slot)) == block_bytes(block_hash), "wrong bytes"
-        self.manager.complete_load(hashes)
 
 
 def test_blocks_go_down_and_come_up() -> None:
-    engine, request = Engine(), Request()
+    engine, request = TwinEngine(), Request()
     engine.below_only(keys(4))
     assert engine.ask(request, keys(3)) == [PENDING] * 3
     engine.step()
@@ -87,7 +28,7 @@ def test_blocks_go_down_and_come_up() -> None:
 
 
 def test_a_key_that_is_said_to_be_held_and_is_not_becomes_a_miss() -> None:
-    engine, request = Engine(), Request()
+    engine, request = TwinEngine(), Request()
     engine.below_only(keys(2))
     engine.twin.lies = {key(2): 1}
     assert engine.ask(request, keys(3)) == [PENDING] * 3
@@ -99,7 +40,7 @@ def test_a_key_that_is_said_to_be_held_and_is_not_becomes_a_miss() -> None:
 
 
 def test_a_key_that_is_held_and_said_not_to_be_is_a_miss_and_is_not_written_twice() -> None:
-    engine, request = Engine(), Request()
+    engine, request = TwinEngine(), Request()
     engine.below_only(keys(2))
     engine.twin.lies = dict.fromkeys(keys(2), 0)
     assert engine.ask(request, keys(2)) == [MISS, MISS]
@@ -110,7 +51,7 @@ def test_a_key_that_is_held_and_said_not_to_be_is_a_miss_and_is_not_written_twic
 
 @pytest.mark.parametrize("outcome", [BlockOutcome.CORRUPT, BlockOutcome.GONE])
 def test_a_block_that_failed_is_dirty_again_where_it_is_held_above(outcome: BlockOutcome) -> None:
-    engine, request = Engine(), Request()
+    engine, request = TwinEngine(), Request()
     engine.below_only(keys(1))
     assert engine.ask(request, keys(1)) == [PENDING]
     engine.manager.end_step()
@@ -123,7 +64,7 @@ def test_a_block_that_failed_is_dirty_again_where_it_is_held_above(outcome: Bloc
 
 
 def test_a_port_that_stalls_costs_a_miss_by_the_deadline() -> None:
-    engine, request = Engine(), Request()
+    engine, request = TwinEngine(), Request()
     engine.below_only(keys(2))
     engine.twin.is_stalled = True
     assert engine.ask(request, keys(2)) == [PENDING] * 2
@@ -138,7 +79,7 @@ def test_a_port_that_stalls_costs_a_miss_by_the_deadline() -> None:
 
 
 def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
-    engine = Engine()
+    engine = TwinEngine()
     assert engine.offer(keys(4)) == keys(4)
     engine.twin.answer = Put.LATER
     for _ in range(3):
@@ -153,7 +94,7 @@ def test_a_port_that_makes_room_puts_stores_off_and_loses_nothing() -> None:
 
 @pytest.mark.parametrize("answer", [Put.FULL, Put.RESTING, Put.NOT_TAKEN])
 def test_nobody_waits_for_a_port_that_takes_nothing(answer: Put) -> None:
-    engine = Engine()
+    engine = TwinEngine()
     engine.twin.answer = answer
     assert engine.offer(keys(4)) == keys(4)
     assert engine.offer(keys(4, 8)) == keys(4, 8)
@@ -161,7 +102,7 @@ def test_nobody_waits_for_a_port_that_takes_nothing(answer: Put) -> None:
 
 
 def test_what_the_write_budget_refuses_may_leave() -> None:
-    engine = Engine()
+    engine = TwinEngine()
     engine.twin.answer = Put.OVER_BUDGET
     assert engine.offer(keys(4)) == keys(4)
     assert engine.offer(keys(4, 8)) == keys(4, 8)
@@ -169,7 +110,7 @@ def test_what_the_write_budget_refuses_may_leave() -> None:
 
 
 def test_what_leaves_the_port_is_written_again() -> None:
-    engine = Engine(slots=4, below=2)
+    engine = TwinEngine(slots=4, below=2)
     assert engine.offer(keys(2)) == keys(2)
     assert engine.manager.flush_dirty(engine.clock() + 1.0)
     assert engine.offer(keys(2, 4)) == keys(2, 4)
@@ -178,7 +119,7 @@ def test_what_leaves_the_port_is_written_again() -> None:
 
 
 def test_a_reset_by_another_process_empties_the_first_tier_too() -> None:
-    engine = Engine()
+    engine = TwinEngine()
     engine.below_only(keys(2))
     engine.offer(keys(2, 4))
     engine.twin.is_overtaken = True
@@ -188,7 +129,7 @@ def test_a_reset_by_another_process_empties_the_first_tier_too() -> None:
 
 
 def test_a_shutdown_waits_for_a_stalled_port_no_longer_than_it_may() -> None:
-    engine = Engine()
+    engine = TwinEngine()
     engine.offer(keys(4))
     engine.twin.is_stalled = True
     start_s = engine.clock()

@@ -8,13 +8,12 @@ from support.inside import demoters, levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
-from kvcascade.manager.base import BlockEvent, LookupState
+from kvcascade.manager.base import LookupState
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.demotion import AGING_PER_SLOT
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.breaker import REST_S
-from kvcascade.tiers.policies import OrderedPolicy
 
 TOKENS = 100
 
@@ -189,21 +188,3 @@ def test_names_of_what_another_engine_took_are_kept_for_events_only() -> None:
     cascade.backends[1].is_overtaken = True
     cascade.manager.end_step()
     assert not any(level._lost for level in levels(cascade.manager))
-
-
-def test_a_bad_block_of_another_engine_is_no_event_of_this_one() -> None:
-    cascade = Cascade((8, 16))
-    cascade.below_only(keys(0, 2))
-    cascade.manager.take_events()
-    policy = cascade.policies[1]
-    mine = policy.get(key(1))
-    assert mine is not None and isinstance(policy, OrderedPolicy)
-    owned = bytearray(16)
-    owned[mine.block_id] = 1
-    policy._directory.owned = owned
-    assert cascade.manager.lookup(keys(0, 2)) is None
-    cascade.up[0].fate = lambda source, target: BlockOutcome.GONE
-    cascade.manager.end_step()
-    cascade.run_transfers()
-    (event,) = cascade.manager.take_events()
-    assert event == BlockEvent((key(1),), "M1", True, "M1")

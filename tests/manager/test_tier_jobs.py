@@ -10,6 +10,7 @@ from support.node_rig import BLOCK, SLOTS, NodesRig, NodeTwin
 
 from kvcascade.manager.admission import AdmitAll, AdmitSecondTouch
 from kvcascade.manager.below.tier_jobs import FORGET_FAILED_S, TierJobResult, TierJobs
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN, REST_S
 from kvcascade.tiers.nvme.path.path_messages import Why
 
 
@@ -173,3 +174,31 @@ def test_closing_ends_the_jobs() -> None:
     rig = Rig()
     rig.begin_store(1)
     assert rig.jobs.close(1.0) and not rig.jobs.is_busy
+
+
+def test_while_writes_fail_nothing_leaves_for_what_cannot_come() -> None:
+    rig = Rig(is_real=True)
+    rig.store(*range(SLOTS))
+    rig.nodes.fs.fail("pwritev", 5, times=1 << 30)
+    assert not rig.store(100).is_whole
+    held = sum(rig.has(*range(SLOTS)))
+    for number in range(101, 120):
+        assert rig.store(number).is_whole, "nobody tried"
+    assert sum(rig.has(*range(SLOTS))) == held >= SLOTS - 2
+    rig.nodes.fs.heal()
+    rig.node.tick(REST_S + 1.0)
+    rig.store(200)
+    assert rig.has(200) == [True]
+
+
+def test_while_reads_fail_nothing_is_here() -> None:
+    rig = Rig(is_real=True)
+    rig.store(*range(8))
+    rig.nodes.fs.fail("preadv", 5, times=1 << 30)
+    for number in range(FAILURES_TO_OPEN):
+        assert rig.has(7) == [True]
+        rig.load(number)
+    assert rig.has(7) == [False]
+    rig.nodes.fs.heal()
+    rig.nodes.clock.advance(REST_S)
+    assert rig.has(7) == [True] and rig.load(7).is_whole

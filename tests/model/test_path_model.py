@@ -17,3 +17,13 @@ def test_what_was_acknowledged_stays_and_nothing_else_appears(seed: int, durabil
         model.turn()
     assert sum(oracle.stored_blocks for oracle in model.oracles.values()) > 50
     assert sum(oracle.removed_blocks for oracle in model.oracles.values()) > 0
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_namespaces_are_opened_while_others_are_served(seed: int, durability: str) -> None:
+    model = PathModel(seed, durability, is_late=True)
+    for _ in range(2 * TURNS):
+        model.turn()
+    assert sum(oracle.stored_blocks for oracle in model.oracles.values()) > 50
+    assert model.waited > TURNS // 10, "nodes waited for their namespace"

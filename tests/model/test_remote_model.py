@@ -17,10 +17,11 @@ from support.keys import keys
 from support.remote_rig import UNTOUCHED, RemoteRig, content
 from support.remote_twin import RemoteTwin
 
+from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import FAILURES, RemoteOutcome
 from kvcascade.tiers.remote.remote_store import EndedKind
-from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+from kvcascade.tiers.remote.uploads import Offer
 
 OK = RemoteOutcome.OK
 BLOCKS = keys(12)
@@ -153,7 +154,7 @@ class Run:
             self.hosts[host].store.send()
             queue.run_all()
             self.poll(host)
-        (newest,) = self.twin.counters.values()
+        newest = self.twin.counters[self.hosts[0].objects.counter_name]
         assert [rig.store.state().generation for rig in self.hosts] == [newest] * 2
         assert max((int(name.split("/")[1], 16) for name in self.twin.held), default=0) <= newest
 

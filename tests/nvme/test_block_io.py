@@ -16,7 +16,7 @@ from kvcascade.tiers.nvme.path.block_reader import BlockReader, BlocksRead, payl
 from kvcascade.tiers.nvme.path.block_writer import BlockWriter
 from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
 from kvcascade.tiers.nvme.path.presence_table import WritablePresence, presence_bytes
-from kvcascade.tiers.nvme.segments.format import SegmentLayout, block_checksum, segment_name
+from kvcascade.tiers.nvme.segments.format import SegmentLayout, segment_name
 
 BLOCK, SLOTS, PER_SEGMENT = 4096, 16, 4
 OK, GONE, CORRUPT = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.CORRUPT
@@ -69,9 +69,13 @@ def place() -> Place:
     return Place()
 
 
-def test_one_call_computes_the_checksum_of_the_format() -> None:
-    payload = memoryview(np.random.default_rng(1).bytes(200_000))
-    assert payload_checksum(key(3), payload) == block_checksum(key(3), payload)
+@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 300_000])
+def test_checksum_depends_on_key_and_every_byte(size: int) -> None:
+    payload = bytearray(size)
+    right = payload_checksum(key(1), memoryview(payload))
+    assert right != payload_checksum(key(2), memoryview(payload))
+    payload[-1] ^= 1
+    assert right != payload_checksum(key(1), memoryview(payload))
 
 
 def test_what_was_written_comes_back_in_any_order_and_over_segments(place: Place) -> None:
@@ -122,7 +126,7 @@ def test_a_block_that_is_replaced_during_the_read_is_gone(place: Place) -> None:
 
         def __enter__(self) -> None:
             place.table.remove(key(0), 0)
-            place.table.insert(key(9), 0, block_checksum(key(9), memoryview(content(key(9)))))
+            place.table.insert(key(9), 0, payload_checksum(key(9), memoryview(content(key(9)))))
 
         def __exit__(self, *error: object) -> None:
             return

@@ -6,49 +6,47 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from support.nvme_rig import key
+from support.keys import key
 
 from kvcascade.manager.counters import Counters
 from kvcascade.manager.state import TierState
 from kvcascade.observe.metrics import METRICS, MetricsSnapshot
 from kvcascade.tiers import endurance
 from kvcascade.tiers.endurance import BUCKET_S, BUCKETS, DAY_S, RECORD_BYTES, DayTotals
-from kvcascade.tiers.nvme.index.block_index import BlockIndex, open_index
-from kvcascade.tiers.nvme.index.index_keys import IndexIdentity
-from kvcascade.tiers.nvme.segments.format import IndexEntry
+from kvcascade.tiers.nvme.path.block_table import Changes
+from kvcascade.tiers.nvme.path.lmdb_block_table import LmdbBlockTable, open_block_table
 
 NOW_S = 1_800_000_000.0
 INLINE_LIMIT_BYTES = 2000
 """LMDB keeps what is smaller inside its page."""
 
 
-def opened(path: Path, now: list[float]) -> BlockIndex:
-    index = open_index(path, 64, 1 << 24, is_durable=False)
-    index.wall_clock = lambda: now[0]
-    index.load(IndexIdentity(b"f" * 32, 4096, 8), 0, may_create=True)
-    return index
+def opened(path: Path, now: list[float]) -> LmdbBlockTable:
+    return open_block_table(
+        path, 1 << 24, b"namespace", is_durable=False, wall_clock=lambda: now[0]
+    )
 
 
-def put(index: BlockIndex, number: int, read_bytes: int = 0) -> None:
-    entry = IndexEntry(number % 64, 4096, 1, number)
-    index.commit(0, (), [(key(number), entry)], read_bytes=read_bytes)
+def put(table: LmdbBlockTable, number: int, read_bytes: int = 0) -> None:
+    puts = [(key(number), number, 1)]
+    table.apply(Changes(0, puts, written_bytes=4096, read_bytes=read_bytes))
 
 
 def test_the_window_survives_a_crash_and_slides(tmp_path: Path) -> None:
     now = [NOW_S]
-    index = opened(tmp_path, now)
-    put(index, 1)
-    put(index, 2, read_bytes=100)
-    index.abandon()  # as after kill -9
+    table = opened(tmp_path, now)
+    put(table, 1)
+    put(table, 2, read_bytes=100)
+    table.abandon()  # as after kill -9
     now[0] += DAY_S - BUCKET_S
-    index = opened(tmp_path, now)
-    put(index, 3)
-    assert index.day_totals() == DayTotals(3 * 4096, 100)
+    table = opened(tmp_path, now)
+    put(table, 3)
+    assert table.day_totals() == DayTotals(3 * 4096, 100)
     now[0] += 3 * BUCKET_S
-    assert index.day_totals() == DayTotals(4096, 0)
+    assert table.day_totals() == DayTotals(4096, 0)
     now[0] += 2 * DAY_S
-    assert index.day_totals() == DayTotals()
-    index.abandon()
+    assert table.day_totals() == DayTotals()
+    table.abandon()
 
 
 def test_a_clock_that_goes_back_forgets_nothing() -> None:

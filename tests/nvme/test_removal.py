@@ -5,30 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cache_rig import call
 from support.memory_file_system import MemoryFileSystem
-from support.nvme_peer import Peer
-from support.nvme_rig import Rig, config_for, filled, key
+from support.path_rig import PathRig, RigNode
 
-from kvcascade.errors import InUseError, NoSpaceError
+from kvcascade.errors import InUseError, NoSpaceError, TierIOError
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
 from kvcascade.tiers.nvme.namespace import (
     LOCK,
     MAX_LEFTOVERS,
-    NamespaceKey,
     namespaces_under,
-    open_namespace,
     remove_namespace,
 )
-from kvcascade.tiers.nvme.tier import NvmeTierConfig
-from kvcascade.tiers.nvme.writer.capacity import SpaceBudget
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_capacity import PathCapacity
 
-SLOTS = 32
 LEFTOVER = ".removing-model-0123456789ab.{:016x}"
+BLOCKS = list(range(24))
 
 
 class Dying(RealFileSystem):
@@ -45,9 +40,19 @@ class Dying(RealFileSystem):
         raise KeyboardInterrupt
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> NvmeTierConfig:
-    return config_for([tmp_path], slots=SLOTS)
+def filled(root: Path) -> Path:
+    """A closed namespace with blocks."""
+    rig = PathRig(roots=(root,), real=RealFileSystem())
+    node = RigNode(rig)
+    for start in range(0, len(BLOCKS), 4):
+        node.store(BLOCKS[start : start + 4])
+    assert node.welcome is not None
+    rig.close()
+    return root / node.welcome.folder
+
+
+def capacity(fs: FileSystem, root: Path, capacity_bytes: int) -> PathCapacity:
+    return PathCapacity(fs, [root], PathOptions(capacity_bytes), lambda: 0.0)
 
 
 def left(root: Path) -> list[Path]:
@@ -55,40 +60,37 @@ def left(root: Path) -> list[Path]:
     return sorted(root.glob(".removing-*"))
 
 
-@pytest.mark.parametrize("gone", ["", "namespace.json", "lock namespace.json index", "segments"])
-def test_a_remover_that_dies_leaves_nothing_of_that_name(
-    config: NvmeTierConfig, tmp_path: Path, gone: str
-) -> None:
-    folder = filled(config, SLOTS)
+@pytest.mark.parametrize("gone", ["", "namespace.json", "lock namespace.json state", "segments"])
+def test_a_remover_that_dies_leaves_nothing_of_that_name(tmp_path: Path, gone: str) -> None:
+    folder = filled(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         remove_namespace(Dying(gone), folder)
     assert not folder.exists() and len(left(tmp_path)) == 1
     assert namespaces_under(RealFileSystem(), tmp_path) == []
-    assert "no namespace" in call("inspect", tmp_path, "--json").document["message"]
-    other = config_for([tmp_path], slots=4 * SLOTS, per_segment=16)
-    rig = Rig(other)  # laid out anew, with another capacity
-    assert left(tmp_path) == [] and rig.tier.report.blocks == 0
-    rig.store_bit_by_bit([key(i) for i in range(SLOTS)])
-    assert all(rig.check(key(i)) for i in range(SLOTS))
+    rig = PathRig(roots=(tmp_path,), real=RealFileSystem())
+    node = RigNode(rig)
+    assert node.held(BLOCKS) == []
+    node.store(BLOCKS[:4])
+    assert left(tmp_path) == [] and node.held(BLOCKS) == BLOCKS[:4]
     rig.close()
 
 
-def test_who_comes_while_it_is_deleted_is_not_disturbed(config: NvmeTierConfig) -> None:
-    folder = filled(config, SLOTS)
-    peers: list[Peer] = []
+def test_who_comes_while_it_is_deleted_is_not_disturbed(tmp_path: Path) -> None:
+    folder = filled(tmp_path)
+    rigs: list[PathRig] = []
+    nodes: list[RigNode] = []
 
     class Overtaken(RealFileSystem):
         def remove_tree(self, path: Path) -> None:
-            peers.append(Peer(replace(config, ready_bytes=1)))
-            peers[0].store(range(100, 104))
+            rigs.append(PathRig(roots=(tmp_path,), real=RealFileSystem()))
+            nodes.append(RigNode(rigs[0]))
+            nodes[0].store([100, 101])
             super().remove_tree(path)
 
     assert remove_namespace(Overtaken(), folder)
-    with peers[0] as first, Peer(replace(config, ready_bytes=1)) as second:
-        second.store(range(200, 204))
-        assert set(first.ask("own")).isdisjoint(second.ask("own"))
-        everything = [*range(SLOTS), *range(100, 104), *range(200, 204)]
-        assert first.hits(everything) == second.hits(everything) == 8
+    nodes[0].store([102])
+    assert nodes[0].held([*BLOCKS, 100, 101, 102]) == [100, 101, 102]
+    rigs[0].close()
 
 
 @pytest.mark.parametrize("is_made_anew", [False, True])
@@ -118,7 +120,7 @@ def test_who_waits_for_the_lock_of_a_removed_one_begins_anew(
     lock.release()
 
 
-def test_only_what_is_ours_is_deleted(config: NvmeTierConfig, tmp_path: Path) -> None:
+def test_only_what_is_ours_is_deleted(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     root = tmp_path / "root"
     for folder in (outside, root):
@@ -131,7 +133,8 @@ def test_only_what_is_ours_is_deleted(config: NvmeTierConfig, tmp_path: Path) ->
     others = [".removing-", ".removing-model", ".removing-model-0123456789ab", ".removing-x.12"]
     for name in others:
         (root / name).mkdir(mode=0o700)
-    Rig(replace(config, paths=(root,))).close()
+    with capacity(RealFileSystem(), root, 1 << 30).claim(0, 0, 0, frozenset()):
+        pass
     assert (outside / "precious").read_text() == "precious"
     kept = {LEFTOVER.format(1), LEFTOVER.format(3), *others}
     assert {path.name for path in left(root)} == kept
@@ -140,38 +143,42 @@ def test_only_what_is_ours_is_deleted(config: NvmeTierConfig, tmp_path: Path) ->
 def test_a_few_are_deleted_at_a_time(tmp_path: Path) -> None:
     for number in range(MAX_LEFTOVERS + 3):
         (tmp_path / LEFTOVER.format(number)).mkdir(mode=0o700)
-    budget = SpaceBudget(RealFileSystem(), [tmp_path / "own"], 1 << 30, 0)
     for expected in (3, 0):
-        with budget.claim(0, 0):
+        with capacity(RealFileSystem(), tmp_path, 1 << 30).claim(0, 0, 0, frozenset()):
             assert len(left(tmp_path)) == expected
 
 
-def test_what_the_device_does_not_let_go_of_counts(config: NvmeTierConfig, tmp_path: Path) -> None:
-    fs = MemoryFileSystem()
-    old = replace(config, key=NamespaceKey("old", {"n": 1}))
-    Rig(old, fs=fs).close()
-    used_bytes = fs.used_bytes(tmp_path)
+def test_what_the_device_does_not_let_go_of_counts(tmp_path: Path) -> None:
+    rig = PathRig(roots=(tmp_path,))
+    node = RigNode(rig)
+    node.store(BLOCKS[:4])
+    assert node.welcome is not None
+    rig.close()
+    fs, folder = rig.fs, tmp_path / node.welcome.folder
+    used_bytes = fs.used_bytes(folder)
     fs.fail("remove_tree", errno.EIO, times=2)
-    with pytest.raises(OSError, match="removing"):
-        remove_namespace(fs, tmp_path / old.key.directory_name)
-    budget = SpaceBudget(fs, [tmp_path / "own"], used_bytes, 0)
-    with pytest.raises(NoSpaceError, match="over all namespaces"):
-        with budget.claim(0, used_bytes // 2):
+    with pytest.raises(TierIOError, match="removing"):
+        remove_namespace(fs, folder)
+    room = capacity(fs, tmp_path, used_bytes)
+    with pytest.raises(NoSpaceError, match="capacity"):
+        with room.claim(0, 0, used_bytes // 2, frozenset()):
             pass
-    with budget.claim(0, used_bytes // 2):
+    with room.claim(0, 0, used_bytes // 2, frozenset()):
         assert fs.used_bytes(tmp_path) < used_bytes // 2
 
 
 @pytest.mark.parametrize("fs", [RealFileSystem(), MemoryFileSystem()], ids=["real", "memory"])
 def test_when_it_was_closed_it_was_used(tmp_path: Path, fs: FileSystem) -> None:
     """An engine that served for a month is not the first to lose its cache when it is restarted."""
-    fs.make_dir(tmp_path)
-    namespace = open_namespace(fs, [tmp_path], NamespaceKey("served", {"model": "m"}))
-    namespace.owners.leave_gate()
-    lock = namespace.folders[0] / LOCK
+    rig = PathRig(roots=(tmp_path,), real=fs)
+    rig.fs.notes = iter(rig.wall, None)
+    node = RigNode(rig)
+    assert node.welcome is not None
+    lock = tmp_path / node.welcome.folder / LOCK
     if lock.exists():
         os.utime(lock, (1.0, 1.0))  # long ago, as the clock goes
     opened_at = fs.modified_at(lock)
-    namespace.close()
+    rig.step(seconds=1.0)
+    rig.close()
     (found,) = namespaces_under(fs, tmp_path)
     assert found.last_used == fs.modified_at(lock) > opened_at

@@ -18,7 +18,6 @@ from support.path_engine import PathEngine
 import kvcascade
 from kvcascade.block_moves import BlockMoves, GetMove, PutMove
 from kvcascade.errors import ClosedError, ConfigError, FormatError
-from kvcascade.handlers.node.path_session import open_session
 from kvcascade.handlers.node.path_wire import JobDone, PutJob, pack_outcomes
 from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
@@ -223,23 +222,29 @@ def test_a_closed_engines_namespace_is_read_and_nothing_recorded(
     assert load_record(RealFileSystem(), tmp_path) == before
 
 
-def test_a_namespace_whose_engines_were_reset_is_refused_and_kept(
-    open_cache: Open, tmp_path: Path
+def test_a_reader_of_a_namespace_whose_engines_were_reset_is_warned_and_removes_nothing(
+    open_cache: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_at(tmp_path)
     engine.tier.reset()
     engine.until(lambda: not engine.tier._resets_due)
     engine.put(range(4))
     name = namespace_in(tmp_path)
-    with pytest.raises(ConfigError, match="were reset"):
-        open_cache(tmp_path, namespace=name)
+
+    def found(cache: kvcascade.BlockCache) -> int:
+        return sum(block is not None for block in cache.get([key(n) for n in range(4)]))
+
+    with open_cache(tmp_path, namespace=name) as cache:
+        assert found(cache) == 4, "beside the engine"
     engine.close()
-    with pytest.raises(ConfigError, match="were reset"):
-        open_cache(tmp_path, namespace=name)
-    with open_session(RealFileSystem(), tmp_path) as session:
-        assert session.ask("namespace", name=name)["blocks"] == 4
-    engine_at(tmp_path).close()
-    open_cache(tmp_path, namespace=name)
+    for _ in range(2):
+        caplog.clear()
+        with open_cache(tmp_path, namespace=name) as cache:
+            assert found(cache) == 4, "alone"
+        assert "were reset" in caplog.text
+    with open_cache(tmp_path, namespace=name) as cache:
+        engine_at(tmp_path).close()
+        assert found(cache) == 0, "an engine that starts beside a reader is alone"
 
 
 def test_a_namespace_of_another_version_is_refused(open_cache: Open, tmp_path: Path) -> None:

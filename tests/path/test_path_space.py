@@ -138,6 +138,29 @@ def test_the_reserve_of_the_disk_is_kept() -> None:
     assert segments(rig)["m"] == 1
 
 
+def test_the_capacity_holds_for_all_together() -> None:
+    """Engines of two models store at random, and come and go. What a new model needs for its
+    tables is taken from the other one."""
+    rng = random.Random(5)
+    rig = shared()
+    space, capacity = rig.writer.path.space, rig.options.capacity_bytes
+    nodes: dict[str, RigNode] = {}
+    most = 0
+    for _ in range(400):
+        label = rng.choice(("one", "two"))
+        if label not in nodes:
+            nodes[label] = RigNode(rig, label)
+            rig.step(200, seconds=0.01)
+        elif rng.random() < 0.02:
+            rig.writer.disconnect(nodes.pop(label).client)
+            continue
+        first = rng.randrange(100_000)
+        nodes[label].store(list(range(first, first + 8)), steps=200)
+        rig.step(seconds=rng.random())
+        most = max(most, space.own_bytes(0))
+    assert capacity * 0.8 < most <= capacity
+
+
 def test_no_more_is_granted_than_the_budget_of_the_day() -> None:
     rig = shared(write_budget_bytes=20 * BLOCK_BYTES)
     one, two = RigNode(rig, "one"), RigNode(rig, "two")

@@ -55,15 +55,6 @@ def test_wishes_of_the_order_are_known(name: str) -> None:
     assert UsageOrder(ORDERS[name](CAPACITY)).wants_chains == ORDERS[name].wants_chains
 
 
-@pytest.mark.parametrize("name", ["arc", "fifo", "lru"])
-def test_what_is_of_unknown_use_leaves_first(name: str) -> None:
-    order = UsageOrder(ORDERS[name](CAPACITY), wall_clock=lambda: 1000.0)
-    tags = [1, 2] if order.wants_tags else []
-    order.insert([0, 1], tags)
-    order.insert_cold([5, 6], [tag + 9 for tag in tags])
-    assert set(order.victims(2, lambda slot: True)) == {5, 6}
-
-
 @pytest.mark.parametrize("count", [1, 8, 9, 40])
 def test_notes(count: int) -> None:
     now = [1000.0]

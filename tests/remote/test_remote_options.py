@@ -10,17 +10,16 @@ from contract.remote_contract import LIMIT_S, names
 from support.remote_servers import HOST, ServerProcess, redis_server
 
 from kvcascade.config.options import At
+from kvcascade.config.remote import RemoteTierOptions, WriteWhen, parse_remote
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.remote import remote_options
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.objects import GcmSeal, MacSeal
 from kvcascade.tiers.remote.remote_options import (
-    RemoteTierOptions,
     missing_extra,
     open_remote_engine,
-    parse_remote,
+    store_options,
 )
-from kvcascade.tiers.remote.uploads import WriteWhen
 from kvcascade.tiers.remote.valkey import ValkeyEngine
 
 SECRET = "hunter2-in-test"
@@ -42,7 +41,7 @@ def parse(**options: object) -> RemoteTierOptions:
 def test_urls_that_are_right(url: str) -> None:
     read = parse(url=url)
     assert read.url == url and read.writes is WriteWhen.SECOND_TOUCH
-    assert read.store.queue_bytes == 256 << 20 and read.store.deadline_s == 2.0
+    assert store_options(read).queue_bytes == 256 << 20 and store_options(read).deadline_s == 2.0
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
         goes_on.wait(10.0)
 
     twin.before, twin.fails["counter"] = stall, RemoteOutcome.TIMED_OUT
-    generation = Generation(twin, "space/generation", ManualClock(), lambda: 1.0)
+    generation = Generation(twin, "space/generation", "space/resets", ManualClock(), lambda: 1.0)
     with ThreadPoolExecutor(5) as threads:
         first = threads.submit(generation.current, 1.0)
         assert begun.wait(10.0)

@@ -10,12 +10,13 @@ from support.keys import key, keys
 from support.remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
 from support.remote_twin import RemoteTwin
 
+from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
-from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+from kvcascade.tiers.remote.uploads import Offer
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING

@@ -10,12 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from support.nvme_rig import Rig, config_for, key
+from support.path_cache import PER_SEGMENT, fill_path, held_in, try_engine_on
 from support.users import unprivileged
 
-from kvcascade.errors import InUseError, KVCascadeError, TierIOError
+from kvcascade.errors import InUseError, TierIOError
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tools.commands.cache_access import locations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,11 +24,8 @@ PACKAGE = ("kvcascade", "tiers", "handlers", "manager", "tools")
 EXECUTING = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 """Modules whose readers run what they read."""
 OTHER_USER = 12345
+BLOCKS = 32
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-
-
-def rig_in(folder: Path) -> Rig:
-    return Rig(config_for([folder], slots=32, per_segment=8))
 
 
 @pytest.fixture
@@ -35,16 +33,14 @@ def folder(tmp_path: Path) -> Path:
     """A closed tier; its namespace directory."""
     before = os.umask(0)  # the modes are ours, not the umask's
     try:
-        rig = rig_in(tmp_path)
-        rig.store([key(i) for i in range(32)])
-        rig.close()
+        return fill_path(tmp_path, BLOCKS)
     finally:
         os.umask(before)
-    return rig.tier.namespace.folders[0]
 
 
 def test_files_and_directories_are_private(folder: Path) -> None:
-    found = {path: stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]}
+    paths = [folder, *folder.rglob("*"), *(folder.parent / PATH_FOLDER).rglob("*")]
+    found = {path: stat.S_IMODE(path.lstat().st_mode) for path in paths}
     assert len(found) > 8
     for path, mode in found.items():
         assert mode == (0o700 if path.is_dir() else 0o600), f"{path} has mode {mode:o}"
@@ -76,32 +72,28 @@ def test_shared_memory_is_private(tmp_path: Path) -> None:
         os.umask(before)
 
 
-PLACES = ["", "segments", "state", "index/data.mdb", "namespace.json", "lock", "owners"]
-PLACES += ["state/epoch.arr"]
+PLACES = ["", "segments", "state", "blocks/data.mdb", "presence", "namespace.json", "lock"]
+PLACES += ["../.kvcascade", "../.kvcascade/path.json", "../.kvcascade/writer.lock"]
 
 
 @as_root
 @pytest.mark.parametrize("place", PLACES)
 def test_what_belongs_to_somebody_else_is_refused(folder: Path, place: str) -> None:
     os.chown(folder / place, OTHER_USER, OTHER_USER)
-    with pytest.raises(KVCascadeError):
-        rig_in(folder.parent)
+    assert try_engine_on(folder.parent) is None
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_others_may_write_is_refused(folder: Path, place: str) -> None:
     target = folder / place
     target.chmod(stat.S_IMODE(target.stat().st_mode) | 0o022)
-    with pytest.raises(KVCascadeError):
-        rig_in(folder.parent)
+    assert try_engine_on(folder.parent) is None
 
 
 @as_root
 def test_a_segment_of_somebody_else_is_left_out(folder: Path) -> None:
     os.chown(folder / "segments" / "000000.safetensors", OTHER_USER, OTHER_USER)
-    rig = rig_in(folder.parent)
-    assert sum(rig.check(key(i)) for i in range(32)) == 24
-    rig.close()
+    assert len(held_in(folder.parent, range(BLOCKS))) == BLOCKS - PER_SEGMENT
 
 
 @as_root

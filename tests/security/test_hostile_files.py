@@ -8,24 +8,23 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import path_engine
 from support.children import environment
-from support.hostile import PER_SEGMENT, SLOTS
-from support.keys import key, keys
-from support.nvme_rig import Rig, config_for, filled
+from support.hostile import BLOCKS
+from support.path_cache import OPTIONS, engine_on, fill_path, folder_in, try_engine_on
+from support.path_engine import PathEngine
 
 from kvcascade.errors import KVCascadeError
-from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.base import BlockOutcome
 from kvcascade.tiers.cpu import header as arena_header
-from kvcascade.tiers.nvme.namespace import NamespaceKey
+from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
-    SLOT_RECORD_BYTES,
     parse_description,
     parse_entry,
     parse_record,
@@ -33,17 +32,12 @@ from kvcascade.tiers.nvme.segments.format import (
 
 ROUNDS = 40
 SOAK_PROCESSES = 100
-KEYS = keys(SLOTS)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A closed tier that is full; returns its namespace directory."""
-    return filled(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT), SLOTS)
-
-
-def reopen(folder: Path) -> Rig:
-    return Rig(config_for([folder.parent], slots=SLOTS, per_segment=PER_SEGMENT))
+    """A closed tier; returns its namespace directory."""
+    return fill_path(tmp_path, BLOCKS)
 
 
 def attack(root: Path, seed: int, rounds: int) -> None:
@@ -61,7 +55,7 @@ def test_a_hostile_index_ends_no_process(folder: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_hostile_indexes_for_long(folder: Path) -> None:
-    data = folder / "index" / "data.mdb"
+    data = folder / "blocks" / "data.mdb"
     good = data.read_bytes()
     for _ in range(SOAK_PROCESSES):
         data.write_bytes(good)
@@ -101,25 +95,27 @@ _MEMORY = """
 import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from support.nvme_rig import Rig, config_for
-from kvcascade.errors import KVCascadeError
+from support.path_cache import try_engine_on
 for root in sys.argv[1:]:
-    try:
-        Rig(config_for([Path(root)], slots=64, per_segment=8)).close()
-        print("opened", root)
-    except KVCascadeError as error:
-        print("refused", error)
+    engine = try_engine_on(Path(root))
+    print("refused" if engine is None else "opened", root)
+    if engine is not None:
+        engine.get(range(64))
+        engine.close()
 """
 
 HUGE_FILES = (
     "segments/000000.safetensors",
-    "index/data.mdb",
-    "index/lock.mdb",
+    "blocks/data.mdb",
+    "blocks/clean",
+    "presence",
     "namespace.json",
-    "state/0/lru_stamp.arr",
-    "state/epoch.arr",
+    "state/lru_stamp.arr",
+    "state/session",
     "lock",
-    "owners",
+    "../.kvcascade/path.json",
+    "../.kvcascade/writer.json",
+    "../.kvcascade/writer.lock",
 )
 
 
@@ -127,6 +123,9 @@ def test_a_file_of_a_terabyte_costs_no_memory(folder: Path, tmp_path: Path) -> N
     roots = [tmp_path / f"huge{i}" for i in range(len(HUGE_FILES))]
     for root, name in zip(roots, HUGE_FILES, strict=True):
         shutil.copytree(folder, root / folder.name)
+        shutil.copytree(
+            folder.parent / PATH_FOLDER, root / PATH_FOLDER, ignore=lambda *_: ["writer.sock"]
+        )
         os.truncate(root / folder.name / name, 1 << 40)
     command = [sys.executable, "-c", _MEMORY, *map(str, roots)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
@@ -144,13 +143,18 @@ def test_a_file_of_a_terabyte_costs_no_memory(folder: Path, tmp_path: Path) -> N
     [
         "segments/000001.safetensors",
         "segments",
-        "index/data.mdb",
-        "index/lock.mdb",
-        "index",
-        "state/0/lru_stamp.arr",
-        "state/epoch.arr",
+        "blocks/data.mdb",
+        "blocks/clean",
+        "blocks",
+        "presence",
+        "state/lru_stamp.arr",
+        "state/session",
         "namespace.json",
         "lock",
+        "../.kvcascade",
+        "../.kvcascade/path.json",
+        "../.kvcascade/writer.json",
+        "../.kvcascade/writer.lock",
     ],
 )
 def test_a_link_leads_nowhere(
@@ -161,53 +165,33 @@ def test_a_link_leads_nowhere(
     target.rename(outside)
     target.symlink_to(outside)
     before = {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()}
-    try:
-        rig = reopen(folder)
-        rig.store([key(1000 + i) for i in range(8)])
-        assert all(rig.check(h) for h in KEYS if rig.policy.get(h) is not None)
-        rig.close()
-    except KVCascadeError:
-        pass
+    engine = try_engine_on(folder.parent)
+    if engine is not None:
+        engine.put(range(1000, 1008))
+        engine.get(range(BLOCKS))
+        engine.close()
     assert {p: p.read_bytes() for p in [outside, *outside.rglob("*")] if p.is_file()} == before
 
 
 HOSTILE_KEYS = [b"../../../etc/passwd", b"/etc/passwd", b"\0" * 36, b"a/b\n$(reboot)", b"\xff" * 64]
 
 
-def test_keys_are_never_names(tmp_path: Path) -> None:
-    rig = Rig(config_for([tmp_path], slots=SLOTS, per_segment=PER_SEGMENT))
+def test_keys_are_never_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tmp_path)
+    engine.put([0])
     before = {path for path in tmp_path.rglob("*")}
-    hashes = [BlockHash(name) for name in HOSTILE_KEYS]
-    rig.store(hashes)
-    assert all(rig.check(block_hash) for block_hash in hashes)
-    assert {path for path in tmp_path.rglob("*")} == before
-    rig.close()
+    monkeypatch.setattr(path_engine, "key", HOSTILE_KEYS.__getitem__)
+    numbers = range(len(HOSTILE_KEYS))
+    assert set(engine.put(numbers)) == set(engine.get(numbers)) == {BlockOutcome.OK}
+    made = {path for path in tmp_path.rglob("*")} - before
+    assert all(path.match("segments/00000?.safetensors") for path in made)
+    engine.close()
 
 
 @pytest.mark.parametrize("label", ["../../up", "/etc/passwd", "..", ".", "", "a\0b", "ü" * 300])
 def test_a_label_stays_inside_the_path(tmp_path: Path, label: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    config = config_for([root], slots=SLOTS, per_segment=PER_SEGMENT)
-    rig = Rig(replace(config, key=NamespaceKey(label, {"label": label})))
-    (name,) = [path.name for path in root.iterdir() if path.is_dir()]
-    assert rig.tier.namespace.folders[0] == root / name
+    PathEngine([root], OPTIONS, is_thread=True, label=label).open().close()
+    assert folder_in(root).parent == root
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
-    rig.close()
-
-
-def test_a_record_that_lies_about_its_key_moves_nothing(folder: Path) -> None:
-    """Slot records say whom to evict: one that names another block evicts nobody."""
-    segment = folder / "segments" / "000000.safetensors"
-    records = segment.stat().st_size - PER_SEGMENT * SLOT_RECORD_BYTES
-    with segment.open("r+b") as file:
-        file.seek(records)
-        first, second = file.read(SLOT_RECORD_BYTES), file.read(SLOT_RECORD_BYTES)
-        file.seek(records)
-        file.write(second + first)
-    rig = reopen(folder)
-    assert sum(rig.check(block_hash) for block_hash in KEYS) == SLOTS
-    rig.store([key(1000 + i) for i in range(8)])
-    assert all(rig.check(key(1000 + i)) for i in range(8))
-    rig.check_sums()
-    rig.close()

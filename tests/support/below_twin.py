@@ -41,6 +41,12 @@ class BelowTwin(Below):
         """Wrong answers of `may_hold`."""
         self.is_overtaken = False
         """Another process resets the tier before the next upkeep."""
+        self.reads_rest = False
+        """Nothing may be read."""
+        self.marks: list[int] = []
+        """Marks that `take_marks` shall give."""
+        self.reset_marks: list[int] = []
+        """Marks of the resets that the engine asked for."""
 
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         if media is not None and NAME not in media:
@@ -129,11 +135,6 @@ class BelowTwin(Below):
         events, self._events = self._events, []
         return events
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        found = tuple(key for key in keys if key in self._held)
-        if found:
-            self._events.append(BlockEvent(found, NAME, False, NAME))
-
     def room(self, n: int) -> int:
         return min(n, self.tiers[0].capacity)
 
@@ -146,7 +147,7 @@ class BelowTwin(Below):
         return self.answer is Put.RESTING
 
     def rests(self, tier: int) -> bool:
-        return False
+        return self.reads_rest
 
     def write_state(self) -> WriteState:
         rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
@@ -162,9 +163,14 @@ class BelowTwin(Below):
         self._forget()
         return 1
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0) -> None:
+        self.reset_marks.append(mark)
         self._forget()
         self._events.clear()
+
+    def take_marks(self) -> Sequence[int]:
+        marks, self.marks = self.marks, []
+        return marks
 
     def _forget(self) -> None:
         self._held.clear()

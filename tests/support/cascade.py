@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
 
 from kvcascade.manager.admission import Admission, AdmitAll
-from kvcascade.manager.cascading import ManagerOptions, build_cascade
-from kvcascade.manager.flow import Link
+from kvcascade.manager.below.chain import BelowChain, ChainedTier
+from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.port import Below, NoTierBelow, TierFacts
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.level import Tier
-from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.base import BlockHash, CachePolicy
+from kvcascade.tiers.nvme.path.presence_table import PresenceTable
 from kvcascade.tiers.policies import create
 
 from .day_log import DayLog, NotedBudget
+from .executors import InlineExecutor
 from .inside import demoters
 from .keys import key
 from .memory_backend import MemoryBackend
 from .memory_handler import MemoryHandler
+from .memory_node import MemoryNode
 
 BLOCK_SIZE = 64
 
@@ -42,28 +48,73 @@ class Cascade:
         self.backends = [
             MemoryBackend(BLOCK_SIZE, n, medium=f"M{i}") for i, n in enumerate(capacities)
         ]
-        pairs = list(zip(self.backends, self.backends[1:], strict=False))
-        self.down = [MemoryHandler(a, b, is_immediate) for a, b in pairs]
-        self.up = [MemoryHandler(b, self.backends[0], is_immediate) for _, b in pairs]
         self.policies = [create(policy, n) for n in capacities]
-        self.manager = build_cascade(
-            [
-                Tier(
-                    backend.medium,
-                    backend,
-                    self.policies[i],
-                    admission if admission and i else AdmitAll(),
-                    NotedBudget(bytes_per_day, self.writes) if i and bytes_per_day else None,
-                )
-                for i, backend in enumerate(self.backends)
-            ],
-            [Link(down, up) for down, up in zip(self.down, self.up, strict=True)],
-            options,
-            clock=lambda: self.now_s,
-            pause=self.pass_time,
-        )
+        self.nodes: list[MemoryNode] = []
+        budget = NotedBudget(bytes_per_day, self.writes) if bytes_per_day else None
+        self.manager = self._build(options or ManagerOptions(), is_immediate, admission, budget)
         self.seen: dict[str, set[BlockHash]] = {b.medium: set() for b in self.backends}
         """What the events so far say lies where."""
+
+    def _build(
+        self,
+        options: ManagerOptions,
+        is_immediate: bool,
+        admission: Admission | None,
+        budget: NotedBudget | None,
+    ) -> CascadingOffloadingManager:
+        """A manager over tiers behind nodes, one behind each."""
+        top, clock = Tier("M0", self.backends[0], self.policies[0]), lambda: self.now_s
+        ports = [
+            self._node_tier(backend, policy, is_immediate, budget, options)
+            for backend, policy in zip(self.backends[1:], self.policies[1:], strict=True)
+        ]
+        below: Below = ports[0] if ports else NoTierBelow()
+        if len(ports) > 1:
+            rule = admission or AdmitAll()
+            tiers = [ChainedTier(port, rule) for port in ports]
+            below = BelowChain(tiers, self.backends[0].capacity, clock)
+        self.down = [node.down for node in self.nodes]
+        self.up = [node.up for node in self.nodes]
+        return CascadingOffloadingManager(top, below, options, clock, self.pass_time, admission)
+
+    def _node_tier(
+        self,
+        backend: MemoryBackend,
+        policy: CachePolicy,
+        is_immediate: bool,
+        budget: NotedBudget | None,
+        options: ManagerOptions,
+    ) -> NodeTier:
+        def client_of(on_note: Callable[[Any], None]) -> MemoryNode:
+            node = MemoryNode(
+                self.backends[0],
+                backend,
+                policy,
+                on_note,
+                is_immediate=is_immediate,
+                budget=budget,
+            )
+            self.nodes.append(node)
+            return node
+
+        number = len(self.nodes)
+
+        facts = TierFacts(backend.medium, backend.medium, BLOCK_SIZE, backend.capacity, True)
+        tier = NodeTier(
+            client_of,
+            NodeTierOptions(
+                facts,
+                lambda folder, slots: cast(PresenceTable, self.nodes[number].presence),
+                InlineExecutor(),
+                options.promotion_deadline_s,
+                options.with_events,
+                policy.wants_chains,
+            ),
+            lambda: self.now_s,
+        )
+        self.nodes[number].start()
+        tier.maintain()
+        return tier
 
     def pass_time(self, seconds: float) -> None:
         """Let time go by: what a manager that waits sees."""

@@ -1,39 +1,43 @@
-"""A manager over memory and a real NVMe tier whose disk fails on command."""
+"""A manager over memory and a tier behind a node, whose disk fails on command.
+
+Node and writer are those of an engine. They do what is waiting whenever the manager polls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from kvcascade.handlers.node.nvme_jobs import QueueOptions
 from kvcascade.manager.base import LookupState
-from kvcascade.manager.cascading import ManagerOptions, build_cascade
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions
 from kvcascade.manager.counters import LinkCounters
-from kvcascade.manager.flow import Link
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, SlotSpec
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
-from kvcascade.tiers.nvme.segments.store import Durability
+from kvcascade.tiers.nvme.path.path_messages import PathOptions
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer.slot_space import SlotSpace
 from kvcascade.tiers.policies import create
 
 from .clock import ManualClock
-from .executors import InlineExecutor
 from .keys import keys
-from .memory_backend import MemoryBackend
 from .memory_file_system import MemoryFileSystem
-from .nvme_rig import BLOCK, Rig, config_for, content
+from .node_rig import BLOCK, NodesRig
 
 DEADLINE_S = 3.0
 TICK_S = 0.001
 FLUSH_S = 0.1
-HANDLER_WAIT_S = 0.05
 STEPS_MAX = 100
 LONG_S = 60.0
-"""Longer than every rest of the manager and the tier."""
+"""Longer than every rest of the manager, the node and the writer."""
+PER_SEGMENT = 8
+
+
+def content(block_hash: BlockHash) -> bytes:
+    """The one right content of a block."""
+    return (block_hash * (BLOCK // len(block_hash) + 1))[:BLOCK]
 
 
 class TickingClock(ManualClock):
@@ -49,37 +53,54 @@ class FaultRig:
 
     def __init__(
         self,
-        path: Path,
-        executor: Executor | None = None,
+        roots: Sequence[Path] = (Path("/tier"),),
         fs: FileSystem | None = None,
-        durability: Durability = Durability.PROCESS,
+        *,
         top_slots: int = 16,
         nvme_slots: int = 64,
-        more_paths: Sequence[Path] = (),
+        **options: Any,
     ) -> None:
+        """`options` are those of the path."""
         self.clock = TickingClock()
-        self.memory_fs = MemoryFileSystem()
-        self.fs = self.memory_fs if fs is None else fs
-        self.executor = InlineExecutor() if executor is None else executor
-        config = replace(config_for([path, *more_paths], slots=nvme_slots), durability=durability)
-        self.rig = Rig(config, self.executor, self.fs, clock=self.clock)
-        self.top = MemoryBackend(BLOCK, top_slots, medium="CPU")
+        self.memory_fs = fs if isinstance(fs, MemoryFileSystem) else MemoryFileSystem()
+        segments = nvme_slots // PER_SEGMENT
+        capacity = capacity_of(segments, PER_SEGMENT, BLOCK, len(roots))
+        self.options = PathOptions(capacity, segment_bytes=PER_SEGMENT * BLOCK, **options)
+        self.nodes = NodesRig(
+            self.options, is_real=True, fs=fs or self.memory_fs, clock=self.clock, roots=roots
+        )
+        self.node = self.nodes.add(arena_slots=top_slots, slots=nvme_slots, stall_s=DEADLINE_S)
+        self.node.engine.is_eager = True
+        self.top = self.node.arena
         self.top_policy = create("lru", top_slots)
-        store, view = self.rig.tier.store, self.top.view
-        queue = QueueOptions(clock=self.clock, wait_limit_s=HANDLER_WAIT_S)
-        self.down = NvmeStoreHandler(store, view, self.executor, queue)
-        link = Link(self.down, NvmeLoadHandler(store, view, self.executor, queue))
-        tiers = [
+        self.manager = CascadingOffloadingManager(
             Tier("cpu", self.top, self.top_policy),
-            Tier("nvme", self.rig.backend, self.rig.policy),
-        ]
-        options = ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=FLUSH_S)
-        self.manager = build_cascade(tiers, [link], options, self.clock, self.clock.advance)
+            self.node.tier,
+            ManagerOptions(promotion_deadline_s=DEADLINE_S, shutdown_flush_s=FLUSH_S),
+            self.clock,
+            self.clock.advance,
+        )
+        self.manager.maintain()
 
     @property
     def counters(self) -> LinkCounters:
         """What happened between memory and disk."""
         return self.manager.counters.links[0]
+
+    @property
+    def space(self) -> SlotSpace:
+        """Slots of the only namespace."""
+        (namespace,) = self.nodes.core.namespaces.values()
+        return namespace.space
+
+    @property
+    def slots(self) -> int:
+        """Number of slots in the segments that there are."""
+        return len(self.space.segments) * PER_SEGMENT
+
+    def slot_of(self, block_hash: BlockHash) -> int:
+        """Slot of a block below; -1 if it is not there."""
+        return self.node.tier.feed.find(block_hash)
 
     def store(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """As one finished worker job; returns what was taken."""
@@ -97,7 +118,7 @@ class FaultRig:
 
     def write_down(self) -> bool:
         """Write what is dirty, for some ticks of the clock; True if nothing dirty is left."""
-        return self.manager.flush_dirty(self.clock() + 50 * TICK_S)
+        return self.manager.flush_dirty(self.clock() + FLUSH_S)
 
     def forget_top(self) -> None:
         """Every block that may leave memory leaves it."""
@@ -122,7 +143,7 @@ class FaultRig:
         return states
 
     def read(self, hashes: Sequence[BlockHash]) -> int:
-        """Serve a request; how many of the blocks came. No time goes by."""
+        """Serve a request; how many of the blocks came. Hardly any time goes by."""
         request = Request()
         for _ in range(STEPS_MAX):
             states = [self.manager.lookup_block(block_hash, request) for block_hash in hashes]
@@ -145,14 +166,22 @@ class FaultRig:
         """The fault is over: new blocks, from `first`, go down, come up, and none is lost."""
         self.memory_fs.heal()
         self.clock.advance(LONG_S)
+        self.manager.maintain()
         new = keys(first, first + 8)
         assert self.store(new) == new
         assert self.write_down()
         self.forget_top()
         assert self.read(new) == 8
-        self.rig.check_sums()
+        self.check_sums()
+
+    def check_sums(self) -> None:
+        """Every slot is used or free, and the index names what is used."""
+        (namespace,) = self.nodes.core.namespaces.values()
+        space = namespace.space
+        assert space.granted == 0
+        assert space.used == int(space.is_used.sum()) == namespace.table.count()
 
     def close(self) -> None:
         """Shut down."""
         self.manager.shutdown()
-        self.rig.close()
+        self.nodes.core.close(is_clean=True)

@@ -8,7 +8,6 @@ of a signal, and may not take more memory than `MEMORY_BYTES`.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import resource
 import struct
@@ -16,11 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcascade.errors import KVCascadeError
+from .path_cache import try_engine_on
 
-from .nvme_rig import Rig, config_for, key
-
-SLOTS, PER_SEGMENT = 64, 8
+BLOCKS = 64
 MEMORY_BYTES = 4 << 30
 PAGE = 4096
 META_PAGES = 2
@@ -79,18 +76,12 @@ MUTATIONS: dict[str, Mutation] = {
 
 def attempt(root: Path) -> bool:
     """Open the tier, read, write and close it; False if it was refused."""
-    try:
-        rig = Rig(config_for([root], slots=SLOTS, per_segment=PER_SEGMENT))
-    except KVCascadeError:
+    engine = try_engine_on(root)
+    if engine is None:
         return False
-    for i in range(SLOTS):
-        rig.check(key(i))
-    with contextlib.suppress(AssertionError):  # the rig insists on room; there may be none
-        rig.store([key(1000 + i) for i in range(8)])
-    try:
-        rig.close()
-    except KVCascadeError:
-        pass
+    engine.get(range(BLOCKS))
+    engine.put(range(1000, 1008))
+    engine.close()
     return True
 
 
@@ -98,7 +89,7 @@ def main() -> None:
     """All rounds, announced before they begin so that a crash names its own."""
     root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    data = next(root.glob("*/index/data.mdb"))
+    data = next(root.glob("*/blocks/data.mdb"))
     good = data.read_bytes()
     opened = 0
     for number in range(rounds):

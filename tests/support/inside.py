@@ -8,10 +8,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kvcascade.manager.below.node_tier import NodeTier
-from kvcascade.manager.below.port import Below, NoTierBelow
-from kvcascade.manager.below.solo import SoloTier
-from kvcascade.manager.below.tier_chain import TierChain
 from kvcascade.manager.cascading import CascadingOffloadingManager
 from kvcascade.manager.demotion import Demoter
 from kvcascade.manager.level import Level
@@ -23,30 +19,14 @@ from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans, open_na
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 
 
-def solos(below: Below) -> list[SoloTier]:
-    """The tiers behind a port that live in this process."""
-    found: list[SoloTier] = []
-    while isinstance(below, TierChain):
-        found.append(below._first)
-        below = below._rest
-    if not isinstance(below, NoTierBelow | NodeTier):
-        assert isinstance(below, SoloTier)
-        found.append(below)
-    return found
-
-
 def demoters(manager: CascadingOffloadingManager) -> list[Demoter]:
-    """The manager's own demoter, and those between the tiers below."""
-    found, below = [manager._demoter], manager._flow.below
-    while isinstance(below, TierChain):
-        found.append(below.demoter)
-        below = below._rest
-    return found
+    """The manager's demoter."""
+    return [manager._demoter]
 
 
 def levels(manager: CascadingOffloadingManager) -> list[Level]:
-    """The first tier and every tier below it."""
-    return [manager._flow.top, *(solo.level for solo in solos(manager._flow.below))]
+    """The first tier."""
+    return [manager._flow.top]
 
 
 def coldest_in(root: Path) -> list[bytes]:

@@ -138,6 +138,8 @@ def damage(path: Path, every: int = 512) -> int:
     for segment in segment_files(path):
         raw = bytearray(segment.read_bytes())
         start = 8 + int.from_bytes(raw[:8], "little")
+        if not raw[8:start].strip(b"\0"):  # it is being made
+            continue
         begin, end = json.loads(raw[8:start])["blocks"]["data_offsets"]
         payload = np.frombuffer(raw, dtype=np.uint8)[start + begin : start + end]
         payload[::every] ^= 0x5A

@@ -12,8 +12,6 @@ from kvcascade.tiers.base import (
     Backend,
     BlockHash,
     BlockStatus,
-    CachePolicy,
-    Moved,
     SlotSpec,
 )
 
@@ -28,8 +26,6 @@ class MemoryBackend(Backend):
         self._free = set(range(capacity))
         self.is_overtaken = False
         """Set it to play another process that resets the tier."""
-        self.moved: list[Moved] = []
-        """What `take_moved` shall give, in this order."""
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -61,13 +57,6 @@ class MemoryBackend(Backend):
         busy = [status for status in used if status.ref_cnt != 0]
         self._free = set(range(self.capacity)) - {status.block_id for status in busy}
         return busy
-
-    def maintain(self, policy: CachePolicy) -> bool:
-        is_overtaken, self.is_overtaken = self.is_overtaken, False
-        return is_overtaken
-
-    def take_moved(self) -> Moved | None:
-        return self.moved.pop(0) if self.moved else None
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot, writable."""

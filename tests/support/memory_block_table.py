@@ -95,9 +95,6 @@ class MemoryBlockTable:
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return [self._state.blocks.get(key) for key in keys]
 
-    def key_at(self, slot: int) -> bytes | None:
-        return self._state.slots.get(slot)
-
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         return [self._state.slots.get(slot) for slot in slots]
 

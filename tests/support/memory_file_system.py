@@ -17,8 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from kvcascade.errors import InUseError
-from kvcascade.tiers.nvme.disk.byte_locks import ByteLocks
-from kvcascade.tiers.nvme.disk.filesystem import File, FileLock, FileSystem, View, lock_message
+from kvcascade.tiers.nvme.disk.filesystem import File, FileLock, FileSystem, lock_message
 
 SECTOR_BYTES = 512
 STALL_LIMIT_S = 30.0
@@ -68,7 +67,6 @@ class MemoryFileSystem(FileSystem):
         """File to the number of holders of its lock, -1 for one who is alone."""
         self.notes: Iterator[float] = count(1)
         """Times of change of the files that are locked from now on."""
-        self._byte_owners: dict[_Node, dict[int, object]] = {}
         self._faults: dict[str, list[_Fault]] = {}
         self._lock = threading.RLock()
 
@@ -103,7 +101,6 @@ class MemoryFileSystem(FileSystem):
     def drop_locks(self) -> None:
         """Release all locks, as the kernel does when their processes end."""
         self.holders.clear()
-        self._byte_owners.clear()
 
     def damage(self, path: Path, offset: int, data: bytes) -> None:
         """Overwrite bytes behind everybody's back."""
@@ -172,9 +169,6 @@ class MemoryFileSystem(FileSystem):
         self.enter("free_bytes")
         return self.size_bytes - sum(len(node.data) for node in self._nodes.values())
 
-    def total_bytes(self, path: Path) -> int:
-        return self.size_bytes
-
     def used_bytes(self, path: Path) -> int:
         inside = (name for name in self._nodes if name.is_relative_to(path))
         return sum(len(self._nodes[name].data) for name in inside)
@@ -195,12 +189,6 @@ class MemoryFileSystem(FileSystem):
         lock = _MemoryLock(self, path, node, self.notes if is_noted else None)
         lock.note()
         return lock
-
-    def byte_locks(self, path: Path) -> ByteLocks:
-        self.enter("byte_locks")
-        with self._lock:
-            node = self._nodes.setdefault(path, _Node(bytearray()))
-            return _MemoryByteLocks(self._byte_owners.setdefault(node, {}), node)
 
     # -- for the files -------------------------------------------------------------------------
 
@@ -266,40 +254,6 @@ class _MemoryLock(FileLock):
             self._locked[node] = max(0, self._locked.get(node, 0) - 1)
 
 
-class _MemoryByteLocks(ByteLocks):
-    """Each instance is an open file of its own."""
-
-    def __init__(self, owners: dict[int, object], node: _Node) -> None:
-        self._owners = owners
-        self._node = node
-
-    def try_lock(self, byte: int) -> bool:
-        return self._owners.setdefault(byte, self) is self
-
-    def unlock(self, byte: int) -> None:
-        if self._owners.get(byte) is self:
-            del self._owners[byte]
-
-    def others_hold(self, first: int, count: int = 1) -> bool:
-        return any(
-            owner is not self and first <= byte < first + count
-            for byte, owner in self._owners.items()
-        )
-
-    def read(self, first: int, count: int) -> bytes:
-        return bytes(self._node.data[first : first + count]).ljust(count, b"\0")
-
-    def write(self, first: int, notes: bytes) -> None:
-        data = self._node.data
-        data.extend(bytes(max(0, first + len(notes) - len(data))))
-        data[first : first + len(notes)] = notes
-        self._node.durable = bytes(data)
-
-    def close(self) -> None:
-        for byte in [byte for byte, owner in self._owners.items() if owner is self]:
-            del self._owners[byte]
-
-
 class MemoryFile(File):
     """A handle on a file in memory."""
 
@@ -358,21 +312,8 @@ class MemoryFile(File):
         view = memoryview(self._node.data)[offset : offset + length]
         return view if writable else view.toreadonly()
 
-    def view(self, offset: int, length: int) -> View:
-        self._fs.enter("map")
-        if offset + length > len(self._node.data):
-            raise OSError(errno.EINVAL, "a mapping beyond the end")
-        return lambda start, count: self._look(offset + start, count)
-
     def close(self) -> None:
         return
-
-    def _look(self, offset: int, count: int) -> bytes:
-        self._fs.enter("view")
-        self._node.pass_over(offset, count)
-        if offset + count > len(self._node.data):
-            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-        return bytes(self._node.data[offset : offset + count])
 
     def _resize(self, size: int) -> None:
         data = self._node.data

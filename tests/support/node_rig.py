@@ -16,8 +16,10 @@ from kvcascade.handlers.node.path_io import NodeIO
 from kvcascade.handlers.node.path_node import PathNode
 from kvcascade.handlers.node.path_wire import NodeSetup, from_node_process, to_node
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
+from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.below.port import TierFacts
 from kvcascade.tiers.base import BlockHash, SlotArray
+from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.path.block_reader import BlocksRead
 from kvcascade.tiers.nvme.path.block_table import BlockTable
 from kvcascade.tiers.nvme.path.block_writer import BlocksWritten
@@ -59,27 +61,43 @@ class NodesRig:
 
     writer: WriterTwin | CoreWriter | None
 
-    def __init__(self, options: PathOptions = OPTIONS, *, is_real: bool = False) -> None:
-        """`is_real`: the writer is a `PathWriter`."""
-        self.fs = MemoryFileSystem()
-        self.clock = ManualClock()
-        self.root = Path("/tier")
+    def __init__(
+        self,
+        options: PathOptions = OPTIONS,
+        *,
+        is_real: bool = False,
+        fs: FileSystem | None = None,
+        clock: ManualClock | None = None,
+        roots: Sequence[Path] = (Path("/tier"),),
+    ) -> None:
+        """`is_real`: the writer is a `PathWriter`; else it is a twin, on files in memory."""
+        self.files: FileSystem = fs or MemoryFileSystem()
+        self.fs = self.files if isinstance(self.files, MemoryFileSystem) else MemoryFileSystem()
+        """The files, if they are in memory."""
+        self.clock = clock or ManualClock()
+        self.roots = tuple(roots)
         if is_real:
-            self.writer = CoreWriter(self.fs, self.root, options, self.clock)
+            self.writer = CoreWriter(self.files, self.roots, options, self.clock)
         else:
-            self.writer = WriterTwin(self.fs, self.root, SLOTS, PER_SEGMENT, BLOCK, options)
+            self.writer = WriterTwin(self.fs, self.roots[0], SLOTS, PER_SEGMENT, BLOCK, options)
         self.options = options
         self.nodes: list[NodeTwin] = []
         self.rng: random.Random | None = None
         """Chooses which queue goes on; without it they take turns."""
 
-    def add(self) -> NodeTwin:
-        """A new engine's node."""
-        node = NodeTwin(self, len(self.nodes))
+    def add(self, **given: Any) -> NodeTwin:
+        """A new engine's node; what is `given` goes to it."""
+        node = NodeTwin(self, len(self.nodes), **given)
         self.nodes.append(node)
         node.node.start()
         self.pump()
         return node
+
+    @property
+    def core(self) -> PathWriter:
+        """The writer, which is real."""
+        assert isinstance(self.writer, CoreWriter)
+        return self.writer.core
 
     @property
     def twin(self) -> WriterTwin:
@@ -127,7 +145,7 @@ class CoreWriter:
     """The real `PathWriter` over block tables in memory, with the face of a `WriterTwin`."""
 
     def __init__(
-        self, fs: MemoryFileSystem, root: Path, options: PathOptions, clock: ManualClock
+        self, fs: FileSystem, roots: Sequence[Path], options: PathOptions, clock: ManualClock
     ) -> None:
         self.is_stalled = False
         self.outbox: deque[tuple[int, FromWriter]] = deque()
@@ -135,9 +153,10 @@ class CoreWriter:
         self._disks: dict[Path, MemoryBlockDisk] = {}
         self._numbers = count(1)
         self._is_due = False
-        fs.make_dir(root)
+        for root in roots:
+            fs.make_dir(root)
         means = StartMeans(fs, ManualClock(1_700_000_000.0), self._open_table, b"boot")
-        self.core = PathWriter(means, [root], options, clock, InlineExecutor())
+        self.core = PathWriter(means, roots, options, clock, InlineExecutor())
 
     def connect(self) -> int:
         """A client comes."""
@@ -172,9 +191,20 @@ class CoreWriter:
 class NodeTwin:
     """A `PathNode` with its means, and the client and tier of its engine."""
 
-    def __init__(self, rig: NodesRig, number: int) -> None:
+    def __init__(
+        self,
+        rig: NodesRig,
+        number: int,
+        *,
+        arena: MemoryBackend | None = None,
+        arena_slots: int = ARENA_SLOTS,
+        slots: int = SLOTS,
+        stall_s: float = STALLED_S,
+    ) -> None:
+        """`arena`: slots that the engine has already. `slots`: those of the tier. For `stall_s` see
+        `NodeTierOptions`."""
         self.rig = rig
-        self.arena = MemoryBackend(BLOCK, ARENA_SLOTS, medium="CPU")
+        self.arena = arena or MemoryBackend(BLOCK, arena_slots, medium="CPU")
         self.inbox: deque[Any] = deque()
         """Messages of the writer."""
         self.outbox: deque[FromNode] = deque()
@@ -188,16 +218,19 @@ class NodeTwin:
         self.can_join = True
         self.told: list[Any] = []
         self._cancels: dict[Callable[[], None], Callable[[], None]] = {}
-        self.io = NodeIO(rig.fs, [rig.root], namespace_spec(BLOCK), is_durable=False)
-        hello = Hello(
-            PROTOCOL, f"node {number}", (str(rig.root),), namespace_spec(BLOCK), rig.options, True
-        )
+        self.is_device_stalled = False
+        """While true, no transfer ends."""
+        self.io = NodeIO(rig.files, rig.roots, namespace_spec(BLOCK), is_durable=False)
+        paths = tuple(map(str, rig.roots))
+        hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
         self.node = PathNode(hello, self, rig.clock)
-        facts = TierFacts("nvme", "NVME", BLOCK, SLOTS, is_lasting=True)
+        facts = TierFacts("nvme", "NVME", BLOCK, slots, is_lasting=True)
         options = NodeTierOptions(
             facts,
-            lambda folder, slots: map_presence(rig.fs, Path(folder), slots),
+            lambda folder, slots: map_presence(rig.files, Path(folder), slots),
             InlineExecutor(),
+            stall_s,
+            paths=len(rig.roots),
         )
         self.tier = NodeTier(self._client_of, options, rig.clock)
 
@@ -279,6 +312,8 @@ class NodeTwin:
             found.append(lambda: self.node.received(self.inbox.popleft()))
         elif self.has_lost:
             found.append(self._lose)
+        if self.is_device_stalled:
+            return found
         found += self.writes
         if self.work:
             found.append(lambda: self.work.popleft()())
@@ -337,6 +372,8 @@ class PumpedClient:
         self._ticket = 0
         self._jobs: dict[int, Callable[[Any], None]] = {}
         self.is_up = True
+        self.is_eager = False
+        """If true, everything that is waiting happens before each answer is looked for."""
 
     def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
         if not self.is_up:
@@ -350,6 +387,8 @@ class PumpedClient:
         self._twin.orders.append(msgspec.msgpack.encode(message))
 
     def poll(self) -> None:
+        if self.is_eager:
+            self._twin.tick()
         answers = self._twin.answers
         while answers:
             message = from_node_process.decode(msgspec.msgpack.encode(answers.popleft()))
@@ -358,6 +397,9 @@ class PumpedClient:
                 self._take(message)
             else:
                 self._jobs.pop(ticket)(message)
+
+    def flush(self) -> None:
+        """Everything is sent already."""
 
     def listen(self) -> None:
         self.poll()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 from support.keys import key
 
+from kvcascade.handlers.node.path_wire import NodeState
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.namespace_home import spec_of
@@ -19,6 +21,8 @@ from .path_engine import PathEngine
 
 BLOCK, PER_SEGMENT = 4096, 8
 HEADER = 4096
+REFUSAL_LIMIT_S = 2.0
+"""Time after which a path that does not let an engine join counts as refused."""
 OPTIONS = PathOptions(64 << 20, segment_bytes=PER_SEGMENT * BLOCK)
 
 
@@ -33,6 +37,23 @@ def engine_on(
     return PathEngine(
         given, OPTIONS, is_thread=is_thread, name="the engine", capacity=64, spec=spec
     ).open()
+
+
+def try_engine_on(root: Path) -> PathEngine | None:
+    """An engine that has joined a path; None if the path refuses it, or cannot be opened."""
+    engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64)
+    engine.mover.start()
+    ends_s = monotonic() + REFUSAL_LIMIT_S
+
+    def is_known() -> bool:
+        is_late = monotonic() > ends_s
+        return engine.tier.takes_puts or engine.state is NodeState.OFF or is_late
+
+    engine.until(is_known)
+    if engine.tier.takes_puts:
+        return engine
+    engine.close()
+    return None
 
 
 def fill_path(

@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any
 
 from support.keys import key
-from support.writer_twin import namespace_spec
+from support.writer_twin import LABEL, namespace_spec
 
-from kvcascade.handlers.node.mover import Mover
+from kvcascade.handlers.node.mover import Mover, MoverOptions
 from kvcascade.handlers.node.path_client import node_process, node_thread
 from kvcascade.handlers.node.path_wire import NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
@@ -43,8 +43,10 @@ class PathEngine:
         is_direct: bool = True,
         io_threads: int = 2,
         stall_s: float = WAIT_S,
+        label: str = LABEL,
         spec: NamespaceSpec | None = None,
     ) -> None:
+        """`label` names the namespace."""
         self.block_bytes = block_bytes
         self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, arena_slots * block_bytes)
@@ -53,7 +55,7 @@ class PathEngine:
         setup = NodeSetup(
             name,
             tuple(map(str, paths)),
-            spec or namespace_spec(block_bytes),
+            spec or namespace_spec(block_bytes, label),
             options,
             0,
             arena_slots,
@@ -64,9 +66,10 @@ class PathEngine:
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
         def client_of(take: Callable[[Any], None]) -> Mover:
+            batched = MoverOptions(is_batched=True)
             if is_thread:
-                return node_thread(setup, self.arena, fs, take)
-            return node_process(setup, lambda: os.dup(self._fd), take)
+                return node_thread(setup, self.arena, fs, take, batched)
+            return node_process(setup, lambda: os.dup(self._fd), take, batched)
 
         made: list[Mover] = []
 
@@ -125,6 +128,19 @@ class PathEngine:
         self._ticket += 1
         started = self.tier.put(self._ticket, [key(n) for n in numbers], range(len(numbers)))
         return self._end(self._ticket).outcomes if "started" in [a.value for a in started] else []
+
+    def store(self, numbers: Sequence[int], limit_s: float = WAIT_S) -> None:
+        """Write blocks until all are stored; like an engine, offer again what was put off.
+
+        A slow machine may need longer for a segment than a grant waits for it.
+        """
+        end_s, left = monotonic() + limit_s, list(numbers)
+        while left:
+            assert monotonic() < end_s, f"{left} are not stored within {limit_s} s"
+            self.until(lambda: self.tier.takes_puts and self.tier.room(1) > 0)
+            assert set(self.put(left)) <= {BlockOutcome.OK, BlockOutcome.CANCELLED}
+            held = self.holds(left)
+            left = [number for number in left if number not in held]
 
     def get(self, numbers: Sequence[int]) -> Sequence[BlockOutcome]:
         """Read blocks, and wait; what is OK is compared."""

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+from support.executors import SteppingExecutor
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from support.memory_file_system import MemoryFileSystem
 from support.path_rig import ROOT, PathRig, RigNode, int32, key_of, slots_in, uint64
@@ -133,7 +134,14 @@ class Oracle:
 class PathModel:
     """One run: `turn` does something at random and checks everything."""
 
-    def __init__(self, seed: int, durability: str, segments: int = 78) -> None:
+    def __init__(
+        self, seed: int, durability: str, segments: int = 78, *, is_late: bool = False
+    ) -> None:
+        """With `is_late` files are made and namespaces opened while the writer serves others."""
+        self.is_late = is_late
+        self.waited = 0
+        """Number of turns in which a node waited for its namespace."""
+        self.joining: list[tuple[RigNode, str]] = []
         self.rng = random.Random(seed)
         self.fate = Fate()
         self.oracles = {label: Oracle() for label in LABELS}
@@ -158,6 +166,8 @@ class PathModel:
         try:
             for _ in range(self.rng.choice((1, 1, 2, 5))):
                 self._act()
+            for _ in range(len(self.late) if self.rng.random() < 0.3 else 0):
+                self.late.step(self.rng.randrange(8))
             self._step()
         except Killed:
             self._restart(self.rng.random() < 0.4)
@@ -175,6 +185,8 @@ class PathModel:
     def _act(self) -> None:
         acts = [self._ask] * 6 + [self._commit] * 6 + [self._touch] * 2
         acts += [self._release, self._join, self._leave, self._bad, self._lie, self._reset]
+        if not self.nodes:
+            acts = [self._join]
         self.rng.choice(acts)()
 
     def _ask(self) -> None:
@@ -215,8 +227,11 @@ class PathModel:
         self.rig.send(node.client, Touch(keys, kind == 1, kind == 2))
 
     def _join(self) -> None:
-        if len(self.nodes) < 6:
+        if len(self.nodes) + len(self.joining) < 6:
             self._connect(self.rng.choice(LABELS))
+        elif self.joining:
+            node, _ = self.joining.pop()
+            self.rig.writer.disconnect(node.client)
 
     def _leave(self) -> None:
         chosen = self.rng.choice(self.nodes)
@@ -259,8 +274,11 @@ class PathModel:
     def _begin(self) -> None:
         """Start a writer over the disks, with a node of each namespace that sees everything."""
         self.fate.calls_left = None
+        self.late = SteppingExecutor()
+        self.rig.executor = self.late if self.is_late else DyingExecutor()
         self.rig.start()
         self.nodes.clear()
+        self.joining.clear()
         self.held.clear()
         self.expected: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for oracle in self.oracles.values():
@@ -268,7 +286,7 @@ class PathModel:
             oracle.removed.clear()
         for label in LABELS:
             self._connect(label)
-            self._check_presence(label)
+        self._welcome()
 
     def _restart(self, is_power_lost: bool) -> None:
         self.fate.calls_left = None
@@ -283,18 +301,30 @@ class PathModel:
         self._begin()
 
     def _connect(self, label: str) -> None:
-        node = RigNode(self.rig, label)
-        assert node.welcome is not None, node.refused
-        if all(label != other for _, other in self.nodes):
+        self.joining.append((RigNode(self.rig, label, may_wait=True), label))
+        self._welcome()
+
+    def _welcome(self) -> None:
+        """Count the nodes that wait no more."""
+        self.waited += bool(self.joining)
+        came = [pair for pair in self.joining if pair[0].has_answer()]
+        self.joining = [pair for pair in self.joining if pair not in came]
+        served = {label for _, label in self.nodes}
+        for label in {label for _, label in came} - served:
             self.oracles[label].removed.clear()  # what an opening removes, nobody is told
-        self._drain()  # before it counts: what left before it came, it is not told
-        self.nodes.append((node, label))
-        self.held[node.client] = {}
+        if came:
+            self._drain()  # before they count: what left before they came, they are not told
+        for node, label in came:
+            assert node.welcome is not None, node.refused
+            self.nodes.append((node, label))
+            self.held[node.client] = {}
+            self._check_presence(label)
 
     def _step(self) -> None:
         self.rig.step(seconds=self.rng.choice((0.0, 0.1, 1.1)))
+        self._welcome()
         self._drain()
-        for label in LABELS:
+        for label in {label for _, label in self.nodes}:
             self._check_presence(label)
             self._check_slots(label)
         taken = self.rig.fs.used_bytes(ROOT)

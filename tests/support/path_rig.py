@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from support.clock import ManualClock
-from support.executors import InlineExecutor
+from support.executors import InlineExecutor, SteppingExecutor
 from support.memory_block_table import MemoryBlockDisk, MemoryBlockTable
 from support.memory_file_system import MemoryFileSystem
 
@@ -179,7 +179,10 @@ class RigNode:
         wants_events: bool = False,
         fields: object = None,
         epoch: int | None = None,
+        is_reader: bool = False,
+        may_wait: bool = False,
     ) -> None:
+        """Come, and join; with `may_wait` the namespace need not be open yet."""
         self.rig = rig
         self.client = next(rig.numbers)
         self.requests = count(1)
@@ -189,11 +192,22 @@ class RigNode:
         self.spec = spec = NamespaceSpec(label, data, b"{}", BLOCK_BYTES, min_share_bytes)
         given = tuple(map(str, rig.roots)) if paths is None else tuple(paths)
         asked, name = options or rig.options, f"node {self.client}"
-        hello = Hello(protocol, name, given, spec, asked, wants_events, epoch)
+        hello = Hello(protocol, name, given, spec, asked, wants_events, epoch, is_reader)
+        self.refused: list[Refused] = []
+        self.welcome: Welcome | None = None
         rig.send(self.client, hello)
         rig.step()
-        self.refused = rig.take(self.client, Refused)
-        self.welcome: Welcome | None = next(iter(rig.take(self.client, Welcome)), None)
+        executor = rig.executor
+        while not self.has_answer() and not may_wait and isinstance(executor, SteppingExecutor):
+            assert executor.step(), "nobody opens the namespace"
+            rig.step()
+
+    def has_answer(self) -> bool:
+        """Return True once the writer has welcomed or refused this node."""
+        self.refused += self.rig.take(self.client, Refused)
+        for welcome in self.rig.take(self.client, Welcome):
+            self.welcome = welcome
+        return self.welcome is not None or bool(self.refused)
 
     def ask(self, keys: Sequence[int]) -> int:
         """Ask for slots."""

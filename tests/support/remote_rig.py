@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.base import BlockHash
 from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
 from kvcascade.tiers.remote.objects import ObjectFormat, Seal
 from kvcascade.tiers.remote.remote_store import EndedKind, RemoteStore, StoreOptions
-from kvcascade.tiers.remote.uploads import Offer, WriteWhen
+from kvcascade.tiers.remote.uploads import Offer
 
 from .clock import ManualClock
 from .executors import InlineExecutor

@@ -75,7 +75,7 @@ class Driver:
         """Stores that the workers are given at the start of the next step."""
         self.flush: set[int] = set()
         self.seen: dict[str, set[OffloadKey]] = {}
-        """What the events so far say lies in each medium."""
+        """What the events so far say lies in each medium; with several nodes, in each tier."""
         self.metrics: dict[str, float] = {}
         """Sum of every counter that was sent, by name and labels."""
         self.is_fresh = all(state.blocks == 0 for state in self.cascade.manager.tier_states()[1:])
@@ -317,7 +317,8 @@ class Driver:
         """Take events in; each one must be news."""
         events = list(self.manager.take_events())
         for event in events:
-            held = self.seen.setdefault(event.medium.name, set())
+            tier = event.ownership if len(self.cascade.nodes) > 1 else None
+            held = self.seen.setdefault(tier or event.medium.name, set())
             if event.removed:
                 is_known = self.is_fresh or event.medium is Medium.CPU
                 assert not is_known or held.issuperset(event.keys), "removed what was not there"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcascade.tiers.base import new_reset_mark
 from kvcascade.tiers.nvme.disk.filesystem import FileSystem
 from kvcascade.tiers.nvme.namespace import NamespaceKey
 from kvcascade.tiers.nvme.path.path_messages import (
@@ -36,6 +37,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Reset,
     Retire,
     SegmentsRemoved,
+    StillOpening,
     Stored,
     TierFigures,
     Touch,
@@ -51,9 +53,10 @@ FIELDS: dict[str, object] = {"model": "some/model", "dtype": "float16"}
 LABEL = "some/model"
 
 
-def namespace_spec(block_bytes: int) -> NamespaceSpec:
-    """The namespace of the tests."""
-    return NamespaceSpec(LABEL, json.dumps(FIELDS).encode(), b"{}", block_bytes)
+def namespace_spec(block_bytes: int, label: str = LABEL) -> NamespaceSpec:
+    """The namespace of the tests; another one by another label."""
+    fields = FIELDS if label == LABEL else {**FIELDS, "label": label}
+    return NamespaceSpec(label, json.dumps(fields).encode(), b"{}", block_bytes)
 
 
 class WriterTwin:
@@ -88,7 +91,11 @@ class WriterTwin:
         self._clients: dict[int, bool | None] = {}
         """Whether a client wants events; None before its `Hello`."""
         self._next_client = 1
+        self._marks: list[int] = []
         self._waiting: deque[tuple[int, FromNode]] = deque()
+        self.is_opening = False
+        """Nodes that come are told to wait for the namespace."""
+        self._opening: list[tuple[int, Hello]] = []
         key = NamespaceKey(LABEL, FIELDS)
         self.folder = root / key.directory_name
         self._make_files(SegmentLayout(block_bytes, per_segment, key.fingerprint))
@@ -119,9 +126,18 @@ class WriterTwin:
         other = object.__new__(WriterTwin)
         other.__dict__.update(self.__dict__)
         other.granted, other.outbox, other._clients = {}, deque(), {}
-        other._waiting, other.heard = deque(), []
-        other.is_stalled = False
+        other._waiting, other.heard, other._marks = deque(), [], []
+        other._opening = []
+        other.is_stalled = other.is_opening = False
         return other
+
+    def has_opened(self) -> None:
+        """The namespace is open now: welcome the nodes that waited for that."""
+        self.is_opening = False
+        waiting, self._opening = self._opening, []
+        for client, hello in waiting:
+            if client in self._clients:
+                self._hello(client, hello)
 
     def go_on(self) -> None:
         """Handle what came while the twin was stalled."""
@@ -198,6 +214,10 @@ class WriterTwin:
         if self.refusal is not None:
             self._say(client, self.refusal)
             return
+        if self.is_opening:
+            self._opening.append((client, hello))
+            self._say(client, StillOpening())
+            return
         self._clients[client] = hello.wants_events
         welcome = Welcome(
             PROTOCOL,
@@ -271,12 +291,17 @@ class WriterTwin:
             self._broadcast(Removed(keys))
 
     def _reset(self, client: int, reset: Reset) -> None:
+        mark = reset.mark or new_reset_mark()
+        if mark in self._marks:
+            self._say(client, Epoch(self.presence.epoch, reset.request))
+            return
+        self._marks.append(mark)
         self.held.clear()
         self.presence.clear(self.presence.epoch + 1)
         self._say(client, Epoch(self.presence.epoch, reset.request))
         for other in self._clients:
             if other != client:
-                self._say(other, Epoch(self.presence.epoch))
+                self._say(other, Epoch(self.presence.epoch, marks=[mark]))
 
     def _figures(self) -> None:
         for client, wants_events in self._clients.items():

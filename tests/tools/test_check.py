@@ -18,7 +18,7 @@ from kvcascade.assembly.named import checked
 from kvcascade.config.machine import ThisMachine
 from kvcascade.errors import ConfigError, TierIOError
 from kvcascade.tiers.cpu.header import ArenaGeometry
-from kvcascade.tiers.nvme.writer.capacity import plan_capacity
+from kvcascade.tiers.nvme.path.writer.path_plan import plan_segments
 from kvcascade.tools.__main__ import app
 from kvcascade.tools.commands.check.config_check import (
     OPEN_S,
@@ -68,7 +68,7 @@ def test_what_tiers_hold(config: Path, tmp_path: Path) -> None:
     cpu, nvme = found["tiers"]
     arena = ArenaGeometry.fit(64 * MIB, 8 * 131_072, 2)
     assert cpu["blocks"] == arena.slots and cpu["tokens"] == 16 * arena.slots
-    assert nvme["blocks"] == plan_capacity(256 * MIB, 16 * 131_072, 1).slots
+    assert nvme["blocks"] == plan_segments(256 * MIB, 16 * 131_072, 1).slots
     assert found["start_s"] > 0 and found["start_after_crash_s"] > found["start_s"]
     assert not (tmp_path / "kv").exists(), "nothing is created"
     assert "131,072 bytes" in call("check", config, "--model", LLAMA).out
@@ -81,14 +81,14 @@ def test_a_kept_arena_holds_its_table_too(config: Path, tmp_path: Path) -> None:
     cpu, nvme = looked_at(config, BlockShape(16, 256)).tiers
     kept = ArenaGeometry.fit(64 * MIB, 4096, 1, kept=True)
     assert cpu.blocks == kept.slots < ArenaGeometry.fit(64 * MIB, 4096, 1).slots
-    assert nvme.segments == plan_capacity(256 * MIB, 4096, 1, 2048).segments
+    assert nvme.segments == plan_segments(256 * MIB, 4096, 1, 2048).segments
 
 
 def test_the_times_of_a_start_are_those_that_were_measured() -> None:
     opening, scan = f"{OPEN_S:g} s", f"{SCAN_S_PER_ENTRY * 4_000_000:.1f} s"
     page = (ROOT / "docs" / "decisions" / "opening.md").read_text()
     last_cells = [row.strip().strip("|").split("|")[-1].strip() for row in page.splitlines()]
-    assert opening in last_cells and scan in last_cells, "at 4 million entries"
+    assert opening in last_cells and scan in last_cells
     page = (ROOT / "docs" / "cli.md").read_text()
     section = page.partition("\n## check\n")[2].partition("\n## ")[0]
     assert opening in section and scan in section
@@ -113,7 +113,7 @@ def test_ranks_keep_copies_of_what_cannot_be_divided(
     assert answer.document["bytes_per_token"] == ranks * rank_bytes
     assert answer.document["block_bytes"] == arena.slot_bytes
     assert cpu["tokens"] == 16 * arena.slots
-    assert nvme["blocks"] == plan_capacity(256 * MIB, arena.slot_bytes, 1).slots
+    assert nvme["blocks"] == plan_segments(256 * MIB, arena.slot_bytes, 1).slots
 
 
 def test_without_a_model_there_are_bytes_only(config: Path) -> None:
@@ -343,7 +343,7 @@ def test_the_nvme_tier_in_vllms_own_tiering_fits(tmp_path: Path, has_vllm: bool)
     assert answer["doubts"] == [] and answer["block_bytes"] == 4 * 4096
     cpu, nvme = answer["tiers"]
     assert cpu["policy"] == "S3FifoPolicy" and cpu["blocks"] == 64 * MIB // (4 * 4096)
-    assert nvme["blocks"] == plan_capacity(256 * MIB, 4 * 4096, 1).slots
+    assert nvme["blocks"] == plan_segments(256 * MIB, 4 * 4096, 1).slots
     assert not (tmp_path / "kv").exists()
     assert "fits this machine" in call("check", config).out
 

@@ -20,7 +20,6 @@ from kvcascade.tools.commands.gc.collect import GcReport
 from kvcascade.tools.commands.inspect.block_report import BlockReport, LayerStatistics
 from kvcascade.tools.commands.inspect.namespace_report import GroupReport, NamespaceReport
 from kvcascade.tools.commands.top.top_frame import Frame, TierFrame
-from kvcascade.tools.commands.verify.rebuild import RebuildReport
 from kvcascade.tools.commands.verify.verify_report import BlockProblem, Problem, VerifyReport
 from kvcascade.tools.dev.demo.demo_results import document as demo_document
 from kvcascade.tools.replay.replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
@@ -30,7 +29,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)[^\n]*\n(.*?)(?=^## |\Z)", DOCS, re.M | re
 DOCUMENTS: list[tuple[str, type[Any]]] = [
     ("inspect", NamespaceReport), ("inspect", GroupReport), ("inspect", BlockReport),
     ("inspect", LayerStatistics), ("top", Frame), ("top", TierFrame), ("verify", VerifyReport),
-    ("verify", BlockProblem), ("verify", RebuildReport), ("gc", GcReport),
+    ("verify", BlockProblem), ("gc", GcReport),
     ("export", ExportReport), ("export", ImportReport), ("check", CheckReport),
     ("check", TierReport), ("replay", ReplayReport), ("replay", ReplayedTier),
     ("replay", Quantiles), ("replay", BreakEven),

@@ -28,7 +28,7 @@ from support.cache_rig import (
 from support.clock import ManualClock
 from support.nvme_rig import BLOCK, key
 
-from kvcascade.errors import CorruptionError, NoSpaceError
+from kvcascade.errors import NoSpaceError
 from kvcascade.tiers.nvme.disk.transfers import Throttle
 from kvcascade.tiers.nvme.index.clean_close import pack_saved_slots, parse_saved_slots
 from kvcascade.tiers.nvme.offline.reader import Description, IndexReader
@@ -180,65 +180,21 @@ def test_free_runs_beyond_all_segments_cost_no_time(tmp_path: Path, runs: list[l
     assert call("verify", tmp_path, "--json").one["space_adds_up"] is False
 
 
-def test_a_live_cache_is_read_and_its_index_not_rebuilt(tmp_path: Path) -> None:
+def test_a_live_cache_is_read(tmp_path: Path) -> None:
     rig = UsageRig(config_of(tmp_path))
     rig.store([key(i) for i in range(BLOCKS)])
     flip(segment(rig.tier.namespace.folders[0]), payload_offset(2))
     answer = call_outside("verify", tmp_path, "--json")
     assert answer.code == ExitCode.PROBLEMS and answer.one["is_live"]
     assert problems(answer) == {key(2).hex(): "corrupt"} and answer.one["ok"] == BLOCKS - 1
-    answer = call_outside("verify", tmp_path, "--rebuild-index", "--json")
-    assert answer.code == ExitCode.IN_USE and answer.document["error"] == "in_use"
     assert not rig.check(key(2)) and rig.check(key(3))
     rig.check_sums()
     rig.close()
 
 
-def test_not_both(tmp_path: Path) -> None:
+def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
-    assert call("verify", tmp_path, "--repair", "--rebuild-index").code == ExitCode.USAGE
     assert "--bwlimit" in call("verify", tmp_path, "--bwlimit", "fast").err
-
-
-@pytest.mark.parametrize("loss", ["deleted", "zeroed", "garbage", "truncated"])
-def test_a_lost_index_is_rebuilt(tmp_path: Path, loss: str) -> None:
-    folder = fill(tmp_path, BLOCKS)
-    data = folder / "index" / "data.mdb"
-    size = data.stat().st_size
-    if loss == "deleted":
-        data.unlink()
-    elif loss == "truncated":
-        data.write_bytes(data.read_bytes()[: size // 3])
-    else:
-        noise = random.Random(1).randbytes(size)
-        data.write_bytes(bytes(size) if loss == "zeroed" else noise)
-    refused = call("verify", tmp_path)
-    assert refused.code == ExitCode.CANNOT_OPEN and "--rebuild-index" in refused.err
-    flip(segment(folder), payload_offset(3))
-    flip(segment(folder), record_offset(4) + 9)
-    answer = call("verify", tmp_path, "--rebuild-index", "--json")
-    found = answer.document
-    assert answer.code == ExitCode.PROBLEMS
-    assert (found["recovered"], found["corrupt"]) == (BLOCKS - 2, 1)
-    assert call("verify", tmp_path).code == ExitCode.OK
-    assert right_blocks(folder.parent) == set(range(BLOCKS)) - {3, 4}
-
-
-@pytest.mark.parametrize("name", [b"epoch", b"session", b"uses0"])
-@pytest.mark.parametrize("number", [1 << 40, (1 << 64) - 1])
-def test_an_index_with_an_impossible_count_is_refused_and_rebuilt(
-    tmp_path: Path, name: bytes, number: int
-) -> None:
-    folder = fill(tmp_path, BLOCKS)
-
-    def change(txn: lmdb.Transaction[bytes]) -> None:
-        txn.put(name, number.to_bytes(8, "little"))
-
-    change_index(folder, change, b"meta")
-    with pytest.raises(CorruptionError, match="--rebuild-index"):
-        UsageRig(config_of(folder.parent))
-    assert call("verify", tmp_path, "--rebuild-index").code == ExitCode.OK
-    assert right_blocks(folder.parent) == set(range(BLOCKS))
 
 
 @pytest.mark.parametrize("name", [b"totals", b"taken", b"boot", b"day"])
@@ -267,46 +223,6 @@ def test_damage_inside_the_index_ends_no_command_by_a_signal(tmp_path: Path) -> 
         data.write_bytes(broken)
         answer = call("verify", tmp_path, "--json")
         assert answer.code in (ExitCode.OK, ExitCode.PROBLEMS, ExitCode.CANNOT_OPEN)
-
-
-def test_only_what_is_of_the_current_epoch_comes_back(tmp_path: Path) -> None:
-    rig = UsageRig(config_of(tmp_path))
-    rig.store([key(i) for i in range(BLOCKS)])
-    rig.reset()
-    rig.store([key(100)])
-    rig.close()
-    folder = rig.tier.namespace.folders[0]
-    (folder / "index" / "data.mdb").unlink()
-    found = call("verify", tmp_path, "--rebuild-index", "--json").document
-    assert found["recovered"] == 1 and found["epoch"] == 1 and found["other_epoch"] == BLOCKS - 1
-    assert not right_blocks(folder.parent)
-
-
-def test_nothing_is_proved_without_the_epoch(tmp_path: Path) -> None:
-    folder = fill(tmp_path, BLOCKS)
-    (folder / "index" / "data.mdb").unlink()
-    (folder / "state" / "epoch.arr").unlink()
-    answer = call("verify", tmp_path, "--rebuild-index")
-    assert answer.code == ExitCode.CANNOT_OPEN and "can be proved" in answer.err
-
-
-def test_a_rebuilt_index_goes_on_with_newer_generations(tmp_path: Path) -> None:
-    folder = fill(tmp_path, BLOCKS)
-    rig = UsageRig(config_of(tmp_path))
-    rig.drop(key(0))
-    rig.tier.backend.flush_removals()
-    rig.store([key(0)], version=0)
-    rig.close()
-    (folder / "index" / "data.mdb").unlink()
-    call("verify", tmp_path, "--rebuild-index")
-    rig = UsageRig(config_of(tmp_path))
-    assert rig.check(key(0))
-    before = rig.tier.index.entry(key(0))
-    rig.drop(key(0))
-    rig.store([key(0)])
-    after = rig.tier.index.entry(key(0))
-    assert before is not None and after is not None and after.generation > before.generation
-    rig.close()
 
 
 def test_a_throttle_bounds_the_rate() -> None:

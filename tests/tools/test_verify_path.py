@@ -109,12 +109,6 @@ def test_a_lost_segment_costs_its_blocks(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_an_index_is_not_rebuilt(tmp_path: Path) -> None:
-    fill_path(tmp_path, 1)
-    answer = call("verify", tmp_path, "--rebuild-index")
-    assert answer.code == ExitCode.USAGE and "empty cache" in answer.err
-
-
 def test_a_namespace_is_chosen(tmp_path: Path) -> None:
     folder = fill_path(tmp_path, 1)
     assert call("verify", tmp_path, "-n", "model").code == ExitCode.OK

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 from safetensors import safe_open
 from support.cache_rig import call, flip
@@ -16,6 +15,7 @@ from support.server_rig import Server
 from kvcascade.observe.metrics import METRICS, PREFIX, Kind
 from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
+from kvcascade.tools.commands.path_blocks import open_path
 from kvcascade.tools.dev.model import make_llama
 from kvcascade.tools.dev.server import write_tokenizer
 
@@ -59,12 +59,10 @@ class Router:
 
 
 def keys_on_disk(root: Path) -> list[bytes]:
-    """What the index holds, read beside the running server."""
-    (index,) = root.glob("*/index")
-    with lmdb.open(str(index), readonly=True, max_dbs=4) as environment:
-        blocks = environment.open_db(b"blocks", create=False)
-        with environment.begin(db=blocks) as transaction:
-            return [bytes(key) for key, _ in transaction.cursor()]
+    """What the index holds, told by the running server."""
+    with open_path(root) as path:
+        (name,) = path.names
+        return [block.key for block in path.blocks(name)]
 
 
 def on_disk(root: Path) -> set[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.cascade import key
-from support.inside import coldest_in, solos
+from support.inside import coldest_in
 from support.kv_bytes import Shape, offloading_config
 from support.waiting import wait_until
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvcascade.assembly.node_parts import uses_nodes
 from kvcascade.errors import ConfigError
 from kvcascade.tiers.base import BlockHash
 from kvcascade.vllm_tier import KVCascadeTier
@@ -72,11 +71,8 @@ class Rig:
 
     def coldest(self) -> list[BlockHash]:
         """The blocks in order of eviction; the last call of a test."""
-        if uses_nodes():
-            self.tier.shutdown()
-            return [BlockHash(key) for key in coldest_in(self.path)]
-        (solo,) = solos(self.tier._jobs.below)
-        return [h for h, _ in solo.level.policy.coldest(ROWS)]
+        self.tier.shutdown()
+        return [BlockHash(key) for key in coldest_in(self.path)]
 
     def _end(self, submit: object, context: ReqContext, keys: list[OffloadKey]) -> None:
         assert callable(submit)
@@ -166,24 +162,6 @@ def test_what_is_loaded_is_used_once(rig: Rig) -> None:
     rig.finish(context, prompt)
     coldest = rig.coldest()
     assert coldest[0] == key(9) and coldest[-1] == key(1)
-
-
-@pytest.mark.skipif(uses_nodes(), reason="only the writer of the path opens the index")
-@pytest.mark.parametrize("is_end", [True, False])
-def test_an_engine_that_goes_idle_holds_nothing_of_the_index(rig: Rig, is_end: bool) -> None:
-    """Pages that it held could not be used again by the other engines of the namespace."""
-    (solo,) = solos(rig.tier._jobs.below)
-    directory = cast(Any, solo.level.policy)._directory
-    context = rig.request("a", [1, 2])
-    rig.store(context, [1, 2])
-    rig.tier.on_schedule_end(ScheduleEndContext((), ()))
-    assert rig.tier.lookup(okey(9), context) is LookupResult.MISS
-    assert not directory._is_released
-    if is_end:
-        rig.tier.on_request_finished(context)
-    else:
-        rig.tier.take_events()
-    assert directory._is_released
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,6 @@ class ArcOrder(EvictionOrder):
         self._t2.append(again)
         self._trim_ghosts()
 
-    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._t1.prepend(slots)
-
     def touch(self, slots: Sequence[int]) -> None:
         self._t1.discard(slots)
         self._t2.append(slots)

@@ -1,7 +1,7 @@
 """The directory half of a cache policy: the map between block hashes and slots.
 
-A tier in memory uses `DictDirectory`. The NVMe tier has its own directory over its on-disk index.
-One thread at a time uses a directory, or several under one lock.
+`DictDirectory` is in memory; `KeptDirectory` also notes the blocks in a kept arena. One thread at a
+time uses a directory, or several under one lock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ class BlockDirectory(ABC):
     get: Callable[[BlockHash], BlockStatus | None]
     """Returns the live status of a block, or None. It is an attribute so the hot path can bind
     it."""
-    owned: bytearray | None = None
-    """One byte per slot; 0 if another process owns the block. Such a block can be found here, but
-    never evicted from here. None if this process owns all blocks."""
 
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
         """Do `get` for many blocks."""
@@ -73,10 +70,6 @@ class BlockDirectory(ABC):
     @abstractmethod
     def at_slot(self, slot: int) -> tuple[BlockHash, BlockStatus] | None:
         """Return the block in a slot, or None if the slot holds none."""
-
-    def is_readable(self) -> bool:
-        """Return False if the contents of the slots cannot be read now; a search finds nothing."""
-        return True
 
     @abstractmethod
     def clear(self) -> None:

@@ -21,9 +21,6 @@ class FifoOrder(EvictionOrder):
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._queue.append(slots)
 
-    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._queue.prepend(slots)
-
     def touch(self, slots: Sequence[int]) -> None:
         pass
 

@@ -21,9 +21,6 @@ class LruOrder(EvictionOrder):
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         self._recency.append(slots)
 
-    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._recency.prepend(slots)
-
     def touch(self, slots: Sequence[int]) -> None:
         self._recency.append(slots)
 

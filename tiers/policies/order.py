@@ -59,13 +59,6 @@ class EvictionOrder(ABC):
     def insert(self, slots: Sequence[int], tags: Sequence[int]) -> None:
         """Add slots that are not present, least recent first."""
 
-    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        """Add slots that are not present as the first victims, in the order given.
-
-        Nothing is known of their use. An order without such a place adds them as new slots.
-        """
-        self.insert(slots, tags)
-
     @abstractmethod
     def touch(self, slots: Sequence[int]) -> None:
         """Note a use of slots that are present, least recent first."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile
-from typing import Any
-
-import numpy.typing as npt
 
 from ..base import BlockHash, BlockStatus, CachePolicy, SlotMask
 from .directory import BlockDirectory
@@ -42,10 +39,6 @@ class OrderedPolicy(CachePolicy):
     def get_many(self, block_hashes: Sequence[BlockHash]) -> list[BlockStatus | None]:
         return self._directory.get_many(block_hashes)
 
-    def owns(self, block_hash: BlockHash) -> bool:
-        status, owned = self.get(block_hash), self._directory.owned
-        return status is not None and (owned is None or bool(owned[status.block_id]))
-
     def mark_ready(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
         self._directory.mark_ready(block_hashes, slots)
 
@@ -71,9 +64,7 @@ class OrderedPolicy(CachePolicy):
     def remove(self, block_hash: BlockHash) -> BlockStatus | None:
         status = self._directory.pop(block_hash)
         if status is not None:
-            owned = self._directory.owned
-            if owned is None or owned[status.block_id]:
-                self._order.remove([status.block_id])
+            self._order.remove([status.block_id])
         return status
 
     def touch(self, block_hashes: Iterable[BlockHash]) -> None:
@@ -86,23 +77,13 @@ class OrderedPolicy(CachePolicy):
         if self.wants_chains and block_hashes:
             here = takewhile(lambda status: status is not None, self.get_many(block_hashes))
             slots = [status.block_id for status in here if status is not None]
-            owned = self._directory.owned
-            if owned is not None:  # the order treats another process's block as missing
-                slots = list(takewhile(owned.__getitem__, slots))
             self._order.chain(slots, len(block_hashes))
 
     def _slots(self, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Return the slots of the blocks that are present, in reverse order."""
         slots = self._directory.slots_of(list(block_hashes))
         slots.reverse()
-        owned = self._directory.owned
-        return slots if owned is None else [slot for slot in slots if owned[slot]]
-
-    def adopt(self, block_hashes: Sequence[BlockHash], slots: Sequence[int]) -> None:
-        self._order.insert_cold(slots, self._tags(block_hashes))
-
-    def disown(self, slots: Sequence[int]) -> None:
-        self._order.remove([slot for slot in slots if slot in self._order])
+        return slots
 
     def evict(
         self, n: int, protected: Container[BlockHash], mask: SlotMask | None = None
@@ -123,8 +104,6 @@ class OrderedPolicy(CachePolicy):
         mask: SlotMask | None = None,
         window: int | None = None,
     ) -> Pairs:
-        if not self._directory.is_readable():
-            return []
         at_slot = self._directory.at_slot
         found: dict[int, tuple[BlockHash, BlockStatus]] = {}
 
@@ -141,10 +120,6 @@ class OrderedPolicy(CachePolicy):
     def clear(self) -> None:
         self._directory.clear()
         self._order.clear()
-
-    def reconcile(self, present: npt.NDArray[Any]) -> None:
-        """Rebuild the order after a crash for the slots in `present` (ascending)."""
-        self._order.reconcile(present)
 
     def __len__(self) -> int:
         return len(self._directory)

@@ -65,11 +65,6 @@ class UsageOrder(EvictionOrder):
         self._written[batch] = self._last[batch] = now
         self._times[batch] = 0
 
-    def insert_cold(self, slots: Sequence[int], tags: Sequence[int]) -> None:
-        self._order.insert_cold(slots, tags)
-        batch = np.asarray(slots, dtype=np.intp)
-        self._written[batch] = self._last[batch] = self._times[batch] = 0  # nothing is known
-
     def touch(self, slots: Sequence[int]) -> None:
         self._order.touch(slots)
         now = int(self._now())

@@ -35,7 +35,6 @@ from .base import (
 REQUESTS_AT_A_TIME = 16
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
-OBJECT_SCHEMES = ("s3", "gs", "az", "file")
 _VALUE_DIGITS = 20
 _STATUS = re.compile(r"status code: (\d{3})")
 _OUTCOMES = {

@@ -172,6 +172,11 @@ class ObjectFormat:
         """Name of the counter that holds the generation."""
         return f"{self.namespace}/generation"
 
+    @property
+    def marks_name(self) -> str:
+        """Name of the counter that holds the mark of the last reset."""
+        return f"{self.namespace}/resets"
+
     def name(self, key: BlockHash, generation: int) -> str:
         """Return the name of a block's object."""
         word = key.hex()

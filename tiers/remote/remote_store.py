@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
 
+from ...config.remote import WriteWhen
 from ..base import BlockHash
 from ..breaker import Breaker
 from .base import RemoteEngine, RemoteOutcome
@@ -29,7 +30,7 @@ from .pacing import LinkSpeed, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
 from .reads import ReadJob, Reads
 from .remote_counters import RemoteCounters, Verb
-from .uploads import Offer, UploadJob, Uploads, WriteWhen
+from .uploads import Offer, OfferRule, UploadJob, Uploads
 
 LOOKUPS_AT_A_TIME = 2
 TICKETS_MAX = 1 << 16
@@ -88,6 +89,10 @@ class RemoteState:
 
     generation: int | None
     """None while it is unknown."""
+    mark: int
+    """Mark of the last reset by any host, as far as known; 0 if there was none."""
+    own_mark: int | None
+    """Mark of the last reset of this store, or else of the one before its start."""
     is_reset_pending: bool
     """True from `reset` until the server is told."""
     queued_bytes: int
@@ -122,14 +127,17 @@ class RemoteStore:
         self._link = Link(
             engine,
             objects,
-            Generation(engine, objects.counter_name, clock, wall_clock),
+            Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
             PresenceMemory(clock, options.held_s, options.absent_s),
             RemoteCounters(),
             LinkSpeed(clock),
             clock,
         )
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
-        self._uploads = Uploads(self._link, options.when, options.queue_bytes)
+        self._uploads = Uploads(
+            self._link,
+            OfferRule(options.when, options.queue_bytes, objects.payload_bytes, self._link.memory),
+        )
 
         def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
             breaker = Breaker(clock, max(options.deadline_s, engine.timeout_s))
@@ -263,9 +271,16 @@ class RemoteStore:
     # -- writes ------------------------------------------------------------------------------
 
     def offer(
-        self, ticket: int, keys: Sequence[BlockHash], payloads: Sequence[memoryview]
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        payloads: Sequence[memoryview],
+        mark: int | None = None,
     ) -> list[Offer]:
         """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
+
+        `mark`: that of the last reset before the blocks were stored; None: that of the last `reset`
+        of this store, or of the last one before its start. After a later one they are dropped.
 
         Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
         reported only if a block was queued.
@@ -281,6 +296,7 @@ class RemoteStore:
             [payloads[number] for number in taken],
             self._clock() + self._options.queue_s,
             self._link.memory.epoch,
+            mark,
             [None] * n,
             n,
         )
@@ -326,20 +342,20 @@ class RemoteStore:
             found.append(ended)
         return found
 
-    def reset(self) -> None:
+    def reset(self, mark: int = 0, *, is_new: bool = True) -> None:
         """Make every older block unreachable, for all hosts as soon as the server is told.
 
-        Until it is told, this store neither reads nor writes.
+        Until it is told, this store neither reads nor writes. For the rest see `Generation.reset`.
         """
         self._link.memory.clear()
-        self._link.generation.reset()
+        self._link.generation.reset(mark, is_new=is_new)
         for ask in self._asks.values():
             self._end_ask(ask, [RemoteOutcome.ABSENT] * len(ask.keys))
         for job in self._jobs.values():
             if job.give_up(RemoteOutcome.ABSENT, waits=True):
                 self._end_read(job)
         self._writing.drop_all(RemoteOutcome.DROPPED)
-        self._tell_reset()
+        self._read_generation()
 
     @property
     def counters(self) -> RemoteCounters:
@@ -351,6 +367,8 @@ class RemoteStore:
         lanes = {Verb.LOOKUP: self._asking, Verb.READ: self._reading, Verb.WRITE: self._writing}
         return RemoteState(
             self._link.generation.value,
+            self._link.generation.mark,
+            self._link.generation.own_mark,
             self._link.generation.is_reset_pending,
             self._uploads.borrowed_bytes,
             frozenset(verb for verb, lane in lanes.items() if not lane.is_open),
@@ -364,8 +382,8 @@ class RemoteStore:
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
 
-        Wait at most `limit_s`, the only wait of the store. Return True if all calls have ended;
-        payloads and destinations of the others stay borrowed.
+        Wait at most `limit_s`, the only wait of the store. Nothing is written to a destination any
+        more. Return True if all calls have ended; payloads of the others stay borrowed.
         """
         lanes = (self._asking, self._reading, self._writing)
         for lane in lanes:
@@ -373,6 +391,9 @@ class RemoteStore:
         ends_s = time.monotonic() + limit_s
         while not all(lane.is_idle for lane in lanes) and time.monotonic() < ends_s:
             time.sleep(CLOSE_ROUND_S)
+        for job in self._jobs.values():
+            if job.give_up(RemoteOutcome.DROPPED, waits=True):
+                self._end_read(job)
         self._link.engine.close()
         return all(lane.is_idle for lane in lanes)
 
@@ -380,14 +401,18 @@ class RemoteStore:
         self._ended.append((call, ended))
         self._on_ended()
 
+    def begin(self) -> None:
+        """Read the generation, so that later resets by other hosts are noticed."""
+        self._read_generation()
+
     def _pump(self) -> None:
         for lane in (self._asking, self._reading, self._writing):
             lane.pump()
         if self._link.generation.is_reset_pending:
-            self._tell_reset()
+            self._read_generation()
 
-    def _tell_reset(self) -> None:
-        """Raise the generation on a thread, unless that is being done."""
+    def _read_generation(self) -> None:
+        """Read or raise the generation on a thread, unless that is being done."""
         if self._is_telling or not self._asking.is_open:
             return
         self._is_telling = True

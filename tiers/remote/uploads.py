@@ -7,25 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ...config.remote import WriteWhen
 from ..base import BlockHash
 from .base import FAILURES, RemoteOutcome
 from .lookups import Link
-from .presence import Presence
+from .presence import Presence, PresenceMemory
 from .remote_counters import Verb
 
 FIRST_TOUCHES_MAX = 1 << 17
 """Limit on the blocks whose first use is remembered."""
-
-
-class WriteWhen(StrEnum):
-    """Time at which an offered block is written to the remote tier."""
-
-    SECOND_TOUCH = "second_touch"
-    """At its second offer."""
-    THROUGH = "through"
-    """Whenever it is offered."""
-    OFF = "off"
-    """Never: this engine only reads."""
+THERE = frozenset({RemoteOutcome.OK, RemoteOutcome.EXISTS})
+"""Outcomes of a write after which the server has the block."""
 
 
 class Offer(StrEnum):
@@ -54,6 +46,8 @@ class UploadJob:
     payloads: list[memoryview]
     ends_s: float
     epoch: int
+    mark: int | None
+    """Mark of the last reset before the blocks were stored; None: that of this host's own."""
     outcomes: list[RemoteOutcome | None] = field(default_factory=list)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,49 +62,45 @@ class UploadJob:
             return self.left == 0
 
 
-class Uploads:
-    """Decides about offers, bounds the queue, and makes the calls."""
+class OfferRule:
+    """Decides which offered blocks are written, and bounds those under way. Any thread."""
 
-    def __init__(self, link: Link, when: WriteWhen, queue_bytes: int) -> None:
-        self._link = link
+    def __init__(
+        self, when: WriteWhen, queue_bytes: int, payload_bytes: int, memory: PresenceMemory
+    ) -> None:
+        """At most `queue_bytes` are under way; `memory` says which blocks are there already."""
         self._when = when
         self._queue_bytes = queue_bytes
+        self._payload_bytes = payload_bytes
+        self._memory = memory
         self._lock = threading.Lock()
-        self._borrowed_bytes = 0
         self._coming: set[BlockHash] = set()
         self._touched: dict[BlockHash, None] = {}
 
     @property
     def borrowed_bytes(self) -> int:
         """Payload bytes that wait or are being sent."""
-        return self._borrowed_bytes
+        return len(self._coming) * self._payload_bytes
 
-    def answer(self, keys: Sequence[BlockHash], is_open: bool) -> list[Offer]:
-        """Decide about blocks in prefix order, so that an overfull queue drops tails.
+    def may_want(self, key: BlockHash) -> bool:
+        """Return True if the next offer of a block may be worth it. It counts as no offer."""
+        is_there = key in self._coming or self._memory.of(key) is Presence.HELD
+        return self._when is not WriteWhen.OFF and not is_there
 
-        What is `QUEUED` counts as borrowed from now on. Owner's thread.
-        """
-        answers = [self._answer(key, is_open) for key in keys]
-        for offer in (Offer.FULL, Offer.RESTING):
-            if offer in answers:
-                self._link.counters.note_unsent(offer, answers.count(offer))
-        return answers
-
-    def _answer(self, key: BlockHash, is_open: bool) -> Offer:
+    def answer(self, key: BlockHash, is_open: bool) -> Offer:
+        """Decide about one block. One that is `QUEUED` counts as borrowed from now on."""
         if self._when is WriteWhen.OFF:
             return Offer.OFF
         with self._lock:
-            if key in self._coming or self._link.memory.of(key) is Presence.HELD:
+            if key in self._coming or self._memory.of(key) is Presence.HELD:
                 return Offer.HELD
             if self._when is WriteWhen.SECOND_TOUCH and key not in self._touched:
                 self._touch(key)
                 return Offer.FIRST_TOUCH
             if not is_open:
                 return Offer.RESTING
-            size = self._link.objects.payload_bytes
-            if self._borrowed_bytes + size > self._queue_bytes:
+            if self.borrowed_bytes + self._payload_bytes > self._queue_bytes:
                 return Offer.FULL
-            self._borrowed_bytes += size
             self._coming.add(key)
             return Offer.QUEUED
 
@@ -119,17 +109,44 @@ class Uploads:
         if len(self._touched) > FIRST_TOUCHES_MAX:
             del self._touched[next(iter(self._touched))]
 
+    def end(self, keys: Sequence[BlockHash], is_there: Sequence[bool]) -> None:
+        """End blocks that were `QUEUED`; those that are there now start anew if they vanish."""
+        with self._lock:
+            self._coming.difference_update(keys)
+            for key, has_arrived in zip(keys, is_there, strict=True):
+                if has_arrived:
+                    self._touched.pop(key, None)
+
+
+class Uploads:
+    """Makes the calls for offered blocks. Any thread."""
+
+    def __init__(self, link: Link, rule: OfferRule) -> None:
+        self._link = link
+        self._rule = rule
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Payload bytes that wait or are being sent."""
+        return self._rule.borrowed_bytes
+
+    def answer(self, keys: Sequence[BlockHash], is_open: bool) -> list[Offer]:
+        """Decide about blocks in prefix order, so that an overfull queue drops tails.
+
+        What is `QUEUED` counts as borrowed from now on. Owner's thread.
+        """
+        answers = [self._rule.answer(key, is_open) for key in keys]
+        for offer in (Offer.FULL, Offer.RESTING):
+            if offer in answers:
+                self._link.counters.note_unsent(offer, answers.count(offer))
+        return answers
+
     def end(
         self, job: UploadJob, numbers: Sequence[int], outcomes: Sequence[RemoteOutcome]
     ) -> bool:
         """Note what became of blocks. Return True if the job has ended with them. Any thread."""
         keys = [job.keys[number] for number in numbers]
-        with self._lock:
-            self._borrowed_bytes -= len(keys) * self._link.objects.payload_bytes
-            self._coming.difference_update(keys)
-            for key, outcome in zip(keys, outcomes, strict=True):
-                if outcome in (RemoteOutcome.OK, RemoteOutcome.EXISTS):
-                    self._touched.pop(key, None)
+        self._rule.end(keys, [outcome in THERE for outcome in outcomes])
         return job.settle(numbers, outcomes)
 
     def give_up(self, job: UploadJob, numbers: Sequence[int], outcome: RemoteOutcome) -> bool:
@@ -150,6 +167,9 @@ class Uploads:
         generation = link.generation.current(link.engine.timeout_s)
         if generation.outcome is not RemoteOutcome.OK:
             return generation.outcome, self.give_up(job, numbers, generation.outcome)
+        own = link.generation.own_mark if job.mark is None else job.mark
+        if own is None or link.generation.mark > own:  # another host's reset came since
+            return RemoteOutcome.OK, self.give_up(job, numbers, RemoteOutcome.DROPPED)
         keys = [job.keys[number] for number in numbers]
         names = [link.objects.name(key, generation.value) for key in keys]
         objects = [
@@ -164,8 +184,7 @@ class Uploads:
         link.counters.note(
             Verb.WRITE, outcomes, requests=requests, payload_bytes=sent, took_s=took_s
         )
-        there = (RemoteOutcome.OK, RemoteOutcome.EXISTS)
-        held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in there]
+        held = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome in THERE]
         link.memory.note(job.epoch, held, ())
         worst = next((o for o in outcomes if o in FAILURES), RemoteOutcome.OK)
         return worst, self.end(job, numbers, outcomes)

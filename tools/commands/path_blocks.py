@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...assembly.path_parts import existing_names
-from ...errors import ConfigError, FormatError, KVCascadeError
+from ...errors import ConfigError, FormatError
 from ...handlers.node.path_io import SEGMENTS
 from ...handlers.node.path_session import PathSession, open_session, tier_roots
 from ...tiers.nvme.disk.filesystem import FileSystem, RealFileSystem
-from ...tiers.nvme.namespace import DESCRIPTION
 from ...tiers.nvme.path.block_scan import NamedBlock, ScanSource
 from ...tiers.nvme.path.payload_files import PayloadFiles
 from ...tiers.nvme.path.presence_file import map_presence
 from ...tiers.nvme.path.saved_state import SavedState
 from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
-from ...tiers.nvme.path.writer.namespace_home import STATE, homes_under, read_description
-from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record, was_reset
+from ...tiers.nvme.path.writer.namespace_home import STATE, read_description
+from ...tiers.nvme.path.writer.path_options import load_record, was_reset
 from ...tiers.nvme.path.writer_note import load_note
 from ...tiers.nvme.segments.format import SegmentLayout
 from .path_folders import (
@@ -43,20 +41,6 @@ SEGMENTS_PER_QUESTION = 16
 """Segments that are deleted between two answers, so that Ctrl-C ends the command soon."""
 DELETE_LIMIT_S = 600.0
 """Longest wait for the deletion of files."""
-
-
-def has_one_writer(path: Path) -> bool:
-    """Return True if a path, or that of a namespace directory, is one with a writer.
-
-    A path in which all namespaces are of an older version is none.
-    """
-    fs = RealFileSystem()
-    root = path.parent if fs.exists(path / DESCRIPTION) else path
-    if not fs.exists(root / PATH_FOLDER / PATH_FILE):
-        return False
-    with suppress(KVCascadeError):
-        return bool(homes_under(fs, root)) or not existing_names(fs, root)
-    return True
 
 
 @dataclass(frozen=True, slots=True)

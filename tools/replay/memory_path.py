@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from ...tiers import endurance
-from ...tiers.nvme.disk.byte_locks import ByteLocks
 from ...tiers.nvme.disk.filesystem import File, FileLock, FileSystem, RealFile
 from ...tiers.nvme.path.block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
 from ...tiers.nvme.path.presence_table import Journal, hash_of, hashes_of
@@ -89,9 +88,6 @@ class MemoryFiles(FileSystem):
     def free_bytes(self, path: Path) -> int:
         return BOUNDLESS_BYTES
 
-    def total_bytes(self, path: Path) -> int:
-        return BOUNDLESS_BYTES
-
     def used_bytes(self, path: Path) -> int:
         return 0
 
@@ -102,9 +98,6 @@ class MemoryFiles(FileSystem):
         self, path: Path, *, shared: bool = False, wait_s: float = 0.0, is_noted: bool = True
     ) -> FileLock:
         return HeldLock()
-
-    def byte_locks(self, path: Path) -> ByteLocks:
-        raise AssertionError("the writer of a path locks no bytes")
 
 
 class MemoryBlocks:
@@ -132,9 +125,6 @@ class MemoryBlocks:
 
     def get_many(self, keys: Sequence[bytes]) -> list[Entry | None]:
         return list(map(self._blocks.get, keys))
-
-    def key_at(self, slot: int) -> bytes | None:
-        return self._keys.get(slot)
 
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         return list(map(self._keys.get, slots))

@@ -15,18 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...assembly.named import admission_rule
-from ...assembly.node_parts import uses_nodes
 from ...config.schema import WriteMode
 from ...errors import ConfigError
-from ...manager.admission import WriteBudget
+from ...manager.below.chain import BelowChain, ChainedTier
 from ...manager.below.node_tier import NodeTier
-from ...manager.cascading import (
-    CascadingOffloadingManager,
-    Link,
-    ManagerOptions,
-    Tier,
-    build_cascade,
-)
+from ...manager.below.port import Below, NoTierBelow
+from ...manager.cascading import CascadingOffloadingManager, ManagerOptions, Tier
 from ...manager.request import Request
 from ...tiers.base import BlockHash
 from ...tiers.endurance import DAY_S
@@ -36,7 +30,7 @@ from ...tiers.policies import create
 from .replay_report import BreakEven, Quantiles, ReplayedTier, ReplayReport
 from .tier_options import ReplayOptions, TierOptions
 from .traces import Ids, Trace, TraceRequest
-from .virtual import DailyWrites, SlotBackend, Timed, TimedHandler, VirtualClock
+from .virtual import SlotBackend, Timed, VirtualClock
 from .virtual_node import VirtualTierOptions, open_virtual_tier
 
 RETRY_S = 0.25
@@ -49,8 +43,6 @@ SEEN_BLOCK_BYTES_MAX = 1 << 20
 larger than an engine's (512 tokens in Mooncake's). The limit keeps the manager batching."""
 MAX_ROUNDS = 100_000
 """Limit of steps between two events of the trace; more indicate a request that never ends."""
-TIERS_WITH_NODES = 2
-"""Number of tiers of a replay whose lower tier is behind a node."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 Progress = Callable[[int], None]
@@ -107,8 +99,8 @@ class Simulation:
         self._clock = VirtualClock()
         self._timed: list[Timed] = []
         """Everything that ends at times of its own."""
-        self._node_tier: NodeTier | None = None
-        """The lower tier if a node moves its blocks."""
+        self._node_tiers: list[NodeTier] = []
+        """The tiers below whose blocks a node moves."""
         self.manager = self._make_manager(options.tiers)
         self._level_of = {tier.name: i for i, tier in enumerate(options.tiers)}
         self._asking: list[Active] = []
@@ -150,8 +142,8 @@ class Simulation:
         if until_s is not None:
             idle_s = until_s - self._clock.now_s
             self._clock.now_s = max(self._clock.now_s, until_s)
-            if self._node_tier is not None and idle_s >= FIGURES_EVERY_S:
-                self._node_tier.maintain()  # an engine gets the figures while it is idle
+            for tier in self._node_tiers if idle_s >= FIGURES_EVERY_S else ():
+                tier.maintain()  # an engine gets the figures while it is idle
 
     def _write_what_is_due(self) -> None:
         """Write the blocks that are due after the last request, as an idle engine does."""
@@ -256,24 +248,22 @@ class Simulation:
             tokens_per_block=self._trace.block_tokens if given.prefill_tokens_per_s else 0.0,
             with_events=False,
         )
-        if uses_nodes() and len(tiers) == TIERS_WITH_NODES:
-            top, lower = tiers
-            return self._with_node(top, lower, options)
-        seen_bytes = self._seen_bytes
-        writes = [DailyWrites(seen_bytes, self._clock) for _ in tiers]
-        made = [self._tier(*pair) for pair in zip(tiers, writes, strict=True)]
-        links: list[Link] = []
-        for tier, written in list(zip(tiers, writes, strict=True))[1:]:
-            down = TimedHandler(self.block_bytes, tier.write, self._clock, written.wrote)
-            up = TimedHandler(self.block_bytes, tier.read, self._clock)
-            self._timed += [down, up]
-            links.append(Link(down, up))
-        return build_cascade(made, links, options, self._clock)
+        top, lower = tiers[0], tiers[1:]
+        slots = self._capacity(top)
+        first = Tier(
+            top.name, SlotBackend(self._seen_bytes, slots, top.name), create(top.policy, slots)
+        )
+        rules = [admission_rule(tier.admission) for tier in lower]
+        ports = [self._node_tier(tier) for tier in lower]
+        below: Below = ports[0] if ports else NoTierBelow()
+        if len(ports) > 1:
+            chained = [ChainedTier(port, rule) for port, rule in zip(ports, rules, strict=True)]
+            below = BelowChain(chained, slots, self._clock)
+        rule = rules[0] if rules else None
+        return CascadingOffloadingManager(first, below, options, self._clock, admission=rule)
 
-    def _with_node(
-        self, top: TierOptions, lower: TierOptions, options: ManagerOptions
-    ) -> CascadingOffloadingManager:
-        """Return a manager over a path in memory."""
+    def _node_tier(self, lower: TierOptions) -> NodeTier:
+        """Return a tier over a path in memory."""
         budget_bytes = lower.write_budget_bytes
         port, node = open_virtual_tier(
             VirtualTierOptions(
@@ -288,15 +278,9 @@ class Simulation:
             ),
             self._clock,
         )
-        self._node_tier = port
+        self._node_tiers.append(port)
         self._timed.append(node.path)
-        first = Tier(
-            top.name,
-            SlotBackend(self._seen_bytes, self._capacity(top), top.name),
-            create(top.policy, self._capacity(top)),
-        )
-        admission = admission_rule(lower.admission)
-        return CascadingOffloadingManager(first, port, options, self._clock, admission=admission)
+        return port
 
     @property
     def _seen_bytes(self) -> int:
@@ -311,20 +295,6 @@ class Simulation:
                 f"{self.block_bytes} bytes; raise its size."
             )
         return capacity
-
-    def _tier(self, tier: TierOptions, written: DailyWrites) -> Tier:
-        capacity, seen_bytes = self._capacity(tier), self._seen_bytes
-        budget: WriteBudget | None = None
-        if tier.write_budget_bytes is not None:
-            blocks = tier.write_budget_bytes // self.block_bytes
-            budget = WriteBudget(blocks * seen_bytes, written.totals)
-        return Tier(
-            tier.name,
-            SlotBackend(seen_bytes, capacity, tier.name),
-            create(tier.policy, capacity),
-            admission_rule(tier.admission),
-            budget,
-        )
 
     def _report(self) -> ReplayReport:
         counters, tally = self.manager.counters, self._tally

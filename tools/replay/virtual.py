@@ -6,8 +6,7 @@ Single-threaded: one simulation uses them.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,10 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import NoSpaceError
-from ...handlers.base import OffloadingHandler, TransferResult, TransferSpec
-from ...tiers import endurance
 from ...tiers.base import NOT_READY, Backend, BlockHash, BlockStatus, SlotSpec
-from ...tiers.endurance import DayTotals
 
 NEVER_S = math.inf
 
@@ -69,23 +65,6 @@ class Rate:
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
-class DailyWrites:
-    """Writes into a tier in the last 24 hours of the clock."""
-
-    def __init__(self, block_bytes: int, clock: VirtualClock) -> None:
-        self._block_bytes = block_bytes
-        self._clock = clock
-        self._record = b""
-
-    def wrote(self, blocks: int) -> None:
-        """Record that blocks were written."""
-        self._record = endurance.add(self._record, self._clock.now_s, blocks * self._block_bytes, 0)
-
-    def totals(self) -> DayTotals:
-        """Return the sums of the last 24 hours."""
-        return endurance.day_totals(self._record, self._clock.now_s)
-
-
 class SlotBackend(Backend):
     """Slots without memory."""
 
@@ -130,49 +109,3 @@ class Timed(Protocol):
     def next_end_s(self) -> float:
         """Time of the next end in seconds of the clock; `inf` if nothing is in flight."""
         ...
-
-
-class TimedHandler(OffloadingHandler):
-    """One direction of a link; batches run one after another and take the time of their bytes."""
-
-    def __init__(
-        self,
-        block_size: int,
-        rate: Rate,
-        clock: VirtualClock,
-        on_landed: Callable[[int], None] = lambda blocks: None,
-    ) -> None:
-        """Create the handler; `on_landed` receives the number of blocks of each job that has
-        ended."""
-        self._block_size = block_size
-        self._rate = rate
-        self._on_landed = on_landed
-        self._clock = clock
-        self._free_s = 0.0
-        self._jobs: deque[tuple[float, TransferResult]] = deque()
-
-    @property
-    def next_end_s(self) -> float:
-        """Return the end of the next job; `inf` if there is none."""
-        return self._jobs[0][0] if self._jobs else NEVER_S
-
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        source = spec[0]
-        assert isinstance(source, SlotSpec)
-        size_bytes = len(source.slots) * self._block_size
-        time_s = self._rate.time_s(size_bytes)
-        self._free_s = max(self._free_s, self._clock.now_s) + time_s
-        self._jobs.append((self._free_s, TransferResult(job_id, True, size_bytes, time_s)))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        ended: list[TransferResult] = []
-        while self._jobs and self._jobs[0][0] <= self._clock.now_s:
-            ended.append(self._jobs.popleft()[1])
-            self._on_landed(ended[-1].size_bytes // self._block_size)
-        return ended
-
-    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
-        """Advance the clock until these jobs have ended."""
-        ends = [end_s for end_s, result in self._jobs if result.job_id in job_ids]
-        self._clock.now_s = max([self._clock.now_s, *ends])

@@ -270,6 +270,9 @@ class VirtualNode:
         """See `NodeClient`."""
         self.path.node.order(message)
 
+    def flush(self) -> None:
+        """See `NodeClient`: everything is sent at once."""
+
     def poll(self) -> None:
         """See `NodeClient`."""
         self.path.work()

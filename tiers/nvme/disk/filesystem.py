@@ -16,14 +16,13 @@ import os
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ....errors import InUseError
-from .byte_locks import ByteLocks, RealByteLocks
-from .mapped_copy import PAGE_BYTES, copy_in, copy_out, prepare
 
+PAGE_BYTES = 4096
 FILE_MODE = 0o600
 DIR_MODE = 0o700
 OTHERS_WRITE = 0o022
@@ -36,11 +35,6 @@ _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-View = Callable[[int, int], bytes]
-"""Reads a part of a file: takes (start, count), at most one page, and returns the bytes. Raises
-`OSError`."""
-
-
 class File(ABC):
     """An open regular file that belongs to this user."""
 
@@ -51,15 +45,6 @@ class File(ABC):
     @abstractmethod
     def pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Write the buffers at `offset`. Return the bytes moved, which may be fewer."""
-
-    def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
-        """Write a few bytes without waiting for transfers that other threads have in flight.
-
-        `window` is the (offset, length) of the part of the file that is patched this way, and
-        contains the bytes. Its offset is a multiple of the page size. Returns False if the file
-        cannot be patched; call `pwritev` then.
-        """
-        return False
 
     @abstractmethod
     def preallocate(self, size: int) -> None:
@@ -82,15 +67,6 @@ class File(ABC):
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         """Return a shared mapping, which outlives `close`. `offset` is a multiple of the page
         size."""
-
-    @abstractmethod
-    def view(self, offset: int, length: int) -> View:
-        """Return a function that reads a part of the file without waiting for a lock.
-
-        It reads the current contents through a mapping. Bytes that the device cannot deliver, or
-        that were cut off the file, raise `OSError` instead of a signal. Other properties are those
-        of `map`.
-        """
 
     @abstractmethod
     def close(self) -> None:
@@ -178,10 +154,6 @@ class FileSystem(ABC):
         """Return the bytes on this device that an ordinary user may still write."""
 
     @abstractmethod
-    def total_bytes(self, path: Path) -> int:
-        """Return the size of the device in bytes."""
-
-    @abstractmethod
     def used_bytes(self, path: Path) -> int:
         """Return the bytes on disk of a file, or of a directory and everything below it."""
 
@@ -199,10 +171,6 @@ class FileSystem(ABC):
         `is_noted` the file records this process as holder, and its time of change is updated at
         release. Without it, neither the contents nor the time of change are modified.
         """
-
-    @abstractmethod
-    def byte_locks(self, path: Path) -> ByteLocks:
-        """Open a file of byte locks; create it if it does not exist."""
 
     def read(self, path: Path, limit: int) -> bytes:
         """Return the contents of a small file. Raises `OSError` (EFBIG) if it exceeds `limit`
@@ -231,7 +199,6 @@ class RealFile(File):
 
     def __init__(self, descriptor: int) -> None:
         self._fd = descriptor
-        self._window: memoryview | None = None
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -246,21 +213,6 @@ class RealFile(File):
         except OSError as error:
             self._leave_direct_mode(error)
         return os.pwritev(self._fd, buffers, offset)
-
-    def patch(self, data: bytes, offset: int, window: tuple[int, int]) -> bool:
-        """Patch through a mapping, because `pwritev` locks the whole file (ext4, XFS).
-
-        `pwritev` would wait for all direct writes in flight, and new ones would wait for it. The
-        kernel copies from a memory file. A damaged device or a truncated file is an error then,
-        where a plain store would raise SIGBUS.
-        """
-        try:
-            if self._window is None:
-                self._window = self.map(*window, writable=True)
-            start = offset - window[0]
-            return copy_in(data, self._window[start : start + len(data)])
-        except (OSError, ValueError):  # ValueError: the file is shorter than the window
-            return False
 
     def preallocate(self, size: int) -> None:
         os.posix_fallocate(self._fd, 0, size)
@@ -277,11 +229,6 @@ class RealFile(File):
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return memoryview(mmap.mmap(self._fd, length, access=access, offset=offset))
-
-    def view(self, offset: int, length: int) -> View:
-        prepare()
-        mapped = self.map(offset, length, writable=False)
-        return lambda start, count: copy_out(mapped[start : start + count])
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -390,10 +337,6 @@ class RealFileSystem(FileSystem):
         figures = os.statvfs(path)
         return figures.f_bavail * figures.f_frsize
 
-    def total_bytes(self, path: Path) -> int:
-        figures = os.statvfs(path)
-        return figures.f_blocks * figures.f_frsize
-
     def used_bytes(self, path: Path) -> int:
         if not os.path.isdir(path):
             return os.lstat(path).st_blocks * 512
@@ -426,15 +369,6 @@ class RealFileSystem(FileSystem):
                 return RealFileLock(descriptor, path, is_noted)
             if tries_left <= 0:
                 raise InUseError(lock_message(path, ""))
-
-    def byte_locks(self, path: Path) -> ByteLocks:
-        descriptor = os.open(path, _LOCK_FLAGS, FILE_MODE)
-        try:
-            _check_ours(os.fstat(descriptor), stat.S_ISREG, path)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return RealByteLocks(descriptor)
 
     @staticmethod
     def _lock_once(path: Path, shared: bool, is_noted: bool) -> int | None:

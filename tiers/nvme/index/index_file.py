@@ -13,8 +13,6 @@ from ....errors import CorruptionError
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
 MAX_FILE_BYTES = 1 << 62
-MAX_MAP_BYTES = 1 << 44
-"""Most address space that a reader maps, whatever the file claims."""
 MAX_MISSING_BYTES = 64 << 20
 """Most bytes that may be missing at the end: LMDB need not have written its last pages. A larger
 gap means that the file was cut."""
@@ -26,7 +24,6 @@ _META_HEAD = struct.Struct("<II")
 _META_TAIL = struct.Struct("<QQ")
 _META_PAGES = 2
 _META_HEAD_OFFSET = 16
-_META_MAP_OFFSET = 32
 _META_PAGE_SIZE_OFFSET = 40
 _META_TAIL_OFFSET = 136
 
@@ -67,27 +64,6 @@ def _check_ours(file: Path) -> None:
         raise PermissionError(errno.EPERM, "others may have written it", str(file))
 
 
-def missing_bytes(path: Path) -> int:
-    """Return how many bytes the LMDB file lacks according to its meta page; changes nothing.
-
-    Raises `CorruptionError` if it is no LMDB file, or `OSError`.
-    """
-    with (path / DATA_NAME).open("rb") as file:
-        needed = _bytes_needed(file.read(_HEAD_BYTES))
-        if needed is None or needed > MAX_FILE_BYTES:
-            raise CorruptionError(damaged(path, "it is no LMDB file"))
-        return max(0, needed - os.fstat(file.fileno()).st_size)
-
-
-def stored_map_bytes(path: Path) -> int:
-    """Return the map size that the writer of the LMDB file uses, at most `MAX_MAP_BYTES`."""
-    with (path / DATA_NAME).open("rb") as file:
-        head = file.read(_META_PAGE_SIZE_OFFSET)
-    return min(
-        MAX_MAP_BYTES, int.from_bytes(head[_META_MAP_OFFSET : _META_MAP_OFFSET + 8], "little")
-    )
-
-
 def _bytes_needed(head: bytes) -> int | None:
     """Return the bytes up to the last page that the newer meta page names; None if neither is
     valid."""
@@ -114,6 +90,5 @@ def _bytes_needed(head: bytes) -> int | None:
 def damaged(path: Path, why: str) -> str:
     """Return the error message for a damaged index."""
     return (
-        f"the index in {path} is damaged ({why}); run `kvcascade verify --rebuild-index "
-        f"{path.parent}`, or remove that directory to start empty"
+        f"the index in {path} is damaged ({why}); remove the directory {path.parent} to start empty"
     )

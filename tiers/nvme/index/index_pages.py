@@ -26,12 +26,13 @@ import numpy.typing as npt
 from ....errors import CorruptionError
 from .clean_close import read_mark
 from .index_file import DATA_NAME, damaged
-from .index_keys import META
 
 ALWAYS_CHECKED_BYTES = 16 << 20
 """Largest file that is checked completely even after a clean close; it takes some tens of
 milliseconds."""
 MAX_KEY_BYTES = 511
+_META_TABLE = b"meta"
+"""Name of the small table that is always checked."""
 MAX_DEPTH = 32
 
 _HEAD_BYTES = 16
@@ -134,7 +135,7 @@ class _Walk:
             if node.flags & ~_IS_BIG != _IS_TREE or len(node.data) != _DB.size:
                 raise _Damage("its list of tables is damaged")
             trees[node.key] = _Tree.parse(node.data)
-        meta = trees.pop(META, None)
+        meta = trees.pop(_META_TABLE, None)
         for _ in self._nodes(meta) if meta is not None else ():
             pass
         if is_marked and self._size > ALWAYS_CHECKED_BYTES:

@@ -32,7 +32,7 @@ OnRight = Callable[[list[int]], None]
 
 
 def payload_checksum(key: bytes, payload: memoryview) -> int:
-    """Return `block_checksum` of a payload, computed in one call.
+    """Return 64 bits over a payload, seeded by its key: another block's valid bytes never match.
 
     One call per block takes the interpreter lock once. A call per piece takes it once per piece,
     and waits for it while other threads run.

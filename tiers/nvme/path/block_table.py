@@ -123,12 +123,8 @@ class BlockTable(Protocol):
         """Return `get` of every key."""
         ...
 
-    def key_at(self, slot: int) -> bytes | None:
-        """Return the key of the block in a slot, or None."""
-        ...
-
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
-        """Return `key_at` of every slot."""
+        """Return the key of the block in each slot; None if there is none, or it is damaged."""
         ...
 
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:

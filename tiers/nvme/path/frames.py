@@ -52,6 +52,6 @@ class FrameReader:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[_LENGTH.size : end])
+            body = bytes(memoryview(self._buffer)[_LENGTH.size : end])
             del self._buffer[:end]
             yield body

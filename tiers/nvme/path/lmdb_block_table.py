@@ -25,7 +25,6 @@ a page can find the disk full.
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import time
@@ -38,9 +37,10 @@ import lmdb
 import numpy as np
 
 from ....errors import CorruptionError, FormatError, KVCascadeError, os_errors
+from ....logs import get_logger
 from ... import endurance
 from ..index.clean_close import write_mark
-from ..index.index_errors import from_lmdb
+from ..index.index_errors import from_lmdb, is_lack_of_room
 from ..index.index_file import DATA_NAME, check_file, damaged
 from ..index.index_pages import check_pages
 from .block_table import Applied, ApplyOutcome, Changes, Entry, ScanBatch
@@ -62,6 +62,7 @@ _HEAD = struct.Struct("<QQQQQ")
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("check", "<u4"), ("checksum", "<u8")])
 _REMOVED_ROW = np.dtype([("hash", "<u8"), ("slot", "<u4")])
 _STORED_ROW = np.dtype([("hash", "<u8"), ("checksum", "<u8"), ("slot", "<u4")])
+_log = get_logger(__name__)
 _NO_ENTRY = b"\xff" * ENTRY_BYTES
 _U64_MASK = (1 << 64) - 1
 _SLOT_FACTOR = 0x9E3779B97F4A7C15
@@ -115,6 +116,8 @@ class LmdbBlockTable:
             self.commit_number = _number(txn.get(_COMMIT))
             self.totals = _pair(txn.get(_TOTALS))
             txn.put(_EPOCH, _U64.pack(self.epoch))
+            if txn.stat(self._slots)["entries"] < txn.stat(self._blocks)["entries"]:
+                self._name_slots(txn)
         self.sync()
 
     # -- looking -------------------------------------------------------------------------------
@@ -136,10 +139,6 @@ class LmdbBlockTable:
         except lmdb.Error:
             self.damaged_entries += 1
             return [None] * len(keys)
-
-    def key_at(self, slot: int) -> bytes | None:
-        """See `BlockTable`."""
-        return self.keys_at([slot])[0]
 
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
         """See `BlockTable`."""
@@ -271,6 +270,16 @@ class LmdbBlockTable:
             txn.put(_COMMIT, _U64.pack(journal.number), db=self._meta)
             txn.put(_CHANGES, _pack_journal(journal), db=self._meta)
 
+    def _name_slots(self, txn: lmdb.Transaction[bytes]) -> None:
+        """Repair the table of slots: a block without a name in it could never be evicted."""
+        _log.warning(
+            "the index in %s does not name the blocks of all slots; it is repaired", self.path
+        )
+        for key, value in txn.cursor(db=self._blocks):
+            entry = _parse_entry(key, value)
+            if entry is not None:
+                txn.put(_SLOT.pack(entry.slot), key, overwrite=False, db=self._slots)
+
     def _add_totals(self, txn: lmdb.Transaction[bytes], written: int, read: int) -> tuple[int, int]:
         if not (written or read):
             return self.totals
@@ -282,7 +291,7 @@ class LmdbBlockTable:
 
     def _failed(self, error: lmdb.Error) -> Applied:
         self.has_panicked |= isinstance(error, lmdb.PanicError)
-        return Applied(outcome_of(error))
+        return Applied(ApplyOutcome.NO_SPACE if is_lack_of_room(error) else ApplyOutcome.IO_ERROR)
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -413,14 +422,6 @@ def _reserve(file: Path, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-
-
-def outcome_of(error: lmdb.Error) -> ApplyOutcome:
-    """Map an LMDB error to the outcome of a commit."""
-    full = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) in full:
-        return ApplyOutcome.NO_SPACE
-    return ApplyOutcome.IO_ERROR
 
 
 def _check(hashed: int, slot: int, checksum: int) -> int:

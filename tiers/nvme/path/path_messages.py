@@ -77,6 +77,8 @@ class RefusedWhy(Enum):
     """The namespace cannot be opened; the text says why."""
     CLOSING = "closing"
     """The writer is closing; the node tries again."""
+    OPENING = "opening"
+    """The namespace is still being opened after a long time; the node tries again."""
 
 
 class PathOptions(msgspec.Struct, frozen=True):
@@ -125,6 +127,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """True if `Stored` is to be sent, too; `Removed` is sent to every node."""
     epoch: int | None = None
     """Epoch of the blocks that the node's engine has seen last; None if it is starting."""
+    is_reader: bool = False
+    """True for a node that stores nothing. It is no engine: it begins no epoch if it finds no other
+    node, and reports no metrics."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -181,6 +186,9 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Make every older block of the namespace unreachable; `Epoch` answers it."""
 
     request: int
+    mark: int = 0
+    """Number that names the reset for the paths of all engines. A writer that remembers it has
+    carried it out, and only answers. 0: the writer draws one."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -274,6 +282,8 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True, tag=36):
     epoch: int
     request: int = 0
     """Number of the `Reset` that this answers; 0 for the other nodes."""
+    marks: list[int] = []
+    """Marks of the resets that began this epoch; for the other nodes only."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=37):
@@ -336,6 +346,11 @@ class KeysListed(msgspec.Struct, frozen=True, array_like=True, tag=43):
     """Ascending keys; empty if no block follows."""
 
 
+class StillOpening(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """The namespace is being opened, which may take minutes after a loss of power. Sent about once
+    a second to every node whose `Hello` or `Ask` waits for it."""
+
+
 FromNode = (
     Hello | Grant | Commit | Release | Bad | Touch | Read | Reset | Ask | Retire | ListKeys | Chain
 )
@@ -352,6 +367,7 @@ FromWriter = (
     | Told
     | SegmentsRemoved
     | KeysListed
+    | StillOpening
 )
 
 from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

@@ -10,13 +10,14 @@ The header is one page; `presence_table` describes the rest. All numbers are lit
 | 80 | 8 | check: xxh3_64 over the first 80 bytes |
 | 128 | 8 | epoch |
 | 136 | 8 | number of the last commit that was applied completely |
-| 144 | 8 | clean mark: xxh3_64 over check, epoch and commit after a clean close, else 0 |
+| 144 | 8 | clean mark: xxh3_64 over all other bytes of the file after a clean close, else 0 |
 
 A process that is killed leaves its changes in the page cache. So the next writer of the same boot
 trusts the file, and replays the last commit, of which any part may be missing. After another boot
 only a file that was closed cleanly is trusted: it was synced before its mark was set, and the mark
-is cleared and synced before the next change. In every other case the table is built from a scan of
-the block table. As a last check, the number of used slots must be that of the block table.
+is cleared and synced before the next change. A mark that does not fit shows damage. In every other
+case the table is built from a scan of the block table. As a last check, the number of used slots
+must be that of the block table.
 
 The file has its full size on the disk from the start, so that no write to the mapping can find the
 disk full.
@@ -37,8 +38,6 @@ from ....errors import FormatError, os_errors
 from ..disk.filesystem import File, FileSystem
 from .block_table import BlockTable
 from .presence_table import (
-    APPLIED_WORD,
-    EPOCH_WORD,
     HEADER_BYTES,
     Mask,
     PresenceTable,
@@ -54,7 +53,6 @@ _MAGIC = b"KVCPRES1"
 _HEAD = struct.Struct("<8sQ64s")
 _CHECK = struct.Struct("<Q")
 _CLEAN_WORD = 18
-_CHECK_WORD = _HEAD.size // 8
 
 
 class PresenceOrigin(Enum):
@@ -217,8 +215,9 @@ def _trust(presence: WritablePresence, table: BlockTable, boot: bytes) -> Presen
     memory = presence.memory
     words = memory[:HEADER_BYTES].cast("B").cast("Q")
     found = _boot_in(memory)
-    is_clean = words[_CLEAN_WORD] == _clean_mark(memory) != 0
-    is_same_boot = found == boot != b""
+    mark = words[_CLEAN_WORD]
+    is_clean = mark != 0 and mark == _clean_mark(memory)
+    is_same_boot = mark == 0 and found == boot != b""
     if found is None or not (is_clean or is_same_boot):
         return PresenceOrigin.REBUILT
     missing = table.commit_number - presence.applied
@@ -270,6 +269,8 @@ def _boot_in(memory: memoryview) -> bytes | None:
 
 
 def _clean_mark(memory: memoryview) -> int:
-    words = memory[:HEADER_BYTES].cast("B").cast("Q")
-    parts = _CHECK_WORD, EPOCH_WORD, APPLIED_WORD
-    return xxhash.xxh3_64_intdigest(b"".join(_CHECK.pack(words[part]) for part in parts))
+    """Return the mark of a table that is closed cleanly as it is now."""
+    at = _CLEAN_WORD * _CHECK.size
+    digest = xxhash.xxh3_64(memory[:at])
+    digest.update(memory[at + _CHECK.size :])
+    return digest.intdigest()

@@ -10,7 +10,7 @@ All numbers are little endian. The parts follow each other in this order:
 | --- | --- | --- |
 | header | 4096 bytes | see `presence_file` |
 | cells | u64 × (`cells` + `TAIL_CELLS`) | tag << 32, plus slot + 1; 0 means empty |
-| checksums | u64 × slots | `block_checksum` of the block in the slot |
+| checksums | u64 × slots | `payload_checksum` of the block in the slot |
 | homes | u32 × slots | low half of the hash of the key in the slot |
 
 `cells` is the first power of two from `CELLS_PER_SLOT` × slots on. The hash of a key is xxh3_64 of

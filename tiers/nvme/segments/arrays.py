@@ -20,8 +20,7 @@ import xxhash
 
 from ....errors import NoSpaceError, os_errors
 from ....logs import get_logger
-from ..disk.filesystem import File, FileSystem
-from ..disk.mapped_copy import PAGE_BYTES
+from ..disk.filesystem import PAGE_BYTES, File, FileSystem
 
 HEADER_BYTES = 64
 MAX_ARRAY_BYTES = 1 << 40
@@ -98,10 +97,6 @@ class MappedArrays:
             if self._session is not None:
                 self._open[-1].write_header(self._session, checksum=0)
         return np.frombuffer(view, dtype=kind, count=length, offset=HEADER_BYTES)
-
-    def unsealed(self) -> MappedArrays:
-        """Return a source of unsealed arrays in the same directory, which `sync` does not touch."""
-        return MappedArrays(self._fs, self._folder, None, self._claim)
 
     def has(self, name: str, length: int, dtype: type[np.generic]) -> bool:
         """Return True if the array exists with this length and type; changes nothing."""

@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from ....errors import CorruptionError, FormatError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PAGE_BYTES = 4096
 MAX_KEY_BYTES = 64
 MAX_DESCRIPTION_BYTES = 1 << 20
@@ -34,37 +32,7 @@ _RECORD = struct.Struct("<4sIQQIIB64s31x")
 _RECORD_MAGIC = b"KVCS"
 _RECORD_BODY = 8
 """Start of the record's body, which its CRC covers."""
-RECORD_GENERATION = slice(8, 16)
-"""Position of the generation in a record."""
 assert _RECORD.size == SLOT_RECORD_BYTES
-
-INDEX_ENTRY_BYTES = 32
-_ENTRY_BODY = struct.Struct("<IIQQ")
-_ENTRY_BODY_BYTES = 24
-assert _ENTRY_BODY.size == _ENTRY_BODY_BYTES
-
-HASH_PIECE_BYTES = 64 << 10
-"""Bytes hashed in one call. Above this size xxhash releases the interpreter lock. Getting it back
-from a busy thread takes milliseconds; hashing a piece takes microseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """Index entry of one block."""
-
-    slot: int
-    """Slot number over all segments."""
-    length: int
-    """Payload bytes."""
-    checksum: int
-    """`block_checksum` of the payload."""
-    generation: int
-    """Number that grows with every write; unique in a namespace."""
-
-    def pack(self, key: bytes) -> bytes:
-        """Return the value as stored in the index, with a check over the key and itself."""
-        value = _ENTRY_BODY.pack(self.slot, self.length, self.checksum, self.generation)
-        return value + _entry_check(key, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +63,6 @@ class SlotRecord:
         return bytes(packed)
 
 
-def slot_in_entry(key: bytes, value: bytes) -> int:
-    """Return the slot in an index value; -1 if it is damaged or belongs to another key."""
-    body = value[:_ENTRY_BODY_BYTES]
-    if value[_ENTRY_BODY_BYTES:] != _entry_check(key, body) or len(value) != INDEX_ENTRY_BYTES:
-        return -1
-    return int.from_bytes(value[:4], "little")
-
-
-def parse_entry(key: bytes, value: bytes) -> IndexEntry | None:
-    """Return the parsed index value; None if it is damaged or belongs to another key."""
-    if slot_in_entry(key, value) < 0:
-        return None
-    return IndexEntry(*_ENTRY_BODY.unpack_from(value))
-
-
-def _entry_check(key: bytes, body: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(body + key)
-
-
 def parse_record(data: bytes) -> SlotRecord | None:
     """Return the slot record; None if the slot was never written or the record is damaged."""
     if len(data) != SLOT_RECORD_BYTES:
@@ -124,15 +73,6 @@ def parse_record(data: bytes) -> SlotRecord | None:
     if crc != zlib.crc32(data[_RECORD_BODY:]):
         return None
     return SlotRecord(key[:key_length], generation, checksum, length, epoch)
-
-
-def block_checksum(key: bytes, payload: memoryview) -> int:
-    """Return 64 bits over a payload, seeded by its key: another block's valid bytes never match."""
-    hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
-    update = hasher.update
-    for start in range(0, len(payload), HASH_PIECE_BYTES):
-        update(payload[start : start + HASH_PIECE_BYTES])
-    return hasher.intdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +88,6 @@ class SegmentLayout:
 
     def header(self, number: int) -> bytes:
         """Return the head of segment `number`: a safetensors header, padded to whole pages."""
-        payload = self.slots * self.block_bytes
-        records = self.slots * SLOT_RECORD_BYTES
         document = {
             "__metadata__": {
                 "format": "kvcascade-segment",
@@ -157,8 +95,7 @@ class SegmentLayout:
                 "fingerprint": self.fingerprint,
                 "segment": str(number),
             },
-            "blocks": tensor((self.slots, self.block_bytes), 0, payload),
-            "slots": tensor((self.slots, SLOT_RECORD_BYTES), payload, payload + records),
+            "blocks": tensor((self.slots, self.block_bytes), 0, self.slots * self.block_bytes),
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         padded = -(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8
@@ -184,14 +121,9 @@ class SegmentLayout:
         return len(self.header(0))
 
     @property
-    def records_offset(self) -> int:
-        """Offset of the slot records."""
-        return self.header_bytes + self.slots * self.block_bytes
-
-    @property
     def file_bytes(self) -> int:
         """Size of a segment file."""
-        return self.records_offset + self.slots * SLOT_RECORD_BYTES
+        return self.header_bytes + self.slots * self.block_bytes
 
 
 def segment_name(number: int) -> str:
@@ -206,9 +138,7 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_number and digits != name else None
 
 
-def parse_description(
-    data: bytes, where: str, expected_version: int = FORMAT_VERSION
-) -> dict[str, Any]:
+def parse_description(data: bytes, where: str) -> dict[str, Any]:
     """Return the parsed document of `namespace.json`.
 
     Raises `FormatError` for an unknown version, otherwise `CorruptionError` (naming `where`).
@@ -221,9 +151,9 @@ def parse_description(
     if not isinstance(document, dict) or document.get("format") != "kvcascade-namespace":
         raise CorruptionError(f"{where}/namespace.json is not a description of blocks; {remedy}")
     version = document.get("format_version")
-    if version != expected_version:
+    if version != FORMAT_VERSION:
         raise FormatError(
-            f"{where} has format version {version!r}, this kvcascade reads {expected_version}; "
+            f"{where} has format version {version!r}, this kvcascade reads {FORMAT_VERSION}; "
             f"use the version that wrote it, or {remedy}"
         )
     limits = {

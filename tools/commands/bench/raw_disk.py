@@ -26,7 +26,16 @@ best single sample would include noise."""
 class RawDisk:
     """Preallocated files, one per folder, written and read directly."""
 
-    def __init__(self, folders: Sequence[Path], block_bytes: int, total_bytes: int) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        block_bytes: int,
+        total_bytes: int,
+        *,
+        is_overwritten: bool = False,
+    ) -> None:
+        """With `is_overwritten`, files are written once before a write is timed."""
+        self._is_overwritten = is_overwritten
         self._paths = [folder / "raw.bin" for folder in folders]
         self._block_bytes = block_bytes
         per_call = max(1, min(CALL_BYTES // block_bytes, BUFFERS_PER_CALL))
@@ -45,7 +54,10 @@ class RawDisk:
         files = [self._make(path) for path in self._paths]
         try:
             with ThreadPoolExecutor(threads) as executor:
-                write = self._run(executor, partial(self._move, os.pwritev, files))
+                put = partial(self._move, os.pwritev, files)
+                if self._is_overwritten:
+                    self._run(executor, put)
+                write = self._run(executor, put)
                 drop_page_cache(self._paths)
                 read = self._run(executor, partial(self._move, os.preadv, files))
         finally:

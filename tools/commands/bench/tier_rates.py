@@ -1,8 +1,8 @@
 """Rates of the CPU and NVMe tiers on this machine, by block size, beside those of the raw disk.
 
-Arena, copier, NVMe tier and handlers are those of an engine; neither vLLM nor torch is needed.
-Ordinary memory stands in for the device. Each repetition uses new files and compares every byte
-that it reads back.
+Arena, copier, node and NVMe tier are those of an engine; neither vLLM nor torch is needed. The node
+is a process, which also writes the path. Ordinary memory stands in for the device. Each repetition
+uses new files and compares every byte that it reads back.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from ....assembly.node_parts import SlotMemory
 from ....config.sizes import human
 from ....errors import os_errors
-from ....handlers.base import OffloadingHandler
 from ....handlers.device.copier import GpuBlocks
 from ....handlers.device.device_cpu import CpuDeviceCopier, cpu_layouts
 from ....handlers.device.geometry import PageRef, WorkerLayout
-from ....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from ....tiers.base import BlockHash, SlotArray, SlotSpec
+from ....manager.below.port import Ended, Put
+from ....tiers.base import BlockHash, BlockOutcome, SlotArray
 from ....tiers.cpu.arena import Arena, ArenaRole
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.nvme.namespace import NamespaceKey
-from ....tiers.nvme.opening import open_nvme_tier
-from ....tiers.nvme.tier import NvmeTier, NvmeTierConfig
 from ..command_line import CommandError, ExitCode
 from .bench_report import Reporter
 from .bench_results import (
@@ -54,15 +52,20 @@ from .bench_results import (
     document,
     transfer_case,
 )
+from .bench_tier import open_bench_tier
 from .machine_facts import headline, machine_facts, version_facts
 from .raw_disk import THREADS, RawDisk, drop_page_cache
 
-IO_THREADS = 4
 COPY_THREADS = 2
 METADATA_FACTOR = 1.25
 SPARE_BYTES = 256 * MIB
 """Capacity of the tier beyond its blocks, for index and records."""
 TRANSFER_LIMIT_S = 60.0
+WRITE_PAUSE_S = 0.01
+OFFERED_AGAIN = frozenset({BlockOutcome.CANCELLED, BlockOutcome.NO_SPACE})
+"""Outcomes of blocks for which there was no file yet."""
+PROCESS_CLOCK = 2
+"""Kind of the clock that `clock_getcpuclockid` names for a process: CPUCLOCK_SCHED of Linux."""
 HASH_BYTES = 32
 
 CPU_DOWN, CPU_UP = "CPU time down", "CPU time up"
@@ -76,10 +79,10 @@ QUANTITIES = (
     Quantity(MEMORY_UP, "GB/s", is_more_better=True),
 )
 NOTE = (
-    "Down: CPU tier to NVMe tier. Up: NVMe tier to CPU tier, page cache dropped. Checksums on, "
-    "every byte compared. CPU time: of all threads, per GB. Device: ordinary memory, copied by two "
-    "threads; a GPU has its own rates. Limit: the same bytes by direct I/O without a tier, 1, 2 or "
-    "4 threads, whichever have the best median."
+    "Down: CPU tier to NVMe tier, in place of other blocks. Up: NVMe tier to CPU tier, page cache "
+    "dropped. Checksums on, every byte compared. CPU time: of this process and the node, per GB. "
+    "Device: ordinary memory, copied by two threads; a GPU has its own rates. Limit: the same "
+    "bytes by direct I/O without a tier, 1, 2 or 4 threads, whichever have the best median."
 )
 
 Samples = dict[str, list[float]]
@@ -185,7 +188,7 @@ def _fresh(folder: Path) -> Iterator[Path]:
 def _add_raw_rates(
     raw: dict[int, tuple[list[float], list[float]]], folder: Path, block_bytes: int, total: int
 ) -> None:
-    with closing(RawDisk([folder], block_bytes, total)) as disk:
+    with closing(RawDisk([folder], block_bytes, total, is_overwritten=True)) as disk:
         for threads, rates in raw.items():
             for samples, rate in zip(rates, disk.rates(threads), strict=True):
                 samples.append(rate / GIGA)
@@ -209,13 +212,13 @@ class _TiersUnderTest:
         self._folder = folder
         self._gigabytes = blocks * block_bytes / GIGA
         self._job_ids = count(1)
-        self._tier = _open_tier(folder, block_bytes, tier_bytes, undo)
-        if self._tier.backend.get_num_free_blocks() < blocks:
-            raise BenchError(f"the tier in {folder.parent} did not grow; make room on the disk")
         geometry = ArenaGeometry(blocks, block_bytes, 1)
         role = ArenaRole.scheduler(expect_workers=False)
         self._arena = Arena.open(geometry, f"bench-{os.getpid()}", role)
         undo.callback(self._arena.close)
+        key = NamespaceKey("bench", {"block_bytes": block_bytes})
+        self._tier = open_bench_tier(folder, tier_bytes, key, SlotMemory.of(self._arena))
+        undo.callback(self._tier.close)
         random = np.random.default_rng()
         self._device = random.integers(-128, 128, (blocks, block_bytes), np.int8)
         layouts = cpu_layouts([self._device])
@@ -223,11 +226,6 @@ class _TiersUnderTest:
         copies = _executor(COPY_THREADS, undo)
         self._copier = CpuDeviceCopier([self._device], layout, self._arena.slots, copies)
         undo.callback(self._copier.shutdown)
-        store, view = self._tier.store, self._arena.slot_view
-        self._down = NvmeStoreHandler(store, view, _executor(IO_THREADS, undo))
-        undo.callback(self._down.shutdown)
-        self._up = NvmeLoadHandler(store, view, _executor(IO_THREADS, undo))
-        undo.callback(self._up.shutdown)
 
     def figures(self) -> dict[str, float]:
         """Move all blocks to the disk and back once; return figures by quantity. Raises
@@ -237,43 +235,88 @@ class _TiersUnderTest:
         expected = self._device.copy()
         self._copy(self._copier.submit_store, slots)  # the first access to the memory is not timed
         found = {MEMORY_DOWN: self._gigabytes / self._copy(self._copier.submit_store, slots)}
-        keys = [BlockHash(os.urandom(HASH_BYTES)) for _ in range(blocks)]
-        found |= self._store(keys, slots)
+        self._write(_random_keys(blocks))  # makes the files
+        self._reset()
+        keys = _random_keys(blocks)
+        found |= self._rates(self._write, keys, DOWN, CPU_DOWN)
         drop_page_cache([self._folder])
         self._arena.slots[:] = 0
-        found |= self._load(keys, slots)
+        found |= self._rates(self._read, keys, UP, CPU_UP)
         self._device[:] = 0
         found[MEMORY_UP] = self._gigabytes / self._copy(self._copier.submit_load, slots)
         if not np.array_equal(self._device, expected):
             raise BenchError("bytes that came back from the disk differ from those stored")
         return found
 
-    def _store(self, keys: Sequence[BlockHash], slots: SlotArray) -> dict[str, float]:
-        backend = self._tier.backend
-        self._statuses = backend.allocate_blocks(keys)
-        spec = backend.get_load_store_spec(keys, self._statuses)
-        took_s, cpu_s = self._transfer(self._down, (SlotSpec(slots), spec), "writing")
-        for status in self._statuses:
-            status.ref_cnt = 0
-        self._tier.directory.release()
-        return {DOWN: self._gigabytes / took_s, CPU_DOWN: cpu_s / self._gigabytes}
+    def _rates(
+        self, move: Callable[[Sequence[BlockHash]], None], keys: Sequence[BlockHash], *names: str
+    ) -> dict[str, float]:
+        """Run one transfer; return its rate and the CPU time of this process and the node."""
+        began, cpu_began = time.perf_counter(), self._cpu_s()
+        move(keys)
+        took_s, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_began
+        return dict(zip(names, (self._gigabytes / took_s, cpu_s / self._gigabytes), strict=True))
 
-    def _load(self, keys: Sequence[BlockHash], slots: SlotArray) -> dict[str, float]:
-        spec = self._tier.backend.get_load_store_spec(keys, self._statuses)
-        took_s, cpu_s = self._transfer(self._up, (spec, SlotSpec(slots)), "reading")
-        return {UP: self._gigabytes / took_s, CPU_UP: cpu_s / self._gigabytes}
+    def _write(self, keys: Sequence[BlockHash]) -> None:
+        """Write block `i` from slot `i`. While files are made, blocks are offered again."""
+        port, left = self._tier.port, dict(zip(keys, range(len(keys)), strict=True))
+        end_s = time.monotonic() + TRANSFER_LIMIT_S
+        while left:
+            if time.monotonic() > end_s:
+                raise BenchError(f"writing took more than {TRANSFER_LIMIT_S:.0f} s")
+            job_id, offered = next(self._job_ids), list(left)
+            answers = port.put(job_id, offered, list(left.values()))
+            started = [k for k, a in zip(offered, answers, strict=True) if a is Put.STARTED]
+            if not started:
+                self._tier.node.wait(lambda: port.takes_puts, WRITE_PAUSE_S)
+                port.maintain()
+                continue
+            for key, outcome in zip(started, self._outcomes(job_id, "writing"), strict=True):
+                if outcome is BlockOutcome.OK:
+                    del left[key]
+                elif outcome not in OFFERED_AGAIN:
+                    raise BenchError(f"writing failed: {outcome.value}; see the log")
 
-    def _transfer(self, handler: OffloadingHandler, spec: Any, doing: str) -> tuple[float, float]:
-        """Run one transfer; return its seconds and the CPU time of all threads."""
+    def _reset(self) -> None:
+        """Make room where blocks are."""
+        port = self._tier.port
+
+        def is_empty() -> bool:
+            port.maintain()
+            return port.feed.epoch is not None
+
+        port.reset()
+        self._wait(is_empty, "emptying the tier")
+
+    def _read(self, keys: Sequence[BlockHash]) -> None:
         job_id = next(self._job_ids)
-        began, cpu_began = time.perf_counter(), time.process_time()
-        if not handler.transfer_async(job_id, spec):
-            raise BenchError(f"{doing} was refused")
-        handler.wait({job_id}, TRANSFER_LIMIT_S)
-        took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        if [result.success for result in handler.get_finished()] != [True]:
-            raise BenchError(f"{doing} failed or took more than {TRANSFER_LIMIT_S:.0f} s")
-        return took_s, cpu_s
+        self._tier.port.get(job_id, 1, keys, range(len(keys)))
+        if set(self._outcomes(job_id, "reading")) != {BlockOutcome.OK}:
+            raise BenchError("reading failed; see the log")
+
+    def _outcomes(self, job_id: int, doing: str) -> Sequence[BlockOutcome]:
+        """Wait for the end of a job; return its outcomes."""
+        ended: list[Ended] = []
+
+        def has_ended() -> bool:
+            ended.extend(self._tier.port.poll())
+            return bool(ended)
+
+        self._wait(has_ended, doing)
+        (only,) = ended
+        assert only.ticket == job_id, "there is one job at a time"
+        return only.outcomes
+
+    def _wait(self, is_done: Callable[[], bool], doing: str) -> None:
+        if not self._tier.node.wait(is_done, TRANSFER_LIMIT_S):
+            raise BenchError(f"{doing} took more than {TRANSFER_LIMIT_S:.0f} s")
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of all threads of this process and the node."""
+        pid = self._tier.node.pid
+        if pid is None:
+            raise BenchError("the node ended; see the log")
+        return time.process_time() + time.clock_gettime(~pid << 3 | PROCESS_CLOCK)
 
     def _copy(self, submit: Callable[[int, GpuBlocks, SlotArray], bool], slots: SlotArray) -> float:
         job_id = next(self._job_ids)
@@ -286,18 +329,8 @@ class _TiersUnderTest:
         return took_s
 
 
-def _open_tier(folder: Path, block_bytes: int, tier_bytes: int, undo: ExitStack) -> NvmeTier:
-    config = NvmeTierConfig(
-        paths=(folder,),
-        capacity_bytes=tier_bytes,
-        block_bytes=block_bytes,
-        key=NamespaceKey("bench", {"block_bytes": block_bytes}),
-    )
-    executor = _executor(1, undo)
-    tier = open_nvme_tier(config, executor)
-    undo.callback(tier.close, clean=False)
-    undo.callback(executor.shutdown)
-    return tier
+def _random_keys(n: int) -> list[BlockHash]:
+    return [BlockHash(os.urandom(HASH_BYTES)) for _ in range(n)]
 
 
 def _executor(threads: int, undo: ExitStack) -> Executor:

@@ -24,8 +24,7 @@ from ..command_line import (
 from ..verify import LimitOption, size_of
 
 if TYPE_CHECKING:
-    from ....tiers.nvme.disk.transfers import Throttle
-    from .export_writer import Choice, ExportReport
+    from .export_writer import Choice
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")]
 InArgument = Annotated[
@@ -58,7 +57,7 @@ MakeRoomOption = Annotated[
     bool,
     typer.Option(
         "--make-room",
-        help="Evict the coldest blocks if there is no room; ask a running engine for segments.",
+        help="Evict the coldest blocks if there is no room.",
     ),
 ]
 CreateOption = Annotated[
@@ -147,11 +146,23 @@ def _export(
 ) -> ExitCode:
     from ....config.sizes import human
     from ....tiers.nvme.disk.transfers import Throttle
-    from ..path_blocks import has_one_writer
+    from ..path_blocks import open_path
+    from ..verify.verify_view import progress_of
+    from .export_path import export_namespace
 
     throttle = Throttle(size_of("--bwlimit", bwlimit))
-    how = _export_path if has_one_writer(path) else _export_namespace
-    report = how(path, also, namespace, out, choice, force, throttle, as_json)
+    with open_path(path, also) as opened:
+        found = opened.namespace(opened.only(namespace, path))
+        with progress_of("export", None, found.block_bytes, as_json) as advance:
+            report = export_namespace(
+                opened,
+                found,
+                choice,
+                out,
+                may_replace=force,
+                throttle=throttle,
+                progress=advance,
+            )
     if as_json:
         emit("export", report.as_json())
     else:
@@ -164,57 +175,6 @@ def _export(
     return ExitCode.PROBLEMS if report.skipped or report.missing else ExitCode.OK
 
 
-def _export_path(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    out: Path,
-    choice: Choice,
-    force: bool,
-    throttle: Throttle,
-    as_json: bool,
-) -> ExportReport:
-    """Export from a path with one writer."""
-    from ..path_blocks import open_path
-    from ..verify.verify_view import progress_of
-    from .export_path import export_namespace
-
-    with open_path(path, also) as opened:
-        found = opened.namespace(opened.only(namespace, path))
-        with progress_of("export", None, found.block_bytes, as_json) as advance:
-            return export_namespace(
-                opened,
-                found,
-                choice,
-                out,
-                may_replace=force,
-                throttle=throttle,
-                progress=advance,
-            )
-
-
-def _export_namespace(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    out: Path,
-    choice: Choice,
-    force: bool,
-    throttle: Throttle,
-    as_json: bool,
-) -> ExportReport:
-    from ..cache_access import choose, locations, opened
-    from ..verify.verify_view import progress_of
-    from .export_file import export as export_blocks
-
-    with opened(choose(locations(path, also), namespace)) as cache:
-        block_bytes = cache.description.block_bytes
-        with progress_of("export", None, block_bytes, as_json) as advance:
-            return export_blocks(
-                cache, choice, out, may_replace=force, throttle=throttle, progress=advance
-            )
-
-
 def _import(
     path: Path,
     also: list[Path] | None,
@@ -224,19 +184,16 @@ def _import(
     make_room: bool,
     as_json: bool,
 ) -> ExitCode:
-    from ..path_blocks import has_one_writer
     from ..verify.verify_view import progress_of
     from .carried import CarriedReader
-    from .import_file import import_file
     from .import_path import import_into_path
     from .import_report import DifferentNamespaceError
 
-    how = import_into_path if has_one_writer(path) else import_file
     with CarriedReader(file) as carried:
         head = carried.head
         with progress_of("import", head.blocks, head.block_bytes, as_json) as advance:
             try:
-                report = how(
+                report = import_into_path(
                     [path, *(also or ())],
                     namespace,
                     carried,

@@ -14,8 +14,8 @@ from typing import Any
 from rich.text import Text
 
 from ....assembly.named import checked
-from ....assembly.nvme_parts import slots_of_segment
-from ....config.machine import Machine, ThisMachine, cpu_capacity, doubts, nvme_capacity, writing
+from ....assembly.path_parts import path_options
+from ....config.machine import Machine, ThisMachine, cpu_capacity, doubts, writing
 from ....config.options import noting
 from ....config.schema import CascadeConfig, NvmeTierOptions
 from ....config.sizes import share_of
@@ -24,8 +24,8 @@ from ....tiers.cpu.arena_limits import probe_machine
 from ....tiers.cpu.header import ArenaGeometry
 from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
+from ....tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
 from ....tiers.nvme.segments.format import PAGE_BYTES
-from ....tiers.nvme.writer.capacity import plan_capacity
 from ....vllm.scheduler_side import seconds_to_flush
 from .. import show
 from .transfer_config import Given, read_tiering
@@ -35,12 +35,11 @@ PROBE_BYTES = 128 << 20
 MAX_PROBE_SHARE = 8
 """Divisor of the free memory that gives the largest probe."""
 PROBE_PIECES = 4
-SCAN_S_PER_ENTRY = 4.0 / 4_000_000
-"""Seconds per index entry of the scan after a crash, which reads each entry once; measured at 4
-million entries (docs/decisions/opening.md)."""
-OPEN_S = 0.21
-"""Seconds to open an NVMe tier after a clean close; measured at 4 million entries, the slowest of
-three sizes (docs/decisions/opening.md)."""
+SCAN_S_PER_ENTRY = 9.1 / 4_000_000
+"""Seconds per index entry of the scan after a loss of power, which checks and reads each entry
+once; measured at 4 million entries (docs/decisions/opening.md)."""
+OPEN_S = 0.22
+"""Seconds to open an NVMe tier, its process included (docs/decisions/opening.md)."""
 Measure = Callable[[Path, bool], float | None]
 """Function that measures the rate of creating (and, if asked, touching) memory in a folder, in
 bytes per second: `memory_rate`."""
@@ -109,7 +108,7 @@ class CheckReport:
     """Expected seconds of a start: creating (and touching) the CPU tier's memory, and opening the
     NVMe tiers."""
     start_after_crash_s: float | None = None
-    """Expected seconds of a start after a crash, with one pass over a full index."""
+    """Expected seconds of a start after a crash of the machine, with one pass over a full index."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -249,10 +248,11 @@ def _nvme(
 ) -> TierReport:
     blocks: int | None = None
     segments: int | None = None
-    where, capacity = ", ".join(map(str, tier.path)), nvme_capacity(tier, machine)
+    where, asked = ", ".join(map(str, tier.path)), path_options(tier, machine)
+    capacity = asked.capacity_bytes
     if block_bytes is not None:
-        slots = slots_of_segment(tier, block_bytes)
-        plan = plan_capacity(capacity, block_bytes, len(tier.path), slots)
+        slots = slots_of_segment(asked.segment_bytes, block_bytes)
+        plan = plan_segments(capacity, block_bytes, len(tier.path), slots)
         blocks, segments = plan.slots, plan.segments
     tokens = _tokens(blocks, shape)
     share = share_of(tier.capacity)

@@ -23,26 +23,13 @@ from ..command_line import (
 
 if TYPE_CHECKING:
     from ....tiers.nvme.disk.transfers import Throttle
-    from ....tiers.nvme.offline.reader import Location
     from ..path_blocks import OpenPath
     from ..path_folders import NamespaceFolder
     from .verify_report import VerifyReport
 
-NO_REBUILD = (
-    "--rebuild-index: these namespaces keep no records of their blocks beside the index, so a lost "
-    "index is an empty cache; leave the option out, or remove the namespace with `kvcascade gc`"
-)
 RepairOption = Annotated[
     bool,
     typer.Option("--repair", help="Drop damaged blocks, and nothing else."),
-]
-RebuildOption = Annotated[
-    bool,
-    typer.Option(
-        "--rebuild-index",
-        help="Build a new index from the segments (the namespace must be closed). A path with one "
-        "writer has no records for that: there a lost index is an empty cache.",
-    ),
 ]
 LimitOption = Annotated[
     str | None,
@@ -55,27 +42,22 @@ def verify(
     also: AlsoOption = None,
     namespace: NamespaceOption = None,
     repair: RepairOption = False,
-    rebuild_index: RebuildOption = False,
     bwlimit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every block against its checksum, and the index against the files.
 
-    Without --repair and --rebuild-index it only reads. All but --rebuild-index works while engines
-    run; the engines then repair files and slot records themselves.
+    Without --repair it only reads. It works while engines run; the writer of the path then repairs
+    files itself. A lost index is an empty cache.
 
     Examples:
 
         kvcascade verify /mnt/nvme/kv --bwlimit 500MB
 
         kvcascade verify /mnt/nvme/kv --repair
-
-        kvcascade verify /mnt/nvme/kv/llama-1a2b3c4d5e6f --rebuild-index
     """
     with answering(as_json):
-        if repair and rebuild_index:
-            raise CommandError("give --repair or --rebuild-index, not both", ExitCode.USAGE)
-        code = _run(path, also, namespace, repair, rebuild_index, bwlimit, as_json)
+        code = _run(path, also, namespace, repair, bwlimit, as_json)
     finish(code)
 
 
@@ -84,52 +66,22 @@ def _run(
     also: list[Path] | None,
     namespace: str | None,
     repair: bool,
-    rebuild_index: bool,
     bwlimit: str | None,
     as_json: bool,
 ) -> ExitCode:
     from ....tiers.nvme.disk.transfers import Throttle
-    from ..cache_access import choose, chosen_of, locations
-    from ..path_blocks import has_one_writer
-
-    rate = size_of("--bwlimit", bwlimit)
-    throttle = Throttle(rate)
-    if has_one_writer(path):
-        if rebuild_index:
-            raise CommandError(NO_REBUILD, ExitCode.USAGE)
-        return _run_path(path, also, namespace, repair, throttle, as_json)
-    found = locations(path, also)
-    if rebuild_index:
-        return _rebuild(choose(found, namespace), throttle, as_json)
-    chosen = chosen_of(found, namespace)
-    reports = [
-        _verify_one(each, repair, throttle, as_json, is_alone=len(chosen) == 1) for each in chosen
-    ]
-    if as_json:
-        emit("verify", {"namespaces": [each.as_json() for each in reports]})
-    return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
-
-
-def _run_path(
-    path: Path,
-    also: list[Path] | None,
-    namespace: str | None,
-    repair: bool,
-    throttle: Throttle,
-    as_json: bool,
-) -> ExitCode:
-    """Verify namespaces of a path with one writer."""
     from ..path_blocks import open_path
     from ..path_folders import chosen_of
     from .verify_report import VerifyReport
     from .verify_view import print_verified
 
+    throttle = Throttle(size_of("--bwlimit", bwlimit))
     reports: list[VerifyReport] = []
     with open_path(path, also) as opened:
         chosen = chosen_of(opened.folders(path), namespace)
         for one in chosen:
             try:
-                report = _verify_in_path(opened, one, repair, throttle, as_json)
+                report = _verify_one(opened, one, repair, throttle, as_json)
             except KVCascadeError as error:
                 if len(chosen) == 1:
                     raise
@@ -142,7 +94,7 @@ def _run_path(
     return ExitCode.OK if all(each.is_clean for each in reports) else ExitCode.PROBLEMS
 
 
-def _verify_in_path(
+def _verify_one(
     opened: OpenPath, one: NamespaceFolder, repair: bool, throttle: Throttle, as_json: bool
 ) -> VerifyReport:
     from time import perf_counter
@@ -159,74 +111,6 @@ def _verify_in_path(
         report = verify_namespace(opened, found, throttle, advance, may_repair=repair)
     report.seconds = perf_counter() - began
     return report
-
-
-def _verify_one(
-    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
-) -> VerifyReport:
-    """Verify a namespace; if it is unreadable, report that, or raise if it `is_alone`.
-
-    The results for the other namespaces, and their repairs, are kept.
-    """
-    from ....tiers.nvme.offline.presence import owners
-    from .verify_report import VerifyReport
-    from .verify_view import print_verified
-
-    try:
-        report = _looked_at(location, repair, throttle, as_json, is_alone)
-    except KVCascadeError as error:
-        if is_alone:
-            raise
-        is_live = bool(owners(location.folders))
-        report = VerifyReport(location.name, is_live, problem=sentence(error))
-    if not as_json:
-        print_verified(report)
-    return report
-
-
-def _looked_at(
-    location: Location, repair: bool, throttle: Throttle, as_json: bool, is_alone: bool
-) -> VerifyReport:
-    from time import perf_counter
-
-    from ..cache_access import opened
-    from . import verify_blocks as core
-    from .verify_view import progress_of
-
-    with opened(location) as cache:
-        began = perf_counter()
-        total = cache.index.meta().entries
-        with progress_of(location.name, total, cache.description.block_bytes, as_json) as advance:
-            report, drops, records = core.verify(cache, throttle, advance)
-        report.seconds = perf_counter() - began
-        description = cache.description
-    if repair:
-        try:
-            core.repair(description, report, drops, records)
-        except KVCascadeError as error:
-            if is_alone:
-                raise
-            report.problem = sentence(error)
-    return report
-
-
-def _rebuild(location: Location, throttle: Throttle, as_json: bool) -> ExitCode:
-    from time import perf_counter
-
-    from ....tiers.nvme.offline.reader import read_description
-    from .rebuild import rebuild
-    from .verify_view import print_rebuilt, progress_of
-
-    description = read_description(location)
-    began = perf_counter()
-    with progress_of(location.name, None, description.block_bytes, as_json) as advance:
-        report = rebuild(description, throttle, advance)
-    report.seconds = perf_counter() - began
-    if as_json:
-        emit("rebuild", report.as_json())
-    else:
-        print_rebuilt(report)
-    return ExitCode.PROBLEMS if report.corrupt or report.segments_damaged else ExitCode.OK
 
 
 def size_of(option: str, text: str | None) -> int | None:

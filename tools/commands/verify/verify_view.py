@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -20,9 +19,6 @@ from rich.text import Text
 from .. import show
 from .verify_report import Progress as Advance
 from .verify_report import VerifyReport
-
-if TYPE_CHECKING:
-    from .rebuild import RebuildReport
 
 MAX_SHOWN = 20
 """Number of blocks to print; `--json` lists all."""
@@ -87,18 +83,3 @@ def print_verified(report: VerifyReport) -> None:
     verdict = "no problems found" if report.is_clean else "problems found"
     style = "green" if report.is_clean else "red"
     console.print(Text(f"  {verdict}", style=style))
-
-
-def print_rebuilt(report: RebuildReport) -> None:
-    """Print the contents of the new index."""
-    rows = [
-        ("recovered", f"{report.recovered:,} blocks of {report.slots:,} slots"),
-        ("without a record", f"{report.no_record:,}"),
-        ("from before a reset", f"{report.other_epoch:,}"),
-        ("older copies", f"{report.superseded:,}"),
-        ("not matching", f"{report.corrupt:,}"),
-        ("damaged segments", f"{report.segments_damaged:,}"),
-        ("old index", report.old_index or "there was none"),
-        ("time", show.duration(report.seconds)),
-    ]
-    show.console().print(show.facts(report.name, rows))

@@ -38,13 +38,13 @@ from typing import Any
 
 import numpy as np
 
+from ....config.remote import WriteWhen
 from ....tiers.base import BlockHash
 from ....tiers.remote.base import RemoteEngine, RemoteOutcome
 from ....tiers.remote.object_store import ObjectStoreOptions, open_object_store
 from ....tiers.remote.objects import ObjectFormat
 from ....tiers.remote.remote_store import RemoteEnded, RemoteStore, StoreOptions
 from ....tiers.remote.resp import Address, Login
-from ....tiers.remote.uploads import WriteWhen
 from ....tiers.remote.valkey import ValkeyEngine, ValkeyOptions
 
 HOST = "127.0.0.1"

@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ....assembly.build import Cascade
-from ....manager.cascading import CascadingOffloadingManager, ManagerOptions, build_cascade
+from ....manager.below.port import NoTierBelow
+from ....manager.cascading import CascadingOffloadingManager, ManagerOptions
 from ....manager.level import Tier
 from ....tiers.cpu.cpu_backend import CpuBackend
 from ....tiers.policies import create
@@ -66,7 +67,8 @@ def over(manager: CascadingOffloadingManager) -> CascadeManager:
 def our_lru(blocks: int) -> OffloadingManager:
     """Return our manager with a CPU tier and no lower tier."""
     tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create("lru", blocks))
-    return over(build_cascade([tier], [], ManagerOptions(with_events=False)))
+    options = ManagerOptions(with_events=False)
+    return over(CascadingOffloadingManager(tier, NoTierBelow(), options))
 
 
 def vllm_lru(blocks: int) -> OffloadingManager:

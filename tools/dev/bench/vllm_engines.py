@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -37,6 +36,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from ....vllm.v0_26 import CascadeManager, CascadeOffloadingSpec, CascadeWorker
+from ...commands.path_blocks import open_path
 
 TOKENS_PER_BLOCK = 16
 _engines = count()
@@ -91,6 +91,7 @@ class OurEngine(Engine):
         """Open the engine; `options` are further options of the NVMe tier, `weights` names the
         weights."""
         super().__init__(device)
+        self._folders = list(folders)
         block_bytes = device.shape[1]
         extra = {
             "tiers": [
@@ -141,10 +142,15 @@ class OurEngine(Engine):
         return self._cascade.manager.counters.links[0].demoted_blocks
 
     def blocks_per_path(self) -> list[int]:
-        (tier,) = self._cascade.nvme_tiers
-        paths = len(tier.namespace.folders)
-        path_of = tier.live_slots() // tier.segments.layout.slots % paths
-        found: list[int] = np.bincount(path_of, minlength=paths).tolist()
+        (node,) = self._cascade.nodes
+        home = node.folder
+        if home is None:
+            return []
+        with open_path(home) as path:
+            namespace = path.namespace(home.name)
+            found = [0] * len(namespace.folders)
+            for block in path.blocks(home.name):
+                found[block.slot // namespace.layout.slots % len(found)] += 1
         return found
 
     def close(self) -> None:

@@ -7,8 +7,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ....tiers.nvme.offline.reader import IndexReader
+import lmdb
 
+from ....tiers.nvme.path.writer.namespace_home import BLOCKS
+
+META, TOTALS = b"meta", b"totals"
+"""Database of the block table, and the record in it that begins with the bytes written."""
+MAX_DATABASES = 3
 SHARED_MEMORY = "/dev/shm/"
 ARENA_PREFIX = "kvcascade-"
 
@@ -16,13 +21,15 @@ ARENA_PREFIX = "kvcascade-"
 def written_bytes(root: Path) -> int:
     """Return all bytes ever written to namespaces under `root`; no engine may be using them.
 
-    Each namespace's index counts them in the transaction that adds the blocks, so the number is
-    also correct after `kill -9`.
+    Each namespace's block table counts them in the transaction that adds the blocks, so the number
+    is also correct after `kill -9`. It is read here without a writer, which would close the path
+    cleanly in place of the killed one.
     """
     total = 0
-    for path in root.glob("*/index"):
-        with IndexReader(path) as index:
-            total += index.meta().written_bytes
+    for path in root.glob(f"*/{BLOCKS}"):
+        with lmdb.open(str(path), readonly=True, lock=False, max_dbs=MAX_DATABASES) as table:
+            with table.begin(db=table.open_db(META, create=False)) as transaction:
+                total += int.from_bytes(transaction.get(TOTALS, b"")[:8], "little")
     return total
 
 

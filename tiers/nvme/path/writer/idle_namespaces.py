@@ -61,7 +61,8 @@ class IdleNamespaces:
 
     def mark_unusable(self, name: str) -> None:
         """Never try again to take the segments of a namespace."""
-        self._found[name].is_usable = False
+        if name in self._found:
+            self._found[name].is_usable = False
 
     @property
     def all(self) -> list[IdleNamespace]:

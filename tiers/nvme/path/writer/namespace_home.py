@@ -27,17 +27,16 @@ from ...namespace import (
     remove_locked_namespace,
 )
 from ...segments.format import (
+    FORMAT_VERSION,
     MAX_DESCRIPTION_BYTES,
     SegmentLayout,
     parse_description,
 )
-from ...segments.segment_files import SegmentSet
+from ...segments.segment_files import SegmentFiles
 from ..block_table import block_table_bytes
 from ..path_messages import NamespaceSpec
-from .path_plan import SegmentPlan, plan_segments
+from .path_plan import SegmentPlan, plan_segments, slots_of_segment
 
-PATH_FORMAT_VERSION = 3
-"""Version of a namespace that the writer of a path keeps."""
 BLOCKS, PRESENCE, STATE, SEGMENTS = "blocks", "presence", "state", "segments"
 LOCK_WAIT_S = 5.0
 """Longest wait for another process that is removing the directory."""
@@ -55,8 +54,7 @@ class NamespaceHome:
     description: Mapping[str, Any]
     slots: int
     """Final number of slots."""
-    segments: SegmentSet
-    """Segment files. The writer keeps none of them open."""
+    segments: SegmentFiles
     locks: list[FileLock] = field(default_factory=list)
 
     @property
@@ -82,7 +80,6 @@ class NamespaceHome:
 
     def close(self) -> None:
         """Release the locks; idempotent."""
-        self.segments.close()
         for lock in self.locks:
             lock.release()
         self.locks.clear()
@@ -99,11 +96,11 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
     return NamespaceKey(spec.label, fields, about)
 
 
-def spec_of(key: NamespaceKey, block_bytes: int) -> NamespaceSpec:
+def spec_of(key: NamespaceKey, block_bytes: int, min_share_bytes: int = 0) -> NamespaceSpec:
     """Return the identity as a node names it. A lone surrogate in the label becomes a "?"."""
     label = key.label.encode("utf-8", "replace").decode()  # so that it can be sent
     fields, about = json.dumps(dict(key.fields)), json.dumps(dict(key.about))
-    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes)
+    return NamespaceSpec(label, fields.encode(), about.encode(), block_bytes, min_share_bytes)
 
 
 def make_home(
@@ -121,10 +118,13 @@ def make_home(
     name = key.directory_name
     home = open_home(fs, roots, name, capacity_bytes)
     if home is not None:
-        _check_same(home, key, spec.block_bytes)
+        try:
+            check_same(home, key, spec.block_bytes)
+        except CorruptionError:
+            home.close()
+            raise
         return home
-    slots = None if segment_bytes is None else max(1, segment_bytes // spec.block_bytes)
-    plan = plan_segments(capacity_bytes, spec.block_bytes, len(roots), slots)
+    plan = plan_of(spec, capacity_bytes, segment_bytes, len(roots))
     folders = tuple(root / name for root in roots)
     locks = _lock_folders(fs, roots, folders)
     try:
@@ -133,6 +133,24 @@ def make_home(
         _release(locks)
         raise
     return _home(fs, name, folders, document, plan, locks)
+
+
+def plan_of(
+    spec: NamespaceSpec, capacity_bytes: int, segment_bytes: int | None, paths: int
+) -> SegmentPlan:
+    """Return the shape of a new namespace. Raises `ConfigError`."""
+    slots = slots_of_segment(segment_bytes, spec.block_bytes)
+    return plan_segments(capacity_bytes, spec.block_bytes, paths, slots)
+
+
+def check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
+    """Raise `CorruptionError` if the directories describe other blocks than a node has."""
+    if home.description["fields"] == dict(key.fields) and home.block_bytes == block_bytes:
+        return
+    raise CorruptionError(
+        f"{home.folders[0]} describes other blocks than its name says; remove that directory to "
+        "start empty"
+    )
 
 
 def open_home(
@@ -171,7 +189,7 @@ def read_description(fs: FileSystem, folder: Path) -> Mapping[str, Any]:
     """
     with os_errors(f"reading {folder}"):
         data = fs.read(folder / DESCRIPTION, MAX_DESCRIPTION_BYTES)
-    return parse_description(data, str(folder), PATH_FORMAT_VERSION)
+    return parse_description(data, str(folder))
 
 
 def is_of_path(fs: FileSystem, folder: Path) -> bool:
@@ -216,21 +234,11 @@ def _home(
 ) -> NamespaceHome:
     fingerprint = NamespaceKey("", document["fields"]).fingerprint
     layout = SegmentLayout(document["block_bytes"], document["slots_per_segment"], fingerprint)
-    segments = SegmentSet(fs, [folder / SEGMENTS for folder in folders], layout)
+    segments = SegmentFiles(fs, [folder / SEGMENTS for folder in folders], layout)
     with os_errors(f"listing {folders[0]}"):
         highest = max(segments.found(), default=-1)
     slots = max(plan.segments, highest + 1) * plan.slots_per_segment
     return NamespaceHome(name, folders, document, slots, segments, locks)
-
-
-def _check_same(home: NamespaceHome, key: NamespaceKey, block_bytes: int) -> None:
-    folder = home.folders[0]
-    if home.description["fields"] == dict(key.fields) and home.block_bytes == block_bytes:
-        return
-    home.close()
-    raise CorruptionError(
-        f"{folder} describes other blocks than its name says; remove that directory to start empty"
-    )
 
 
 def _lock_folders(fs: FileSystem, roots: Sequence[Path], folders: Sequence[Path]) -> list[FileLock]:
@@ -275,7 +283,7 @@ def _describe(
     for part, folder in reversed(list(enumerate(folders))):
         document = {
             "format": "kvcascade-namespace",
-            "format_version": PATH_FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "label": key.label,
             "fingerprint": key.fingerprint,
             "fields": dict(key.fields),

@@ -87,6 +87,10 @@ def open_namespace_writer(
         presence = open_presence(means.fs, home.folders[0], home.slots, table, means.boot)
         used = presence.used.copy()
         there = _usable_segments(home)
+        if there and not table.commit_number:
+            _log.warning(
+                "%s has no index, so %d segments count as empty", home.folders[0], len(there)
+            )
         _drop_missing(home, table, presence, used)
         space = SlotSpace(home.layout.slots, home.slots, len(home.folders))
         space.is_used[:] = used

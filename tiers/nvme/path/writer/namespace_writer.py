@@ -44,6 +44,8 @@ Reply = tuple[int, FromWriter]
 """A message and the number of the client that gets it."""
 MAX_WAITING_PER_CLIENT = 64
 """Most grants of one client that wait; more are answered without slots."""
+MAX_RESET_MARKS = 64
+"""Number of marks of resets that are remembered."""
 
 _FAILED = {ApplyOutcome.NO_SPACE: Committed.NO_SPACE}
 _log = get_logger(__name__)
@@ -59,6 +61,15 @@ class WaitingGrant:
     """Time at which it is answered in any case."""
     need: int
     """Number of slots that it needs at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOwed:
+    """A reset without an answer."""
+
+    client: int
+    request: int
+    mark: int
 
 
 @dataclass(slots=True)
@@ -107,8 +118,11 @@ class NamespaceWriter:
         """Grants without an answer, oldest first."""
         self.last_why = Why.GRANTED
         """Reason of the last grant that got too few slots."""
-        self.resets_owed: list[tuple[int, int]] = []
-        """(Client, request) of resets that the block table could not take yet."""
+        self.resets_owed: list[ResetOwed] = []
+        """Resets that the block table could not take yet."""
+        self.reset_marks: deque[int] = deque(maxlen=MAX_RESET_MARKS)
+        """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
+        carries a mark out again."""
         self._presence = presence
         self._commits: list[tuple[int, Commit]] = []
         self._bads: list[Bad] = []
@@ -270,7 +284,7 @@ class NamespaceWriter:
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
         self.waiting = deque(each for each in self.waiting if each.client != client)
-        self.resets_owed = [each for each in self.resets_owed if each[0] != client]
+        self.resets_owed = [each for each in self.resets_owed if each.client != client]
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
@@ -299,7 +313,7 @@ class NamespaceWriter:
         """
         with os_errors(f"syncing {self.home.name}"):
             for number in self.space.segments:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         self.table.close()
         self.table = reopen(self.home)
         self.unsynced_clients |= self.clients
@@ -355,7 +369,7 @@ class NamespaceWriter:
         numbers = {entry[1] // size for entry, (reply, _) in places if unsynced[reply]}
         try:
             for number in numbers:
-                self.home.segments.sync_unopened(number)
+                self.home.segments.sync(number)
         except OSError as error:
             _log.warning("%s: a segment could not be synced (%s)", self.home.name, error)
             for reply, place in puts.places:
@@ -365,7 +379,10 @@ class NamespaceWriter:
             puts.places.clear()
 
     def _damaged(self) -> list[bytes]:
-        """Return the keys of reported blocks whose entries still say the same."""
+        """Return the keys of reported blocks that are still in the same slot.
+
+        The checksum is that of the entry, or of a presence table that is damaged itself.
+        """
         removals: list[bytes] = []
         for bad in self._bads:
             slots, checksums = slots_of(bad.slots), checksums_of(bad.checksums)
@@ -373,8 +390,9 @@ class NamespaceWriter:
             for key, slot, checksum, entry in zip(
                 bad.keys, slots, checksums, entries, strict=False
             ):
-                if entry is not None and (entry.slot, entry.checksum) == (slot, checksum):
-                    removals.append(key)
+                if entry is not None and entry.slot == slot:
+                    if checksum in (entry.checksum, self.presence.checksum_of(slot)):
+                        removals.append(key)
         return removals
 
     def _apply(
@@ -418,6 +436,7 @@ class NamespaceWriter:
             if position in applied.already:
                 codes[reply][place] = Committed.ALREADY
                 already.append(slot)
+                self._show(key)
                 continue
             codes[reply][place] = Committed.OK
             if reply not in fresh:
@@ -430,6 +449,12 @@ class NamespaceWriter:
             self.space.use(slots)
             self.recency.insert(keys, slots)
             result.stored.extend(keys)
+
+    def _show(self, key: bytes) -> None:
+        """Repair a presence table that lacks a block: no engine would find or replace it."""
+        (entry,) = self.table.get_many([key])
+        if entry is not None and self.presence.find(key) < 0:
+            self.presence.insert(key, entry.slot, entry.checksum)
 
     def _forget(
         self, removed: Sequence[tuple[bytes, int]], victims: set[int], result: Settled

@@ -24,8 +24,8 @@ from ...namespace import (
     remove_leftovers,
     remove_locked_namespace,
 )
-from ...writer.capacity import BUDGET_LOCK, BUDGET_WAIT_S, SpaceBudget
 from ..path_messages import PathOptions
+from .older_versions import BUDGET_LOCK, BUDGET_WAIT_S, growth_bytes
 
 PATH_REST_S = 5.0
 """Rest of a path after a failed write; then it is tried again."""
@@ -115,13 +115,12 @@ class PathCapacity:
     def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
         taken = remove_leftovers(self._fs, root)
         ahead = 0
-        measure = SpaceBudget(self._fs, [root / "x"], self.options.capacity_bytes, 0)
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
             for one in self._others(root, own):
                 lock = lock_namespace(self._fs, one.path)
                 if lock is None:
-                    ahead += measure.set_aside(one.path)
+                    ahead += growth_bytes(self._fs, one.path)
                 else:
                     locks.callback(lock.release)
                     idle.append(one)

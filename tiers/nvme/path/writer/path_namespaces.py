@@ -13,13 +13,22 @@ from pathlib import Path
 
 import msgspec
 
-from .....errors import ConfigError, KVCascadeError, TierIOError, os_errors
+from .....errors import ConfigError, InUseError, KVCascadeError, TierIOError, os_errors
 from .....logs import get_logger
 from ...disk.filesystem import FileSystem
-from ..path_messages import Hello, PathOptions
+from ..path_messages import Hello, NamespaceSpec, PathOptions
 from .idle_namespaces import IdleNamespaces
-from .namespace_home import NamespaceHome, make_home, open_home, remove_home
-from .namespace_start import StartMeans, open_namespace_writer
+from .namespace_home import (
+    NamespaceHome,
+    check_same,
+    key_of,
+    make_home,
+    open_home,
+    plan_of,
+    remove_home,
+)
+from .namespace_openings import BeingOpenedError, NamespaceOpenings, NamespaceToOpen
+from .namespace_start import StartMeans
 from .namespace_writer import NamespaceWriter
 from .path_budget import WriteBudget
 from .path_capacity import PathCapacity
@@ -28,9 +37,12 @@ from .path_options import (
     PathRecord,
     check_options,
     check_paths,
+    differences,
     load_record,
     save_record,
+    was_reset,
 )
+from .path_plan import fixed_bytes
 from .path_space import PathSpace
 
 _log = get_logger(__name__)
@@ -57,7 +69,8 @@ class PathNamespaces:
         capacity = PathCapacity(means.fs, roots, in_force, clock)
         self._looked_at: set[str] = set()
         """Namespaces that are open for a tool only; they stay, even without segments."""
-        self.space = PathSpace(capacity, idle, self._open_idle, executor, clock)
+        self.openings = NamespaceOpenings(means, roots, executor, self._lack_of, clock)
+        self.space = PathSpace(capacity, idle, self.openings, self._open_idle, executor, clock)
         self.budget = WriteBudget(in_force.write_budget_bytes, idle.written_in_day)
 
     @property
@@ -76,39 +89,92 @@ class PathNamespaces:
         return self._means.fs
 
     def open_for(self, hello: Hello) -> NamespaceWriter:
-        """Return the namespace that a node asks for. Raises a `KVCascadeError`."""
-        options, spec = self.options, hello.namespace
-        home = make_home(self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes)
-        namespace = self.open.get(home.name)
-        if namespace is not None:
-            home.close()
-        else:
-            namespace = self._open_home(home)
-        self._looked_at.discard(home.name)
+        """Return the namespace that a node asks for.
+
+        Raises a `KVCascadeError`, or `BeingOpenedError` while it is not open yet.
+        """
+        spec = hello.namespace
+        key = key_of(spec)
+        name = key.directory_name
+        namespace = self.open.get(name)
+        if namespace is None:
+            self._begin_new(spec, name)
+            raise BeingOpenedError(name)
+        check_same(namespace.home, key, spec.block_bytes)
+        self._looked_at.discard(name)
         self.note_use(namespace)
-        if not namespace.clients:
-            self._begin_alone(namespace, hello.epoch)
         share, shares = spec.min_share_bytes, self.record.min_shares
         if namespace.clients:  # of several engines the largest share holds
             share = max(share, namespace.min_share_bytes)
-        if shares.get(home.name, 0) != share:
-            shares[home.name] = share
+        if shares.get(name, 0) != share:
+            shares[name] = share
             self._save()
         namespace.min_share_bytes = share
         return namespace
 
     def look_at(self, name: str) -> NamespaceWriter:
-        """Return a namespace, opened if it is not open. Raises a `KVCascadeError`."""
+        """Return a namespace, opened if it is not open.
+
+        Raises a `KVCascadeError`, or `BeingOpenedError` while it is not open yet.
+        """
         namespace = self.open.get(name)
         if namespace is not None:
             return namespace
-        home = None
-        if any(one.name == name for one in self.space.idle.all):
-            home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
-        if home is None:
-            raise ConfigError(f"there is no namespace {name}; `list` names them all")
-        self._looked_at.add(name)
-        return self._open_home(home)
+        if name not in self.openings:
+            if all(one.name != name for one in self.space.idle.all):
+                raise ConfigError(f"there is no namespace {name}; `list` names them all")
+            self._looked_at.add(name)
+            self._begin_opening(name, partial(self._home_of, name))
+        raise BeingOpenedError(name)
+
+    def take_opened(self) -> dict[str, KVCascadeError | None]:
+        """Take in the namespaces that have been opened since the last call.
+
+        Return their names, with the error of those that could not be opened.
+        """
+        ended: dict[str, KVCascadeError | None] = {}
+        for opening, found in self.openings.take():
+            if isinstance(found, NamespaceWriter):
+                ended[opening.name] = self._adopt(opening, found)
+                continue
+            ended[opening.name] = found
+            if opening.is_for_room:
+                _log.warning("the room of %s cannot be taken: %s", opening.name, found)
+                self.space.idle.mark_unusable(opening.name)
+        return ended
+
+    def begin_alone(self, namespace: NamespaceWriter, known_epoch: int | None) -> bool:
+        """Record the epoch in which an engine begins that finds no other one.
+
+        Blocks that were stored after a reset may be of weights that were updated in place. An
+        engine that starts has the weights of the disk, so it may not find them. Return True if the
+        namespace was reset for that. Raises a `KVCascadeError`.
+        """
+        name, epoch = namespace.home.name, namespace.epoch
+        if epoch == known_epoch or not was_reset(self.record, name, epoch):
+            return False
+        if not namespace.reset():
+            raise TierIOError(
+                None,
+                f"the blocks of {name} from after a reset could not be removed; look at the disk, "
+                "or remove the directory",
+            )
+        self.record.epochs[name] = namespace.epoch
+        self._save()
+        return True
+
+    def notes_for(self, hello: Hello, namespace: NamespaceWriter) -> list[str]:
+        """Return sentences for the log of a node."""
+        notes = differences(hello.options, self.options)
+        if notes:
+            _log.warning("%s: %s", hello.name, notes[0])
+        name = namespace.home.name
+        if hello.is_reader and was_reset(self.record, name, namespace.epoch):
+            notes.append(
+                f"the engines of {name} were reset, so blocks may be of weights that were updated "
+                "in place; an engine that starts alone removes those"
+            )
+        return notes
 
     def strengthen(self) -> None:
         """Sync every commit from now on, because a node asks for that."""
@@ -133,11 +199,7 @@ class PathNamespaces:
         self._save()
         self.budget.limit_bytes = options.write_budget_bytes
         for namespace in self.open.values() if options.policy != former.policy else ():
-            namespace.recency.close(is_clean=True)
-            namespace.recency = self._means.recency_of(
-                namespace.home, options.policy, namespace.space.is_used
-            )
-            namespace.recency.order_by_last_use()
+            self._reorder(namespace)
         is_larger = options.capacity_bytes > former.capacity_bytes
         is_weaker = former.durability == POWER != options.durability
         return ["capacity_bytes"] * is_larger + ["durability"] * is_weaker
@@ -179,12 +241,15 @@ class PathNamespaces:
 
         Raises a `KVCascadeError`.
         """
+        if name in self.openings:
+            raise InUseError(f"{name} is being opened; try again later")
         self.space.idle.take(name)
         home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
         return home is None or remove_home(self.fs, home)
 
     def close(self, *, is_clean: bool) -> None:
         """Close all namespaces; without `is_clean` as a kill would."""
+        self.openings.close()
         for name, namespace in list(self.open.items()):
             if not is_clean:
                 namespace.abandon()
@@ -216,45 +281,72 @@ class PathNamespaces:
             save_record(self.fs, self.roots[0], record)
         return record
 
-    def _begin_alone(self, namespace: NamespaceWriter, known_epoch: int | None) -> None:
-        """Record the epoch in which an engine begins that finds no other one.
-
-        Blocks that were stored after a reset may be of weights that were updated in place. An
-        engine that starts has the weights of the disk, so it may not find them. Raises a
-        `KVCascadeError`.
-        """
-        name, epochs = namespace.home.name, self.record.epochs
-        if namespace.epoch in (epochs.get(name, 0), known_epoch):
-            return
-        if not namespace.reset():
-            raise TierIOError(
-                None,
-                f"the blocks of {name} from after a reset could not be removed; look at the disk, "
-                "or remove the directory",
-            )
-        epochs[name] = namespace.epoch
-        self._save()
-
-    def _open_home(self, home: NamespaceHome) -> NamespaceWriter:
-        is_durable = self.options.durability == POWER
-        namespace = open_namespace_writer(
-            self._means, home, self.options.policy, is_durable=is_durable
+    def _begin_new(self, spec: NamespaceSpec, name: str) -> None:
+        """Begin to open the namespace of a node, which may not exist. Raises `ConfigError`."""
+        options, paths = self.options, len(self.roots)
+        sizes: Sequence[int] = ()
+        if all(one.name != name for one in self.space.idle.all):
+            plan = plan_of(spec, options.capacity_bytes, options.segment_bytes, paths)
+            sizes = [fixed_bytes(plan.slots, path) for path in range(paths)]
+        make = partial(
+            make_home, self.fs, self.roots, spec, options.capacity_bytes, options.segment_bytes
         )
-        namespace.min_share_bytes = self.record.min_shares.get(home.name, 0)
-        self.space.add(namespace)
-        return namespace
+        self._begin_opening(name, make, sizes)
 
-    def _open_idle(self, name: str) -> bool:
-        """Open a namespace without a node, because its room is needed."""
+    def _lack_of(self, opening: NamespaceToOpen) -> str:
+        """Return why the tables of a new namespace have no room; empty if they have."""
+        reserve = self.options.min_free_bytes
+        for root, size in zip(self.roots, opening.bytes_by_path, strict=False):
+            with suppress(OSError):  # the opening itself says what is wrong
+                if reserve and self.fs.free_bytes(root) < size + reserve:
+                    return f"less than the reserve would be left on the disk of {root}"
+        return ""
+
+    def _open_idle(self, name: str) -> None:
+        """Begin to open a namespace without a node, because its room is needed."""
+        self._begin_opening(name, partial(self._home_of, name), is_for_room=True)
+
+    def _begin_opening(
+        self,
+        name: str,
+        home_of: Callable[[], NamespaceHome],
+        bytes_by_path: Sequence[int] = (),
+        *,
+        is_for_room: bool = False,
+    ) -> None:
+        policy, is_durable = self.options.policy, self.options.durability == POWER
+        self.openings.begin(
+            NamespaceToOpen(name, home_of, policy, is_durable, bytes_by_path, is_for_room)
+        )
+
+    def _home_of(self, name: str) -> NamespaceHome:
+        """Open the directories of an existing namespace. Runs on an I/O thread."""
+        home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
+        if home is None:
+            raise ConfigError(f"there is no namespace {name} any more")
+        return home
+
+    def _adopt(self, opening: NamespaceToOpen, namespace: NamespaceWriter) -> KVCascadeError | None:
+        """Count a namespace that was opened, and put options in force that changed meanwhile."""
         try:
-            home = open_home(self.fs, self.roots, name, self.options.capacity_bytes)
-            if home is not None:
-                self._open_home(home)
-                return True
+            if self.options.durability == POWER and not opening.is_durable:
+                namespace.make_durable(partial(self._means.table_of, is_durable=True))
+            if self.options.policy != opening.policy:
+                self._reorder(namespace)
         except KVCascadeError as error:
-            _log.warning("the room of %s cannot be taken: %s", name, error)
-        self.space.idle.mark_unusable(name)
-        return False
+            namespace.abandon()
+            return error
+        namespace.min_share_bytes = self.record.min_shares.get(opening.name, 0)
+        self.space.add(namespace)
+        return None
+
+    def _reorder(self, namespace: NamespaceWriter) -> None:
+        """Let the policy in force begin with the order of the last uses."""
+        namespace.recency.close(is_clean=True)
+        namespace.recency = self._means.recency_of(
+            namespace.home, self.options.policy, namespace.space.is_used
+        )
+        namespace.recency.order_by_last_use()
 
     def _close(self, namespace: NamespaceWriter) -> None:
         if namespace.clients:

@@ -9,18 +9,18 @@ from ...segments.format import (
     MAX_BLOCK_BYTES,
     MAX_SLOTS,
     PAGE_BYTES,
-    SLOT_RECORD_BYTES,
     SegmentLayout,
-)
-from ...writer.capacity import (
-    MAX_SEGMENTS_PER_PATH,
-    MIN_SEGMENTS_PER_PATH,
-    SEGMENT_BYTES,
-    SMALL_FILES_BYTES,
 )
 from ..block_table import block_table_bytes
 from ..presence_table import presence_bytes
 
+SEGMENT_BYTES = 1 << 30
+MIN_SEGMENTS_PER_PATH = 8
+MAX_SEGMENTS_PER_PATH = 128
+"""Most segments per path; larger tiers have larger segments, as each takes a descriptor in every
+node."""
+SMALL_FILES_BYTES = 64 << 10
+"""Room per namespace and path for small files."""
 STATE_FIXED_BYTES = 256 << 10
 STATE_BYTES_PER_SLOT = 110
 """Arrays of the eviction order and of the last uses. The largest policy takes 99 bytes; what finds
@@ -39,6 +39,11 @@ class SegmentPlan:
     def slots(self) -> int:
         """Final number of slots."""
         return self.slots_per_segment * self.segments
+
+
+def slots_of_segment(segment_bytes: int | None, block_bytes: int) -> int | None:
+    """Return the slots of a segment of a chosen size; None if the size is not chosen."""
+    return None if segment_bytes is None else max(1, segment_bytes // max(1, block_bytes))
 
 
 def fixed_bytes(slots: int, path: int) -> int:
@@ -73,7 +78,7 @@ def plan_segments(
         usable = capacity_bytes // paths - fixed_bytes(0, 0)
         largest = max(SEGMENT_BYTES, usable // MAX_SEGMENTS_PER_PATH)
         small = usable // MIN_SEGMENTS_PER_PATH - PAGE_BYTES
-        slots_per_segment = max(1, min(largest, small) // (block_bytes + SLOT_RECORD_BYTES))
+        slots_per_segment = max(1, min(largest, small) // block_bytes)
     low, high = 0, MAX_SLOTS // (slots_per_segment * paths)
     while low < high:  # segments per path
         middle = (low + high + 1) // 2

@@ -22,6 +22,7 @@ import numpy as np
 from .....errors import KVCascadeError
 from .....logs import get_logger
 from .idle_namespaces import IdleNamespaces
+from .namespace_openings import NamespaceOpenings
 from .namespace_writer import MAX_EVICTIONS_PER_STEP, NamespaceWriter
 from .path_capacity import PathCapacity
 from .path_plan import fixed_bytes
@@ -73,11 +74,12 @@ class PathSpace:
         self,
         capacity: PathCapacity,
         idle: IdleNamespaces,
-        open_idle: Callable[[str], bool],
+        openings: NamespaceOpenings,
+        open_idle: Callable[[str], None],
         executor: Executor,
         clock: Callable[[], float],
     ) -> None:
-        """`open_idle` opens a namespace of `idle`. `clock` returns monotonic seconds."""
+        """`open_idle` begins to open a namespace of `idle`. `clock` returns monotonic seconds."""
         self.capacity = capacity
         self.namespaces: dict[str, NamespaceWriter] = {}
         """Open namespaces by the name of their directories."""
@@ -85,6 +87,7 @@ class PathSpace:
         self.taking: TakenSegment | None = None
         """Segment that loses its blocks now."""
         self._files: dict[str, _Files] = {}
+        self._openings = openings
         self._open_idle = open_idle
         self._executor = executor
         self._clock = clock
@@ -102,6 +105,7 @@ class PathSpace:
         home = namespace.home
         self.namespaces[home.name] = namespace
         self.idle.take(home.name)
+        self._ranked_at_s.clear()  # its segments are compared from now on
         numbers = set(home.segments.found())
         self._files[home.name] = _Files(numbers, home.layout.file_bytes)
 
@@ -118,9 +122,9 @@ class PathSpace:
 
     @property
     def has_jobs(self) -> bool:
-        """True while a segment is being made, emptied or deleted."""
+        """True while a segment is being made, emptied or deleted, or a namespace opened."""
         makes = any(files.making_since_s is not None for files in self._files.values())
-        return makes or self._deleting > 0 or self.taking is not None
+        return makes or self._deleting > 0 or self.taking is not None or len(self._openings) > 0
 
     def poll(self) -> None:
         """Take in what the I/O threads have done."""
@@ -129,7 +133,7 @@ class PathSpace:
 
     def own_bytes(self, path: int) -> int:
         """Return the bytes of our namespaces in a path, all that they may take without asking."""
-        total = self.idle.bytes_in(path)
+        total = self.idle.bytes_in(path) + self._openings.bytes_in(path)
         return total + sum(self._bytes_in(name, path) for name in self.namespaces)
 
     def bytes_of(self, name: str) -> int:
@@ -161,7 +165,8 @@ class PathSpace:
         if self.is_taking:
             return
         for path in range(self.capacity.paths):
-            if self.capacity.left_bytes(path, self.own_bytes(path)) < 0:
+            is_over = self.capacity.left_bytes(path, self.own_bytes(path)) < 0
+            if is_over or self._openings.lacks_room:
                 self.take_coldest(None, {path})
                 return
 
@@ -170,8 +175,11 @@ class PathSpace:
     ) -> bool:
         """Begin to take the coldest segment in some paths that is older than `least_age_s`.
 
-        `spared` is a namespace that loses none. Return False if there is no such segment.
+        `spared` is a namespace that loses none. Return False if there is no such segment, or while
+        a namespace is being opened for its room.
         """
+        if self._openings.is_room_coming:
+            return False
         best: tuple[float, str, int] | None = None
         for name, namespace in self.namespaces.items():
             found = None if name == spared else self._coldest_of(namespace, paths, spared is None)
@@ -179,7 +187,8 @@ class PathSpace:
                 best = found[0], name, found[1]
         oldest = self.idle.oldest(spared)
         if oldest is not None and oldest[1] > max(least_age_s, best[0] if best else -np.inf):
-            return self._open_idle(oldest[0])  # its segments are compared from now on
+            self._open_idle(oldest[0])
+            return True
         if best is None or best[0] <= least_age_s:
             return False
         return self.take(best[1], best[2])
@@ -265,8 +274,6 @@ class PathSpace:
         age_s = namespace.recency.coldest_age_s()
         if self.take_coldest(name, paths, -np.inf if age_s is None else age_s):
             self._taken_for = name, now_s
-            if self.taking is None:  # an idle namespace was opened: compare again at once
-                self._ranked_at_s.pop(name)
 
     def _missing(self, namespace: NamespaceWriter, path: int) -> int | None:
         """Return the lowest number in a path of which the namespace has no segment."""
@@ -301,7 +308,6 @@ class PathSpace:
             try:
                 with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
                     home.segments.create(number)
-                home.segments.let_go(number)
                 self._done.append(lambda: self._made(namespace, number, foreign))
             except (OSError, KVCascadeError) as error:
                 reason = error
@@ -364,4 +370,4 @@ class PathSpace:
 
     def _own_folders(self) -> frozenset[Path]:
         homes = [namespace.home for namespace in self.namespaces.values()]
-        return self.idle.folders.union(*(home.folders for home in homes))
+        return self.idle.folders.union(self._openings.folders, *(home.folders for home in homes))

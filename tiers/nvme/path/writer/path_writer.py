@@ -8,7 +8,8 @@ sent. The owner holds the lock of the path while this object lives.
     writer.receive(1, Hello(...))
     for client, message in writer.step(): ...
 
-One thread. Segment files are made and deleted in the executor.
+One thread. In the executor segment files are made and deleted, and namespaces opened. What needs a
+namespace that is being opened waits for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from .....errors import CorruptionError, KVCascadeError
 from .....logs import get_logger
+from ....base import new_reset_mark
 from ..path_messages import (
     MAX_KEYS_PER_MESSAGE,
     MAX_RESET_EVENTS,
@@ -55,10 +57,19 @@ from ..path_messages import (
     Why,
 )
 from ..presence_table import presence_bytes
+from .held_messages import HeldMessages
+from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
-from .namespace_writer import NamespaceWriter, Reply, Settled, is_within_limits, slots_of
+from .namespace_writer import (
+    NamespaceWriter,
+    Reply,
+    ResetOwed,
+    Settled,
+    is_within_limits,
+    slots_of,
+)
 from .path_namespaces import PathNamespaces
-from .path_options import check_paths, differences, is_stronger
+from .path_options import check_paths, is_stronger
 from .writer_questions import WriterQuestions
 
 GRANT_WAIT_S = 1.0
@@ -80,6 +91,8 @@ class Client:
     """Name of the node in logs."""
     namespace: NamespaceWriter | None = None
     wants_events: bool = False
+    is_reader: bool = False
+    """True if it stores nothing, and is no engine."""
     figures: TierFigures | None = None
     """Figures that it was sent last."""
 
@@ -113,6 +126,7 @@ class PathWriter:
         """True once a newer version asked the writer to close."""
         self._clock = clock
         self._clients: dict[int, Client] = {}
+        self._held = HeldMessages(clock)
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
         self._questions = WriterQuestions(self, clock)
@@ -155,13 +169,18 @@ class PathWriter:
             gone.namespace.leave(client)
             self.path.note_use(gone.namespace)
         self._clients.pop(client, None)
+        self._held.forget(client)
         self._questions.forget(client)
 
     def receive(self, client: int, message: FromNode) -> None:
         """Take a message of a connection; `step` has the answer."""
         sender = self._clients.get(client)
-        if sender is not None:
+        if sender is None:
+            return
+        try:
             self._handlers[type(message)](sender, message)
+        except BeingOpenedError as opening:
+            self._out += self._held.add(client, message, opening.name)
 
     def step(self) -> list[Reply]:
         """Do what the messages since the last call ask for; return messages and their clients.
@@ -170,6 +189,10 @@ class PathWriter:
         the caller closes the writer without `is_clean`, and lets another process lead.
         """
         self.path.space.poll()
+        ready, replies = self._held.take(self.path.take_opened())
+        self._out += replies
+        for client, message in ready:
+            self.receive(client, message)
         for namespace in list(self.namespaces.values()):
             if namespace.resets_owed:
                 self._pay_resets(namespace)
@@ -244,15 +267,23 @@ class PathWriter:
                     self._settle(each)
                 self.path.strengthen()
             namespace = self.path.open_for(message)
+            is_alone = not (message.is_reader or self._engines_of(namespace))
+            if is_alone and self.path.begin_alone(namespace, message.epoch):
+                self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
             self._refuse(client, why, str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
+        client.is_reader = message.is_reader
         self._upkeep_at_s = self._clock()  # the figures follow the `Welcome`
         namespace.clients.add(client.number)
-        notes = differences(message.options, self.path.options)
-        if notes:
-            _log.warning("%s: %s", message.name, notes[0])
+        self._welcome(client, namespace, self.path.notes_for(message, namespace))
+
+    def _engines_of(self, namespace: NamespaceWriter) -> list[int]:
+        """Return the clients of a namespace that are no mere readers."""
+        return [number for number in namespace.clients if not self._clients[number].is_reader]
+
+    def _welcome(self, client: Client, namespace: NamespaceWriter, notes: list[str]) -> None:
         home = namespace.home
         self._send(
             client.number,
@@ -320,15 +351,20 @@ class PathWriter:
         namespace = client.namespace
         if namespace is None:
             return
+        mark = message.mark or new_reset_mark()
+        if mark in namespace.reset_marks and not namespace.is_resetting:
+            self._send(client.number, Epoch(namespace.epoch, message.request))
+            return
         self._settle(namespace)
-        namespace.resets_owed.append((client.number, message.request))
+        namespace.reset_marks.append(mark)
+        namespace.resets_owed.append(ResetOwed(client.number, message.request, mark))
         self._pay_resets(namespace)
 
     def _ask(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Ask)
-        told = self._questions.ask(client.number, message)
-        if told is not None:
-            self._send(client.number, told)
+        answer = self._questions.ask(client.number, message)
+        if answer is not None:
+            self._send(client.number, answer)
 
     def _retire(self, client: Client, message: FromNode) -> None:
         assert isinstance(message, Retire)
@@ -385,15 +421,16 @@ class PathWriter:
 
     def _pay_resets(self, namespace: NamespaceWriter) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
-        owed = dict(namespace.resets_owed)
+        owed = {each.client for each in namespace.resets_owed}
         if not namespace.is_resetting:
             self._tell_reset(namespace, namespace.clients.difference(owed))
         if not namespace.reset():
             return
-        for client, request in namespace.resets_owed:
-            self._send(client, Epoch(namespace.epoch, request))
+        for each in namespace.resets_owed:
+            self._send(each.client, Epoch(namespace.epoch, each.request))
+        marks = [each.mark for each in namespace.resets_owed]
         for number in namespace.clients.difference(owed):
-            self._send(number, Epoch(namespace.epoch))
+            self._send(number, Epoch(namespace.epoch, marks=marks))
         namespace.resets_owed.clear()
 
     def _tell_reset(self, namespace: NamespaceWriter, others: set[int]) -> None:
@@ -425,6 +462,7 @@ class PathWriter:
         if now_s < self._upkeep_at_s:
             return
         self._upkeep_at_s = now_s + FIGURES_EVERY_S
+        self._out += self._held.signs_of_life()
         self.path.remove_empty()
         self._send_figures()
 
@@ -432,7 +470,7 @@ class PathWriter:
         left = self.path.budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
             day = namespace.table.day_totals()
-            reporter = min(namespace.clients, default=0)
+            reporter = min(self._engines_of(namespace), default=0)
             for number in sorted(namespace.clients):
                 figures = TierFigures(
                     namespace.space.used,

@@ -6,6 +6,7 @@ writer's thread only; nothing waits for a file.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -155,7 +156,17 @@ def _next_session(fs: FileSystem, folder: Path) -> int:
     path = folder / SESSION
     with os_errors(f"numbering the opening of {folder}"):
         fs.make_dir(folder)
-        digits = fs.read(path, MAX_SESSION_DIGITS) if fs.exists(path) else b""
+        digits = _read_digits(fs, path) if fs.exists(path) else b""
         session = int(digits) + 1 if digits.isdigit() else 1
         fs.replace(path, b"%d" % session)
     return session
+
+
+def _read_digits(fs: FileSystem, path: Path) -> bytes:
+    """Return the contents of the file of the session; nothing if it is too long to be a number."""
+    try:
+        return fs.read(path, MAX_SESSION_DIGITS)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return b""

@@ -56,13 +56,6 @@ class SlotSpace:
         self.segments.add(number)
         self._free_unused(number)
 
-    def drop_segment(self, number: int) -> None:
-        """Remove a segment without used and granted slots."""
-        first, end = self.bounds(number)
-        assert not self.is_used[first:end].any(), "blocks are removed before their segment"
-        self.segments.discard(number)
-        self._pools[number % self.paths].carve(first, end)
-
     def set_aside(self, number: int) -> bool:
         """Let no more slots of a segment be granted. Return False if a node may write to it."""
         if any(slot // self.slots_per_segment == number for slot in self._grants):

@@ -62,7 +62,7 @@ class WriterQuestions:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            return _told(message.request, {"error": "the question's body is no JSON object"})
+            return told(message.request, {"error": "the question's body is no JSON object"})
         answer = self._answers.get(message.what)
         try:
             if message.what in SEGMENT_QUESTIONS:
@@ -71,14 +71,14 @@ class WriterQuestions:
             if answer is None:
                 names = ", ".join(sorted([*self._answers, *SEGMENT_QUESTIONS]))
                 raise ConfigError(f"unknown question {message.what!r}; use one of {names}")
-            return _told(message.request, answer(body))
+            return told(message.request, answer(body))
         except KVCascadeError as error:
-            return _told(message.request, {"error": str(error)})
+            return told(message.request, {"error": str(error)})
 
     def poll(self) -> list[tuple[int, Told]]:
         """Go on with segments that are taken; return answers and their clients."""
         answers = self._segments.poll()
-        return [(client, _told(request, answer)) for client, request, answer in answers]
+        return [(client, told(request, answer)) for client, request, answer in answers]
 
     def forget(self, client: int) -> None:
         """Drop the open questions of a client that is gone."""
@@ -144,5 +144,6 @@ class WriterQuestions:
             return {"error": str(error)}
 
 
-def _told(request: int, answer: Answer) -> Told:
+def told(request: int, answer: Answer) -> Told:
+    """Return the answer to a question."""
     return Told(request, json.dumps(answer).encode())

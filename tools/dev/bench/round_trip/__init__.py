@@ -1,7 +1,6 @@
 """All tiers without an engine: store, write to NVMe, restart, promote, load, compare every byte.
 
-Runs with and without a GPU, and with or without vLLM and LMDB. `drive` calls both halves of an
-engine directly. In `disk_tier`, the NVMe tier can use an index in memory.
+Runs with and without a GPU or vLLM. `drive` calls both halves of an engine directly.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import random
 import shutil
 from collections.abc import Generator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -25,17 +25,24 @@ from ....commands.bench.bench_results import MIB, OURS, BenchError, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
 from ..gpu.gpu import MEMORY_SHARE, GpuShape
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
-from .disk_tier import LMDB, DiskTierOptions, index_here, open_disk_tier
-from .drive import WINDOW, DrivenEngine, RequestPart
 
 if TYPE_CHECKING:
     import torch
+
+    from .drive import DrivenEngine, RequestPart
 
 SHAPE = GpuShape("Llama-3.1-8B, 32 layers × 64 KiB", 32, 64 << 10)
 REQUEST_BYTES = 16 * MIB
 BLOCKS_MIN = 4
 DISK_FACTOR = 4
 """Bytes on the disk per byte of blocks: segments are created in advance, and only whole."""
+METADATA_FACTOR = 1.25
+"""Factor for the disk space of a tier's metadata."""
+SPARE_BYTES = 256 * MIB
+WINDOW = 6
+"""Number of requests that wait for their blocks concurrently."""
+NEEDED = ("lmdb", "msgspec")
+"""Modules of the NVMe tier, which other measurements on a GPU do without."""
 GIGA = 1e9
 CPU, CUDA = "cpu", "cuda"
 
@@ -47,11 +54,10 @@ BROUGHT_UP, LOADED = "NVMe to device, after the restart", "CPU tier to device"
 class RoundTrip:
     """Round trip of blocks from a device to NVMe and back after a restart."""
 
-    def __init__(self, folder: Path, device: str, shape: GpuShape, blocks: int, index: str) -> None:
-        """Prepare the trip; `device` is `"cuda"` or `"cpu"`, `index` a kind of index of
-        `disk_tier`."""
+    def __init__(self, folder: Path, device: str, shape: GpuShape, blocks: int) -> None:
+        """Prepare the trip; `device` is `"cuda"` or `"cpu"`."""
         self._folder, self._device, self._shape = folder, device, shape
-        self._blocks, self._index = blocks, index
+        self._blocks = blocks
         self._geometry = ArenaGeometry(_slots_for(shape, blocks), shape.block_bytes, 1)
 
     def __call__(self) -> Figures:
@@ -66,8 +72,9 @@ class RoundTrip:
         try:
             seconds[STORED] = engine.store(parts)
             seconds[WRITTEN] = engine.write_down()
-            if engine.on_disk != self._blocks:
-                raise BenchError(f"{engine.on_disk} of {self._blocks} blocks reached the disk")
+            if engine.written_blocks != self._blocks:
+                written = f"{engine.written_blocks} of {self._blocks} blocks"
+                raise BenchError(f"{written} reached the disk")
         finally:
             engine.close()
         drop_page_cache([self._folder])
@@ -86,14 +93,11 @@ class RoundTrip:
         return {**rates, OPENED: opened_s}
 
     def _open(self, tensors: Sequence[torch.Tensor]) -> DrivenEngine:
+        from .drive import DrivenEngine
+
         layout = self._shape.layout(self._blocks, self._geometry)
-        wanted = DiskTierOptions(self._folder, self._blocks, self._geometry.slot_bytes)
-        disk = open_disk_tier(wanted, self._index)
-        try:
-            return DrivenEngine(tensors, layout, self._geometry, disk)
-        except BaseException:
-            disk.close()
-            raise
+        disk_bytes = int(self._blocks * self._geometry.slot_bytes * METADATA_FACTOR) + SPARE_BYTES
+        return DrivenEngine(tensors, layout, self._geometry, self._folder, disk_bytes)
 
     def _tensors(self) -> list[torch.Tensor]:
         import torch
@@ -105,6 +109,8 @@ class RoundTrip:
 
     def _parts(self, order: str) -> list[RequestPart]:
         """Return the blocks as requests; `order` determines their device blocks."""
+        from .drive import RequestPart
+
         keys = [_key(number) for number in range(self._blocks)]
         places = random.Random(order).sample(range(self._blocks), self._blocks)
         size = max(1, REQUEST_BYTES // self._shape.block_bytes)
@@ -163,19 +169,17 @@ def cases(setup: MeasurementSetup, device: str = "") -> Generator[Case, None, No
     import torch
 
     device = device or (CUDA if torch.cuda.is_available() else CPU)
-    index = index_here()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        setup.note(f"the NVMe tier needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        return
     if device == CPU:
         setup.note("no CUDA device answers: the device's blocks lie in ordinary memory")
-    if index != LMDB:
-        setup.note(
-            f"lmdb is not installed: the index of the NVMe tier is {index}; "
-            "pip install lmdb to measure with the tier's own"
-        )
     blocks = _fitting(setup, max(BLOCKS_MIN, setup.scale.transfer_bytes // SHAPE.block_bytes))
     if not blocks:
         return
-    trip = RoundTrip(setup.folder / "tier", device, SHAPE, blocks, index)
-    label = f"{blocks:,} blocks of {SHAPE.block_bytes // MIB} MiB; device: {device}; index: {index}"
+    trip = RoundTrip(setup.folder / "tier", device, SHAPE, blocks)
+    label = f"{blocks:,} blocks of {SHAPE.block_bytes // MIB} MiB; device: {device}"
     yield Case(label, {OURS: partial(_in_fresh_folder, trip, setup.folder / "tier")}, QUANTITIES)
 
 

@@ -1,8 +1,8 @@
 """An engine without a model: manager, worker's half and copier, driven through their contracts.
 
 Both halves of an engine run in this process. The worker's half joins the arena as rank 0 over the
-device's tensors. The scheduler's half has the manager over arena and NVMe tier. The calls are those
-of the adapter for vLLM, but vLLM is not needed.
+device's tensors. The scheduler's half has the manager over arena and NVMe tier, whose node is a
+process. The calls are those of the adapter for vLLM, but vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from itertools import count
 from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING
 
+from .....assembly.node_parts import SlotMemory
 from .....handlers.device.copier import DeviceCopier, GpuBlocks
 from .....handlers.device.geometry import WorkerLayout
-from .....handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
-from .....manager.cascading import ManagerOptions, WriteMode, build_cascade
-from .....manager.flow import Link
+from .....manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
 from .....manager.level import Tier
 from .....manager.request import Request
 from .....tiers.base import BlockHash, SlotArray, SlotSpec
 from .....tiers.cpu.arena import Arena, ArenaRole
 from .....tiers.cpu.cpu_backend import CpuBackend
 from .....tiers.cpu.header import ArenaGeometry
+from .....tiers.nvme.namespace import NamespaceKey
 from .....tiers.policies import create
 from ....commands.bench.bench_results import BenchError
-from .disk_tier import DiskTier
+from ....commands.bench.bench_tier import open_bench_tier
+from . import WINDOW
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
-IO_THREADS = 4
 COPY_THREADS = 2
 IDLE_S = 0.001
 """Pause between two steps, like that of an idle engine of vLLM."""
 TIMEOUT_S = 300.0
 """Time after which a phase counts as hung."""
-WINDOW = 6
-"""Number of requests that wait for their blocks concurrently."""
 
 _engines = count()
 
@@ -61,19 +61,18 @@ class _Job:
 
 
 class DrivenEngine:
-    """One run of an engine over an open NVMe tier, which it closes. One thread."""
+    """One run of an engine over an NVMe tier in a folder. One thread."""
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
         layout: WorkerLayout,
         geometry: ArenaGeometry,
-        disk: DiskTier,
+        folder: Path,
+        disk_bytes: int,
     ) -> None:
         """Start the engine; `tensors` are int8 of shape `(blocks, page_bytes)`, one per layer, on
-        one device.
-
-        On an error it raises a `KVCascadeError`, and leaves the tier open.
+        one device. The tier in `folder` may take `disk_bytes`. Raises a `KVCascadeError`.
         """
         self._tensors = tensors
         self._jobs: dict[int, _Job] = {}
@@ -81,32 +80,27 @@ class DrivenEngine:
         name = f"round-trip-{os.getpid()}-{next(_engines)}"
         with ExitStack() as undo:
             self._copier = _worker(tensors, layout, geometry, name, undo)
-            stores, loads = (undo.enter_context(ThreadPoolExecutor(IO_THREADS)) for _ in range(2))
             arena = Arena.open(geometry, name, ArenaRole.scheduler())
             undo.callback(arena.close)
-            link = Link(
-                NvmeStoreHandler(disk.store, arena.slot_view, stores),
-                NvmeLoadHandler(disk.store, arena.slot_view, loads),
-            )
-            slots = geometry.slots
-            top = Tier("cpu", CpuBackend.over(arena), create("lru", slots))
+            key = NamespaceKey("round-trip", {"block_bytes": geometry.slot_bytes})
+            tier = open_bench_tier(folder, disk_bytes, key, SlotMemory.of(arena))
+            undo.callback(tier.close)
+            top = Tier("cpu", CpuBackend.over(arena), create("lru", geometry.slots))
             options = ManagerOptions(
                 write_mode=WriteMode.THROUGH, load_or_recompute=False, with_events=False
             )
-            self._manager = build_cascade([top, disk.tier], [link], options)
+            self._manager = CascadingOffloadingManager(top, tier.port, options)
             self._undo = undo.pop_all()
-        self._disk = disk
 
     @property
-    def on_disk(self) -> int:
-        """Return the number of blocks in the NVMe tier."""
-        return self._manager.tier_states()[1].blocks
+    def written_blocks(self) -> int:
+        """Return the number of blocks that this run wrote to the NVMe tier."""
+        return self._manager.counters.links[0].demoted_blocks
 
     def close(self) -> None:
         """Shut down in an engine's order: the worker's transfers, the manager, the tiers."""
         has_ended = self._manager.shutdown()
         self._undo.close()
-        self._disk.close()
         if not has_ended:
             raise BenchError("transfers to the disk were still under way at the shutdown")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from ....commands.bench.bench_results import OURS, VLLM, Goal, Quantity
 from ....commands.bench.raw_disk import drop_page_cache
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
-from .filled import filled, key_of, open_filled
+from .filled import filled, key_of, open_stalled
 
 COLD_HIT, COLD_MISS = "hit, page cache dropped", "miss, page cache dropped"
 HIT, MISS = "hit, index in page cache", "miss, index in page cache"
@@ -47,14 +46,9 @@ def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     numbers = random.sample(range(blocks), 2 * asked)
     keys = copied([as_offload_key(key_of(number)) for number in numbers])
     drop_page_cache([folder])
-    with ThreadPoolExecutor(1) as executor:
-        opened = open_filled(folder, blocks, CPU_FACTOR * 2 * asked, executor)
-        try:
-            warm_up = partial(read_files, opened.tier.index.path)
-            found = ask_ours(over(opened.manager), keys, warm_up, opened.up.jobs)
-        finally:
-            executor.shutdown()
-            opened.tier.close()
+    opened = open_stalled(folder, blocks, CPU_FACTOR * 2 * asked)
+    warm_up = partial(read_file, opened.presence)
+    found = ask_ours(over(opened.manager), keys, warm_up, opened.node.jobs)
     return {
         COLD_HIT: found.cold_hit_us,
         COLD_MISS: found.cold_miss_us,
@@ -66,13 +60,12 @@ def ours(folder: Path, blocks: int, setup: MeasurementSetup) -> Figures:
     }
 
 
-def read_files(folder: Path) -> None:
-    """Read the files of a folder into the page cache."""
+def read_file(path: Path) -> None:
+    """Read a file into the page cache."""
     buffer = bytearray(READ_BYTES)
-    for path in folder.iterdir():
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
 
 
 def vllm(setup: MeasurementSetup) -> Figures:
@@ -93,10 +86,10 @@ MEASUREMENT = Measurement(
     "lookups",
     "NVMe lookups: one block on the scheduler's thread, right after reopening",
     "Ours: an index filled in the order of arrival with random hashes, reopened with a dropped "
-    "page cache (as after a reboot), then with its file read once; a hit includes queueing the "
-    "promotion. vLLM's: its fs tier over 4,096 files; all calls until the answer is there (it has "
-    "to be asked twice), a hit includes reserving the slot. The last row says how many more steps "
-    "of the engine pass before the block is being read.",
+    "page cache (as after a reboot), then with the presence table read once; a hit includes "
+    "queueing the promotion. vLLM's: its fs tier over 4,096 files; all calls until the answer is "
+    "there (it has to be asked twice), a hit includes reserving the slot. The last row says how "
+    "many more steps of the engine pass before the block is being read.",
     (
         Quantity(COLD_HIT, "µs/block"),
         Quantity(COLD_MISS, "µs/block"),

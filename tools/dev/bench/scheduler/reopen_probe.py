@@ -12,14 +12,13 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
 from .....manager.base import LookupState
 from .....manager.request import Request
 from .....tiers.base import BlockHash
-from .filled import Opened, coldest_keys, key_of, open_filled
+from .filled import WrittenTier, coldest_keys, key_of, open_written
 
 SAMPLE_BLOCKS = 50_000
 """Number of blocks to look up before memory is measured again."""
@@ -38,25 +37,23 @@ def resident_bytes() -> dict[str, int]:
     return found
 
 
-def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Opened, object]:
+def probe(folder: Path, blocks: int) -> tuple[WrittenTier, object]:
     """Open, look up, and measure; return the open tier and the results."""
     asked = [key_of(number) for number in random.sample(range(blocks), min(SAMPLE_BLOCKS, blocks))]
     expected = coldest_keys(blocks, COLDEST_BLOCKS)
     before = resident_bytes()
     began = perf_counter()
-    opened = open_filled(folder, blocks, CPU_BLOCKS, executor)
+    opened = open_written(folder, blocks, CPU_BLOCKS)
     opened_s = perf_counter() - began
     state = opened.manager.lookup_block(asked[0], Request())
     first_s = perf_counter() - began - opened_s
-    executor.submit(int).result()  # waits for the background part of the opening
     held = opened.holds(asked)
-    coldest = [block_hash for block_hash, _ in opened.policy.coldest(len(expected))]
+    coldest = opened.coldest(len(expected))
     after = resident_bytes()
     return opened, {
         "open_s": opened_s,
         "first_lookup_s": first_s,
         "was_found": state is LookupState.PENDING,
-        "was_clean": opened.tier.report.was_clean,
         "hit_rate": held / len(asked),
         "recency_kept": same(coldest, expected),
         "resident_bytes": sum(after.values()) - sum(before.values()),
@@ -64,7 +61,7 @@ def probe(folder: Path, blocks: int, executor: ThreadPoolExecutor) -> tuple[Open
     }
 
 
-def same(found: Sequence[BlockHash], expected: Sequence[BlockHash]) -> float:
+def same(found: Sequence[bytes | None], expected: Sequence[BlockHash]) -> float:
     """Return the share of positions that hold the same block."""
     return sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
 
@@ -72,13 +69,11 @@ def same(found: Sequence[BlockHash], expected: Sequence[BlockHash]) -> float:
 def main(arguments: Sequence[str]) -> None:
     """Run the probe."""
     folder, blocks, end = arguments
-    with ThreadPoolExecutor(1) as executor:
-        opened, found = probe(Path(folder), int(blocks), executor)
-        print(json.dumps(found), flush=True)
-        if end == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        executor.shutdown()
-        opened.tier.close()
+    opened, found = probe(Path(folder), int(blocks))
+    print(json.dumps(found), flush=True)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    opened.close()
 
 
 if __name__ == "__main__":

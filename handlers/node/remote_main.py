@@ -1,0 +1,42 @@
+"""The node of a remote tier, as a process of its own.
+
+    python -m kvcascade.handlers.node.remote_main SOCKET_FD ARENA_FD PARENT_PID
+
+The process ends when its socket is closed, so it never outlives the scheduler's process. It reads
+the secrets that the options name itself; no message holds one.
+
+Threads: the main thread runs `RemoteLoop`, the threads of the store call the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from ...config.options import At
+from ...config.remote import parse_remote
+from ...tiers.cpu.huge_pages import map_file
+from ...tiers.remote.objects import ObjectFormat
+from ...tiers.remote.remote_options import open_remote_engine, store_options
+from .child_start import receive_setup, run_child
+from .remote_loop import RemoteLoop
+from .remote_wire import RemoteSetup, to_remote_node
+
+
+def serve(connection: socket.socket, arena_fd: int) -> None:
+    """Attach to the arena and run the node until the scheduler closes the socket."""
+    setup = receive_setup(connection, to_remote_node.decode, RemoteSetup)
+    if setup is None:
+        return
+    memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
+    options = parse_remote(At(setup.key), json.loads(setup.options))
+    engine, seal = open_remote_engine(options, os.environ)
+    objects = ObjectFormat(setup.fingerprint, setup.slot_bytes, seal)
+    arena = memory[setup.arena_offset :]
+    RemoteLoop(connection, engine, objects, store_options(options), arena).run()
+
+
+if __name__ == "__main__":
+    os._exit(run_child(sys.argv[1:], "kvcascade remote", serve))  # without waiting for calls

@@ -1,0 +1,214 @@
+"""The node of a remote tier: carries out the jobs of one engine with a `RemoteStore`.
+
+All methods are called by one thread, the node's own. Calls of the server run on the threads of the
+store. A job is answered once, when every block of it has its outcome. A reset is answered when the
+server was told, so a scheduler whose node dies before that repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.remote.base import RemoteOutcome
+from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
+from ...tiers.remote.uploads import Offer
+from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
+from .remote_wire import AskJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
+
+NOTE_INTERVAL_S = 1.0
+"""Shortest time between two notes whose totals alone differ."""
+
+_OF_REMOTE = {
+    RemoteOutcome.OK: BlockOutcome.OK,
+    RemoteOutcome.ABSENT: BlockOutcome.GONE,
+    RemoteOutcome.EXISTS: BlockOutcome.HELD,
+    RemoteOutcome.CORRUPT: BlockOutcome.CORRUPT,
+    RemoteOutcome.NO_SPACE: BlockOutcome.NO_SPACE,
+    RemoteOutcome.DENIED: BlockOutcome.IO_ERROR,
+    RemoteOutcome.BUSY: BlockOutcome.IO_ERROR,
+    RemoteOutcome.TIMED_OUT: BlockOutcome.IO_ERROR,
+    RemoteOutcome.IO_ERROR: BlockOutcome.IO_ERROR,
+    RemoteOutcome.RESTING: BlockOutcome.CANCELLED,
+    RemoteOutcome.DROPPED: BlockOutcome.REFUSED,
+}
+_OF_OFFER = {
+    Offer.HELD: BlockOutcome.HELD,
+    Offer.FULL: BlockOutcome.REFUSED,
+    Offer.RESTING: BlockOutcome.REFUSED,
+    Offer.FIRST_TOUCH: BlockOutcome.REFUSED,
+    Offer.OFF: BlockOutcome.REFUSED,
+}
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that has not been answered."""
+
+    ticket: int
+    outcomes: list[BlockOutcome]
+    left: int
+    """Number of calls of the store that have not ended."""
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the store, and the blocks of its job that it is about."""
+
+    job: _Job
+    positions: Sequence[int]
+
+
+class RemoteNode:
+    """Jobs of one engine."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        arena: memoryview,
+        slot_bytes: int,
+        tell: Callable[[msgspec.Struct], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`arena` holds the slots, one block each; `tell` sends a message to the scheduler.
+
+        `clock` returns monotonic seconds.
+        """
+        self._store = store
+        self._arena = arena
+        self._slot_bytes = slot_bytes
+        self._tell = tell
+        self._clock = clock
+        self._numbers = count(1)
+        self._calls: dict[int, _Call] = {}
+        self._resets: list[int] = []
+        """Tickets of resets of which the server was not told yet."""
+        self._noted = RemoteNote(None)
+        self._noted_s = clock()
+
+    def order(self, message: Any) -> None:
+        """Begin a job; `work` sends the questions of all jobs that came."""
+        match message:
+            case AskJob():
+                self._ask(message)
+            case GetJob():
+                self._get(message)
+            case PutJob():
+                self._put(message)
+            case ResetJob() | PassOnJob():
+                self._store.reset(message.mark, is_new=isinstance(message, ResetJob))
+                self._resets.append(message.ticket)
+
+    def work(self) -> None:
+        """Answer what ended, and report changes. Call it after orders, ends, and now and then."""
+        self._store.send()
+        for ended in self._store.poll():
+            self._ended(ended)
+        state = self._store.state()
+        if self._resets and state.own_mark is not None:
+            for ticket in self._resets:
+                self._tell(ResetDone(ticket, state.own_mark))
+            self._resets.clear()
+        self._note(state)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _ask(self, order: AskJob) -> None:
+        keys = sum(len(chain) for chain in order.chains)
+        job = self._job(order.ticket, keys, len(order.chains))
+        start = 0
+        for chain in order.chains:
+            number = self._call(job, range(start, start + len(chain)))
+            self._store.ask(number, [BlockHash(key) for key in chain])
+            start += len(chain)
+
+    def _get(self, order: GetJob) -> None:
+        keys = [BlockHash(key) for key in order.keys]
+        number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
+        self._store.get(number, keys, self._views(order.arena_slots))
+
+    def _put(self, order: PutJob) -> None:
+        keys = [BlockHash(key) for key in order.keys]
+        job, number = self._job(order.ticket, len(keys), 0), next(self._numbers)
+        views = self._views(order.arena_slots)
+        answers = self._store.offer(number, keys, views, order.epoch)
+        queued = [at for at, answer in enumerate(answers) if answer is Offer.QUEUED]
+        for at, answer in enumerate(answers):
+            job.outcomes[at] = _OF_OFFER.get(answer, BlockOutcome.CANCELLED)
+        if queued:
+            job.left = 1
+            self._calls[number] = _Call(job, queued)
+        else:
+            self._answer(job)
+
+    def _job(self, ticket: int, keys: int, calls: int) -> _Job:
+        return _Job(ticket, [BlockOutcome.CANCELLED] * keys, calls, self._clock())
+
+    def _call(self, job: _Job, positions: Sequence[int]) -> int:
+        number = next(self._numbers)
+        self._calls[number] = _Call(job, positions)
+        return number
+
+    def _ended(self, ended: RemoteEnded) -> None:
+        call = self._calls.pop(ended.ticket)
+        for at, outcome in zip(call.positions, ended.outcomes, strict=True):
+            call.job.outcomes[at] = _outcome(outcome, ended.kind)
+        call.job.left -= 1
+        if call.job.left == 0:
+            self._answer(call.job)
+
+    def _answer(self, job: _Job) -> None:
+        codes = pack_outcomes(tuple(job.outcomes))
+        self._tell(JobDone(job.ticket, codes, self._clock() - job.began_s))
+
+    def _views(self, packed: bytes) -> list[memoryview]:
+        size = self._slot_bytes
+        slots = unpack_slots(packed).tolist()
+        return [self._arena[slot * size : (slot + 1) * size] for slot in slots]
+
+    def _note(self, state: RemoteState) -> None:
+        """Report resets and breakers at once, and totals now and then."""
+        now_s = self._clock()
+        is_news = (
+            _mark(state) != self._noted.mark
+            or {v for v, totals in self._noted.verbs.items() if totals.is_resting} != state.resting
+        )
+        if not is_news and now_s - self._noted_s < NOTE_INTERVAL_S:
+            return
+        self._noted_s = now_s
+        note = self._current(state)
+        if note != self._noted:
+            self._noted = note
+            self._tell(note)
+
+    def _current(self, state: RemoteState) -> RemoteNote:
+        counters = self._store.counters
+        verbs = {
+            verb.value: VerbTotals(
+                totals.calls,
+                totals.requests,
+                totals.payload_bytes,
+                totals.seconds,
+                {str(outcome): n for outcome, n in list(totals.outcomes.items())},
+                state.openings.get(verb, 0),
+                verb in state.resting,
+            )
+            for verb, totals in counters.verbs.items()
+        }
+        return RemoteNote(_mark(state), verbs, dict(counters.unsent))
+
+
+def _mark(state: RemoteState) -> int | None:
+    return None if state.generation is None else state.mark
+
+
+def _outcome(outcome: RemoteOutcome, kind: EndedKind) -> BlockOutcome:
+    if kind is EndedKind.WRITE and outcome is RemoteOutcome.ABSENT:
+        return BlockOutcome.REFUSED
+    return _OF_REMOTE[outcome]

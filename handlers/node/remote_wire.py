@@ -1,0 +1,88 @@
+"""Messages between the scheduler's process and the node of a remote tier, over a stream socket.
+
+`GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
+answered by a `JobDone`: OK for a block that is there, GONE for one that is absent, and anything
+else if it could not be found out. The epoch of a `PutJob` is the mark of the last reset before its
+blocks were stored, so that no block crosses a reset by another host.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .path_wire import GetJob, JobDone, NodeReady, PutJob, ResetJob
+
+
+class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
+    """First message to the node. It holds no secret: the options name where secrets are."""
+
+    key: str
+    """Place of the options in the configuration, for messages."""
+    options: bytes
+    """Options of the tier as JSON, as `parse_remote` reads them."""
+    fingerprint: str
+    """Everything that the bytes of a block depend on, as one word."""
+    slot_bytes: int
+    arena_offset: int
+    """Offset of slot 0 in the arena's file."""
+    arena_slots: int
+
+
+class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
+    """Find out which blocks are there; one prefix chain is one list, head first."""
+
+    ticket: int
+    chains: list[list[bytes]]
+
+
+class PassOnJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
+    """Carry out a reset that another tier had, unless the namespace had it or a later one."""
+
+    ticket: int
+    mark: int
+
+
+class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=99):
+    """Answer to a `ResetJob`: the server was told."""
+
+    ticket: int
+    mark: int
+    """Mark of the reset."""
+
+
+class VerbTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of one kind of request to the server since the node's start."""
+
+    calls: int = 0
+    requests: int = 0
+    """Requests to the server; a pipelined call is one."""
+    payload_bytes: int = 0
+    seconds: float = 0.0
+    """Sum over all calls, concurrent ones included."""
+    outcomes: dict[str, int] = {}
+    """Number of keys by outcome."""
+    openings: int = 0
+    """Number of times that its breaker opened."""
+    is_resting: bool = False
+    """True while its breaker is open."""
+
+
+class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
+    """What the node did, and the last reset of the namespace."""
+
+    mark: int | None
+    """Mark of the last reset by any host, 0 if there was none; None until the server was asked."""
+    verbs: dict[str, VerbTotals] = {}
+    """Totals by verb (`Verb`)."""
+    unsent: dict[str, int] = {}
+    """Blocks that were offered and not written, by reason."""
+
+
+to_remote_node: msgspec.msgpack.Decoder[
+    RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob
+] = msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob)
+"""Decoder of messages to the node."""
+from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | ResetDone | RemoteNote] = (
+    msgspec.msgpack.Decoder(NodeReady | JobDone | ResetDone | RemoteNote)
+)
+"""Decoder of messages from the node."""

@@ -1,0 +1,434 @@
+"""Several tiers behind one port, each of which may hold any block: `BelowChain`.
+
+The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below, and
+at the same time to each lower tier that lacks the block and admits it. Nothing moves between tiers.
+An eviction loses the copy of one tier only. Reads come from the nearest tier that may hold the
+block. A chain uses nothing of its tiers but the port.
+
+A put ends when all its parts have ended, because its slots must keep their bytes until then. So
+that a slow tier does not hold the slots of the first tier, the blocks in flight to each lower tier
+are limited. What exceeds the limit is not written there. It comes again if the first tier offers
+the block again, that is once no tier holds it.
+
+Each reset has a mark. If another engine resets one tier, nothing is found in any tier until all of
+them were reset. The engine that began it resets all its tiers. If some are not reset in time, this
+chain passes the mark on. A tier carries out a mark once, so engines do not answer each other for
+ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
+from ..admission import Admission, AdmitAll, PastUses
+from ..base import BlockEvent
+from ..counters import LinkCounters
+from ..state import TierState
+from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+
+LOWER_SHARE = 8
+"""The blocks in flight to one lower tier take at most this part of the first tier: an eighth."""
+LOWER_WAIT_S = 0.05
+"""Longest time in seconds that `wait` gives to lower tiers once tier 1 has ended its part."""
+PASS_ON_AFTER_S = 1.0
+"""Time in seconds that a reset of one tier by another engine has to reach the others by itself."""
+MAX_MARKS = 64
+"""Number of marks of resets that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainedTier:
+    """One port of a chain."""
+
+    port: Below
+    admission: Admission
+    """Admission to the tier. For the nearest tier the caller applies it."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """The part of a put that one port writes."""
+
+    at: Sequence[int]
+    """Positions of its keys among the keys of the put."""
+    ended: Ended | None = None
+
+
+@dataclass(slots=True)
+class _Put:
+    """A put in flight: its parts by number of the port, nearest first."""
+
+    parts: dict[int, _Part]
+    blocks: int
+    """Number of blocks that any tier started."""
+    open_parts: int
+
+    def merged(self, ticket: int) -> Ended:
+        """Return one end for the whole put.
+
+        The outcome of a block is OK if any tier stored it. Otherwise it is that of the nearest tier
+        that tried.
+        """
+        ends = [part.ended for part in self.parts.values() if part.ended is not None]
+        size_bytes = sum(ended.size_bytes for ended in ends)
+        time_s = max(ended.time_s for ended in ends)
+        return Ended(ticket, False, 1, self._outcomes(ends), size_bytes, time_s)
+
+    def _outcomes(self, ends: Sequence[Ended]) -> Sequence[BlockOutcome]:
+        for ended in ends:
+            if list(ended.outcomes).count(BlockOutcome.OK) == self.blocks:
+                return ended.outcomes
+        became: dict[int, BlockOutcome] = {}
+        for part in reversed(self.parts.values()):
+            assert part.ended is not None, "every part has ended"
+            for at, outcome in zip(part.at, part.ended.outcomes, strict=True):
+                if became.get(at) is not BlockOutcome.OK:
+                    became[at] = outcome
+        return [became[at] for at in sorted(became)]
+
+
+class _LowerTier:
+    """A port below the nearest one: what it admits, and how much is in flight to it."""
+
+    def __init__(self, tier: ChainedTier, limit_blocks: int) -> None:
+        self.port = tier.port
+        self.in_flight = 0
+        self._admission = tier.admission
+        self._limit_blocks = limit_blocks
+        self._admits_all = isinstance(tier.admission, AdmitAll)
+        counts_uses = tier.admission.counts_uses
+        self._past = PastUses(tier.port.tiers[0].capacity) if counts_uses else None
+
+    @property
+    def counters(self) -> LinkCounters:
+        """Traffic into the tier."""
+        return self.port.links[0]
+
+    def room(self, n: int) -> int:
+        """Return how many of `n` blocks may be written to it now."""
+        return min(self.port.room(n), max(0, self._limit_blocks - self.in_flight))
+
+    def offer(
+        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], among: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Write the admitted blocks that it lacks, as many as may be in flight.
+
+        `among` are positions. Return those of the started blocks, and those that it holds already.
+        """
+        may_hold = self.port.may_hold
+        wanted = [at for at in among if not may_hold(keys[at])]
+        held = [] if len(wanted) == len(among) else sorted(set(among).difference(wanted))
+        if not self._admits_all:
+            wanted = [at for at in wanted if self._admits(keys[at])]
+        room = self.room(len(wanted)) if wanted and self.port.takes_puts else 0
+        self.counters.demote_missed_blocks += len(wanted) - room
+        wanted = wanted[:room]
+        if not wanted:
+            return [], held
+        answers = self.port.put(ticket, [keys[at] for at in wanted], [slots[at] for at in wanted])
+        if answers.count(Put.STARTED) < len(answers):
+            given = list(zip(wanted, answers, strict=True))
+            wanted = [at for at, answer in given if answer is Put.STARTED]
+            held += [at for at, answer in given if answer is Put.ALREADY]
+            missed = (Put.STARTED, Put.ALREADY, Put.OVER_BUDGET)
+            self.counters.demote_missed_blocks += sum(a not in missed for a in answers)
+        self.in_flight += len(wanted)
+        return wanted, held
+
+    def _admits(self, key: BlockHash) -> bool:
+        """Return whether it takes a block. Each offer counts as a use."""
+        if self._past is None:
+            return self._admission.admits(key, 1)
+        uses = self._past.of(key) + 1
+        is_admitted = self._admission.admits(key, uses)
+        if not is_admitted:
+            self._past.note(key, uses)
+            self.counters.demote_refused_blocks += 1
+        return is_admitted
+
+
+@dataclass(slots=True)
+class _Resets:
+    """Resets by other engines that not every tier has seen."""
+
+    ports: Sequence[Below]
+    clock: Callable[[], float]
+    known: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
+    """Marks that all tiers have, or were sent."""
+    unnamed: dict[int, float] = field(default_factory=dict)
+    """By number of the port: time until which the mark of a reset may stay unknown."""
+    seen: dict[int, tuple[set[int], float]] = field(default_factory=dict)
+    """By mark: numbers of the ports that had it, and the time at which it is passed on."""
+    are_open: bool = False
+    """True while a block of before a reset may still be in a tier."""
+
+    def begin(self, mark: int) -> None:
+        """Reset every tier."""
+        self.known.append(mark)
+        self.unnamed.clear()
+        self.seen.clear()
+        self.are_open = False
+        for port in self.ports:
+            port.reset(mark)
+
+    def note(self, number: int) -> None:
+        """Note that another engine reset a tier; its mark may be unknown."""
+        self.unnamed[number] = self.clock() + PASS_ON_AFTER_S
+        self.are_open = True
+
+    def proceed(self) -> None:
+        """Take in marks, and pass those on that have not reached every tier in time."""
+        now_s = self.clock()
+        for number, port in enumerate(self.ports):
+            for mark in port.take_marks():
+                self._see(mark, number, now_s + PASS_ON_AFTER_S)
+        for number in [number for number, until_s in self.unnamed.items() if until_s <= now_s]:
+            self._see(new_reset_mark(), number, now_s)
+        for mark, (numbers, until_s) in list(self.seen.items()):
+            missing = [port for at, port in enumerate(self.ports) if at not in numbers]
+            if missing and now_s < until_s:
+                continue
+            del self.seen[mark]
+            self.known.append(mark)
+            for port in missing:
+                port.pass_on(mark)
+        self.are_open = bool(self.unnamed or self.seen)
+
+    def _see(self, mark: int, number: int, until_s: float) -> None:
+        self.unnamed.pop(number, None)
+        if mark not in self.known:
+            self.seen.setdefault(mark, (set(), until_s))[0].add(number)
+
+
+class BelowChain(Below):
+    """Inclusive tiers behind two or more ports."""
+
+    def __init__(
+        self, tiers: Sequence[ChainedTier], slots: int, clock: Callable[[], float]
+    ) -> None:
+        """`tiers`: nearest first. `slots`: those of the first tier. `clock`: monotonic seconds."""
+        ports = self._ports = [tier.port for tier in tiers]
+        self.tiers: Sequence[TierFacts] = [facts for port in ports for facts in port.tiers]
+        self.links = [link for port in ports for link in port.links]
+        self.departures = [each for port in ports for each in port.departures]
+        self._nearest = ports[0]
+        self._lower = [_LowerTier(tier, max(1, slots // LOWER_SHARE)) for tier in tiers[1:]]
+        self._offsets = [sum(len(port.tiers) for port in ports[:at]) for at in range(len(ports))]
+        """Numbers of the tiers above each port."""
+        self._finders = [
+            (offset, port, port.may_hold) for offset, port in zip(self._offsets, ports, strict=True)
+        ]
+        self._places = [port for port in ports for _ in port.tiers]
+        self._puts: dict[int, _Put] = {}
+        self._resets = _Resets(ports, clock)
+        self._clock = clock
+
+    @property
+    def late_puts(self) -> int:
+        """Number of puts in flight that tier 1 has no part in, or has ended."""
+        return sum(put.parts.get(0, _NO_PART).ended is not None for put in self._puts.values())
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+        """See `Below`. A tier that may not be read now counts only if no other holds the block."""
+        if self._resets.are_open:
+            return 0
+        resting = 0
+        for offset, port, may_hold in self._finders:
+            number = may_hold(key, media)
+            if number:
+                if not port.rests(number):
+                    return number + offset
+                resting = resting or number + offset
+        return resting
+
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        if self._resets.are_open:
+            return False
+        return any(port.is_asking(key, owner, media) for port in self._ports)
+
+    def wants_again(self, key: BlockHash) -> bool:
+        return any(port.wants_again(key) for port in self._ports)
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        port = self._places[tier - 1]
+        port.get(ticket, tier - self._offset_of(tier), keys, slots)
+
+    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        """See `Below`.
+
+        A block that tier 1 takes later is offered again, so lower tiers wait for that. A block is
+        STARTED if any tier writes it, else ALREADY if any tier holds it.
+        """
+        if not keys:
+            return ()
+        answers = list(self._nearest.put(ticket, keys, slots))
+        parts: dict[int, _Part] = {}
+        among: Sequence[int] = range(len(keys))
+        if answers.count(Put.STARTED) == len(answers):
+            parts[0] = _Part(among)
+        else:
+            begun = [at for at, answer in enumerate(answers) if answer is Put.STARTED]
+            among = [at for at, answer in enumerate(answers) if answer is not Put.LATER]
+            if begun:
+                parts[0] = _Part(begun)
+        held: set[int] = set()
+        for number, lower in enumerate(self._lower, start=1):
+            started, held_here = lower.offer(ticket, keys, slots, among)
+            held.update(held_here)
+            if started:
+                parts[number] = _Part(started)
+        if among is not parts.get(0, _NO_PART).at:
+            for at in held:
+                if answers[at] is not Put.STARTED:
+                    answers[at] = Put.ALREADY
+            for part in parts.values():
+                for at in part.at:
+                    answers[at] = Put.STARTED
+        if parts:
+            self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts))
+        return answers
+
+    def touch(self, keys: Sequence[BlockHash]) -> None:
+        self._touch_from(0, keys)
+
+    def settle(self, keys: Sequence[BlockHash]) -> None:
+        for port in self._ports:
+            port.settle(keys)
+
+    def chain(self, keys: Sequence[BlockHash]) -> bool:
+        return [port.chain(keys) for port in self._ports][0]
+
+    # -- outcomes --------------------------------------------------------------------------
+
+    def poll(self) -> Sequence[Ended]:
+        found: list[Ended] = []
+        for number, port in enumerate(self._ports):
+            for ended in port.poll():
+                if ended.is_get:
+                    found.append(replace(ended, tier=ended.tier + self._offsets[number]))
+                elif self._end_part(number, ended):
+                    found.append(self._puts.pop(ended.ticket).merged(ended.ticket))
+        return found
+
+    def take_lost(self) -> list[BlockHash]:
+        """See `Below`. A block that a lower tier still holds becomes hot there: requests that use
+        it were counted above."""
+        gone: dict[BlockHash, None] = {}
+        for number, port in enumerate(self._ports):
+            lost = port.take_lost()
+            held = [key for key in reversed(lost) if self.may_hold(key)]
+            self._touch_from(number + 1, held)
+            gone.update(dict.fromkeys(lost if not held else set(lost).difference(held)))
+        return list(gone)
+
+    def take_events(self) -> list[BlockEvent]:
+        return [event for port in self._ports for event in port.take_events()]
+
+    # -- whether it takes anything -----------------------------------------------------------
+
+    def room(self, n: int) -> int:
+        """Return how many of `n` blocks the nearest tier takes that takes any."""
+        if not self._nearest.takes_puts:
+            for lower in self._lower:
+                if lower.port.takes_puts:
+                    return lower.room(n)
+        return self._nearest.room(n)
+
+    @property
+    def takes_puts(self) -> bool:
+        return any(port.takes_puts for port in self._ports)
+
+    @property
+    def is_blocked(self) -> bool:
+        return all(port.is_blocked for port in self._ports)
+
+    def rests(self, tier: int) -> bool:
+        return self._places[tier - 1].rests(tier - self._offset_of(tier))
+
+    def write_state(self) -> WriteState:
+        """Return the state of the nearest tier that takes writes; if none does, of the first that
+        will. Writes stall if every tier with writes in flight stalls."""
+        states = [port.write_state() for port in self._ports]
+        taking = [s for s, port in zip(states, self._ports, strict=True) if port.takes_puts]
+        recovering = [state for state in states if state.may_recover and state.rest_left_s > 0]
+        recovering.sort(key=lambda state: state.rest_left_s)
+        writing = {
+            number
+            for put in self._puts.values()
+            for number, part in put.parts.items()
+            if part.ended is None
+        }
+        is_stalled = bool(writing) and all(states[number].is_stalled for number in writing)
+        return replace([*taking, *recovering, states[0]][0], is_stalled=is_stalled)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def keep_ahead(self) -> None:
+        for port in self._ports:
+            port.keep_ahead()
+
+    def maintain(self) -> int:
+        """See `Below`. After a reset of one tier, all tiers are empty or will be reset."""
+        lowest = 0
+        for number, port in enumerate(self._ports):
+            depth = port.maintain()
+            if depth:
+                self._resets.note(number)
+                lowest = self._offsets[number] + depth
+        self._resets.proceed()
+        return lowest
+
+    def reset(self, mark: int = 0) -> None:
+        self._resets.begin(mark or new_reset_mark())
+
+    def wait(self, tickets: set[int], limit_s: float) -> None:
+        """See `Below`. Puts that only lower tiers still write are waited for a short time, so that
+        the caller can go on with tier 1."""
+        end_s = self._clock() + limit_s
+        puts = {ticket for ticket in tickets if ticket in self._puts}
+        self._nearest.wait(tickets, limit_s)
+        for lower in self._lower:
+            for mine, most_s in ((tickets - puts, limit_s), (puts, LOWER_WAIT_S)):
+                lower.port.wait(mine, min(most_s, max(0.0, end_s - self._clock())))
+
+    def flush(self, means: FlushMeans, deadline_s: float) -> None:
+        for port in self._ports:
+            port.flush(means, deadline_s)
+
+    def shutdown(self, deadline_s: float) -> bool:
+        has_ended = [port.shutdown(deadline_s) for port in self._ports]
+        return all(has_ended)
+
+    def state(self) -> list[TierState]:
+        return [state for port in self._ports for state in port.state()]
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _offset_of(self, tier: int) -> int:
+        return max(offset for offset in self._offsets if offset < tier)
+
+    def _touch_from(self, number: int, keys: Sequence[BlockHash]) -> None:
+        """Count a use in the nearest port from `number` on that holds a block."""
+        for port in self._ports[number:]:
+            if not keys:
+                return
+            port.touch(keys)
+            keys = [key for key in keys if not port.may_hold(key)]
+
+    def _end_part(self, number: int, ended: Ended) -> bool:
+        """Note the end of a part. Return True if it was the last one of its put."""
+        put = self._puts[ended.ticket]
+        put.parts[number].ended = ended
+        put.open_parts -= 1
+        if number:
+            self._lower[number - 1].in_flight -= len(put.parts[number].at)
+        return put.open_parts == 0
+
+
+_NO_PART = _Part((), Ended(0, False, 1, ()))
+"""Stands for the part of a tier that takes none."""

@@ -1,0 +1,212 @@
+"""State of a remote tier in the scheduler's process: notes of its node, and questions to it.
+
+The node's client calls `take` and `end` in any thread that waits for it. They only queue what came.
+The manager's thread works it off in order (`process`), under the manager's lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ...handlers.node.path_wire import JobDone, unpack_outcomes
+from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
+from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
+from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.remote_counters import Verb
+from .node_traffic import NodeClient
+
+MAX_MARKS = 64
+"""Most marks that are kept until they are taken."""
+GROUP_BYTES = 4
+"""Length of the KV group's number, with which a key ends."""
+OnJobEnd = Callable[[Any], None]
+
+
+class RemoteFeed:
+    """Notes of a node."""
+
+    def __init__(self) -> None:
+        self.unsent: Counter[str] = Counter()
+        """Blocks that this process did not even send to the node, by reason."""
+        self._incoming: deque[tuple[OnJobEnd | None, Any]] = deque()
+        self._before = RemoteNote(None)
+        """Totals of the nodes that died."""
+        self._last = RemoteNote(None)
+        self.mark: int | None = None
+        """Mark of the last reset before this engine's blocks were stored; None while it is unknown,
+        or older blocks are not forgotten yet."""
+        self.marks: list[int] = []
+        """Marks of resets by other hosts that were not taken."""
+        self.has_blocks = False
+        """True once this engine may have blocks."""
+        self._began = new_reset_mark()
+        self._newest = 0
+        """Mark of a reset by another host that was not taken in yet."""
+        self._is_resetting = False
+        self._was_reset = False
+
+    def take(self, note: Any) -> None:
+        """Queue a note of the node; None if its process died. Any thread."""
+        self._incoming.append((None, note))
+
+    def end(self, on_end: OnJobEnd, done: Any) -> None:
+        """Queue the end of a job. Any thread."""
+        self._incoming.append((on_end, done))
+
+    def process(self) -> None:
+        """Work off what came, in order."""
+        incoming = self._incoming
+        while incoming:
+            on_end, message = incoming.popleft()
+            if on_end is not None:
+                on_end(message)
+            elif message is None:
+                self._before, self._last = self._of_nodes(), RemoteNote(None)
+            elif isinstance(message, RemoteNote):
+                self._note(message)
+
+    def rests(self, verb: Verb) -> bool:
+        """Return True while the node asks nothing of this kind, because the server failed."""
+        totals = self._last.verbs.get(verb.value)
+        return totals is not None and totals.is_resting
+
+    def begin_reset(self) -> None:
+        """Ignore what the node says of resets until `end_reset`."""
+        self._is_resetting, self._was_reset, self.mark = True, False, None
+
+    def end_reset(self, mark: int) -> None:
+        """Note the mark of this engine's reset."""
+        self._is_resetting, self.mark = False, mark
+
+    def was_reset(self) -> bool:
+        """Return True once after another host reset the namespace, or may have done so."""
+        if not self._was_reset:
+            return False
+        self._was_reset, self.mark = False, self._newest
+        self.marks = [*self.marks, self._newest][-MAX_MARKS:]
+        return True
+
+    def totals(self) -> RemoteNote:
+        """Return the totals since the start of the engine."""
+        found = self._of_nodes()
+        unsent = Counter(found.unsent) + self.unsent
+        return msgspec.structs.replace(found, unsent=dict(unsent))
+
+    def _of_nodes(self) -> RemoteNote:
+        last = self._last
+        verbs = {
+            verb.value: _sum(self._before.verbs.get(verb.value), last.verbs.get(verb.value))
+            for verb in Verb
+        }
+        unsent = Counter(self._before.unsent) + Counter(last.unsent)
+        return RemoteNote(last.mark, verbs, dict(unsent))
+
+    def _note(self, note: RemoteNote) -> None:
+        self._last = note
+        if note.mark is None or self._is_resetting:
+            return
+        if self._was_reset:
+            self._newest = max(self._newest, note.mark)
+        elif self.mark is None and not (self.has_blocks and note.mark > self._began):
+            self.mark = note.mark
+        elif self.mark is None or note.mark > self.mark:  # before this engine's blocks, perhaps
+            self.mark, self._was_reset, self._newest = None, True, note.mark
+
+
+def _sum(before: VerbTotals | None, last: VerbTotals | None) -> VerbTotals:
+    if before is None or last is None:
+        found = before or last or VerbTotals()
+        return found if last else msgspec.structs.replace(found, is_resting=False)
+    return VerbTotals(
+        before.calls + last.calls,
+        before.requests + last.requests,
+        before.payload_bytes + last.payload_bytes,
+        before.seconds + last.seconds,
+        dict(Counter(before.outcomes) + Counter(last.outcomes)),
+        before.openings + last.openings,
+        last.is_resting,
+    )
+
+
+class Questions:
+    """Questions whether blocks are there: gathered in a step, and sent as one batch.
+
+    Used under the manager's lock.
+    """
+
+    def __init__(
+        self,
+        client: NodeClient,
+        feed: RemoteFeed,
+        memory: PresenceMemory,
+        clock: Callable[[], float],
+        deadline_s: float,
+    ) -> None:
+        """A block that is not known `deadline_s` after its question counts as absent."""
+        self._client = client
+        self._feed = feed
+        self._memory = memory
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._gathered: dict[tuple[object, bytes], list[BlockHash]] = {}
+        """Chains to ask for, by owner and KV group."""
+        self._asked: dict[BlockHash, float] = {}
+        """Blocks whose answer is awaited, and the time at which each counts as absent."""
+
+    def is_asking(self, key: BlockHash, owner: object) -> bool:
+        """Return True if the answer about a block is awaited; ask if it is not known."""
+        if self._memory.of(key) is not Presence.UNKNOWN:
+            return False
+        ends_s = self._asked.get(key)
+        if ends_s is None:
+            if self._feed.rests(Verb.LOOKUP):
+                return False
+            self._asked[key] = self._clock() + self._deadline_s
+            self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)
+            return True
+        if self._clock() < ends_s:
+            return True
+        self._end([], [key], self._memory.epoch)
+        return False
+
+    def send(self) -> None:
+        """Ask what was gathered."""
+        if not self._gathered:
+            return
+        chains, self._gathered = [*self._gathered.values()], {}
+        on_end = partial(self._answered, chains, self._memory.epoch)
+        is_sent = self._client.submit(
+            lambda ticket: AskJob(ticket, [[bytes(key) for key in chain] for chain in chains]),
+            partial(self._feed.end, on_end),
+        )
+        if not is_sent:
+            on_end(None)
+
+    def clear(self) -> None:
+        """Forget all questions, because the tier was reset."""
+        self._asked.clear()
+        self._gathered.clear()
+
+    def _answered(
+        self, chains: Sequence[Sequence[BlockHash]], epoch: int, done: JobDone | None
+    ) -> None:
+        """Note answers. What could not be found out counts as absent for some seconds, too."""
+        keys = [key for chain in chains for key in chain]
+        n = len(keys)
+        outcomes = (
+            [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
+        )
+        pairs = [*zip(keys, outcomes, strict=True)]
+        held = [key for key, outcome in pairs if outcome is BlockOutcome.OK]
+        self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
+
+    def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:
+        if epoch == self._memory.epoch:
+            for key in (*held, *absent):
+                self._asked.pop(key, None)
+            self._memory.note(epoch, held, absent)

@@ -1,0 +1,373 @@
+"""The remote tier below: `RemoteTier` implements the port `Below` with messages to a node.
+
+Nothing is known of a block until the server was asked. `may_hold` answers from memory, and
+`is_asking` has unknown blocks asked for at the end of the step. A block whose write, read or
+question failed is a miss; nothing here makes the engine wait longer than a deadline.
+
+The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
+that it may be evicted above, and is offered again at its next use.
+
+A reset is sent to the node, and again to the next node if that one dies before the server was
+told. Until it is answered, nothing is found and reads end as GONE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
+from ...handlers.node.remote_wire import PassOnJob, ResetDone
+from ...tiers.base import BlockHash, BlockOutcome
+from ...tiers.breaker import Breaker
+from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.remote_store import StoreOptions
+from ...tiers.remote.uploads import Offer, OfferRule
+from ..base import BlockEvent
+from ..counters import Departures, LinkCounters
+from ..flow import MAX_JOBS_IN_FLIGHT
+from ..state import TierState
+from .node_tier import NODE_STOP_S
+from .node_traffic import (
+    LOST,
+    STALLED_S,
+    Going,
+    NodeClient,
+    NodeFlow,
+    NodeReads,
+    Traffic,
+    answers_to_put,
+)
+from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .remote_feed import Questions, RemoteFeed
+
+MEDIUM = "REMOTE"
+UNBOUNDED_BLOCKS = 1 << 40
+"""Capacity of a tier that has none of its own."""
+_THERE = frozenset({BlockOutcome.OK, BlockOutcome.HELD})
+
+OnNote = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTierParts:
+    """Properties of a remote tier."""
+
+    facts: TierFacts
+    store: StoreOptions
+    """Limits of the tier; the node's store has the same."""
+    stall_s: float
+    """Time limit for stalled reads in seconds."""
+    with_events: bool = True
+
+
+class RemoteTier(Below):
+    """One tier on a server, whose blocks a node moves."""
+
+    def __init__(
+        self,
+        client_of: Callable[[OnNote], NodeClient],
+        parts: RemoteTierParts,
+        clock: Callable[[], float],
+    ) -> None:
+        """`client_of` makes the client of the node; it calls its argument with the node's notes.
+
+        `clock` returns monotonic seconds.
+        """
+        facts, limits = parts.facts, parts.store
+        self.tiers = (facts,)
+        self.links = (LinkCounters(),)
+        self.departures = (Departures(),)
+        self.feed = RemoteFeed()
+        self._client = client = client_of(self.feed.take)
+        self._clock = clock
+        self._medium = facts.medium
+        self._memory = memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
+        self._questions = Questions(client, self.feed, memory, clock, limits.deadline_s)
+        flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
+        self.reads = _RemoteReads(flow, parts.stall_s, memory)
+        rule = OfferRule(limits.when, limits.queue_bytes, facts.block_bytes, memory)
+        self.writes = _RemoteWrites(flow, rule, memory, self._note_stored)
+        self._with_events = parts.with_events
+        self._events: list[BlockEvent] = []
+        self._blocks = 0
+        """Number of blocks that this engine stored since the last reset."""
+        self._resets_due = 0
+        """Number of resets of which no node has told the server."""
+        self._is_reset_sent = False
+        self._reset = (0, True)
+        """Mark of the resets that are due, and whether one of them is this engine's own."""
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
+        if media is not None and self._medium not in media:
+            return 0
+        return 1 if self._memory.of(key) is Presence.HELD else 0
+
+    def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
+        self.feed.has_blocks = True  # or will have
+        if self._resets_due or self.rests(1):
+            return False
+        if media is not None and self._medium not in media:
+            return False
+        return self._questions.is_asking(key, owner)
+
+    def wants_again(self, key: BlockHash) -> bool:
+        return self.writes.rule.may_want(key)
+
+    def get(self, ticket: int, tier: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> None:
+        assert tier == 1, "there is one tier"
+        self.reads.get(ticket, keys, slots)
+
+    def put(self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int]) -> Sequence[Put]:
+        self.feed.has_blocks = True
+        may_send = self._is_reset_sent if self._resets_due else self.feed.mark is not None
+        return self.writes.put(ticket, keys, slots, may_send=may_send)
+
+    def touch(self, keys: Sequence[BlockHash]) -> None:
+        """Do nothing: the server keeps its own order of eviction, by its own reads."""
+
+    def settle(self, keys: Sequence[BlockHash]) -> None:
+        """Do nothing: see `touch`."""
+
+    def chain(self, keys: Sequence[BlockHash]) -> bool:
+        return False
+
+    # -- outcomes --------------------------------------------------------------------------
+
+    def poll(self) -> Sequence[Ended]:
+        reads, writes = self.reads, self.writes
+        if reads.jobs or writes.jobs:
+            self._client.poll()
+        self.feed.process()
+        reads.breaker.look_at_clock()
+        writes.breaker.look_at_clock()
+        ended = [*reads.ended, *writes.ended]
+        reads.ended.clear()
+        writes.ended.clear()
+        return ended
+
+    def take_lost(self) -> list[BlockHash]:
+        return []
+
+    def take_events(self) -> list[BlockEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
+        self._emit([key for key in keys if self.may_hold(key)])
+
+    # -- whether it takes anything -----------------------------------------------------------
+
+    def room(self, n: int) -> int:
+        return n
+
+    @property
+    def takes_puts(self) -> bool:
+        return True
+
+    @property
+    def is_blocked(self) -> bool:
+        return len(self.writes.jobs) >= MAX_JOBS_IN_FLIGHT
+
+    def rests(self, tier: int) -> bool:
+        return self.reads.breaker.is_open
+
+    def write_state(self) -> WriteState:
+        return WriteState(self.writes.breaker.is_stalled)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def keep_ahead(self) -> None:
+        """Do nothing: one tier writes to no lower tier."""
+
+    def maintain(self) -> int:
+        self._client.listen()
+        self.feed.process()
+        if self._resets_due and not self._is_reset_sent:
+            self._send_reset()
+        self._questions.send()
+        if not self.feed.was_reset():
+            return 0
+        self._forget()
+        return 1
+
+    def reset(self, mark: int = 0) -> None:
+        self._begin_reset(mark, is_new=True)
+
+    def pass_on(self, mark: int) -> None:
+        self._begin_reset(mark, is_new=False)
+
+    def take_marks(self) -> Sequence[int]:
+        marks, self.feed.marks = self.feed.marks, []
+        return marks
+
+    def wait(self, tickets: set[int], limit_s: float) -> None:
+        reads, writes = self.reads.open_tickets, self.writes.open_tickets
+        mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
+        if mine:
+            self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
+
+    def flush(self, means: FlushMeans, deadline_s: float) -> None:
+        """Do nothing: the last tier writes to no lower tier."""
+
+    def shutdown(self, deadline_s: float) -> bool:
+        left_s = max(NODE_STOP_S, deadline_s - self._clock())
+        has_ended = self._client.wait(self._is_quiet, left_s) or self._client.kill()
+        self.feed.process()
+        return has_ended
+
+    def state(self) -> list[TierState]:
+        (facts,) = self.tiers
+        return [
+            TierState(
+                facts.name,
+                facts.medium,
+                facts.block_bytes,
+                blocks=self._blocks,
+                capacity_blocks=facts.capacity,
+                dirty_blocks=0,
+                waiting_blocks=sum(len(job.keys) for job in self.reads.jobs.values()),
+                demote_jobs=len(self.writes.jobs),
+                is_blocked=self.writes.breaker.is_open,
+                is_reporter=False,  # nobody knows how many blocks a server holds
+                remote=self.feed.totals(),
+            )
+        ]
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Forget what older blocks became; their transfers under way leave nothing behind."""
+        self._memory.clear()
+        self._questions.clear()
+        self._blocks = 0
+
+    def _note_stored(self, keys: Sequence[BlockHash]) -> None:
+        self._blocks += len(keys)
+        self._emit(keys)
+
+    def _emit(self, keys: Sequence[BlockHash]) -> None:
+        if self._with_events and keys:
+            self._events.append(BlockEvent(tuple(keys), self._medium, False, self.tiers[0].name))
+
+    def _is_quiet(self) -> bool:
+        return not (self.writes.open_tickets or self.reads.open_tickets)
+
+    def _begin_reset(self, mark: int, *, is_new: bool) -> None:
+        if self._resets_due:
+            mark, is_new = max(mark, self._reset[0]), is_new or self._reset[1]
+        self._reset = mark, is_new
+        self._resets_due += 1
+        self._forget()
+        self._events.clear()
+        self.feed.begin_reset()
+        self._send_reset()
+
+    def _send_reset(self) -> None:
+        due, (mark, is_new) = self._resets_due, self._reset
+        order = ResetJob if is_new else PassOnJob
+
+        def end(done: ResetDone | None) -> None:
+            self.feed.end(lambda answer: self._end_reset(due, answer), done)
+
+        self._is_reset_sent = self._client.submit(lambda ticket: order(ticket, mark), end)
+
+    def _end_reset(self, due: int, done: ResetDone | None) -> None:
+        if done is None:
+            self._is_reset_sent = False  # `maintain` sends it to the next node
+        elif due == self._resets_due:
+            self._resets_due, self._is_reset_sent = 0, False
+            self.feed.end_reset(done.mark)
+
+
+class _RemoteReads(NodeReads[RemoteFeed]):
+    """All reads from the tier. A block that was not there is absent for some seconds."""
+
+    def __init__(self, flow: NodeFlow[RemoteFeed], stall_s: float, memory: PresenceMemory) -> None:
+        super().__init__(flow, stall_s)
+        self._memory = memory
+
+    def _land(self, going: Going, done: JobDone | None) -> None:
+        super()._land(going, done)
+        pairs = zip(going.keys, self.ended[-1].outcomes, strict=True)
+        lost = [key for key, outcome in pairs if outcome in LOST]
+        self._memory.note(self._memory.epoch, (), lost)
+
+
+class _RemoteWrites(Traffic[RemoteFeed]):
+    """All writes into the tier."""
+
+    def __init__(
+        self,
+        flow: NodeFlow[RemoteFeed],
+        rule: OfferRule,
+        memory: PresenceMemory,
+        on_stored: Callable[[Sequence[BlockHash]], None],
+    ) -> None:
+        super().__init__(flow, Breaker(flow.clock, STALLED_S))
+        self.rule = rule
+        self._memory = memory
+        self._on_stored = on_stored
+        self._epochs: dict[int, int] = {}
+        """Epoch of the blocks of each job in flight, by ticket."""
+
+    def put(
+        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], *, may_send: bool
+    ) -> Sequence[Put]:
+        """Start writing the blocks that the rule wants."""
+        is_open = may_send and not self.breaker.is_open
+        offers = [self.rule.answer(key, is_open) for key in keys]
+        self._flow.feed.unsent.update(
+            offer.value for offer in offers if offer in (Offer.FULL, Offer.RESTING)
+        )
+        started = [at for at, offer in enumerate(offers) if offer is Offer.QUEUED]
+        if started and not self._start(ticket, keys, slots, started):
+            started = []
+        return answers_to_put(len(keys), (), started, Put.ALREADY)
+
+    def _start(
+        self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
+    ) -> bool:
+        going = Going(ticket, [keys[at] for at in started], self._flow.clock())
+        packed = np.array([slots[at] for at in started], dtype=np.int32).tobytes()
+        self._epochs[ticket] = self._memory.epoch
+        mark = self._flow.feed.mark
+
+        def order(number: int) -> PutJob:
+            return PutJob(number, list(going.keys), packed, mark)
+
+        if self._submit(going, order):
+            return True
+        del self._epochs[ticket]
+        self.rule.end(going.keys, [False] * len(started))
+        self._flow.feed.unsent[Offer.RESTING.value] += len(started)
+        return False
+
+    def _land(self, going: Going, done: JobDone | None) -> None:
+        flow, counters = self._flow, self._flow.counters
+        outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
+        self.rule.end(going.keys, [outcome in _THERE for outcome in outcomes])
+        stored = [k for k, o in zip(going.keys, outcomes, strict=True) if o is BlockOutcome.OK]
+        held = [k for k, o in zip(going.keys, outcomes, strict=True) if o in _THERE]
+        counters.demote_s += time_s
+        counters.demote_latencies_s.append(flow.clock() - going.started_s)
+        counters.demoted_blocks += len(stored)
+        counters.demoted_bytes += len(stored) * flow.block_bytes
+        counters.demote_held_blocks += len(held) - len(stored)
+        counters.demote_no_space_blocks += outcomes.count(BlockOutcome.NO_SPACE)
+        counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
+        self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
+        counters.demote_openings = self.breaker.openings
+        size_bytes = len(stored) * flow.block_bytes
+        if self._epochs.pop(going.ticket) == self._memory.epoch:
+            self._memory.note(self._memory.epoch, held, ())
+            self._on_stored(held)
+        else:  # a reset came meanwhile
+            outcomes = [BlockOutcome.GONE] * len(outcomes)
+        given = [o if o in _THERE else BlockOutcome.REFUSED for o in outcomes]
+        self.ended.append(Ended(going.ticket, False, 1, given, size_bytes, time_s))

@@ -1,0 +1,54 @@
+"""What a reset leaves to the engines of later: nothing from before, nothing of changed weights."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.path_rig import PathRig, RigNode
+
+from kvcascade.tiers.nvme.path.path_messages import Committed, Reset
+
+BLOCKS = list(range(8))
+
+
+def reset(node: RigNode) -> None:
+    node.rig.send(node.client, Reset(1))
+    node.rig.step()
+
+
+def restart(rig: PathRig, *, is_clean: bool) -> RigNode:
+    """Every engine ends, and another one starts."""
+    rig.close() if is_clean else rig.kill()
+    rig.start()
+    return RigNode(rig)
+
+
+@pytest.mark.parametrize("is_clean", [True, False], ids=["closed", "killed"])
+def test_what_is_stored_after_a_reset_is_not_for_the_next_engine(is_clean: bool) -> None:
+    """It may be of weights that were updated in place: the next one loads those of the disk."""
+    rig = PathRig()
+    node = RigNode(rig)
+    node.store(BLOCKS)
+    for _ in range(2):
+        reset(node)
+        assert node.held(BLOCKS) == []
+        assert node.store(BLOCKS[:4]) == [Committed.OK] * 4
+    node = restart(rig, is_clean=is_clean)
+    assert node.held(BLOCKS) == []
+    assert node.store(BLOCKS[:4]) == [Committed.OK] * 4
+    for again in (is_clean, not is_clean):
+        node = restart(rig, is_clean=again)
+        assert node.held(BLOCKS) == BLOCKS[:4], "an engine that was not reset leaves its blocks"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reset_that_was_answered_outlives_a_loss_of_power(seed: int) -> None:
+    rng = random.Random(seed)
+    rig = PathRig(durability="power")
+    node = RigNode(rig)
+    node.store(BLOCKS)
+    reset(node)
+    rig.lose_power(rng)
+    rig.start()
+    assert RigNode(rig).held(BLOCKS) == []

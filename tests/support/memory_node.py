@@ -1,0 +1,281 @@
+"""`MemoryNode`: the node of an engine and the writer of its path, in memory and without threads.
+
+It is the client of a `NodeTier`. Its transfers are those of two `MemoryHandler`s, so they run when
+a test says so, and fail on command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from kvcascade.handlers.node.path_wire import (
+    GetJob,
+    JobDone,
+    NodeJoined,
+    NodeState,
+    PutJob,
+    ResetJob,
+    UseNote,
+    pack_outcomes,
+    unpack_slots,
+)
+from kvcascade.tiers.base import BlockHash, BlockOutcome, BlockStatus, CachePolicy, SlotSpec
+from kvcascade.tiers.nvme.path.path_messages import (
+    Epoch,
+    KeysListed,
+    ListKeys,
+    PathOptions,
+    Removed,
+    Stored,
+    TierFigures,
+    Why,
+)
+
+from .day_log import NotedBudget
+from .memory_backend import MemoryBackend
+from .memory_handler import MemoryHandler
+
+FOLDER = "/memory"
+LOST = (BlockOutcome.CORRUPT, BlockOutcome.GONE)
+"""Outcomes of reads after which the block leaves the tier."""
+
+OnEnd = Callable[[JobDone | None], None]
+
+
+class MemoryPresence:
+    """The face of a `PresenceTable`."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.slots: dict[bytes, int] = {}
+
+    def find(self, key: bytes) -> int:
+        """The slot of a block; -1 if it is absent."""
+        return self.slots.get(key, -1)
+
+
+class MemoryNode:
+    """A tier of memory behind a node."""
+
+    def __init__(
+        self,
+        arena: MemoryBackend,
+        backend: MemoryBackend,
+        policy: CachePolicy,
+        on_note: Callable[[Any], None],
+        *,
+        is_immediate: bool = False,
+        budget: NotedBudget | None = None,
+    ) -> None:
+        """`on_note` gets what a node says beside answers. For the rest see `MemoryHandler`."""
+        self.down = MemoryHandler(arena, backend, is_immediate)
+        self.up = MemoryHandler(backend, arena, is_immediate)
+        self.presence = MemoryPresence()
+        self._backend, self._policy, self._budget = backend, policy, budget
+        self._on_note = on_note
+        self._tickets = count(1)
+        self._ends: dict[int, tuple[OnEnd, Callable[[Sequence[BlockOutcome]], JobDone]]] = {}
+        """By ticket: who gets the answer, and what makes it of the outcomes of the transfers."""
+        self._evicted_blocks = 0
+        self._figures: TierFigures | None = None
+
+    def start(self) -> None:
+        """Join the path."""
+        size = self._backend.capacity
+        self._on_note(NodeJoined(NodeState.LEADING, FOLDER, size, 0, PathOptions(0)))
+        self._tell_figures()
+
+    # -- the client of a tier --------------------------------------------------------------------
+
+    def submit(self, order: Callable[[int], Any], on_end: OnEnd) -> bool:
+        """See `NodeClient`."""
+        ticket = next(self._tickets)
+        message = order(ticket)
+        match message:
+            case PutJob():
+                return self._put(message, on_end)
+            case GetJob():
+                return self._get(message, on_end)
+            case ResetJob():
+                self._forget()
+                self._on_note(Epoch(self.presence.epoch, ticket))
+                on_end(JobDone(ticket))
+        return True
+
+    def tell(self, message: Any) -> None:
+        """See `NodeClient`."""
+        match message:
+            case UseNote(keys, is_chain=True):
+                self._policy.note_chain([BlockHash(key) for key in keys])
+            case UseNote(keys, is_settle=True):
+                self._policy.settle([BlockHash(key) for key in keys])
+            case UseNote(keys):
+                self._policy.touch([BlockHash(key) for key in keys])
+            case ListKeys(after, limit):
+                known = sorted(key for key in self.presence.slots if key > after)
+                self._on_note(KeysListed(after, known[:limit]))
+
+    def flush(self) -> None:
+        """See `NodeClient`. Every order is taken at once."""
+
+    def poll(self) -> None:
+        """See `NodeClient`."""
+        for result in (*self.down.get_finished(), *self.up.get_finished()):
+            on_end, done = self._ends.pop(result.job_id)
+            assert result.outcomes is not None
+            on_end(done(result.outcomes))
+        self._tell_figures()
+
+    def listen(self) -> None:
+        """See `NodeClient`. A reset by another engine is seen here."""
+        if self._backend.is_overtaken:
+            self._backend.is_overtaken = False
+            self._forget()
+            self._on_note(Epoch(self.presence.epoch))
+        self.poll()
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Let transfers run, oldest first, until the condition holds."""
+        while True:
+            self.poll()
+            queued = [*self.down.queued, *self.up.queued]
+            if is_done() or not queued:
+                return is_done()
+            for handler in (self.down, self.up):
+                handler.step(min(queued))
+
+    def kill(self) -> bool:
+        """See `NodeClient`."""
+        return not self._ends
+
+    def die(self) -> None:
+        """The process of the node dies, and another one joins at once."""
+        lost, self._ends = self._ends, {}
+        for handler in (self.down, self.up):
+            handler.wait(set(handler.queued))
+            handler.get_finished()
+        for on_end, _ in lost.values():
+            on_end(None)
+        self._on_note(None)
+        self.start()
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def _put(self, order: PutJob, on_end: OnEnd) -> bool:
+        if not self.down.accepts:
+            return False
+        keys = [BlockHash(key) for key in order.keys]
+        granted = self._grant(keys)
+        epoch = self.presence.epoch
+        sources = unpack_slots(order.arena_slots)[[at for at, _ in granted]]
+
+        def done(outcomes: Sequence[BlockOutcome]) -> JobDone:
+            became = {at: outcome for (at, _), outcome in zip(granted, outcomes, strict=True)}
+            if epoch != self.presence.epoch:
+                became = dict.fromkeys(became, BlockOutcome.GONE)
+            self._commit([(keys[at], status, became[at]) for at, status in granted])
+            refused = BlockOutcome.CANCELLED
+            packed = pack_outcomes(tuple(became.get(at, refused) for at in range(len(keys))))
+            why = Why.GRANTED if len(granted) == len(keys) else Why.LATER
+            return JobDone(order.ticket, packed, why=why)
+
+        self._ends[order.ticket] = on_end, done
+        if self._budget is not None:
+            self._budget.started(len(granted) * self._backend.block_size)
+        target = self._backend.get_load_store_spec(
+            [keys[at] for at, _ in granted], [status for _, status in granted]
+        )
+        return self.down.transfer_async(order.ticket, (SlotSpec(sources), target))
+
+    def _commit(self, blocks: Sequence[tuple[BlockHash, BlockStatus, BlockOutcome]]) -> None:
+        """Take in the blocks of a put that arrived, and free the slots of the others."""
+        stored = [(key, status) for key, status, outcome in blocks if outcome is BlockOutcome.OK]
+        for key, status in stored:
+            status.ref_cnt = 0
+            self.presence.slots[key] = status.block_id
+        for _, status, outcome in blocks:
+            if outcome is not BlockOutcome.OK:
+                self._backend.free(status)
+        if self._budget is not None:
+            self._budget.ended(len(blocks) * self._backend.block_size)
+        if stored:
+            self._policy.insert_many([key for key, _ in stored], [each for _, each in stored])
+            self._on_note(Stored([key for key, _ in stored]))
+
+    def _grant(self, keys: Sequence[BlockHash]) -> list[tuple[int, BlockStatus]]:
+        """Give slots to the first keys, as many as can be had; evict for them."""
+        missing = len(keys) - self._backend.get_num_free_blocks()
+        removed: list[bytes] = []
+        for _ in range(missing):
+            evicted = self._policy.evict(1, ())
+            if evicted is None:
+                break
+            for key, status in evicted:
+                self._leave(key, status)
+                removed.append(key)
+        self._evicted_blocks += len(removed)
+        if removed:
+            self._on_note(Removed(removed))
+        room = min(len(keys), self._backend.get_num_free_blocks())
+        return list(enumerate(self._backend.allocate_blocks(keys[:room])))
+
+    def _get(self, order: GetJob, on_end: OnEnd) -> bool:
+        if not self.up.accepts:
+            return False
+        keys = [BlockHash(key) for key in order.keys]
+        slots = unpack_slots(order.arena_slots)
+        found = [(at, status) for at, key in enumerate(keys) if (status := self._policy.get(key))]
+        self._policy.touch([keys[at] for at, _ in found])
+        epoch = self.presence.epoch
+        for _, status in found:
+            status.ref_cnt += 1
+
+        def done(outcomes: Sequence[BlockOutcome]) -> JobDone:
+            became = dict.fromkeys(range(len(keys)), BlockOutcome.GONE)
+            for (at, status), outcome in zip(found, outcomes, strict=True):
+                status.ref_cnt -= 1
+                if epoch != self.presence.epoch:
+                    if status.ref_cnt == 0:
+                        self._backend.free(status)
+                    continue
+                became[at] = outcome
+                if outcome in LOST and self._policy.get(keys[at]) is status:
+                    self._policy.remove(keys[at])
+                    self._leave(keys[at], status)
+                    self._on_note(Removed([keys[at]]))
+            return JobDone(order.ticket, pack_outcomes(tuple(became.values())))
+
+        self._ends[order.ticket] = on_end, done
+        source = self._backend.get_load_store_spec(
+            [keys[at] for at, _ in found], [status for _, status in found]
+        )
+        target = SlotSpec(slots[[at for at, _ in found]])
+        return self.up.transfer_async(order.ticket, (source, target))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _leave(self, key: BlockHash, status: BlockStatus) -> None:
+        self.presence.slots.pop(key, None)
+        self._backend.free(status)
+
+    def _forget(self) -> None:
+        """A reset, by whatever engine. Slots in use come back when their transfers end."""
+        self.presence.epoch += 1
+        self.presence.slots.clear()
+        self._policy.clear()
+        self._backend.reset()
+
+    def _tell_figures(self) -> None:
+        budget = self._budget
+        figures = TierFigures(
+            len(self.presence.slots),
+            self._backend.capacity,
+            self._evicted_blocks,
+            None if budget is None else budget.left_bytes(),
+            is_reporter=True,
+        )
+        if figures != self._figures:
+            self._figures = figures
+            self._on_note(figures)

@@ -1,0 +1,140 @@
+"""Remote tiers over one twin of a server, without processes and sockets.
+
+Messages and calls wait in queues until the rig is pumped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvcascade.handlers.node.remote_node import RemoteNode
+from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
+from kvcascade.manager.below.port import TierFacts
+from kvcascade.manager.below.remote_tier import (
+    MEDIUM,
+    UNBOUNDED_BLOCKS,
+    RemoteTier,
+    RemoteTierParts,
+)
+from kvcascade.tiers.remote.remote_store import StoreOptions
+
+from .clock import ManualClock
+from .executors import SteppingExecutor
+from .memory_backend import MemoryBackend
+from .remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
+from .remote_twin import RemoteTwin
+
+ARENA_SLOTS = 64
+MAX_PUMPS = 10_000
+
+
+class RemoteTierRig:
+    """One engine: its tier, and the node of it. Several may share a server and a clock."""
+
+    def __init__(
+        self,
+        twin: RemoteTwin | None = None,
+        clock: ManualClock | None = None,
+        options: StoreOptions = THROUGH,
+        slots: int = ARENA_SLOTS,
+    ) -> None:
+        self.twin = RemoteTwin() if twin is None else twin
+        self.clock = ManualClock() if clock is None else clock
+        self.arena = MemoryBackend(PAYLOAD_BYTES, slots, medium="CPU")
+        self.options = options
+        self.answers: deque[bytes] = deque()
+        self.start_node()
+        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, is_lasting=True)
+        self.tier = RemoteTier(
+            self._client_of, RemoteTierParts(facts, options, stall_s=10.0), self.clock
+        )
+
+    def start_node(self) -> None:
+        """A new node; what an earlier one had is lost."""
+        self.answers.clear()
+        self.calls = SteppingExecutor()
+        host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
+        memory = memoryview(self.arena.data)
+        self.node = RemoteNode(host.store, memory, PAYLOAD_BYTES, self._tell, self.clock)
+        host.store.begin()
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        self.answers.append(msgspec.msgpack.encode(message))
+
+    def _client_of(self, take: Callable[[Any], None]) -> PumpedNode:
+        self.client = PumpedNode(self, take)
+        return self.client
+
+    def step(self) -> bool:
+        """One call of the server; False if none waits."""
+        self.node.work()
+        return self.calls.step()
+
+    def pump(self) -> None:
+        """Let the node do all that it can, and the tier take it in."""
+        for _ in range(MAX_PUMPS):
+            if not self.step():
+                break
+        self.node.work()
+        self.client.poll()
+        self.tier.feed.process()
+
+
+class PumpedNode:
+    """The `NodeClient` of a rig."""
+
+    def __init__(self, rig: RemoteTierRig, take: Callable[[Any], None]) -> None:
+        self._rig = rig
+        self._take = take
+        self._ticket = 0
+        self._jobs: dict[int, Callable[[Any], None]] = {}
+        self.is_up = True
+
+    def submit(self, order: Callable[[int], Any], on_end: Callable[[Any], None]) -> bool:
+        if not self.is_up:
+            return False
+        self._ticket += 1
+        self._jobs[self._ticket] = on_end
+        message = msgspec.msgpack.encode(order(self._ticket))
+        self._rig.node.order(to_remote_node.decode(message))
+        return True
+
+    def tell(self, message: Any) -> None:
+        raise AssertionError("a remote node gets no notes")
+
+    def poll(self) -> None:
+        answers = self._rig.answers
+        while answers:
+            message = from_remote_node.decode(answers.popleft())
+            ticket = getattr(message, "ticket", None)
+            if ticket is None:
+                self._take(message)
+            else:
+                self._jobs.pop(ticket)(message)
+
+    def listen(self) -> None:
+        self._rig.node.work()
+        self.poll()
+
+    def wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        for _ in range(MAX_PUMPS):
+            self.listen()
+            if is_done() or not self._rig.step():
+                break
+        self.listen()
+        return is_done()
+
+    def die(self) -> None:
+        """The node's process dies, and another one is there at once."""
+        lost, self._jobs = self._jobs, {}
+        self._rig.start_node()
+        for on_end in lost.values():
+            on_end(None)
+        self._take(None)
+
+    def kill(self) -> bool:
+        return not self._jobs

@@ -1,0 +1,101 @@
+"""The real engine with a remote tier: a second engine finds what the first one computed.
+
+The model is a small Llama with random weights in float32: a damaged block shows as another token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from support.engine_rig import Engine, engine_options
+from support.remote_servers import HOST, ServerProcess, redis_server
+from support.waiting import wait_until
+
+from kvcascade.tools.dev.model import make_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * BLOCK_TOKENS * 2 * 128 * 4
+"""Layers, tokens, K and V, KV heads times head size, float32."""
+PROMPT_TOKENS = 1000
+PROMPTS = 4
+CACHED_TOKENS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+BLOCKS = PROMPTS * (CACHED_TOKENS // BLOCK_TOKENS)
+ROUNDS_MAX, ROUND_S = 200, 0.1
+WRITTEN = "vllm:kvcascade_demoted_blocks[remote]"
+READ = "vllm:kvcascade_promoted_blocks[remote]"
+
+
+@pytest.fixture
+def redis() -> Iterator[ServerProcess]:
+    server = redis_server()
+    yield server
+    server.kill()
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+def tiers(shared: str, port: int, nvme: Path | None, **options: Any) -> list[dict[str, Any]]:
+    """A CPU tier, an NVMe tier in a folder if one is given, and the server."""
+    cpu = {"type": "cpu", "capacity": 72 * BLOCK_BYTES * 4 + 4096, "arena_dir": shared}
+    capacity = 320 * (BLOCK_BYTES + 4096) * 16 // 15
+    disk = {"type": "nvme", "path": str(nvme), "capacity": capacity, "min_free": 0}
+    remote = {"type": "remote", "url": f"redis://{HOST}:{port}", **options}
+    return [cpu, *([] if nvme is None else [disk]), remote]
+
+
+def tokens(answers: Any) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def has_written(engine: Engine, blocks: int) -> bool:
+    return engine.metrics().get(WRITTEN, 0) >= blocks
+
+
+@pytest.mark.parametrize("has_nvme", [False, True])
+def test_a_second_engine_finds_what_the_first_one_computed(
+    tmp_path: Path, redis: ServerProcess, monkeypatch: pytest.MonkeyPatch, has_nvme: bool
+) -> None:
+    """Its own tiers are empty. It also serves when the server dies, or is down at its start."""
+    monkeypatch.setenv("KVCASCADE_NODES", "1")
+    model, asked = make_llama(tmp_path / "llama"), prompts()
+    log = tmp_path / "engine.log"
+    with TemporaryDirectory(dir="/dev/shm") as shared:
+
+        def engine(name: str, **options: Any) -> Engine:
+            nvme = tmp_path / name if has_nvme else None
+            extra: dict[str, Any] = {"tiers": tiers(shared, redis.port, nvme, **options)}
+            extra |= {"load_or_recompute": False, "write_mode": "through"}
+            return Engine(log, engine_options(model, 160, extra))
+
+        with engine("first", writes="through") as first:
+            expected: list[list[int]] = []
+            for number, prompt in enumerate(asked, start=1):  # a chain has few blocks in flight
+                expected += tokens(first.generate([prompt]))
+                written = partial(has_written, first, number * BLOCKS // PROMPTS)
+                wait_until(written, ROUNDS_MAX, ROUND_S)
+            first.stop()
+        with engine("second") as second:
+            answers = second.generate(asked)
+            assert tokens(answers) == expected
+            assert [answer["cached"] for answer in answers] == [CACHED_TOKENS] * PROMPTS
+            assert second.metrics()[READ] == BLOCKS
+            redis.kill()
+            rng = random.Random(8)
+            new = [[rng.randrange(1000) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
+            assert len(tokens(second.generate(new))) == 2
+            second.stop()
+        with engine("alone") as alone:  # the server is down
+            assert tokens(alone.generate(asked)) == expected
+            alone.stop()
+        assert not list(Path(shared).iterdir())

@@ -1,1 +1,0 @@
-"""Reading and repairing a namespace from outside its engines."""

@@ -1,0 +1,157 @@
+"""Namespaces that are being opened on an I/O thread, one after the other.
+
+After a loss of power an opening scans the block table, which takes minutes for a large tier. The
+writer serves all open namespaces meanwhile. Everything but the opening itself runs on the writer's
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .....errors import ClosedError, KVCascadeError, NoSpaceError
+from .namespace_home import NamespaceHome
+from .namespace_start import StartMeans, open_namespace_writer
+from .namespace_writer import NamespaceWriter
+
+ROOM_LIMIT_S = 5.0
+"""Longest time that a new namespace waits until others have made room for its tables."""
+
+Opened = NamespaceWriter | KVCascadeError
+"""Result of an opening."""
+
+
+class BeingOpenedError(Exception):
+    """A message needs a namespace that is being opened; it is handled again afterwards."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceToOpen:
+    """A namespace to open, and the options with which it is opened."""
+
+    name: str
+    home_of: Callable[[], NamespaceHome]
+    """Function that opens its directories. Raises a `KVCascadeError`."""
+    policy: str
+    is_durable: bool
+    bytes_by_path: Sequence[int] = ()
+    """Bytes that a new namespace takes in each path before it counts as open."""
+    is_for_room: bool = False
+    """True if no client needs it: its segments are to be taken."""
+    begun_s: float = 0.0
+
+
+class NamespaceOpenings:
+    """Openings that are under way or wait for their turn."""
+
+    def __init__(
+        self,
+        means: StartMeans,
+        roots: Sequence[Path],
+        executor: Executor,
+        lack_of: Callable[[NamespaceToOpen], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """`lack_of` says why there is no room for a new namespace; empty if there is."""
+        self._means = means
+        self._lack_of = lack_of
+        self._clock = clock
+        self.lacks_room = False
+        """True while a new namespace waits for room."""
+        self._runs = ""
+        """Name of the namespace that is being opened now."""
+        self._roots = tuple(roots)
+        self._executor = executor
+        self._waiting: dict[str, NamespaceToOpen] = {}
+        """Openings in order; the first one runs."""
+        self._running: Future[Opened] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_room_coming(self) -> bool:
+        """True while a namespace is being opened whose segments are to be taken."""
+        return any(each.is_for_room for each in self._waiting.values())
+
+    def begin(self, opening: NamespaceToOpen) -> None:
+        """Open a namespace, unless that is under way."""
+        known = self._waiting.setdefault(opening.name, replace(opening, begun_s=self._clock()))
+        if opening.is_for_room and not known.is_for_room:
+            self._waiting[opening.name] = replace(known, is_for_room=True)
+        self._go_on()
+
+    def take(self) -> list[tuple[NamespaceToOpen, Opened]]:
+        """Return what has been opened, or could not be opened, since the last call."""
+        ended: list[tuple[NamespaceToOpen, Opened]] = []
+        self._go_on()
+        while self._running is not None and self._running.done():
+            ended.append((self._waiting.pop(self._runs), self._running.result()))
+            self._running = None
+            self._go_on()
+        return ended
+
+    def bytes_in(self, path: int) -> int:
+        """Return the bytes of new namespaces in a path."""
+        return sum(
+            each.bytes_by_path[path] for each in self._waiting.values() if each.bytes_by_path
+        )
+
+    @property
+    def folders(self) -> frozenset[Path]:
+        """Directories of all of them."""
+        return frozenset(root / name for root in self._roots for name in self._waiting)
+
+    def close(self) -> None:
+        """Give up all openings. One that runs is closed again as a kill would, once it ends."""
+        running, self._running = self._running, None
+        self._waiting.clear()
+        if running is not None and not running.cancel():
+            running.add_done_callback(_abandon)
+
+    def _go_on(self) -> None:
+        if self._running is not None:
+            return
+        self.lacks_room = False
+        for opening in self._waiting.values():
+            lack = self._lack_of(opening)
+            if lack and self._clock() - opening.begun_s < ROOM_LIMIT_S:
+                self.lacks_room = True
+                continue
+            self._runs, self._running = opening.name, Future()
+            if lack:
+                self._running.set_result(NoSpaceError(lack))
+                return
+            try:
+                self._running = self._executor.submit(self._open, opening)
+            except RuntimeError:  # the executor is shutting down
+                closing = ClosedError("the writer of the path is closing; try again")
+                self._running.set_result(closing)
+            return
+
+    def _open(self, opening: NamespaceToOpen) -> Opened:
+        """Open a namespace. Runs on an I/O thread."""
+        try:
+            home = opening.home_of()
+            return open_namespace_writer(
+                self._means, home, opening.policy, is_durable=opening.is_durable
+            )
+        except KVCascadeError as error:
+            return error
+
+
+def _abandon(ended: Future[Opened]) -> None:
+    if ended.exception() is None:
+        found = ended.result()
+        if isinstance(found, NamespaceWriter):
+            found.abandon()

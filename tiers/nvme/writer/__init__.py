@@ -1,1 +1,0 @@
-"""Decisions about space: capacity, ownership, growth and repairs."""
