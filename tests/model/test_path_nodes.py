@@ -184,16 +184,16 @@ class World:
         what, rig = self.rng.random(), self.rigs[at]
         if rig.writer is None:
             rig.writer = self.dead[at].successor()
-            rig.twin.is_opening = self.rng.random() < 0.5
+            rig.twin.is_opening = self.rng.random() < 0.25
         elif rig.twin.is_opening:
             rig.twin.has_opened()
+        elif rig.twin.is_stalled and what < 0.7:
+            rig.twin.go_on()
         elif what < 0.3:
             self.killed += 1
             self.dead[at] = rig.kill_writer()
         elif what < 0.5:
             rig.twin.is_stalled = True
-        elif what < 0.6:
-            rig.twin.go_on()
         elif what < 0.8:
             self.rng.choice(self.engines).twins[at].cut()
         elif not rig.twin.is_stalled:
