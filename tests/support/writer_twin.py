@@ -29,7 +29,6 @@ from kvcascade.tiers.nvme.path.path_messages import (
     KeysListed,
     ListKeys,
     NamespaceSpec,
-    Opening,
     PathOptions,
     Read,
     Refused,

@@ -136,9 +136,7 @@ class RemoteStore:
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
-            OfferRule(
-                options.when, options.queue_bytes, objects.payload_bytes, self._link.memory
-            ),
+            OfferRule(options.when, options.queue_bytes, objects.payload_bytes, self._link.memory),
         )
 
         def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
