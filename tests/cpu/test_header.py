@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.errors import ConfigError, FormatError
+from kvcascade.errors import ConfigError, FormatError, KVCascadeError
 from kvcascade.tiers.cpu import header
 from kvcascade.tiers.cpu.header import (
     HEADER_BYTES,
@@ -98,3 +98,19 @@ def test_a_damaged_record_is_refused() -> None:
     page[header.record_offset(0) + 4] = 99
     with pytest.raises(FormatError, match="record 0"):
         header.read_record(memoryview(page), 0)
+
+
+@pytest.mark.parametrize("damage", [b"\0", b"\xff", b"\xa5\x5a\x3c"], ids=["zero", "ones", "noise"])
+@pytest.mark.parametrize("offset", [0, 9, 13, 20, 44, 70, 130])
+def test_a_damaged_header_is_never_joined(damage: bytes, offset: int) -> None:
+    """Fixed part: a checksum; state: not ready. Nobody maps memory of another shape by mistake."""
+    page = page_of()
+    header.mark_ready(memoryview(page))
+    whole = bytes(page)
+    page[offset : offset + len(damage)] = damage
+    if bytes(page) == whole or not header.is_ready(bytes(page)):
+        return
+    try:
+        assert header.read_fixed(bytes(page), "arena") == SAMPLE, "what is read is what was written"
+    except KVCascadeError as refusal:
+        assert "arena" in str(refusal)

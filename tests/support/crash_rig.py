@@ -14,7 +14,8 @@ import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import forkserver
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,28 @@ import psutil
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade, open_worker
 from kvcascade.config.schema import CascadeConfig, parse
 from kvcascade.handlers.device.copier import GpuBlocks
+from kvcascade.handlers.node.path_io import SEGMENTS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
-from kvcascade.tiers.nvme.namespace import NamespaceKey
-from kvcascade.tiers.nvme.opening import open_nvme_tier
-from kvcascade.tiers.nvme.tier import NvmeTier, NvmeTierConfig
-from kvcascade.tiers.nvme.writer.capacity import capacity_for
-from kvcascade.tiers.policies import OrderedPolicy, create, known_names
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.path.block_reader import BlockReader
+from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
+from kvcascade.tiers.nvme.path.path_lock import try_lead
+from kvcascade.tiers.nvme.path.path_messages import (
+    PROTOCOL,
+    Hello,
+    NamespaceSpec,
+    PathOptions,
+    Refused,
+    Welcome,
+)
+from kvcascade.tiers.nvme.path.payload_files import PayloadFiles
+from kvcascade.tiers.nvme.path.presence_file import boot_id
+from kvcascade.tiers.nvme.path.writer.namespace_start import StartMeans
+from kvcascade.tiers.nvme.path.writer.namespace_writer import NamespaceWriter
+from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
+from kvcascade.tiers.nvme.path.writer.path_writer import PathWriter
+from kvcascade.tiers.policies import known_names
 
 from .executors import InlineExecutor
 from .waiting import wait_until
@@ -88,7 +105,13 @@ class Setup:
     def capacity_bytes(self) -> int:
         """Room for `nvme_slots` blocks."""
         segments = -(-self.nvme_slots // SLOTS_PER_SEGMENT)
-        return capacity_for(segments, SLOTS_PER_SEGMENT, SLOT_BYTES) + 4096
+        return capacity_of(segments, SLOTS_PER_SEGMENT, SLOT_BYTES) + 4096
+
+    @property
+    def path_options(self) -> PathOptions:
+        """Options of the path as the engines give them."""
+        segment_bytes = SLOTS_PER_SEGMENT * SLOT_BYTES
+        return PathOptions(self.capacity_bytes, segment_bytes=segment_bytes)
 
     def settings(self) -> CascadeConfig:
         """The configuration of every process of the engine."""
@@ -245,7 +268,7 @@ def scheduler_main(
         steps_until_flushed=3,
         with_events=True,
     )
-    report.send(("open", cascade.nvme_tiers[0].report.blocks))
+    report.send(("open", cascade.manager.tier_states()[1].blocks))
     scheduler = Scheduler(cascade, workers, report)
     rng = random.Random(seed)
     try:
@@ -372,42 +395,57 @@ class Engine:
 
 
 def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
-    """Open the tier alone and read every block of it; the keys that it holds.
+    """Open the tier as the next engine does, and read every block of it; the keys that it holds.
 
-    Asserts that each one is right for the weights on disk, and that free and used slots add up.
+    Asserts that each one is right for the weights on disk, and that no two share a slot.
     """
-    tier = _open_alone(setup)
-    assert tier is not None
-    policy = create("lru", tier.backend.capacity, tier.directory, tier.arrays)
-    assert isinstance(policy, OrderedPolicy)
-    if tier.recovered:
-        policy.reconcile(tier.live_slots())
+    fs = RealFileSystem()
+    lock = try_lead(fs, setup.path)
+    assert lock is not None, "nobody holds the path"
+    means = StartMeans(fs, time.time, open_block_table, boot_id())
+    writer = PathWriter(means, [setup.path], setup.path_options, monotonic, InlineExecutor())
     try:
-        entries = list(tier.index.keys())
-        for start in range(0, len(entries), READ_AT_ONCE):
-            part = entries[start : start + READ_AT_ONCE]
-            keys = [BlockHash(key) for key, _ in part]
+        namespace = _open_alone(setup, writer)
+        keys = list(_keys_of(namespace))
+        slots = [namespace.presence.find(key) for key in keys]
+        assert len(set(slots)) == len(keys) == namespace.space.used and min(slots, default=0) >= 0
+        folders = [folder / SEGMENTS for folder in namespace.home.folders]
+        files = PayloadFiles(fs, folders, namespace.home.layout)
+        reader = BlockReader(namespace.presence, files)
+        for start in range(0, len(keys), READ_AT_ONCE):
+            part = [BlockHash(key) for key in keys[start : start + READ_AT_ONCE]]
             buffers = [bytearray(SLOT_BYTES) for _ in part]
-            views = [memoryview(buffer) for buffer in buffers]
-            outcomes = tier.store.read(keys, [entry.slot for _, entry in part], views)
-            assert set(outcomes) == {BlockOutcome.OK}, "what is listed is there"
-            for key, buffer in zip(keys, buffers, strict=True):
+            done = reader.read(part, list(map(memoryview, buffers)))
+            assert set(done.outcomes) == {BlockOutcome.OK}, "what is listed is there"
+            for key, buffer in zip(part, buffers, strict=True):
                 assert bytes(buffer) == row(key, DISK_VERSION), "wrong bytes"
-        used = sorted(entry.slot for _, entry in entries)
-        assert tier.live_slots().tolist() == used, "one slot per block, one block per slot"
-        assert tier.backend.get_num_free_blocks() + len(used) == tier.backend.available
-        return {key for key, _ in entries}
+        files.close()
+        return set(keys)
     finally:
-        tier.close(clean=close_clean)
+        writer.close(is_clean=close_clean)
+        lock.release()
 
 
-def _open_alone(setup: Setup) -> NvmeTier | None:
+def _keys_of(namespace: NamespaceWriter) -> Iterator[bytes]:
+    last = b""
+    while batch := namespace.keys_after(last, READ_AT_ONCE):
+        yield from batch
+        last = batch[-1]
+
+
+def _open_alone(setup: Setup, writer: PathWriter) -> NamespaceWriter:
+    """Say hello to the writer as an engine that starts."""
     (description,) = setup.path.glob("*/namespace.json")
     document = json.loads(description.read_text())
-    config = NvmeTierConfig(
-        paths=(setup.path,),
-        capacity_bytes=setup.capacity_bytes,
-        block_bytes=SLOT_BYTES,
-        key=NamespaceKey(document["label"], document["fields"]),
+    spec = NamespaceSpec(
+        document["label"], json.dumps(document["fields"]).encode(), b"{}", SLOT_BYTES
     )
-    return open_nvme_tier(config, InlineExecutor())
+    writer.connect(1)
+    paths = (str(setup.path),)
+    writer.receive(1, Hello(PROTOCOL, "look", paths, spec, setup.path_options))
+    welcomes: list[Welcome] = []
+    while not welcomes:
+        replies = [message for _, message in writer.step()]
+        assert not any(isinstance(message, Refused) for message in replies), replies
+        welcomes = [message for message in replies if isinstance(message, Welcome)]
+    return writer.namespaces[welcomes[0].folder]
