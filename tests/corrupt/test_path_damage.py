@@ -151,7 +151,7 @@ DAMAGES: dict[str, Damage] = {
     "empty": lambda path, offset, twin: os.truncate(path, 0),
     "extend": lambda path, offset, twin: os.truncate(path, path.stat().st_size + 9999),
     "delete": lambda path, offset, twin: path.unlink(),
-    "folder": replaced(lambda path: (path.mkdir(), (path / "x").write_bytes(b"x"))),
+    "folder": replaced(lambda path: (path / "x").mkdir(parents=True)),
     "fifo": replaced(os.mkfifo),
     "link": linked,
     "loop": replaced(lambda path: path.symlink_to(path)),

@@ -100,6 +100,7 @@ def test_a_killed_writer_of_many_blocks(tmp_path: Path, entries: int) -> None:
             others = [each for each in pair if each is not leader]
             new = range(1000 + 8 * round_number, 1008 + 8 * round_number)
             assert resume_s(leader, others[0], new) < RESUME_LIMIT_S
+            leader.until(lambda e=leader: e.state is not NodeState.LEADING)  # type: ignore[misc]
             for each in pair:
                 each.until(lambda each=each: each.tier.takes_puts)  # type: ignore[misc]
                 assert list(each.get(KNOWN)) == [OK] * len(KNOWN)
