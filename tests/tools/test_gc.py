@@ -337,6 +337,35 @@ def test_a_stopped_writer_is_one_sentence(tmp_path: Path, engine: PathEngine) ->
     assert list(engine.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
 
 
+@pytest.mark.parametrize("resets", [0, 1])
+def test_a_namespace_that_leaves_between_two_writers_costs_an_engine_its_blocks(
+    tmp_path: Path, engine: PathEngine, resets: int
+) -> None:
+    """The command leads while the engine is stopped and its writer is gone."""
+    root = tmp_path / "kv"
+    other = engine_on(root, is_thread=False)
+    for _ in range(resets):
+        other.tier.reset()
+        other.until(lambda: not other.tier._resets_due)
+        assert set(other.put(range(BLOCKS))) == {BlockOutcome.OK}
+    assert list(other.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+    other.signal(signal.SIGSTOP)
+    engine.kill()
+    folder = folder_in(root)
+    answer = call("gc", root, "-n", folder.name, "--remove-namespace", "--json")
+    assert answer.code == ExitCode.OK and answer.one["was_removed"] and not folder.exists()
+    other.signal(signal.SIGCONT)
+    assert BlockOutcome.OK not in other.get(range(100, 104))
+    other.get(range(BLOCKS))  # whatever the outcome, `get` compares the bytes
+    other.until(lambda: folder.exists() and other.tier.takes_puts)
+    other.until(lambda: other.holds(range(BLOCKS)) == [])
+    assert BlockOutcome.OK not in other.get(range(BLOCKS))
+    assert set(other.put(range(BLOCKS))) == {BlockOutcome.OK}
+    assert list(other.get(range(BLOCKS))) == [BlockOutcome.OK] * BLOCKS
+    other.close()
+    assert call("verify", root).code == ExitCode.OK
+
+
 # ---- what cannot be read ---------------------------------------------------------------------
 
 

@@ -86,6 +86,9 @@ def test_a_closed_cache(tmp_path: Path) -> None:
     assert found["policies"][0]["name"] == "lru" and found["policies"][0]["held"] == 20
     assert found["disk_bytes"] > found["index_bytes"] > 0 and found["sessions"] == 1
     assert found["disk_bytes"] >= 20 * BLOCK and found["parts_missing"] == []
+    path = answer.document["path"]
+    assert path["writer"] is None and path["capacity_bytes"] == 64 << 20
+    assert path["paths"] == [str(tmp_path)] and path["used_bytes"] > 0 and path["policy"] == "lru"
     assert call("inspect", folder, "--json").one["name"] == found["name"]
     shown = " ".join(call("inspect", tmp_path).out.split())
     assert f"20 of {found['capacity_slots']:,} slots" in shown and found["fingerprint"] in shown
@@ -98,6 +101,7 @@ def test_beside_an_engine(tmp_path: Path, engine: PathEngine) -> None:
     assert (answer.one["state"], answer.one["blocks"]) == ("live", 20)
     assert answer.one["engines"] == ["the engine"] and answer.one["granted_slots"] == 0
     assert answer.one["problem"] is None
+    assert f"process {engine.mover.pid} " in answer.document["path"]["writer"]
     engine.put(range(100, 116))
     assert call("inspect", tmp_path / "kv", "--json").one["blocks"] == 36
     assert engine.holds(range(20)) == list(range(20))
@@ -121,6 +125,7 @@ def test_a_stopped_writer_is_named_and_what_the_files_say_is_shown(
     answer = call("inspect", tmp_path / "kv", "--json")
     assert answer.code == ExitCode.PROBLEMS
     found = answer.one
+    assert answer.document["path"] is None
     assert (found["blocks"], found["state"]) == (20, "not known")
     assert "does not answer" in found["problem"] and "which is stopped" in found["problem"]
     assert str(engine.mover.pid) in found["problem"]

@@ -25,6 +25,7 @@ from ...tiers.nvme.path.saved_state import SavedState
 from ...tiers.nvme.path.writer.block_questions import MAX_BLOCKS_PER_ANSWER
 from ...tiers.nvme.path.writer.namespace_home import STATE, read_description
 from ...tiers.nvme.path.writer.path_options import load_record, was_reset
+from ...tiers.nvme.path.writer_note import load_note
 from ...tiers.nvme.segments.format import SegmentLayout
 from .path_folders import (
     MAX_NAMES_SHOWN,
@@ -117,6 +118,18 @@ class OpenPath:
     def facts(self, name: str) -> dict[str, Any]:
         """Return numbers of blocks, slots and resets of a namespace, and its totals."""
         return self.session.ask("namespace", name=name)
+
+    def about(self) -> dict[str, Any]:
+        """Return the options in force, the bytes that are taken, and the writer of the path."""
+        stat = self.session.ask("stat")
+        note = None if self.session.is_writer else load_note(self._fs, self.roots[0])
+        return {
+            "paths": [str(root) for root in self.roots],
+            "writer": None if note is None else note.shown,
+            "used_bytes": stat["bytes"],
+            "budget_left_bytes": stat["budget_left_bytes"],
+            **stat["options"],
+        }
 
     def was_reset(self, name: str) -> bool:
         """Return True if engines were reset since the first of them started."""

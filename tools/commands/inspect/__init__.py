@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,10 +95,10 @@ def _all(
 ) -> ExitCode:
     from .. import show
     from ..path_folders import choose
-    from .inspect_view import print_reports
+    from .inspect_view import print_path, print_reports
 
     check_place("--plot", plot)
-    chosen, reports = _reports(path, also, namespace, arena_dir)
+    chosen, reports, about = _reports(path, also, namespace, arena_dir)
     if plot is not None:
         from .inspect_plot import plot_namespace
 
@@ -107,9 +107,11 @@ def _all(
     if url is not None:
         reports = _with_dirty_share(reports, url)
     if as_json:
-        emit("inspect", {"namespaces": [each.as_json() for each in reports]})
+        emit("inspect", {"namespaces": [each.as_json() for each in reports], "path": about})
     else:
         print_reports(show.console(), reports)
+        if about is not None:
+            print_path(show.console(), about)
         if plot is not None:
             print(f"Saved {plot}")
     is_bad = any(each.problem or each.segments_damaged for each in reports)
@@ -118,8 +120,12 @@ def _all(
 
 def _reports(
     path: Path, also: list[Path] | None, namespace: str | None, arena_dir: Path
-) -> tuple[Sequence[NamespaceFolder], list[NamespaceReport]]:
-    """Report on the chosen namespaces; if the path cannot be opened, with what its files say."""
+) -> tuple[Sequence[NamespaceFolder], list[NamespaceReport], dict[str, Any] | None]:
+    """Report on the chosen namespaces and the path.
+
+    If the path cannot be opened, the reports have what the files say, and nothing is said of the
+    path itself.
+    """
     from ....tiers.nvme.disk.filesystem import RealFileSystem
     from ..path_blocks import open_path
     from ..path_folders import chosen_of, folders_in
@@ -132,11 +138,12 @@ def _reports(
         if any(each.is_readable for each in chosen):
             with open_path(path, also) as opened:
                 inspector = Inspector(fs, opened, arena_dir=arena_dir)
-                return chosen, [inspector.report(each) for each in chosen]
+                reports = [inspector.report(each) for each in chosen]
+                return chosen, reports, opened.about()
     except KVCascadeError as error:
         problem = sentence(error)
     inspector = Inspector(fs, None, problem, arena_dir=arena_dir)
-    return chosen, [inspector.report(each) for each in chosen]
+    return chosen, [inspector.report(each) for each in chosen], None
 
 
 def _with_dirty_share(reports: list[NamespaceReport], url: str) -> list[NamespaceReport]:

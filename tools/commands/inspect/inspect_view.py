@@ -31,6 +31,20 @@ def print_reports(console: Console, reports: Sequence[NamespaceReport]) -> None:
         console.print(_render(report))
 
 
+def print_path(console: Console, about: Mapping[str, Any]) -> None:
+    """Print the options in force of a path, and its writer."""
+    budget = about["write_budget_bytes"]
+    left = f"{show.size(about['budget_left_bytes'])} left of {show.size(budget)} in a day"
+    rows = [
+        ("writer", about["writer"] or "none but this command"),
+        ("in use", f"{show.size(about['used_bytes'])} of {show.size(about['capacity_bytes'])}"),
+        ("write budget", "none" if budget is None else left),
+        ("policy", about["policy"]),
+        ("durability", about["durability"]),
+    ]
+    console.print(show.facts(f"Path {', '.join(about['paths'])}", rows))
+
+
 def print_differences(
     console: Console, names: tuple[str, str], found: Mapping[str, tuple[Any, Any]]
 ) -> None:

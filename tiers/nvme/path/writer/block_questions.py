@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_BLOCKS_PER_ANSWER = 1024
 """Most blocks of one answer; other messages wait for it."""
 MAX_KEY_BYTES = 64
-MAX_KEYS_COUNTED = 4096
+MAX_KEYS_COUNTED = 2048
 """Most keys that are read for one answer of `groups`."""
 MAX_ENGINES_NAMED = 64
 GROUP_BYTES = 4
