@@ -109,6 +109,9 @@ class PumpedNode:
     def tell(self, message: Any) -> None:
         raise AssertionError("a remote node gets no notes")
 
+    def flush(self) -> None:
+        """Orders reach the node at once."""
+
     def poll(self) -> None:
         answers = self._rig.answers
         while answers:

@@ -1,0 +1,115 @@
+"""The spec over a remote tier on a real server: what hosts find of each other's blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kv_bytes import Shape, tiers
+from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
+from support.spec_driver import Driver
+from support.spec_parts import Request
+from support.waiting import wait_until
+
+SHAPE = Shape()
+CHUNKS = 8
+CPU = 64
+ROUNDS, PAUSE_S = 1000, 0.01
+DEADLINE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[ServerProcess]:
+    server = redis_server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["redis", "s3"])
+def server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[dict[str, Any]]:
+    """Options of a remote tier."""
+    if request.param == "redis":
+        port = request.getfixturevalue("redis").port
+        yield {"url": f"redis://{HOST}:{port}"}
+        return
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "in-test")
+    s3 = S3Server()
+    s3.make_bucket("blocks")
+    yield {"url": "s3://blocks/kv", "endpoint": s3.endpoint, "region": "us-east-1"}
+    s3.kill()
+
+
+def host(label: str, **remote: Any) -> Driver:
+    """An engine of its own; those with equal labels share blocks."""
+    last = {"type": "remote", "writes": "through", **remote}
+    return Driver(SHAPE, [*tiers(SHAPE, None, cpu=CPU), last], label=label)
+
+
+def hits_of(driver: Driver, request: Request) -> int:
+    """Ask at every step until there is an answer."""
+    found: list[int | None] = [None]
+
+    def has_answer() -> bool:
+        driver.step()
+        driver.wait_for_transfers()
+        found[0] = driver.look_up(request)
+        return found[0] is not None
+
+    wait_until(has_answer, ROUNDS, PAUSE_S)
+    assert found[0] is not None
+    return found[0]
+
+
+def serve(driver: Driver, text: str) -> int:
+    """A whole request; returns how many chunks were loaded and compared."""
+    request = driver.request(text, CHUNKS)
+    hits = hits_of(driver, request)
+    if hits:
+        driver.load(request, hits)
+    if hits < CHUNKS:
+        driver.store(request, hits)
+    driver.finish(request)
+    driver.settle()
+    return hits
+
+
+def is_ready(driver: Driver) -> bool:
+    """Whether the node has asked the server for the last reset."""
+    driver.step()
+    assert driver.cascade.remote is not None
+    return driver.cascade.remote.port.feed.mark is not None
+
+
+def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]) -> None:
+    with host("both", **server) as first, host("both", **server) as second:
+        for driver in (first, second):
+            wait_until(lambda driver=driver: is_ready(driver), ROUNDS, PAUSE_S)  # type: ignore[misc]
+        assert serve(first, "text") == 0
+        assert serve(second, "text") == CHUNKS
+        assert second.counters.links[0].promoted_blocks == CHUNKS * len(SHAPE.groups)
+        second.reset()
+        assert serve(second, "text") == 0, "its own blocks and those of others are gone"
+    with host("both", **server) as third, host("another", **server) as other:
+        assert serve(third, "text") == CHUNKS, "stored after the reset"
+        assert serve(other, "text") == 0
+
+
+def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
+    with host("stopped", url=f"redis://{HOST}:{redis.port}", deadline_s=DEADLINE_S) as driver:
+        wait_until(lambda: is_ready(driver), ROUNDS, PAUSE_S)
+        redis.stop()
+        try:
+            began_s = time.monotonic()
+            assert hits_of(driver, driver.request("first", CHUNKS)) == 0
+            assert time.monotonic() - began_s < 2 * DEADLINE_S
+            began_s = time.monotonic()
+            assert hits_of(driver, driver.request("second", CHUNKS)) == 0
+            assert time.monotonic() - began_s < DEADLINE_S / 2, "the server is left alone"
+        finally:
+            redis.go_on()
