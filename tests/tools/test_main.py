@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cache_rig import ROOT, call, fill
+from support.cache_rig import ROOT, call
+from support.path_cache import fill_path
 
 from kvcascade import __version__
 from kvcascade.tools.__main__ import main
@@ -161,7 +162,7 @@ def _into(stdout: int, folder: Path, words: tuple[str, ...]) -> subprocess.Compl
 def test_a_reader_that_has_gone_is_no_problem_of_the_cache(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    fill(tmp_path)
+    fill_path(tmp_path)
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -173,7 +174,7 @@ def test_a_reader_that_has_gone_is_no_problem_of_the_cache(
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_full_standard_output_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
-    fill(tmp_path)
+    fill_path(tmp_path)
     with Path("/dev/full").open("w") as full:
         done = _into(full.fileno(), tmp_path, words)
     assert done.returncode == ExitCode.NO_SPACE, done.stderr

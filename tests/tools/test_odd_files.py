@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_rig import ROOT, Answer, call, fill
+from support.cache_rig import ROOT, Answer, call
 from support.children import environment
+from support.path_cache import fill_path
 
 from kvcascade.tiers.nvme.writer.capacity import plan_capacity
 from kvcascade.tools.commands.carry.carried import CarriedReader
@@ -170,7 +171,7 @@ def test_blocks_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """A cache of 20 blocks."""
-    fill(tmp_path / "kv")
+    fill_path(tmp_path / "kv")
     return tmp_path / "kv"
 
 
