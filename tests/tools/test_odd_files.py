@@ -134,24 +134,6 @@ def test_slots_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
     assert answer.document["damaged"] == 1
 
 
-def test_blocks_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
-    """The file has as many bytes as its header says, nearly all of them in a hole."""
-    claimed, document = 2**31 - 1, header({"a": 1})
-    payload = claimed * BLOCK
-    document["blocks"] |= {"shape": [claimed, BLOCK], "data_offsets": [0, payload]}
-    end = payload + claimed * RECORD
-    document["slots"] |= {"shape": [claimed, RECORD], "data_offsets": [payload, end]}
-    file = put(tmp_path / "odd", document)
-    try:
-        os.truncate(file, file.stat().st_size - BLOCK - RECORD + end)
-    except OSError:
-        pytest.skip("files of this disk are smaller than that")
-    root = tmp_path / "new"
-    fill_path(root, 0)
-    answer = apart(_IN_LITTLE_MEMORY, "import", root, file, "--create", "--json")
-    assert answer.code != ExitCode.OK and "Traceback" not in answer.err, answer.err[-2000:]
-
-
 # ---- places that are no files ----------------------------------------------------------------
 
 
