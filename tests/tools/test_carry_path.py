@@ -9,15 +9,16 @@ import pytest
 from safetensors import safe_open
 from support.cache_rig import call, flip
 from support.keys import key
-from support.path_cache import BLOCK, HEADER, engine_on, fill_path, folder_in, held_in
+from support.path_cache import BLOCK, HEADER, engine_on, fill_path, folder_in, held_in, segment
 from support.path_engine import PathEngine
 
 import kvcascade
-from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import RealFile, RealFileSystem
+from kvcascade.tiers.nvme.path.block_reader import payload_checksum
 from kvcascade.tiers.nvme.path.path_messages import PathOptions
 from kvcascade.tiers.nvme.path.writer.path_options import load_record
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.segments.format import block_checksum, parse_record
+from kvcascade.tiers.nvme.segments.format import parse_record
 from kvcascade.tools.commands.command_line import ExitCode
 from kvcascade.tools.commands.path_blocks import OpenPath
 
@@ -49,7 +50,7 @@ def test_the_file_has_every_block(file: Path) -> None:
     assert {record.key for record in records if record} == {key(n) for n in range(BLOCKS)}
     for record, payload in zip(records, blocks, strict=True):
         assert record is not None
-        assert record.checksum == block_checksum(record.key, memoryview(payload.tobytes()))
+        assert record.checksum == payload_checksum(record.key, memoryview(payload.tobytes()))
 
 
 def test_round_trip(file: Path, tmp_path: Path) -> None:
@@ -187,3 +188,59 @@ def test_a_budget_is_a_reason(file: Path, tmp_path: Path) -> None:
     PathEngine([root], options, is_thread=True).open().close()
     answer = call("import", root, file, "--json")
     assert answer.code == ExitCode.NO_SPACE and "budget" in answer.document["reason"]
+
+
+def test_a_file_that_is_there_is_kept(file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    answer = call("export", tmp_path / "from", file)
+    assert answer.code == ExitCode.USAGE and "--force" in answer.err
+    assert file.read_bytes() == before
+
+
+@pytest.mark.timeout(60)
+def test_a_device_that_takes_no_byte_ends_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(tmp_path / "a", is_thread=False)
+    engine.put(range(BLOCKS))
+    monkeypatch.setattr(RealFile, "pwritev", lambda file, buffers, offset: 0)
+    answer = call("export", tmp_path / "a", tmp_path / "out.safetensors")
+    assert answer.code == ExitCode.CANNOT_OPEN and "writing less" in " ".join(answer.err.split())
+    assert not list(tmp_path.glob("out*")), "nothing half done is left"
+    engine.close()
+
+
+@pytest.mark.parametrize("offset", [0, 3, 8, 40, 200, 900])
+def test_a_damaged_head_is_refused(file: Path, tmp_path: Path, offset: int) -> None:
+    fill_path(tmp_path / "to", 0)
+    flip(file, offset)
+    answer = call("import", tmp_path / "to", file)
+    assert answer.code == ExitCode.CANNOT_OPEN and answer.err.count("\n") == 1
+
+
+def test_strange_files_are_refused(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    fill_path(tmp_path / "to", 0)
+    strange = tmp_path / "strange"
+    for data in (b"", b"x" * 7, b"\xff" * 100, whole[:-1], whole + b"x", whole[:5000]):
+        strange.write_bytes(data)
+        assert call("import", tmp_path / "to", strange).code == ExitCode.CANNOT_OPEN
+    other = whole.replace(b'"format_version":"1"', b'"format_version":"9"', 1)
+    strange.write_bytes(other)
+    assert "format version 9" in call("import", tmp_path / "to", strange).err
+    assert call("import", tmp_path / "to", segment(fill_path(tmp_path / "x"))).code == 3
+
+
+def test_blocks_of_a_list(file: Path, tmp_path: Path) -> None:
+    listed, out = tmp_path / "list", tmp_path / "some.safetensors"
+    listed.write_text(f"{key(3).hex()}\n{key(5).hex()[:10]}\n")
+    answer = call("export", tmp_path / "from", out, "--hashes", listed, "--json")
+    assert answer.code == ExitCode.OK and answer.document["blocks"] == 2
+
+
+def test_a_path_that_no_engine_has_used_takes_a_namespace(file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "new"
+    root.mkdir()
+    assert call("import", root, file).code == ExitCode.DIFFERENT
+    answer = call("import", root, file, "--create", "--json")
+    assert answer.code == ExitCode.OK and answer.document["imported"] == BLOCKS, answer

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cache_rig import ROOT, Answer, call, fill
+from support.cache_rig import ROOT, Answer, call
 from support.children import environment
+from support.path_cache import fill_path
 
-from kvcascade.tiers.nvme.writer.capacity import plan_capacity
-from kvcascade.tools.commands.carry.carried import CarriedReader
-from kvcascade.tools.commands.carry.import_file import _wanted
 from kvcascade.tools.commands.command_line import ExitCode
 
 BLOCK = 4096
@@ -130,38 +128,10 @@ def apart(before: str, *words: object, stdin: int | None = None) -> Answer:
 def test_slots_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
     """The one block is damaged, so no segment is made either."""
     file, root = put(tmp_path / "odd", header({"a": 1}, slots=2**31 - 1)), tmp_path / "new"
-    root.mkdir()
+    fill_path(root, 0)
     answer = apart(_IN_LITTLE_MEMORY, "import", root, file, "--create", "--json")
     assert answer.code == ExitCode.PROBLEMS, answer.err
     assert answer.document["damaged"] == 1
-    size = os.statvfs(root)
-    most = plan_capacity(size.f_blocks * size.f_frsize, BLOCK, 1).slots_per_segment
-    (folder,) = (each for each in root.iterdir() if each.is_dir())
-    assert json.loads((folder / "namespace.json").read_text())["slots_per_segment"] == most
-
-
-def test_segments_are_as_large_as_they_were_where_that_fits(tmp_path: Path) -> None:
-    with CarriedReader(put(tmp_path / "odd", header({"a": 1}, slots=11))) as carried:
-        _, wanted = _wanted(None, carried.head, [tmp_path])
-    assert (wanted.layout.slots, wanted.blocks) == (11, 1)
-
-
-def test_blocks_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
-    """The file has as many bytes as its header says, nearly all of them in a hole."""
-    claimed, document = 2**31 - 1, header({"a": 1})
-    payload = claimed * BLOCK
-    document["blocks"] |= {"shape": [claimed, BLOCK], "data_offsets": [0, payload]}
-    end = payload + claimed * RECORD
-    document["slots"] |= {"shape": [claimed, RECORD], "data_offsets": [payload, end]}
-    file = put(tmp_path / "odd", document)
-    try:
-        os.truncate(file, file.stat().st_size - BLOCK - RECORD + end)
-    except OSError:
-        pytest.skip("files of this disk are smaller than that")
-    with CarriedReader(file) as carried:
-        _, wanted = _wanted(None, carried.head, [tmp_path])
-    size = os.statvfs(tmp_path)
-    assert wanted.blocks == size.f_blocks * size.f_frsize // BLOCK
 
 
 # ---- places that are no files ----------------------------------------------------------------
@@ -170,7 +140,7 @@ def test_blocks_that_are_only_claimed_take_no_memory(tmp_path: Path) -> None:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """A cache of 20 blocks."""
-    fill(tmp_path / "kv")
+    fill_path(tmp_path / "kv")
     return tmp_path / "kv"
 
 

@@ -20,6 +20,7 @@ from ....tiers.nvme.path.path_messages import NamespaceSpec
 from ....tiers.nvme.path.writer.namespace_home import key_of, read_description, spec_of
 from ....tiers.nvme.segments.format import segment_number
 from ..path_blocks import OpenPath, open_path
+from ..path_folders import choose, folders_in
 from ..verify.verify_report import Progress
 from .carried import CarriedHead, CarriedReader
 from .import_report import (
@@ -62,7 +63,8 @@ def import_into_path(
         namespace, roots[0] = roots[0].name, roots[0].parent
     parts = path_parts(fs, roots, {}, "import")
     spec = _target(fs, parts, namespace, head, may_create)
-    _refuse_reset(parts.roots[0], key_of(spec).directory_name)
+    if parts.record is not None:  # else no engine has used the path
+        _refuse_reset(parts.roots[0], key_of(spec).directory_name)
     with BlockCache(fs, parts.roots, spec, parts.options, CacheOptions()) as cache:
         report = ImportReport(cache.name, head.blocks)
         with open_path(parts.roots[0]) as opened:
@@ -76,8 +78,8 @@ def _target(
 ) -> NamespaceSpec:
     """Return the namespace that the blocks belong to."""
     root = parts.roots[0]
-    with open_path(root) as opened:
-        names = opened.chosen(text, root) if text is not None else existing_names(fs, root)
+    is_named = text is not None
+    names = [choose(folders_in(fs, root), text).name] if is_named else existing_names(fs, root)
     found = {}
     for name in names:
         try:
