@@ -276,7 +276,7 @@ def test_less_than_any_block(size: object) -> None:
 @pytest.mark.parametrize("name", ["segment_size", "min_share"])
 def test_a_segment_or_share_that_is_more_than_the_tier(name: str) -> None:
     for capacity in ("64MiB", "0.01%"):
-        text = message(configured(capacity=capacity, min_free=0, **{name: "1TiB"}), Twin())
+        text = message(configured(capacity=capacity, **{name: "1TiB", "min_free": 0}), Twin())
         assert text.startswith(f'tiers[1].{name}: "1TiB"') and capacity in text
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor
-from support.nvme_rig import Rig, config_for
 
 from kvcascade.handlers.node import mover as limits
 from kvcascade.handlers.node.mover import Mover, MoverOptions
 from kvcascade.handlers.node.mover_child import Connection
-from kvcascade.handlers.node.mover_process import MoverBackground
-from kvcascade.handlers.node.mover_wire import Answer, Ready, RemoveJob, RepairJob, to_mover
+from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 
 
@@ -58,7 +55,7 @@ class PlayedChild:
         """The next `n` orders."""
         heard: list[object] = []
         while len(heard) < n:
-            heard += [to_mover.decode(b) for b in self._reader.feed(self.theirs.recv(1 << 16))]
+            heard += [to_node.decode(b) for b in self._reader.feed(self.theirs.recv(1 << 16))]
         return heard
 
 
@@ -77,12 +74,12 @@ class Stage:
         child = PlayedChild()
         self.children.append(child)
         if not self.is_mute:
-            child.say(Ready())
+            child.say(NodeReady())
         return Connection(child, child.ours)
 
     def submit(self, name: str, slots: int = 1) -> bool:
         return self.mover.submit(
-            lambda ticket: RepairJob(ticket, tuple(range(slots))),
+            lambda ticket: PutJob(ticket, [b"key"], bytes(4 * slots), 0),
             lambda answer: self.ended.append((name, answer is not None)),
         )
 
@@ -102,11 +99,11 @@ def test_jobs_are_answered_in_any_order(stage: Stage) -> None:
     assert stage.submit("a") and stage.submit("b")
     child = stage.children[0]
     first, second = child.hear(2)
-    assert isinstance(first, RepairJob) and isinstance(second, RepairJob)
-    child.say(Answer(second.ticket))
+    assert isinstance(first, PutJob) and isinstance(second, PutJob)
+    child.say(JobDone(second.ticket))
     stage.mover.poll()
     assert stage.ended == [("b", True)]
-    child.say(Answer(first.ticket))
+    child.say(JobDone(first.ticket))
     stage.mover.poll()
     assert stage.ended == [("b", True), ("a", True)]
 
@@ -120,7 +117,7 @@ def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
     while len(heard) < limits.JOBS_AT_MOST:
         heard += child.hear(1)
         stage.mover.poll()
-    assert [order.ticket for order in heard if isinstance(order, RepairJob)] == list(
+    assert [order.ticket for order in heard if isinstance(order, PutJob)] == list(
         range(1, limits.JOBS_AT_MOST + 1)
     )
 
@@ -143,7 +140,7 @@ def test_batched_jobs_are_sent_together_and_no_later_than_asked() -> None:
         assert came() == 0
         ask()
         assert came() > 0
-    stage.mover.tell(RepairJob(0, tuple(range(limits.BATCH_BYTES))))
+    stage.mover.tell(PutJob(0, [b"key"], bytes(limits.BATCH_BYTES), 0))
     assert came() > 0, "a large batch does not wait"
     stage.submit("c")
     child.die()
@@ -163,8 +160,8 @@ def test_jobs_of_a_dead_process_have_failed_and_another_is_started(stage: Stage)
     assert len(stage.children) == 2
     assert stage.submit("b")
     (order,) = stage.children[1].hear(1)
-    assert isinstance(order, RepairJob)
-    stage.children[1].say(Answer(order.ticket))
+    assert isinstance(order, PutJob)
+    stage.children[1].say(JobDone(order.ticket))
     stage.mover.poll()
     assert stage.ended[1:] == [("b", True)]
 
@@ -172,8 +169,8 @@ def test_jobs_of_a_dead_process_have_failed_and_another_is_started(stage: Stage)
 def test_an_answer_that_was_sent_before_death_counts(stage: Stage) -> None:
     assert stage.submit("a") and stage.submit("b")
     first, _ = stage.children[0].hear(2)
-    assert isinstance(first, RepairJob)
-    stage.children[0].say(Answer(first.ticket))
+    assert isinstance(first, PutJob)
+    stage.children[0].say(JobDone(first.ticket))
     stage.children[0].die()
     stage.mover.poll()
     assert stage.ended == [("a", True)]
@@ -209,7 +206,7 @@ def test_a_silent_mover_is_killed(stage: Stage) -> None:
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
-@pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(Answer(77))])
+@pytest.mark.parametrize("nonsense", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1", frame(JobDone(77))])
 def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.submit("a")
     stage.children[0].theirs.sendall(nonsense)
@@ -271,32 +268,28 @@ def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> N
     assert taken[1:] == [False, True, True] and len(stage.children) == 2
 
 
-def test_upkeep_listens_to_a_mover_without_transfers(stage: Stage, tmp_path: Path) -> None:
-    """As many resets as jobs are taken, and nothing is moved meanwhile: the next job is taken."""
-    rig, child = Rig(config_for([tmp_path])), stage.children[0]
-    rig.backend.use_background(MoverBackground(rig.tier.store, stage.mover))
-    for _ in range(limits.JOBS_AT_MOST):
-        rig.backend.flush_removals()
+def test_upkeep_takes_answers_without_transfers(stage: Stage) -> None:
+    """As many jobs as are taken, and nothing polls meanwhile: upkeep makes room for the next."""
+    child = stage.children[0]
+    for number in range(limits.JOBS_AT_MOST):
+        assert stage.submit(str(number))
     assert not stage.submit("too many")
     for order in child.hear(limits.JOBS_AT_MOST):
-        assert isinstance(order, RemoveJob)
-        child.say(Answer(order.ticket))
-    stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-    rig.backend.maintain(rig.policy)
+        assert isinstance(order, PutJob)
+        child.say(JobDone(order.ticket))
+    for _ in range(limits.JOBS_AT_MOST // limits.RECEIVES_PER_POLL + 1):
+        stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
+        stage.mover.listen()
     assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))
-    rig.close()
 
 
-def test_upkeep_finds_a_mover_that_died_idle(stage: Stage, tmp_path: Path) -> None:
-    rig = Rig(config_for([tmp_path]))
-    rig.backend.use_background(MoverBackground(rig.tier.store, stage.mover))
+def test_upkeep_finds_a_process_that_died_idle(stage: Stage) -> None:
     stage.children[0].die()
     for _ in range(2):  # the next process is started, and heard
         stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-        rig.backend.maintain(rig.policy)
+        stage.mover.listen()
     assert len(stage.children) == 2
     assert stage.mover.is_up
-    rig.close()
 
 
 def test_upkeep_does_not_listen_where_handlers_just_did(stage: Stage) -> None:
@@ -305,8 +298,8 @@ def test_upkeep_does_not_listen_where_handlers_just_did(stage: Stage) -> None:
     stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
     stage.mover.poll()
     (order,) = stage.children[0].hear(1)
-    assert isinstance(order, RepairJob)
-    stage.children[0].say(Answer(order.ticket))
+    assert isinstance(order, PutJob)
+    stage.children[0].say(JobDone(order.ticket))
     stage.mover.listen()
     assert not stage.ended
     stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
@@ -318,8 +311,8 @@ def test_waits_are_bounded(stage: Stage) -> None:
     assert stage.submit("a")
     assert not stage.mover.wait(lambda: bool(stage.ended), 0.0)
     (order,) = stage.children[0].hear(1)
-    assert isinstance(order, RepairJob)
-    stage.children[0].say(Answer(order.ticket))
+    assert isinstance(order, PutJob)
+    stage.children[0].say(JobDone(order.ticket))
     assert stage.mover.wait(lambda: bool(stage.ended), 60.0)
 
 

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from support.nvme_rig import Rig, config_for, key
+from support.keys import key
+from support.path_rig import PathRig, RigNode, key_of
 
 from kvcascade.assembly.named import check_names
 from kvcascade.config.schema import parse
 from kvcascade.manager.admission import admission_by_path
 from kvcascade.tiers.base import BlockStatus
+from kvcascade.tiers.nvme.path.path_messages import Touch
 from kvcascade.tiers.policies import ENTRY_POINTS, create, known_names
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
@@ -51,16 +53,25 @@ def test_it_orders_a_tier_in_memory(name: str) -> None:
     assert evicted is not None and [h for h, _ in evicted] == KEYS[:3], "heads come in last"
 
 
-def test_it_orders_a_tier_on_disk_and_survives_a_restart(name: str, tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir()
-    config = config_for([tmp_path / "kv"], slots=len(KEYS), per_segment=4)
-    rig = Rig(config, policy=name)
+def test_it_orders_a_tier_on_disk_and_survives_a_restart(name: str) -> None:
+    rig = PathRig(segments=3, slots_per_segment=4, policy=name)
+    node = RigNode(rig)
+    numbers = list(range(len(KEYS)))
     for start in range(0, len(KEYS), 4):
-        rig.store(KEYS[start : start + 4])
-    rig.policy.touch(KEYS[5:6])
-    cold = [block_hash for block_hash, _ in rig.policy.coldest(len(KEYS))]
-    assert cold[0] == KEYS[5] and len(cold) == len(KEYS)
+        node.store(numbers[start : start + 4])
+    rig.send(node.client, Touch([key_of(5)]))
+    rig.step()
+    assert node.welcome is not None
+    folder = node.welcome.folder
+
+    def cold() -> list[bytes | None]:
+        namespace = rig.writer.namespaces[folder]
+        return namespace.table.keys_at(namespace.recency.victims(len(KEYS)))
+
+    before = cold()
+    assert before[0] == key_of(5) and len(before) == len(KEYS)
     rig.close()
-    rig = Rig(config, policy=name)
-    assert [block_hash for block_hash, _ in rig.policy.coldest(len(KEYS))] == cold
+    rig.start()
+    RigNode(rig)
+    assert cold() == before
     rig.close()

@@ -26,7 +26,6 @@ from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
 from kvcascade.tiers.nvme.segments.format import (
     FORMAT_VERSION,
     parse_description,
-    parse_entry,
     parse_record,
 )
 
@@ -68,7 +67,6 @@ def test_hostile_indexes_for_long(folder: Path) -> None:
 @given(st.binary(max_size=400))
 def test_noise_never_parses(data: bytes) -> None:
     assert parse_record(data) is None
-    assert parse_entry(b"key", data) is None
     with pytest.raises(KVCascadeError):
         parse_description(data, "/somewhere")
     with pytest.raises(KVCascadeError):

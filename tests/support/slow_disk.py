@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvcascade.config.schema import NvmeTierOptions
 from kvcascade.spec import CascadeOffloadingSpec
-from kvcascade.tiers.nvme.disk.filesystem import File, FileSystem, RealFileSystem, View
+from kvcascade.tiers.nvme.disk.filesystem import File, FileSystem, RealFileSystem
 
 READ_RATE = "KVCASCADE_TEST_READ_BYTES_PER_S"
 
@@ -51,9 +51,6 @@ class SlowFile(File):
 
     def map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         return self._file.map(offset, length, writable=writable)
-
-    def view(self, offset: int, length: int) -> View:
-        return self._file.view(offset, length)
 
     def close(self) -> None:
         self._file.close()
