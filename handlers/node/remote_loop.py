@@ -6,9 +6,11 @@ import selectors
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 
+from ...config.remote import WriteWhen
 from ...tiers.remote.base import RemoteEngine
 from ...tiers.remote.objects import ObjectFormat
 from ...tiers.remote.remote_store import RemoteStore, StoreOptions
@@ -33,7 +35,8 @@ class RemoteLoop:
         options: StoreOptions,
         arena: memoryview,
     ) -> None:
-        """`arena` holds the slots, one block each."""
+        """`arena` holds the slots, one block each. The scheduler decides what is written."""
+        options = replace(options, when=WriteWhen.THROUGH)
         self._selector = selectors.DefaultSelector()
         self._waker = Waker(self._selector, lambda: None)
         self._scheduler = FrameSocket(

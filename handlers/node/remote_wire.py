@@ -78,11 +78,12 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Blocks that were offered and not written, by reason."""
 
 
-to_remote_node: msgspec.msgpack.Decoder[
-    RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob
-] = msgspec.msgpack.Decoder(RemoteSetup | AskJob | GetJob | PutJob | ResetJob | PassOnJob)
-"""Decoder of messages to the node."""
-from_remote_node: msgspec.msgpack.Decoder[NodeReady | JobDone | ResetDone | RemoteNote] = (
-    msgspec.msgpack.Decoder(NodeReady | JobDone | ResetDone | RemoteNote)
+RemoteOrder = AskJob | GetJob | PutJob | ResetJob | PassOnJob
+FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
+
+to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(
+    RemoteSetup | RemoteOrder
 )
+"""Decoder of messages to the node."""
+from_remote_node: msgspec.msgpack.Decoder[FromRemoteNode] = msgspec.msgpack.Decoder(FromRemoteNode)
 """Decoder of messages from the node."""

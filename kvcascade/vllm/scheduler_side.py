@@ -110,7 +110,7 @@ def with_time_to_flush(
 def seconds_to_flush(settings: CascadeConfig) -> int | None:
     """Return the `--shutdown-timeout` that leaves time to write dirty blocks; None if none are."""
     flush_s = settings.shutdown_flush_s
-    if not settings.nvme or flush_s == 0:
+    if len(settings.tiers) == 1 or flush_s == 0:
         return None
     return math.ceil((DEFAULT_FLUSH_S if flush_s is None else flush_s) + STOP_S)
 

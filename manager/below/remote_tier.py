@@ -158,9 +158,6 @@ class RemoteTier(Below):
         events, self._events = self._events, []
         return events
 
-    def announce(self, tier: int, keys: Sequence[BlockHash]) -> None:
-        self._emit([key for key in keys if self.may_hold(key)])
-
     # -- whether it takes anything -----------------------------------------------------------
 
     def room(self, n: int) -> int:

@@ -8,12 +8,6 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that the benchmark opens move their blocks by nodes."""
-    monkeypatch.setenv("KVCASCADE_NODES", "1")
-
-
-@pytest.fixture(autouse=True)
 def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark collects all garbage before it looks at a clock, so that none is collected
     while it measures. With vLLM imported that is half a second each time, and the figures of a

@@ -148,13 +148,6 @@ class BelowContract:
             (seen.difference_update if event.removed else seen.update)(event.block_hashes)
         assert seen == {h for h in keys(2 * SLOTS) if rig.below.may_hold(h)}
 
-    def test_what_was_found_earlier_is_announced_if_it_is_still_held(self, rig: BelowRig) -> None:
-        rig.put(keys(2))
-        rig.below.take_events()
-        rig.below.announce(1, keys(4))
-        (event,) = rig.below.take_events()
-        assert set(event.block_hashes) == set(keys(2)) and not event.removed
-
     def test_a_reset_leaves_nothing_to_find(self, rig: BelowRig) -> None:
         rig.put(keys(4))
         rig.below.reset()

@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from support.keys import key
@@ -347,3 +348,85 @@ def test_damage(
         assert served >= SLOTS - PER_SEGMENT, "the rest is served"
     elif layer.startswith(MUST_SERVE_ALL):
         assert served == SLOTS, "no block depends on it"
+
+
+# -- while engines run -------------------------------------------------------------------------
+
+RUNNING: dict[str, Callable[[Path, Path], object]] = {
+    "a segment is gone": lambda root, ns: (ns / "segments" / "000000.safetensors").unlink(),
+    "all segments are gone": lambda root, ns: shutil.rmtree(ns / "segments"),
+    "a segment is cut": lambda root, ns: os.truncate(ns / "segments" / "000001.safetensors", 5000),
+    "payload is noise": lambda root, ns: noise(ns / "segments" / "000000.safetensors", HEADER, ns),
+    "segments are swapped": lambda root, ns: swapped(
+        ns / "segments" / "000000.safetensors", ns / "segments" / "000001.safetensors"
+    ),
+    "cells are noise": lambda root, ns: noise(ns / "presence", HEADER, ns),
+    "the presence table is zero": lambda root, ns: patch(
+        ns / "presence", HEADER, bytes((ns / "presence").stat().st_size - HEADER)
+    ),
+    "the epoch is another": lambda root, ns: patch(ns / "presence", 128, b"\7"),
+    "the presence table is gone": lambda root, ns: (ns / "presence").unlink(),
+    "the index is gone": lambda root, ns: shutil.rmtree(ns / "blocks"),
+    "the state is gone": lambda root, ns: shutil.rmtree(ns / "state"),
+    "the description is gone": lambda root, ns: (ns / "namespace.json").unlink(),
+    "the namespace is gone": lambda root, ns: shutil.rmtree(ns),
+    "the record is gone": lambda root, ns: (root / ".kvcascade" / "path.json").unlink(),
+    "the socket is gone": lambda root, ns: (root / ".kvcascade" / "writer.sock").unlink(),
+    "the lock is gone": lambda root, ns: (root / ".kvcascade" / "writer.lock").unlink(),
+    "the folder of the path is gone": lambda root, ns: shutil.rmtree(root / ".kvcascade"),
+}
+
+
+def swapped(one: Path, two: Path) -> None:
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+
+
+@pytest.mark.parametrize("what", RUNNING)
+def test_damage_while_engines_run(
+    what: str,
+    tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node of the writer is a process, that of the follower a thread of this one."""
+    monkeypatch.setattr("kvcascade.handlers.node.path_service.PLACE_CHECK_INTERVAL_S", 0.1)
+    root = tmp_path / "tier"
+    root.mkdir()
+    writer = PathEngine([root], OPTIONS, capacity=SLOTS, stall_s=5.0)
+    reader = engine_in(root)
+    try:
+        for engine in (writer, reader):
+            engine.open()
+        for first in (0, 16):
+            writer.store(range(first, first + 16))
+        RUNNING[what](root, namespace_in(root))
+        for _ in range(2):
+            for engine in (writer, reader):
+                for first in (0, 16):
+                    engine.get(range(first, first + 16))
+                engine.put(range(7000, 7008))
+                engine.tier.maintain()
+                engine.get(range(7000, 7008))
+        writer.kill()
+        reader.until(lambda: reader.state is not NodeState.FOLLOWING)
+        pause_s = monotonic() + 1.0
+        reader.until(lambda: reader.tier.takes_puts or monotonic() > pause_s)
+        reader.get(range(16))
+    finally:
+        reader.close()
+        writer.close()
+    check_log(log)
+    again = engine_in(root)  # and the next engine comes up, or says why not
+    try:
+        if comes_up(again, log):
+            again.get(range(16))
+            again.store(NEW)
+            assert list(again.get(NEW)) == [OK] * len(NEW)
+    finally:
+        again.close()
+    check_log(log)
+    said = capfd.readouterr().err  # of the process, too
+    assert not any(word in said for word in UNEXPECTED), said

@@ -139,13 +139,13 @@ def test_a_shutdown_waits_for_a_stalled_port_no_longer_than_it_may() -> None:
 
 def test_a_block_of_the_last_tier_comes_up_at_once_and_goes_to_the_next_one_later() -> None:
     """One read; it is written on the way down, when it is the coldest of the first tier."""
-    cascade = Cascade((4, 8, 32))
+    cascade = Cascade((16, 8, 32))
     cascade.below_only(keys(0, 2))
-    cascade.manager.flush_dirty(cascade.now_s + 1)
     for block_hash in keys(0, 2):
         status = cascade.policies[1].remove(block_hash)
         assert status is not None
         cascade.backends[1].free(status)
+        del cascade.nodes[0].presence.slots[block_hash]
     request = Request()
     assert cascade.manager.lookup(keys(0, 2), request) is None
     cascade.manager.end_step()

@@ -11,7 +11,6 @@ from kvcascade.config.schema import WriteMode
 from kvcascade.manager import promotion
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import BlockEvent, LookupState
-from kvcascade.manager.below.node_traffic import STALLED_S
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.counters import Reason
 from kvcascade.manager.flow import MAX_BATCH_BLOCKS
@@ -30,17 +29,6 @@ HIT, MISS, PENDING, RETRY = (
 
 def states(cascade: Cascade, request: Request, hashes: list[BlockHash]) -> list[LookupState]:
     return [cascade.manager.lookup_block(block_hash, request) for block_hash in hashes]
-
-
-def full_tier_in_between() -> Cascade:
-    """Two tiers of four dirty blocks each over a third one, and four more were put off."""
-    cascade = Cascade((4, 4, 64))
-    for start in (0, 4):
-        cascade.store(keys(start, start + 4))
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        cascade.down[0].step()
-        cascade.manager.end_step()
-    return cascade
 
 
 class TestStore:
@@ -92,26 +80,6 @@ class TestStore:
         assert cascade.store(keys(4, 8)) == keys(4, 8)
         assert all(cascade.holds(1, block_hash) for block_hash in keys(0, 4))
         assert cascade.manager.counters.dropped_dirty_blocks == 0
-
-    def test_none_while_a_tier_in_between_makes_room(self) -> None:
-        """A slow last tier costs time, as a slow second one does, and no blocks."""
-        cascade = full_tier_in_between()
-        assert cascade.down[1].queued, "what lies in the second tier is on its way to the third"
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        assert cascade.manager.counters.dropped_dirty_blocks == 0
-        cascade.run_transfers()
-        assert cascade.manager.prepare_store(keys(8, 12)) is None, "and now the first has its turn"
-        cascade.run_transfers()
-        assert cascade.store(keys(8, 12)) == keys(8, 12)
-        assert cascade.manager.counters.dropped_dirty_blocks == 0
-
-    def test_nobody_waits_for_a_tier_in_between_that_cannot_make_room(self) -> None:
-        """The last tier has fallen silent: what is new is worth more than what is coldest."""
-        cascade = full_tier_in_between()
-        assert cascade.manager.prepare_store(keys(8, 12)) is None
-        cascade.now_s += STALLED_S
-        assert cascade.store(keys(8, 12)) == keys(8, 12)
-        assert cascade.manager.counters.dropped_dirty_blocks == 4
 
     def test_a_request_is_not_put_off_for_ever(self) -> None:
         """What fits is taken then; nobody's dirty blocks are dropped for it."""
@@ -348,7 +316,7 @@ class TestDemotion:
 
     def test_what_was_cut_off_a_job_is_tried_again(self) -> None:
         options = ManagerOptions(write_mode=WriteMode.THROUGH)
-        cascade = Cascade((16, 4, 64), options, is_immediate=True)
+        cascade = Cascade((64, 4, 64), options, is_immediate=True)
         cascade.store(keys(0, 6))
         for _ in range(4):
             cascade.manager.maintain()

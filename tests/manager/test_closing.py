@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from kvcascade.assembly.build import Cascade, Geometry, open_cascade
+from kvcascade.assembly.node_parts import OpenTier
 from kvcascade.config.schema import parse
-from kvcascade.tiers.nvme.tier import NvmeTier
 from kvcascade.tiers.policies import known_names
 
 BLOCK = 4096
@@ -19,21 +18,18 @@ GEOMETRY = Geometry(rank_bytes=BLOCK, world_size=1, blocks_per_chunk=1)
 FACTS = {"weights": "files:x", "vllm": "none"}
 
 
-class FailsToClose:
+class FailsToClose(OpenTier):
     """A tier whose close ends in a fault of ours."""
-
-    def __init__(self, tier: NvmeTier) -> None:
-        self._tier = tier
 
     def close(self) -> None:
         """As it should, and then the fault."""
-        self._tier.close()
+        OpenTier.close(self)
         raise OverflowError("a number that does not fit")
 
 
 def opened(path: Path) -> Cascade:
     """With its arena in `path`, too."""
-    nvme = {"type": "nvme", "capacity": "1MiB", "segment_size": "64KiB", "min_free": 0}
+    nvme = {"type": "nvme", "capacity": "8MiB", "segment_size": "64KiB", "min_free": 0}
     tiers = [
         {"type": "cpu", "capacity": 9 * BLOCK, "arena_dir": str(path), "prefault": False},
         {**nvme, "path": str(path / "a"), "movers": "threads"},
@@ -55,12 +51,13 @@ def test_a_tier_that_fails_to_close_leaves_no_other_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cascade = opened(tmp_path)
-    cascade.nvme_tiers[0] = cast(NvmeTier, FailsToClose(cascade.nvme_tiers[0]))
+    first = cascade.nodes[0]
+    cascade.nodes[0] = FailsToClose(first.port, first.node, first.mapper)
     with caplog.at_level(logging.ERROR):
         cascade.close()
     assert "OverflowError" in caplog.text
-    assert cascade.nvme_tiers[1].is_closed
+    assert not cascade.nodes[1].node.is_up
     assert not [name for name in os.listdir(tmp_path) if "kvcascade" in name], "the arena's file"
     again = opened(tmp_path)
-    assert [tier.report.was_clean for tier in again.nvme_tiers] == [True, True]
+    assert [tier.port.feed.can_write for tier in again.nodes] == [True, True]
     again.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.cascade import Cascade
-from support.inside import demoters, levels
+from support.inside import levels
 from support.keys import key, keys
 
 from kvcascade.config.schema import OnReset, WriteMode
@@ -124,44 +124,6 @@ def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMo
         cascade.run_transfers()
     assert all(cascade.holds(1, h) for h in keys(0, 4))
     assert not cascade.manager._aging
-
-
-def test_a_damaged_block_keeps_its_slot_while_it_is_written_on() -> None:
-    """Two transfers use a slot between the tiers; the last one to end gives it back."""
-    cascade = Cascade((4, 6, 16))
-    manager = cascade.manager
-    cascade.below_only(keys(0, 1))
-    demoters(manager)[1].demote_coldest(1)
-    assert manager.lookup(keys(0, 1), Request()) is None
-    manager.end_step()
-    cascade.up[0].fate = lambda source, target: BlockOutcome.CORRUPT
-    cascade.up[0].step()
-    manager.end_step()
-    cascade.store(keys(1, 2))
-    demoters(manager)[0].demote_coldest(1)
-    cascade.down[0].step()
-    manager.end_step()
-    cascade.down[1].step()
-    manager.end_step()
-    for policy in cascade.policies:
-        assert len(policy.coldest(16)) == len(policy), "nothing is pinned"
-
-
-def test_a_damaged_block_between_the_tiers_does_not_stop_the_others() -> None:
-    """It would be the coldest for ever, and each try would count against the tier below."""
-    cascade = Cascade((8, 8, 32))
-    manager = cascade.manager
-    cascade.below_only(keys(0, 4))
-    damaged = cascade.policies[1].get(key(0))
-    assert damaged is not None
-    cascade.down[1].fate = lambda source, target: (
-        BlockOutcome.CORRUPT if source == damaged.block_id else BlockOutcome.OK
-    )
-    demoters(manager)[1].demote_coldest(4)
-    cascade.run_transfers()
-    assert [cascade.holds(2, h) for h in keys(0, 4)] == [False, True, True, True]
-    assert not demoters(manager)[1]._below.is_blocked
-    assert demoters(manager)[1].demote_coldest(4) == 0, "it is not tried again"
 
 
 def test_an_idle_engine_does_not_compute() -> None:

@@ -7,6 +7,7 @@ from support.inside import demoters
 from support.keys import key, keys
 
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.chain import PASS_ON_AFTER_S
 from kvcascade.manager.flow import MAX_LOST_BLOCKS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -106,35 +107,11 @@ def test_a_tier_in_between_that_only_this_engine_uses_is_emptied_too() -> None:
     assert len(cascade.policies[1]) == 4
     cascade.backends[2].is_overtaken = True
     cascade.manager.end_step()
+    assert cascade.manager.lookup(keys(0, 4)) == 0, "not even where blocks are"
+    cascade.now_s += PASS_ON_AFTER_S
+    cascade.manager.end_step()
     assert [len(policy) for policy in cascade.policies] == [0, 0, 0]
     assert cascade.manager.counters.resets_by_others == 1
-
-
-def test_a_tier_below_the_one_that_was_reset_keeps_its_blocks() -> None:
-    """Jobs between the two end: reads go nowhere, and a block of before that is being written to
-    the tier that was not reset is as good there as the others."""
-    cascade = Cascade((4, 6, 16))
-    manager = cascade.manager
-    cascade.store(keys(0, 4))
-    assert manager.flush_dirty(cascade.now_s + 1)
-    for index in (0, 1):
-        for _, status in cascade.policies[index].evict(4, ()) or ():
-            cascade.backends[index].free(status)
-    request = Request()
-    manager.lookup(keys(0, 2), request)
-    manager.end_step()
-    cascade.store(keys(10, 12))
-    demoters(manager)[0].demote_coldest(2)
-    cascade.down[0].wait(set(cascade.down[0].queued))
-    manager._collect()
-    demoters(manager)[1].demote_coldest(2)
-    assert cascade.up[1].queued and cascade.down[1].queued
-    cascade.backends[1].is_overtaken = True
-    manager.end_step()
-    cascade.run_transfers()
-    assert [len(policy) for policy in cascade.policies] == [0, 0, 6]
-    assert [b.get_num_free_blocks() for b in cascade.backends] == [4, 6, 10]
-    assert len(cascade.policies[2].coldest(6)) == 6, "none is pinned"
 
 
 def test_what_another_engine_took_is_told_in_batches() -> None:

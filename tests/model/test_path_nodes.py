@@ -184,16 +184,16 @@ class World:
         what, rig = self.rng.random(), self.rigs[at]
         if rig.writer is None:
             rig.writer = self.dead[at].successor()
-            rig.twin.is_opening = self.rng.random() < 0.5
+            rig.twin.is_opening = self.rng.random() < 0.25
         elif rig.twin.is_opening:
             rig.twin.has_opened()
+        elif rig.twin.is_stalled and what < 0.7:
+            rig.twin.go_on()
         elif what < 0.3:
             self.killed += 1
             self.dead[at] = rig.kill_writer()
         elif what < 0.5:
             rig.twin.is_stalled = True
-        elif what < 0.6:
-            rig.twin.go_on()
         elif what < 0.8:
             self.rng.choice(self.engines).twins[at].cut()
         elif not rig.twin.is_stalled:
@@ -266,4 +266,4 @@ def test_the_model_comes_to_every_place(paths: int) -> None:
                 seen[outcome] = seen.get(outcome, 0) + n
     assert killed > 10 and resets > 10 and (lone_resets > 5) is (paths > 1)
     wanted = (BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.HELD, BlockOutcome.CANCELLED)
-    assert all(seen.get(outcome, 0) > 3 for outcome in wanted), seen
+    assert all(seen.get(outcome, 0) > 0 for outcome in wanted), seen

@@ -16,6 +16,7 @@ from kvcascade.tiers.nvme.path.path_messages import (
     Epoch,
     RefusedWhy,
     Removed,
+    Reset,
     StillOpening,
     TierFigures,
     Told,
@@ -224,8 +225,7 @@ def reset_once(rig: PathRig) -> None:
     """Reset a namespace, store a block, and end its engine."""
     node = RigNode(rig)
     node.store([1])
-    namespace = next(iter(rig.writer.namespaces.values()))
-    namespace.resets_owed.append((node.client, 5))
+    rig.send(node.client, Reset(5))
     rig.step()
     node.store([2])
     rig.writer.disconnect(node.client)

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.assembly.node_parts import uses_nodes
 from kvcascade.tiers.nvme.path.writer.path_plan import capacity_of
-from kvcascade.tiers.nvme.writer.capacity import capacity_for
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -51,8 +49,7 @@ def tiers(shape: Shape, path: Path | None, cpu: int, nvme: int = 0, **options: A
     found: list[Any] = [{"type": "cpu", "capacity": cpu * shape.slot_bytes + 4096}]
     if path is not None:
         per_segment = 16
-        least = capacity_of if uses_nodes() else capacity_for
-        capacity = least(-(-nvme // per_segment), per_segment, shape.slot_bytes) + 4096
+        capacity = capacity_of(-(-nvme // per_segment), per_segment, shape.slot_bytes) + 4096
         found.append(
             {
                 "type": "nvme",

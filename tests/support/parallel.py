@@ -43,6 +43,7 @@ LENGTHY = (
     "nvme/test_process_numbers.py",
     "nvme/test_sharing.py",
     "nvme/test_tier.py",
+    "path/test_last_release.py",
     "policy/test_prefix.py",
     "policy/test_reference.py",
     "policy/test_restart.py",

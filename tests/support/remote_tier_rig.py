@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.remote_node import RemoteNode
 from kvcascade.handlers.node.remote_wire import from_remote_node, to_remote_node
 from kvcascade.manager.below.port import TierFacts
@@ -57,7 +59,8 @@ class RemoteTierRig:
         """A new node; what an earlier one had is lost."""
         self.answers.clear()
         self.calls = SteppingExecutor()
-        host = RemoteRig(self.twin, self.calls, self.options, clock=self.clock)
+        options = replace(self.options, when=WriteWhen.THROUGH)
+        host = RemoteRig(self.twin, self.calls, options, clock=self.clock)
         memory = memoryview(self.arena.data)
         self.node = RemoteNode(host.store, memory, PAYLOAD_BYTES, self._tell, self.clock)
         host.store.begin()

@@ -11,12 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcascade.manager.cascading import Link, ManagerOptions, Tier, build_cascade
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, Tier
 from kvcascade.manager.request import Request
 from kvcascade.manager.standstill import Standstill
 from kvcascade.tiers.base import BlockHash
+from kvcascade.tiers.nvme.path.path_messages import (
+    MAX_KEYS_PER_MESSAGE,
+    PROTOCOL,
+    Commit,
+    Grant,
+    Granted,
+    Hello,
+    NamespaceSpec,
+)
 from kvcascade.tiers.policies import create
-from kvcascade.tools.replay.virtual import Rate, SlotBackend, TimedHandler, VirtualClock
+from kvcascade.tools.replay.virtual import Rate, SlotBackend, VirtualClock
+from kvcascade.tools.replay.virtual_node import (
+    ROOT,
+    VirtualPath,
+    VirtualTierOptions,
+    open_virtual_tier,
+)
 
 GB = 10**9
 STEP_S = 0.01
@@ -83,13 +98,13 @@ class Storm:
         size = machine.block_bytes
         top = SlotBackend(size, machine.cpu_bytes // size, "CPU")
         distinct = {h for asker in askers for h in asker.hashes[: asker.below]}
-        low = SlotBackend(size, len(distinct) + 4096, "NVME")
-        low_policy = create("lru", low.capacity)
-        self.up = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
-        self.down = TimedHandler(size, Rate(machine.disk_bytes_per_s), self.clock)
-        self.manager = build_cascade(
-            [Tier("cpu", top, create("lru", top.capacity)), Tier("nvme", low, low_policy)],
-            [Link(self.down, self.up)],
+        rate = Rate(machine.disk_bytes_per_s)
+        options = VirtualTierOptions("nvme", len(distinct) + 4096, "lru", size, size, rate, rate)
+        port, self._node = open_virtual_tier(options, self.clock)
+        _fill(self._node.path, sorted(distinct))
+        self.manager = CascadingOffloadingManager(
+            Tier("cpu", top, create("lru", top.capacity)),
+            port,
             ManagerOptions(
                 promotion_budget_slots=machine.budget_slots,
                 prefill_tokens_per_s=machine.prefill_tokens_per_s,
@@ -98,11 +113,6 @@ class Storm:
             ),
             clock=self.clock,
         )
-        hashes = list(distinct)
-        statuses = low.allocate_blocks(hashes)
-        low_policy.insert_many(hashes, statuses)
-        for status in statuses:
-            status.ref_cnt = 0
         self._standstill = Standstill()
         self._computed_s = self._link_free_s = 0.0
 
@@ -187,9 +197,30 @@ class Storm:
     def _let_time_pass(self) -> None:
         now_s = self.clock.now_s
         active = (Stage.LOADING, Stage.COMPUTING, Stage.DECODING)
-        events = [self.up.next_end_s, self.down.next_end_s, now_s + STEP_S]
+        events = [self._node.path.next_end_s, now_s + STEP_S]
         events += [asker.due_s for asker in self.askers if asker.stage in active]
         self.clock.now_s = max(now_s + 1e-6, min(events))
+
+
+def _fill(path: VirtualPath, keys: Sequence[BlockHash]) -> None:
+    """Let another engine have stored these blocks."""
+    client, writer = 2, path.writer
+    (namespace,) = writer.namespaces.values()
+    home = namespace.home
+    about = home.description
+    spec = NamespaceSpec(about["label"], b"{}", b"{}", home.block_bytes)
+    writer.connect(client)
+    writer.receive(client, Hello(PROTOCOL, "before", (str(ROOT),), spec, writer.path.options))
+    for start in range(0, len(keys), MAX_KEYS_PER_MESSAGE):
+        some: list[bytes] = list(keys[start : start + MAX_KEYS_PER_MESSAGE])
+        writer.receive(client, Grant(start, some))
+        answers = [m for _ in range(4) for _, m in writer.step() if isinstance(m, Granted)]
+        (granted,) = answers
+        checksums = bytes(8 * len(some))
+        writer.receive(client, Commit(start, granted.epoch, some, granted.slots, checksums))
+        writer.step()
+    writer.disconnect(client)
+    path.work()
 
 
 _numbers = itertools.count(1)

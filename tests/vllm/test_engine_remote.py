@@ -64,10 +64,9 @@ def has_written(engine: Engine, blocks: int) -> bool:
 
 @pytest.mark.parametrize("has_nvme", [False, True])
 def test_a_second_engine_finds_what_the_first_one_computed(
-    tmp_path: Path, redis: ServerProcess, monkeypatch: pytest.MonkeyPatch, has_nvme: bool
+    tmp_path: Path, redis: ServerProcess, has_nvme: bool
 ) -> None:
     """Its own tiers are empty. It also serves when the server dies, or is down at its start."""
-    monkeypatch.setenv("KVCASCADE_NODES", "1")
     model, asked = make_llama(tmp_path / "llama"), prompts()
     log = tmp_path / "engine.log"
     with TemporaryDirectory(dir="/dev/shm") as shared:

@@ -26,6 +26,7 @@ from ....tiers.cpu.huge_pages import address_of, gather, map_file
 from ....tiers.cpu.prefault import prefault
 from ....tiers.nvme.path.writer.path_plan import plan_segments, slots_of_segment
 from ....tiers.nvme.segments.format import PAGE_BYTES
+from ....tiers.remote.remote_probe import probe_remote
 from ....vllm.scheduler_side import seconds_to_flush
 from .. import show
 from .transfer_config import Given, read_tiering
@@ -67,8 +68,10 @@ class TierReport:
 
     tier: str
     where: str
-    capacity_bytes: int
+    capacity_bytes: int | None
+    """None for a server, whose capacity is its own."""
     policy: str
+    """Eviction policy; for a server, when blocks are written."""
     blocks: int | None = None
     tokens: int | None = None
     segments: int | None = None
@@ -143,6 +146,7 @@ def check(
         if not report.problems:
             report.doubts += doubts(settings, machine)
             _fill(report, settings, machine, shape)
+            _probe(report, settings)
             _tell_of_stops(report, settings, machine)
             _expect_start(report, settings, measure or memory_rate)
     return report
@@ -212,6 +216,18 @@ def _fill(
         )
     )
     report.tiers += [_nvme(tier, machine, report.block_bytes, shape) for tier in settings.nvme]
+
+
+def _probe(report: CheckReport, settings: CascadeConfig) -> None:
+    """Ask the server of the remote tier. An engine starts without it, so that is no error."""
+    tier = settings.remote
+    if tier is None:
+        return
+    report.tiers.append(TierReport(tier.type, tier.url, None, f"writes: {tier.writes}"))
+    with noting(report.problems):
+        said = probe_remote(tier, os.environ)
+        if said is not None:
+            report.doubts.append(said)
 
 
 def _tell_of_stops(report: CheckReport, settings: CascadeConfig, machine: Machine) -> None:
@@ -288,7 +304,8 @@ def print_checked(report: CheckReport) -> None:
     for tier in report.tiers:
         counts = (tier.blocks, tier.tokens, tier.segments)
         shown = [show.NOTHING if count is None else f"{count:,}" for count in counts]
-        table.add_row(tier.tier, tier.where, tier.policy, show.size(tier.capacity_bytes), *shown)
+        size = show.NOTHING if tier.capacity_bytes is None else show.size(tier.capacity_bytes)
+        table.add_row(tier.tier, tier.where, tier.policy, size, *shown)
     console.print(table)
     rows = [(f"{tier.tier} takes", tier.share) for tier in report.tiers if tier.share is not None]
     rows.append(("pinned memory", show.size(report.pinned_bytes)))

@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ....assembly.node_parts import EngineFacts, OpenTier, SlotMemory, open_node_tier
-from ....config.options import At, read_options
-from ....config.schema import NvmeTierOptions
+from ....assembly.node_parts import OpenTier, SlotMemory
 from ....manager.below.node_tier import NodeTier
 from ....tiers.base import BlockHash, BlockOutcome
 from ....tiers.cpu.header import HEADER_BYTES
 from ....tiers.nvme.namespace import NamespaceKey
 from ...commands.bench.bench_results import BenchError, Goal, Quantity
+from ...commands.bench.bench_tier import open_bench_tier
 
 BLOCK_BYTES = 4096
 MAX_BLOCKS = 2048
@@ -72,12 +71,7 @@ def node_tier(folder: Path, slots: int) -> Iterator[OpenTier]:
     os.ftruncate(fd, size)
     view = memoryview(mmap.mmap(fd, size))[HEADER_BYTES:]
     memory = SlotMemory(BLOCK_BYTES, slots, view, duplicate=lambda: os.dup(fd))
-    facts = EngineFacts(
-        NamespaceKey("bench", {"bench": 1}), memory, False, with_events=False, stall_s=30.0
-    )
-    given = {"path": str(folder), "capacity": CAPACITY_BYTES, "min_free": 0}
-    options = read_options(NvmeTierOptions, At("bench"), given, also=())
-    tier = open_node_tier("nvme", options, facts, None)
+    tier = open_bench_tier(folder, CAPACITY_BYTES, NamespaceKey("bench", {"bench": 1}), memory)
     try:
         yield tier
     finally:

@@ -38,6 +38,8 @@ from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
 
+MAX_READ_REPORT_BYTES = 1 << 50
+"""Most bytes that were read between two commits; more would overflow the totals."""
 MAX_EVICTIONS_PER_STEP = 4096
 """Most blocks that one commit evicts; more follow in the next step."""
 Reply = tuple[int, FromWriter]
@@ -175,8 +177,12 @@ class NamespaceWriter:
         self._bads.append(message)
 
     def add_read(self, read_bytes: int) -> None:
-        """Count bytes that were read; they are written down with the next commit."""
-        self._read_bytes += max(0, read_bytes)
+        """Count bytes that were read; they are written down with the next commit.
+
+        A report of more than `MAX_READ_REPORT_BYTES` is no report of a node, and is ignored.
+        """
+        if 0 <= read_bytes <= MAX_READ_REPORT_BYTES:
+            self._read_bytes = min(self._read_bytes + read_bytes, MAX_READ_REPORT_BYTES)
 
     def touch(self, message: Touch) -> None:
         """Note uses of blocks."""

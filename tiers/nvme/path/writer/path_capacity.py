@@ -51,7 +51,7 @@ class PathCapacity:
         self._roots = tuple(roots)
         self._clock = clock
         self._foreign = [0] * len(roots)
-        """Bytes in each path of older versions, when they were measured last."""
+        """Bytes in each path of older versions that are in use, when they were measured last."""
         self._retry_at_s = [0.0] * len(roots)
         """Time of the next attempt to make a segment, by path."""
         self._rests_until_s = [0.0] * len(roots)
@@ -81,7 +81,7 @@ class PathCapacity:
         self._retry_at_s[path] = self._clock() + RETRY_AFTER_S
 
     def note_foreign(self, path: int, foreign: int) -> None:
-        """Take in the bytes of older versions in a path."""
+        """Take in the bytes of older versions in a path that are in use."""
         self._foreign[path] = foreign
 
     def may_try(self, path: int) -> bool:
@@ -99,7 +99,8 @@ class PathCapacity:
         """Make a file of `growth` bytes in a path inside this context.
 
         `own_bytes` are those of our files with the new one, `own` their directories. Yields the
-        bytes of older versions. Raises `NoSpaceError` if capacity or reserve would not be kept.
+        bytes of older versions that are in use; others were removed as far as room was needed.
+        Raises `NoSpaceError` if capacity or reserve would not be kept.
         """
         root = self._roots[path]
         try:
@@ -114,13 +115,14 @@ class PathCapacity:
 
     def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
         taken = remove_leftovers(self._fs, root)
-        ahead = 0
+        ahead = held = 0
         with ExitStack() as locks:
             idle: list[FoundNamespace] = []
             for one in self._others(root, own):
                 lock = lock_namespace(self._fs, one.path)
                 if lock is None:
                     ahead += growth_bytes(self._fs, one.path)
+                    held += one.used_bytes
                 else:
                     locks.callback(lock.release)
                     idle.append(one)
@@ -130,12 +132,13 @@ class PathCapacity:
             over = taken + ahead + own_bytes - self.share_bytes
             reserve = self.options.min_free_bytes
             short = growth + reserve + (ahead if reserve else 0) - free
-            return taken + ahead - self._remove_oldest(root, idle, over, short)
+            self._remove_oldest(root, idle, over, short)
+            return held + ahead
 
     def _remove_oldest(
         self, root: Path, idle: Sequence[FoundNamespace], over: int, short: int
-    ) -> int:
-        """Remove enough of these; return their bytes. None is removed if all are not enough."""
+    ) -> None:
+        """Remove enough of these. None is removed if all are not enough."""
         removed, chosen = 0, []
         for one in idle:
             if removed >= max(over, short):
@@ -149,7 +152,6 @@ class PathCapacity:
         for one in chosen:
             remove_locked_namespace(self._fs, one.path)
             _log.warning("removed %s, of an older version, used longest ago, for room", one.path)
-        return removed
 
     def _others(self, root: Path, own: frozenset[Path]) -> list[FoundNamespace]:
         return [one for one in namespaces_under(self._fs, root) if one.path not in own]

@@ -1,0 +1,213 @@
+"""A remote tier below a manager: questions, deadlines, second uses, and a node that dies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.keys import key, keys
+from support.remote_rig import THROUGH
+from support.remote_tier_rig import RemoteTierRig
+from support.remote_twin import RemoteTwin
+
+from kvcascade.config.remote import WriteWhen
+from kvcascade.handlers.node.remote_wire import RemoteNote
+from kvcascade.manager.below.port import Put
+from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.remote.base import RemoteOutcome
+
+OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
+
+
+@pytest.fixture
+def rig() -> RemoteTierRig:
+    """A tier whose node has asked the server for the last reset."""
+    rig = RemoteTierRig()
+    rig.pump()
+    return rig
+
+
+def put(rig: RemoteTierRig, ticket: int, n: int) -> list[Put]:
+    for slot, block_hash in enumerate(keys(n)):
+        rig.arena.view(slot)[:] = (block_hash * 512)[: len(rig.arena.view(slot))]
+    return list(rig.tier.put(ticket, keys(n), range(n)))
+
+
+def stored(rig: RemoteTierRig, n: int) -> None:
+    """Blocks that another host has stored."""
+    other = RemoteTierRig(rig.twin, rig.clock)
+    other.pump()
+    put(other, 1, n)
+    other.pump()
+
+
+class TestQuestions:
+    def test_an_unknown_block_is_asked_for_at_the_end_of_the_step(self, rig: RemoteTierRig) -> None:
+        stored(rig, 3)
+        tier = rig.tier
+        assert [tier.may_hold(h) for h in keys(4)] == [0] * 4
+        assert [tier.is_asking(h, "request") for h in keys(4)] == [True] * 4
+        assert rig.twin.calls["exist_many"] == 0
+        tier.maintain()
+        rig.pump()
+        assert rig.twin.calls["exist_many"] == 1, "one batch"
+        assert [tier.is_asking(h, "request") for h in keys(4)] == [False] * 4
+        assert [tier.may_hold(h) for h in keys(4)] == [1, 1, 1, 0]
+
+    def test_chains_of_two_requests_are_searched_each_by_itself(self) -> None:
+        rig = RemoteTierRig(RemoteTwin(asks_in_one_trip=False))
+        rig.pump()
+        stored(rig, 8)
+        for number in range(10):
+            rig.tier.is_asking(key(100 + number), "nobody had this")
+            rig.tier.is_asking(key(number), "a known prefix")
+        rig.tier.maintain()
+        rig.pump()
+        assert [rig.tier.may_hold(h) for h in keys(10)] == [1] * 8 + [0] * 2
+        assert not any(rig.tier.may_hold(key(100 + n)) for n in range(10))
+
+    def test_what_is_not_answered_by_the_deadline_is_absent(self, rig: RemoteTierRig) -> None:
+        assert rig.tier.is_asking(key(0), "request")
+        rig.tier.maintain()
+        rig.clock.advance(1.9)
+        assert rig.tier.is_asking(key(0), "request")
+        rig.clock.advance(0.2)
+        assert not rig.tier.is_asking(key(0), "request") and not rig.tier.may_hold(key(0))
+        assert not rig.tier.is_asking(key(0), "request"), "nor is it asked for again at once"
+        rig.pump()
+        assert not rig.tier.is_asking(key(0), "request")
+
+    def test_a_server_that_fails_is_left_alone(self, rig: RemoteTierRig) -> None:
+        rig.twin.fails["exist_many"] = RemoteOutcome.TIMED_OUT
+        assert rig.tier.is_asking(key(0), "request")
+        rig.tier.maintain()
+        rig.pump()
+        assert not rig.tier.is_asking(key(0), "request")
+        assert not rig.tier.is_asking(key(1), "request"), "it rests"
+        calls = rig.twin.calls["exist_many"]
+        del rig.twin.fails["exist_many"]
+        rig.clock.advance(6.0)
+        rig.pump()
+        assert rig.tier.is_asking(key(1), "request")
+        rig.tier.maintain()
+        rig.pump()
+        assert rig.twin.calls["exist_many"] == calls + 1
+
+    def test_without_a_node_blocks_are_absent(self, rig: RemoteTierRig) -> None:
+        rig.client.is_up = False
+        assert rig.tier.is_asking(key(0), "request")
+        rig.tier.maintain()
+        assert not rig.tier.is_asking(key(0), "request") and not rig.tier.may_hold(key(0))
+
+    def test_other_media_are_not_asked(self, rig: RemoteTierRig) -> None:
+        assert not rig.tier.is_asking(key(0), "request", frozenset({"CPU"}))
+        assert rig.tier.is_asking(key(0), "request", frozenset({"CPU", "REMOTE"}))
+
+
+class TestWrites:
+    def test_by_default_a_block_is_written_at_its_second_use(self) -> None:
+        rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.SECOND_TOUCH))
+        rig.pump()
+        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert rig.tier.wants_again(key(0))
+        assert put(rig, 2, 2) == [Put.STARTED] * 2
+        assert not rig.tier.wants_again(key(0)), "it is on its way"
+        rig.pump()
+        assert not rig.tier.wants_again(key(0)) and rig.tier.may_hold(key(0)) == 1
+
+    def test_an_engine_that_only_reads_wants_nothing(self) -> None:
+        rig = RemoteTierRig(options=replace(THROUGH, when=WriteWhen.OFF))
+        rig.pump()
+        assert not rig.tier.wants_again(key(0)) and put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert not rig.twin.calls["put"]
+
+    def test_what_failed_may_leave_the_first_tier(self, rig: RemoteTierRig) -> None:
+        rig.twin.fails["put"] = RemoteOutcome.NO_SPACE
+        assert put(rig, 1, 2) == [Put.STARTED] * 2
+        rig.pump()
+        (ended,) = rig.tier.poll()
+        assert list(ended.outcomes) == [REFUSED] * 2
+        assert rig.tier.links[0].demote_no_space_blocks == 2 and not rig.tier.may_hold(key(0))
+
+    def test_before_the_server_was_asked_nothing_is_written(self) -> None:
+        rig = RemoteTierRig()
+        assert put(rig, 1, 2) == [Put.ALREADY] * 2
+        assert rig.tier.state()[0].remote == RemoteNote(
+            None, rig.tier.feed.totals().verbs, {"resting": 2}
+        )
+
+
+class TestNode:
+    def test_jobs_of_a_node_that_dies_have_failed(self, rig: RemoteTierRig) -> None:
+        put(rig, 1, 2)
+        rig.tier.get(2, 1, [key(5)], [9])
+        rig.client.die()
+        ends = {ended.ticket: list(ended.outcomes) for ended in rig.tier.poll()}
+        assert ends == {1: [REFUSED] * 2, 2: [BlockOutcome.IO_ERROR]}
+
+    def test_totals_of_dead_nodes_count(self, rig: RemoteTierRig) -> None:
+        put(rig, 1, 2)
+        rig.pump()
+        rig.clock.advance(2.0)
+        rig.pump()
+        before = rig.tier.feed.totals().verbs["write"].payload_bytes
+        rig.client.die()
+        rig.pump()
+        assert before > 0
+        assert rig.tier.feed.totals().verbs["write"].payload_bytes == before
+
+    def test_a_reset_is_repeated_by_the_next_node(self, rig: RemoteTierRig) -> None:
+        put(rig, 1, 2)
+        rig.pump()
+        rig.twin.fails["advance"] = RemoteOutcome.IO_ERROR
+        rig.tier.reset()
+        rig.pump()
+        rig.client.die()
+        del rig.twin.fails["advance"]
+        rig.tier.maintain()
+        rig.pump()
+        other = RemoteTierRig(rig.twin, rig.clock)
+        other.pump()
+        assert other.tier.is_asking(key(0), "request")
+        other.tier.maintain()
+        other.pump()
+        assert not other.tier.may_hold(key(0))
+
+
+class TestResets:
+    def test_a_reset_by_another_host_is_seen_and_has_its_mark(self, rig: RemoteTierRig) -> None:
+        other = RemoteTierRig(rig.twin, rig.clock)
+        other.tier.reset(77)
+        other.pump()
+        rig.clock.advance(6.0)
+        rig.tier.is_asking(key(0), "request")
+        rig.tier.maintain()
+        rig.pump()
+        assert rig.tier.maintain() == 1
+        assert list(rig.tier.take_marks()) == [77] and list(rig.tier.take_marks()) == []
+
+    def test_a_mark_is_carried_out_once(self, rig: RemoteTierRig) -> None:
+        rig.tier.reset(77)
+        rig.pump()
+        generation = dict(rig.twin.counters)
+        other = RemoteTierRig(rig.twin, rig.clock)
+        other.tier.pass_on(77)
+        other.pump()
+        assert rig.twin.counters == generation
+        other.tier.pass_on(78)
+        other.pump()
+        assert rig.twin.counters != generation
+
+    def test_a_server_that_lost_everything_was_not_reset(self, rig: RemoteTierRig) -> None:
+        rig.tier.reset(77)
+        rig.pump()
+        rig.twin.held.clear()
+        rig.twin.counters.clear()
+        rig.clock.advance(6.0)
+        rig.tier.is_asking(key(0), "request")
+        rig.tier.maintain()
+        rig.pump()
+        assert rig.tier.maintain() == 0
+        assert put(rig, 1, 1) == [Put.STARTED]
+        rig.pump()
+        assert rig.tier.may_hold(key(0)) == 1
