@@ -65,6 +65,9 @@ class _Put:
     blocks: int
     """Number of blocks that any tier started."""
     open_parts: int
+    keys: Sequence[BlockHash] = ()
+    has_seen_loss: bool = False
+    """True if a tier lost blocks since the begin: this put's may be among them."""
 
     def merged(self, ticket: int) -> Ended:
         """Return one end for the whole put.
@@ -223,6 +226,8 @@ class BelowChain(Below):
         ]
         self._places = [port for port in ports for _ in port.tiers]
         self._puts: dict[int, _Put] = {}
+        self._left_early: list[BlockHash] = []
+        """Blocks that a tier may have lost before another one had ended its part."""
         self._resets = _Resets(ports, clock)
         self._clock = clock
 
@@ -290,7 +295,7 @@ class BelowChain(Below):
                 for at in part.at:
                     answers[at] = Put.STARTED
         if parts:
-            self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts))
+            self._puts[ticket] = _Put(parts, answers.count(Put.STARTED), len(parts), keys)
         return answers
 
     def touch(self, keys: Sequence[BlockHash]) -> None:
@@ -312,15 +317,20 @@ class BelowChain(Below):
                 if ended.is_get:
                     found.append(replace(ended, tier=ended.tier + self._offsets[number]))
                 elif self._end_part(number, ended):
-                    found.append(self._puts.pop(ended.ticket).merged(ended.ticket))
+                    put = self._puts.pop(ended.ticket)
+                    self._left_early += put.keys if put.has_seen_loss else ()
+                    found.append(put.merged(ended.ticket))
         return found
 
     def take_lost(self) -> list[BlockHash]:
         """See `Below`. A block that a lower tier still holds becomes hot there: requests that use
         it were counted above."""
-        gone: dict[BlockHash, None] = {}
+        gone = dict.fromkeys(key for key in self._left_early if not self.may_hold(key))
+        self._left_early.clear()
         for number, port in enumerate(self._ports):
             lost = port.take_lost()
+            for put in self._puts.values() if lost else ():
+                put.has_seen_loss = True
             held = [key for key in reversed(lost) if self.may_hold(key)]
             self._touch_from(number + 1, held)
             gone.update(dict.fromkeys(lost if not held else set(lost).difference(held)))

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from contract.below_contract import ARENA_SLOTS, SLOTS, BelowContract, BelowRig
 from support.below_twin import BelowTwin
 from support.cascade import BLOCK_SIZE
-from support.clock import ManualClock
-from support.executors import InlineExecutor
 from support.keys import key, keys
 from support.memory_backend import MemoryBackend
-from support.memory_handler import MemoryHandler
 from support.node_rig import NodesRig
-from support.nvme_peer import Peer
-from support.nvme_rig import BLOCK, Rig, config_for
 
-from kvcascade.handlers.node.nvme_handlers import NvmeLoadHandler, NvmeStoreHandler
 from kvcascade.manager.admission import AdmitAll
 from kvcascade.manager.below.chain import LOWER_SHARE, BelowChain, ChainedTier
 from kvcascade.manager.below.port import Below, Put
-from kvcascade.manager.below.solo import SoloTier
-from kvcascade.manager.flow import Link
-from kvcascade.manager.level import Tier
 from kvcascade.tiers.base import BlockOutcome
-from kvcascade.tiers.policies import create
 
 
 class TwinRig(BelowRig):
@@ -43,55 +30,6 @@ class TwinRig(BelowRig):
 
     def now_s(self) -> float:
         return 0.0
-
-
-class MemoryRig(BelowRig):
-    def __init__(self) -> None:
-        self._clock = ManualClock()
-        self._arena = MemoryBackend(BLOCK_SIZE, ARENA_SLOTS, medium="CPU")
-        self.backend = MemoryBackend(BLOCK_SIZE, SLOTS, medium="BELOW")
-        link = Link(
-            MemoryHandler(self._arena, self.backend, False),
-            MemoryHandler(self.backend, self._arena, False),
-        )
-        tier = Tier("below", self.backend, create("lru", SLOTS))
-        self.below = SoloTier(tier, link, self._clock)
-
-    def view(self, slot: int) -> memoryview:
-        return self._arena.view(slot)
-
-    def overtake(self) -> None:
-        self.backend.is_overtaken = True
-
-    def now_s(self) -> float:
-        return self._clock()
-
-
-class NvmeRig(BelowRig):
-    def __init__(self, path: Path) -> None:
-        self._clock = ManualClock()
-        self._arena = MemoryBackend(BLOCK, ARENA_SLOTS, medium="CPU")
-        config = config_for([path], slots=SLOTS)
-        self.nvme = Rig(config, clock=self._clock)
-        self._config = config
-        store, run = self.nvme.tier.store, InlineExecutor()
-        link = Link(
-            NvmeStoreHandler(store, self._arena.view, run),
-            NvmeLoadHandler(store, self._arena.view, run),
-        )
-        tier = Tier("nvme", self.nvme.backend, self.nvme.policy)
-        self.below = SoloTier(tier, link, self._clock)
-
-    def view(self, slot: int) -> memoryview:
-        return self._arena.view(slot)
-
-    def overtake(self) -> None:
-        with Peer(self._config) as other:
-            other.ask("reset")
-        self._clock.advance(60.0)
-
-    def now_s(self) -> float:
-        return self._clock()
 
 
 class NodeTierRig(BelowRig):
@@ -157,20 +95,6 @@ class TestTwin(BelowContract):
     @pytest.fixture
     def rig(self) -> BelowRig:
         return TwinRig()
-
-
-class TestSoloTierInMemory(BelowContract):
-    @pytest.fixture
-    def rig(self) -> BelowRig:
-        return MemoryRig()
-
-
-class TestSoloTierOnNvme(BelowContract):
-    @pytest.fixture
-    def rig(self, tmp_path: Path) -> Iterator[BelowRig]:
-        rig = NvmeRig(tmp_path)
-        yield rig
-        rig.nvme.close()
 
 
 class TestNodeTier(BelowContract):

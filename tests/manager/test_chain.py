@@ -175,6 +175,20 @@ def test_a_block_is_lost_when_no_tier_holds_it_and_hot_where_it_is_left() -> Non
     assert all(chain.below.may_hold(h) == 2 for h in keys(LIMIT))
 
 
+def test_a_block_that_leaves_before_its_put_has_ended_is_named_afterwards() -> None:
+    chain = Chain()
+    chain.begin(0, 1)
+    chain.near.run()
+    assert list(chain.below.poll()) == []
+    chain.near._leave(key(0))
+    assert chain.below.take_lost() == [key(0)], "the caller still writes it"
+    chain.far.outcome = FAILED
+    chain.run()
+    (ended,) = chain.below.poll()
+    assert list(ended.outcomes) == [OK] and chain.below.take_lost() == [key(0)]
+    assert chain.below.take_lost() == []
+
+
 def test_a_tier_that_may_not_be_read_is_passed_over_if_another_holds_the_block() -> None:
     chain = Chain()
     chain.put(0, 1)

@@ -21,6 +21,8 @@ from support.inside import levels
 from kvcascade.config.schema import OnReset, WriteMode
 from kvcascade.manager.admission import AdmitSecondTouch
 from kvcascade.manager.base import LookupState
+from kvcascade.manager.below.chain import PASS_ON_AFTER_S, BelowChain
+from kvcascade.manager.below.node_tier import NodeTier
 from kvcascade.manager.cascading import ManagerOptions
 from kvcascade.manager.level import Pairs
 from kvcascade.manager.request import Request
@@ -279,7 +281,9 @@ class Engine:
         self.cascade.apply_events()
         self.cascade.backends[index].is_overtaken = True
         self.manager.maintain()
-        self.cascade.apply_events(but_for=[b.medium for b in self.cascade.backends[: index + 1]])
+        self.cascade.now_s += PASS_ON_AFTER_S
+        self.manager.maintain()
+        self.cascade.apply_events(but_for=[b.medium for b in self.cascade.backends])
 
     # ---- what must hold --------------------------------------------------------------------
 
@@ -297,9 +301,15 @@ class Engine:
         self.may_lose |= any(
             link.demote_refused_blocks or link.demote_over_budget_blocks for link in links
         )
+        chain = self.manager._flow.below
+        assert isinstance(chain, BelowChain)
+        feeds = [port.feed for port in chain._ports if isinstance(port, NodeTier)]
+        # A tier says one step later what it evicted.
+        is_behind = any(feed._incoming or feed.lost for feed in feeds)
         for block_hash, status in evicted:
             assert status.ref_cnt == 0, "in use"
-            if not (self.may_lose or level.is_last or level.dirt.is_dirty(status.block_id)):
+            is_counted = level.is_last or level.dirt.is_dirty(status.block_id)
+            if not (self.may_lose or is_behind or is_counted):
                 below = self.cascade.policies[index + 1 :]
                 assert any(policy.get(block_hash) for policy in below), "lost and not counted"
         note(evicted)

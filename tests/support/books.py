@@ -10,7 +10,7 @@ from kvcascade.tiers.base import BlockHash, BlockStatus
 from kvcascade.tiers.policies.ordered import OrderedPolicy
 
 from .cascade import Cascade
-from .inside import demoters, levels, solos
+from .inside import demoters, levels
 from .memory_backend import MemoryBackend
 
 
@@ -35,11 +35,6 @@ class Books:
         for queue in self._manager._promoter.queues:
             for job_up in queue.jobs.values():
                 self.writing[0] |= {status.block_id for status in job_up.statuses}
-        for index, solo in enumerate(solos(self._manager._flow.below), start=1):
-            for moved in solo.reads.way.jobs.values():
-                self.readers[index].update(status.block_id for status in moved.statuses)
-            for moved in solo.writes.way.jobs.values():
-                self.writing[index] |= {status.block_id for status in moved.statuses}
         for _, gone, kept in self._manager._workers._quarantine:
             self.readers[0].update(status.block_id for status in kept)
             self.writing[0] |= {status.block_id for status in gone}
@@ -56,7 +51,8 @@ class Books:
             self._check_request(request)
         self._cascade.apply_events()
         for index, backend in enumerate(self._cascade.backends):
-            ready = set(self._check_tier(index, backend, content))
+            check = self._check_lower if index else self._check_top
+            ready = set(check(index, backend, content))
             assert self._cascade.seen[backend.medium] == ready, "events"
 
     def _most(self) -> int:
@@ -74,7 +70,15 @@ class Books:
             assert pending is not None and request in pending.waiters, "it waits for nothing"
             assert not pending.is_late, "it waits for what is late"
 
-    def _check_tier(
+    def _check_lower(
+        self, index: int, backend: MemoryBackend, content: Callable[[BlockHash], bytes]
+    ) -> Iterator[BlockHash]:
+        """Gives the blocks that a tier below says it holds; its slots are its own."""
+        for block_hash, slot in self._cascade.nodes[index - 1].presence.slots.items():
+            assert bytes(backend.view(slot)) == content(BlockHash(block_hash)), "wrong bytes below"
+            yield BlockHash(block_hash)
+
+    def _check_top(
         self, index: int, backend: MemoryBackend, content: Callable[[BlockHash], bytes]
     ) -> Iterator[BlockHash]:
         """Gives the blocks that are ready."""

@@ -26,11 +26,10 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvcascade.manager.below.port import Below
 from kvcascade.spec import CascadeOffloadingSpec
 from kvcascade.vllm.v0_26 import CascadeManager
 
-from .inside import demoters, solos
+from .inside import demoters
 from .kv_bytes import Shape, offloading_config, page
 from .spec_parts import Job, Load, Request, Worker
 
@@ -279,9 +278,7 @@ class Driver:
         with manager.lock:
             tickets = {t for queue in manager._promoter.queues for t in queue.jobs}
             tickets |= manager._demoter.job_ids
-        parts: Sequence[Below] = solos(below) or [below]
-        for part in parts:
-            part.wait(tickets, WAIT_S)
+        below.wait(tickets, WAIT_S)
         below.wait(set(), WAIT_S)
 
     def settle(self) -> None:

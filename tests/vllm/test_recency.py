@@ -21,7 +21,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from kvcascade import vllm_policies
-from kvcascade.manager.cascading import ManagerOptions, WriteMode, build_cascade
+from kvcascade.manager.below.port import NoTierBelow
+from kvcascade.manager.cascading import CascadingOffloadingManager, ManagerOptions, WriteMode
 from kvcascade.manager.level import Tier
 from kvcascade.manager.request import Request
 from kvcascade.tiers.cpu.cpu_backend import CpuBackend
@@ -36,7 +37,7 @@ UNORDERED = {"s3fifo", "s3fifo_eager", "slru", "sieve", "fifo", "lirs"}
 def ours(name: str) -> Make:
     def make(blocks: int) -> OffloadingManager:
         tier = Tier("cpu", CpuBackend(BLOCK_BYTES, blocks), create(name, blocks))
-        return over(build_cascade([tier], [], ManagerOptions()))
+        return over(CascadingOffloadingManager(tier, NoTierBelow(), ManagerOptions()))
 
     return make
 

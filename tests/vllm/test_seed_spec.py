@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import solos
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcascade.assembly.build import open_worker
@@ -117,8 +116,7 @@ class Engine:
             if output is not None:
                 break
             self.manager.take_events()
-            for solo in solos(self.manager._cascade.manager._flow.below):
-                solo.writes.way.wait(set(range(10_000)), 1.0)
+            self.manager._cascade.manager._flow.below.wait(set(range(10_000)), 1.0)
         assert output is not None
         new = list(output.block_hashes_to_store)
         if new:
@@ -142,8 +140,7 @@ class Engine:
             if hits is not None:
                 return int(hits)
             self.manager.take_events()
-            for solo in solos(self.manager._cascade.manager._flow.below):
-                solo.reads.way.wait(set(range(10_000)), 1.0)
+            self.manager._cascade.manager._flow.below.wait(set(range(10_000)), 1.0)
         raise AssertionError("a lookup never ended")
 
     def load(self, hashes: list[bytes], skip: int = 0) -> None:

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
 
@@ -17,11 +16,6 @@ CHUNKS = 8
 TEXTS = 24
 CPU, NEAR, FAR = 64, 64, 512
 """Slots of the tiers; the last one holds all texts, the others do not."""
-
-
-@pytest.fixture(autouse=True)
-def _with_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCASCADE_NODES", "1")
 
 
 def three(path: Path, **far: Any) -> list[Any]:
