@@ -1,4 +1,4 @@
-"""The command line, for its tests."""
+"""The command line for tests, and places in the files of a cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvcascade.tools.__main__ import app
 
+BLOCK = HEADER = 4096
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -53,6 +54,11 @@ def call_outside(*arguments: object) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
+def segment(folder: Path, number: int = 0) -> Path:
+    """A segment file."""
+    return folder / "segments" / f"{number:06d}.safetensors"
+
+
 def flip(path: Path, offset: int) -> None:
     """Change one byte."""
     with path.open("r+b") as file:
@@ -60,3 +66,8 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 0xFF]))
+
+
+def payload_offset(slot: int) -> int:
+    """Where a slot of segment 0 begins."""
+    return HEADER + slot * BLOCK
