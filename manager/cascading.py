@@ -128,14 +128,13 @@ class CascadingOffloadingManager(OffloadingManager):
         store_wait_s = deadline_s if options.waits_for_stores else None
         self.lookups = Lookups(self.lock, flow, promoter, claims, workers, worth, store_wait_s)
         """Lookups of the current step. Adapters use it to inline the plain hit."""
-        answers = self.lookups.answers
         self._stores = Stores(
             flow,
             self._demoter,
             promoter,
             claims,
             workers,
-            answers,
+            self.lookups.answers,
             worth,
             self._aging,
             mode,

@@ -86,4 +86,5 @@ def test_the_write_budget_is_exact_over_all(start: Start) -> None:
             assert stored <= budget
     assert stored == budget, "all of it is used, by whoever comes first"
     for engine in engines:
-        engine.until(lambda e=engine: e.tier.feed.figures.budget_left_bytes == 0)  # type: ignore[misc]
+        feed = engine.tier.feed
+        engine.until(lambda feed=feed: feed.figures.budget_left_bytes == 0)  # type: ignore[misc]

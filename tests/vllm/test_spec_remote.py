@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def is_ready(driver: Driver) -> bool:
 def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]) -> None:
     with host("both", **server) as first, host("both", **server) as second:
         for driver in (first, second):
-            wait_until(lambda driver=driver: is_ready(driver), ROUNDS, PAUSE_S)  # type: ignore[misc]
+            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
         assert serve(first, "text") == 0
         assert serve(second, "text") == CHUNKS
         assert second.counters.links[0].promoted_blocks == CHUNKS * len(SHAPE.groups)
