@@ -275,8 +275,9 @@ def test_less_than_any_block(size: object) -> None:
 
 @pytest.mark.parametrize("name", ["segment_size", "min_share"])
 def test_a_segment_or_share_that_is_more_than_the_tier(name: str) -> None:
+    large: dict[str, Any] = {name: "1TiB"}
     for capacity in ("64MiB", "0.01%"):
-        text = message(configured(capacity=capacity, **{name: "1TiB", "min_free": 0}), Twin())
+        text = message(configured(capacity=capacity, min_free=0, **large), Twin())
         assert text.startswith(f'tiers[1].{name}: "1TiB"') and capacity in text
 
 

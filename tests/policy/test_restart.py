@@ -84,7 +84,7 @@ def test_reconciling_what_is_right_keeps_the_order(name: str) -> None:
         tier.use(ids)
     before = [h for h, _ in tier.policy.coldest(CAPACITY)]
     present = np.array(sorted(set(range(CAPACITY)) - set(tier.free)))
-    tier.restart().reconcile(present)
+    tier.restart()._order.reconcile(present)
     assert [h for h, _ in tier.policy.coldest(CAPACITY)] == before
 
 
@@ -107,7 +107,7 @@ def test_after_a_crash_nothing_in_the_arrays_is_trusted(name: str, seed: int) ->
     if seed % 2:
         tier.arrays.damage(rng)
     present = set(range(CAPACITY)) - set(tier.free)
-    tier.restart().reconcile(np.array(sorted(present)))
+    tier.restart()._order.reconcile(np.array(sorted(present)))
     cold = [status.block_id for _, status in tier.policy.coldest(CAPACITY)]
     assert sorted(cold) == sorted(present)
     for ids in requests(rng, 300):

@@ -16,8 +16,9 @@ from support.users import unprivileged
 from kvcascade.errors import InUseError, TierIOError
 from kvcascade.tiers.cpu.arena import Arena, ArenaRole
 from kvcascade.tiers.cpu.header import ArenaGeometry
+from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
 from kvcascade.tiers.nvme.path.writer.path_options import PATH_FOLDER
-from kvcascade.tools.commands.cache_access import locations
+from kvcascade.tools.commands.path_folders import folders_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ("kvcascade", "tiers", "handlers", "manager", "tools")
@@ -55,11 +56,13 @@ def test_a_closed_cache_is_not_said_to_be_absent() -> None:
             folder.mkdir(mode=0)
         for place in (path, first):
             with unprivileged(), pytest.raises(TierIOError, match=f"denied while .* {first}"):
-                locations(place)
+                folders_in(RealFileSystem(), place)
         first.chmod(0o755)
         (first / "lock").touch()
         with unprivileged():
-            assert [found.name for found in locations(path)] == [first.name], "what one may see"
+            assert [found.name for found in folders_in(RealFileSystem(), path)] == [first.name], (
+                "what one may see"
+            )
 
 
 def test_shared_memory_is_private(tmp_path: Path) -> None:

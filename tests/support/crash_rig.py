@@ -415,7 +415,7 @@ def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
         for start in range(0, len(keys), READ_AT_ONCE):
             part = [BlockHash(key) for key in keys[start : start + READ_AT_ONCE]]
             buffers = [bytearray(SLOT_BYTES) for _ in part]
-            done = reader.read(part, list(map(memoryview, buffers)))
+            done = reader.read(part, [memoryview(buffer) for buffer in buffers])
             assert set(done.outcomes) == {BlockOutcome.OK}, "what is listed is there"
             for key, buffer in zip(part, buffers, strict=True):
                 assert bytes(buffer) == row(key, DISK_VERSION), "wrong bytes"
