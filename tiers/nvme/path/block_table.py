@@ -102,11 +102,6 @@ class BlockTable(Protocol):
         ...
 
     @property
-    def damaged_entries(self) -> int:
-        """Number of damaged entries found so far; each counts as absent."""
-        ...
-
-    @property
     def has_panicked(self) -> bool:
         """True if the table can take no changes until it is opened again."""
         ...
