@@ -176,7 +176,7 @@ def open_node_tier(
     port = NodeTier(
         client_of,
         NodeTierOptions(
-            TierFacts(name, "NVME", block_bytes, plan.slots, is_lasting=True),
+            TierFacts(name, "NVME", block_bytes, plan.slots),
             partial(_map_presence, file_system),
             mapper,
             engine.stall_s,

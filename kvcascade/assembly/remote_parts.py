@@ -45,7 +45,7 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
     """
     check_openable(options, os.environ)
     memory = engine.memory
-    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, is_lasting=True)
+    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
     nodes: list[Mover] = []
 

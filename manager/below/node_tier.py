@@ -22,7 +22,7 @@ from ..counters import LinkCounters
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
 from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
-from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .port import Below, Ended, Put, TierFacts, WriteState
 
 NODE_STOP_S = 1.0
 """Minimum time in seconds that a node gets to end its transfers at a shutdown."""
@@ -165,9 +165,6 @@ class NodeTier(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def keep_ahead(self) -> None:
-        """Do nothing: one tier writes to no lower tier."""
-
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
         self._client.listen()
@@ -199,9 +196,6 @@ class NodeTier(Below):
         mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
         if mine:
             self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Do nothing: the last tier writes to no lower tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         left_s = max(NODE_STOP_S, deadline_s - self._clock())

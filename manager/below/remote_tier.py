@@ -41,7 +41,7 @@ from .node_traffic import (
     Traffic,
     answers_to_put,
 )
-from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .port import Below, Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
 
 MEDIUM = "REMOTE"
@@ -179,9 +179,6 @@ class RemoteTier(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def keep_ahead(self) -> None:
-        """Do nothing: one tier writes to no lower tier."""
-
     def maintain(self) -> int:
         self._client.listen()
         self.feed.process()
@@ -208,9 +205,6 @@ class RemoteTier(Below):
         mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
         if mine:
             self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Do nothing: the last tier writes to no lower tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         left_s = max(NODE_STOP_S, deadline_s - self._clock())

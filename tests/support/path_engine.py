@@ -77,7 +77,7 @@ class PathEngine:
             made.append(client_of(take))
             return made[0]
 
-        facts = TierFacts("nvme", "NVME", block_bytes, capacity, is_lasting=True)
+        facts = TierFacts("nvme", "NVME", block_bytes, capacity)
         tier_options = NodeTierOptions(
             facts,
             lambda folder, slots: map_presence(fs, Path(folder), slots),

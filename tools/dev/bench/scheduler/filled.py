@@ -240,7 +240,7 @@ def open_stalled(folder: Path, blocks: int, cpu_blocks: int) -> StalledTier:
 
     with ThreadPoolExecutor(1) as executor:
         options = NodeTierOptions(
-            TierFacts(NAME, "NVME", BLOCK_BYTES, slots, is_lasting=True),
+            TierFacts(NAME, "NVME", BLOCK_BYTES, slots),
             lambda path, count: map_presence(fs, Path(path), count),
             executor,
             with_events=False,
