@@ -1,7 +1,8 @@
 """Several tiers behind one port, each of which may hold any block: `BelowChain`.
 
-The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below, and
-at the same time to each lower tier that lacks the block and admits it. Nothing moves between tiers.
+The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below. At
+the same time it goes to each lower tier that lacks the block and admits it. Nothing moves between
+tiers.
 An eviction loses the copy of one tier only. Reads come from the nearest tier that may hold the
 block. A chain uses nothing of its tiers but the port.
 

@@ -5,7 +5,7 @@ Nothing is known of a block until the server was asked. `may_hold` answers from 
 question failed is a miss; nothing here makes the engine wait longer than a deadline.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
-that it may be evicted above, and is offered again at its next use.
+that it may be evicted above. The block is offered again at its next use.
 
 Until a reset is answered, nothing is found and reads end as GONE.
 """

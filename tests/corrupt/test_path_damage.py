@@ -1,4 +1,4 @@
-"""Every file of a path with one writer x every kind of damage, while closed and while engines run.
+"""Every file of a path x every kind of damage, while closed and while engines run.
 
 Outcome: fewer blocks, named by a counter or a line in the log; or one sentence that says what to
 do. Never wrong bytes (`PathEngine.get` compares), never an exception, never a wait without an end.

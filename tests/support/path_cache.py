@@ -1,4 +1,4 @@
-"""Caches of a path with one writer, for the command line's tests."""
+"""Caches of a path, for the command line's tests."""
 
 from __future__ import annotations
 
