@@ -246,7 +246,7 @@ def copied(root: Path, tmp_path: Path) -> Path:
 
 def comes_up(engine: PathEngine, log: pytest.LogCaptureFixture) -> bool:
     """Wait until the tier works, is off, or its node has said why it waits."""
-    engine.mover.start()
+    engine.keeper.start()
 
     def is_known() -> bool:
         is_up = engine.tier.takes_puts or engine.state is NodeState.OFF
