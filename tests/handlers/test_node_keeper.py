@@ -1,4 +1,4 @@
-"""The rules of `NodeKeeper`, with a process that the test plays: nothing blocks, nothing is lost."""
+"""The rules of `NodeKeeper`, with a process that the test plays: nothing blocks or is lost."""
 
 from __future__ import annotations
 
