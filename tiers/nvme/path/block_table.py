@@ -134,8 +134,8 @@ class BlockTable(Protocol):
     def reset(self, epoch: int) -> Applied:
         """Remove every block and begin a later epoch, durably. An earlier one is `STALE`.
 
-        If only the sync fails, the outcome is `IO_ERROR` and there is a journal: the blocks are
-        gone, but a loss of power may bring them back.
+        If only the sync fails, the outcome is `IO_ERROR` and there is a journal. The blocks are
+        then gone, but a loss of power may bring them back.
         """
         ...
 

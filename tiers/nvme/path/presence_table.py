@@ -1,8 +1,8 @@
 """The presence table of a namespace: which slot holds a block, in memory that processes share.
 
 The writer of the path alone changes it. Every process of the path reads it without a lock. The
-table is advisory: a wrong cell is a miss or a second look, never wrong bytes, because a reader
-verifies what it has read against `checksum_of`.
+table is advisory: a wrong cell is a miss or a second look, never wrong bytes. A reader verifies
+what it has read against `checksum_of`.
 
 All numbers are little endian. The parts follow each other in this order:
 

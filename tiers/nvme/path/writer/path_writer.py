@@ -141,8 +141,8 @@ class PathWriter:
     def step(self) -> list[Reply]:
         """Do what the messages since the last call ask for; return messages and their clients.
 
-        Raises `CorruptionError` if an index failed in a way that only opening it again can repair:
-        the caller closes the writer without `is_clean`, and lets another process lead.
+        Raises `CorruptionError` if an index failed in a way that only opening it again can repair.
+        The caller then closes the writer without `is_clean`, and lets another process lead.
         """
         self.path.space.poll()
         ready, replies = self._held.take(self.path.take_opened())
