@@ -365,7 +365,7 @@ class PathWriter:
     def _send_figures(self) -> None:
         left = self.path.budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
-            day = namespace.table.day_totals()
+            day = namespace.day_totals()
             reporter = min(self._engines_of(namespace), default=0)
             for number in sorted(namespace.clients):
                 figures = TierFigures(
