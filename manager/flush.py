@@ -81,7 +81,7 @@ class Closing:
     def shutdown(self, means: FlushMeans, deadline_s: float) -> bool:
         """Flush, and stop all transfers; idempotent. Return False if transfers are in flight."""
         flow = self._flow
-        if not self._is_shut_down:  # handlers that were stopped accept nothing
+        if not self._is_shut_down:  # a node that was stopped takes nothing
             self.flush_dirty(means, deadline_s)
         self._is_shut_down = True
         with means.lock:
