@@ -106,9 +106,7 @@ class FlushMeans:
     collect: Callable[[], None]
     """Function that collects the ended transfers of every tier."""
     end_step: Callable[[], None]
-    """Function that maintains the tiers. It takes in changes by other processes and releases
-    everything held. A process that held pages of a shared index would block all commits by
-    others."""
+    """Function that maintains the tiers: it takes in what other processes have changed."""
     in_use: Callable[[], list[BlockHash]]
     """Function that returns the pinned blocks of the first tier, tails before heads."""
     clock: Callable[[], float]

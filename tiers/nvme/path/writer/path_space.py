@@ -39,7 +39,7 @@ MAX_EVICTED_AHEAD = 256
 EVICTED_AHEAD_SHARE = 64
 """Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
 READY_PARTS = 8
-"""Part of the capacity, as a divisor, that is kept ready for a namespace ahead of its need."""
+"""Part of its slots, as a divisor, that is kept ready for a namespace ahead of its need."""
 READY_BYTES_MAX = 1 << 30
 """Most bytes that are kept ready; more would only be taken from other namespaces."""
 AHEAD_AFTER_S = 30.0
@@ -161,8 +161,9 @@ class PathSpace:
     def make_ahead(self, namespace: NamespaceWriter) -> None:
         """Make segments ahead of a need, one in each path, until enough slots are free."""
         files, space = self._files[namespace.home.name], namespace.space
-        ready_bytes = min(READY_BYTES_MAX, self.capacity.options.capacity_bytes // READY_PARTS)
-        wanted = ready_bytes // namespace.home.block_bytes - space.free(range(space.paths))
+        home = namespace.home
+        ready = min(home.slots // READY_PARTS, READY_BYTES_MAX // home.block_bytes)
+        wanted = ready - space.free(range(space.paths))
         if self.is_taking or len(self._openings):
             return
         now_s = self._clock()
