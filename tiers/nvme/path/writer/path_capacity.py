@@ -95,20 +95,11 @@ class PathCapacity:
     # -- on an I/O thread ----------------------------------------------------------------------
 
     @contextmanager
-    def claim(
-        self,
-        path: int,
-        growth: int,
-        own_bytes: int,
-        own: frozenset[Path],
-        *,
-        may_remove: bool = True,
-    ) -> Iterator[int]:
+    def claim(self, path: int, growth: int, own_bytes: int, own: frozenset[Path]) -> Iterator[int]:
         """Make a file of `growth` bytes in a path inside this context.
 
         `own_bytes` are those of our files with the new one, `own` their directories. Yields the
-        bytes of older versions that are in use; others were removed as far as room was needed,
-        unless `may_remove` is False.
+        bytes of older versions that are in use; others were removed as far as room was needed.
         Raises `NoSpaceError` if capacity or reserve would not be kept.
         """
         root = self._roots[path]
@@ -118,13 +109,11 @@ class PathCapacity:
         except InUseError:
             raise NoSpaceError(f"another process is making room in {root}; try again") from None
         try:
-            yield self._make_room(root, growth, own_bytes, own, may_remove)
+            yield self._make_room(root, growth, own_bytes, own)
         finally:
             lock.release()
 
-    def _make_room(
-        self, root: Path, growth: int, own_bytes: int, own: frozenset[Path], may_remove: bool
-    ) -> int:
+    def _make_room(self, root: Path, growth: int, own_bytes: int, own: frozenset[Path]) -> int:
         taken = remove_leftovers(self._fs, root)
         ahead = held = 0
         with ExitStack() as locks:
@@ -143,7 +132,7 @@ class PathCapacity:
             over = taken + ahead + own_bytes - self.share_bytes
             reserve = self.options.min_free_bytes
             short = growth + reserve + (ahead if reserve else 0) - free
-            self._remove_oldest(root, idle if may_remove else [], over, short)
+            self._remove_oldest(root, idle, over, short)
             return held + ahead
 
     def _remove_oldest(

@@ -5,11 +5,8 @@ the coldest segment of another namespace if that is colder than its own coldest 
 its own coldest blocks are evicted. A segment that is taken loses its blocks first, its file is
 deleted, and a segment of the namespace that needs it is made in its place.
 
-An engine's namespace also has some free room made ahead of its need, while nobody else needs the
-capacity. Nothing is evicted, taken or removed for that. What stays empty is the first to be taken.
-
-Files are made and deleted on I/O threads: for a need one at a time for each namespace, ahead of it
-one at a time in each path. Everything else runs on the writer's thread.
+Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
+the writer's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +35,6 @@ MAX_EVICTED_AHEAD = 256
 """Most blocks that are evicted beyond the need, so that the next grants need no commit."""
 EVICTED_AHEAD_SHARE = 64
 """Part of its blocks, as a divisor, that a namespace evicts ahead at most."""
-READY_PARTS = 8
-"""Part of its slots, as a divisor, that is kept ready for a namespace ahead of its need."""
-READY_BYTES_MAX = 1 << 30
-"""Most bytes that are kept ready; more would only be taken from other namespaces."""
-AHEAD_AFTER_S = 30.0
-"""Time in which nothing is made ahead after a segment was taken, or could not be made ahead."""
-AHEAD_EVERY_S = 1.0
-"""Time until the next attempt in a path without room for a segment ahead."""
 
 _log = get_logger(__name__)
 
@@ -74,13 +63,8 @@ class _Files:
 
     numbers: set[int]
     file_bytes: int
-    making: dict[int, float] = field(default_factory=dict)
-    """Time at which a segment began to be made, by path."""
-
-    @property
-    def making_since_s(self) -> float | None:
-        """Time at which the latest of these segments began to be made; None if none is."""
-        return max(self.making.values(), default=None)
+    making_since_s: float | None = None
+    """Time at which a segment began to be made; None if none is."""
 
 
 class PathSpace:
@@ -115,8 +99,6 @@ class PathSpace:
         self._deleting = 0
         self._failing: set[int] = set()
         """Paths in which the last attempt to make a segment failed; each is logged once."""
-        self._ahead_at_s = [0.0] * capacity.paths
-        """Earliest time of the next segment ahead, by path."""
 
     def add(self, namespace: NamespaceWriter) -> None:
         """Count a namespace that was opened."""
@@ -141,7 +123,7 @@ class PathSpace:
     @property
     def has_jobs(self) -> bool:
         """True while a segment is being made, emptied or deleted, or a namespace opened."""
-        makes = any(files.making for files in self._files.values())
+        makes = any(files.making_since_s is not None for files in self._files.values())
         return makes or self._deleting > 0 or self.taking is not None or len(self._openings) > 0
 
     def poll(self) -> None:
@@ -157,27 +139,6 @@ class PathSpace:
     def bytes_of(self, name: str) -> int:
         """Return the bytes of an open namespace, all that it may take without asking."""
         return sum(self._bytes_in(name, path) for path in range(self.capacity.paths))
-
-    def make_ahead(self, namespace: NamespaceWriter) -> None:
-        """Make segments ahead of a need, one in each path, until enough slots are free."""
-        files, space = self._files[namespace.home.name], namespace.space
-        home = namespace.home
-        ready = min(home.slots // READY_PARTS, READY_BYTES_MAX // home.block_bytes)
-        wanted = ready - space.free(range(space.paths))
-        if self.is_taking or len(self._openings):
-            return
-        now_s = self._clock()
-        for path in self.capacity.awake:
-            if wanted <= len(files.making) * space.slots_per_segment:
-                return
-            is_made = any(path in each.making for each in self._files.values())
-            if is_made or now_s < self._ahead_at_s[path]:
-                continue
-            numbers = self._growths(namespace, [path])
-            if numbers:
-                self._make(namespace, numbers[0], is_ahead=True)
-            else:
-                self._ahead_at_s[path] = now_s + AHEAD_EVERY_S
 
     # -- what is done for a need ----------------------------------------------------------------
 
@@ -249,7 +210,6 @@ class PathSpace:
         if not self.namespaces[name].space.set_aside(number):
             return False
         self.taking = TakenSegment(name, number)
-        self._ahead_at_s = [self._clock() + AHEAD_AFTER_S] * self.capacity.paths
         return True
 
     def empty_taken(self) -> tuple[TakenSegment, list[bytes], bool] | None:
@@ -323,67 +283,55 @@ class PathSpace:
 
     def _grow(self, namespace: NamespaceWriter) -> bool:
         """Make a segment if the capacity of some path allows it. Return True while it is made."""
-        if self._files[namespace.home.name].making:
+        files, capacity = self._files[namespace.home.name], self.capacity
+        if files.making_since_s is not None:
             return True
-        numbers = self._growths(namespace, self.capacity.awake)
-        if numbers:
-            self._make(namespace, min(numbers, key=lambda n: (n // self.capacity.paths, n)))
-        return bool(numbers)
-
-    def _growths(self, namespace: NamespaceWriter, paths: list[int]) -> list[int]:
-        """Return the number of the next segment in each of these paths that has room for it."""
-        capacity, numbers = self.capacity, []
-        size = self._files[namespace.home.name].file_bytes
-        for path in paths:
+        choices: list[tuple[int, int]] = []
+        for path in capacity.awake:
             number = self._missing(namespace, path) if capacity.may_try(path) else None
             if number is None:
                 continue
-            if capacity.left_bytes(path, self.own_bytes(path)) >= size:
-                numbers.append(number)
-        return numbers
+            if capacity.left_bytes(path, self.own_bytes(path)) >= files.file_bytes:
+                choices.append((number // capacity.paths, number))
+        if choices:
+            self._make(namespace, min(choices)[1])
+        return bool(choices)
 
-    def _make(self, namespace: NamespaceWriter, number: int, *, is_ahead: bool = False) -> None:
+    def _make(self, namespace: NamespaceWriter, number: int) -> None:
         home, capacity = namespace.home, self.capacity
         files, path = self._files[home.name], number % capacity.paths
         files.numbers.add(number)
-        files.making[path] = self._clock()
+        files.making_since_s = self._clock()
         own_bytes, own = self.own_bytes(path), self._own_folders()
 
         def make() -> None:
             try:
-                with capacity.claim(
-                    path, files.file_bytes, own_bytes, own, may_remove=not is_ahead
-                ) as foreign:
+                with capacity.claim(path, files.file_bytes, own_bytes, own) as foreign:
                     home.segments.create(number)
                 self._done.append(lambda: self._made(namespace, number, foreign))
             except (OSError, KVCascadeError) as error:
                 reason = error
-                self._done.append(lambda: self._failed(namespace, number, reason, is_ahead))
+                self._done.append(lambda: self._failed(namespace, number, reason))
 
-        self._submit(make, lambda: self._failed(namespace, number, None, is_ahead))
+        self._submit(make, lambda: self._failed(namespace, number, None))
 
     def _made(self, namespace: NamespaceWriter, number: int, foreign: int) -> None:
         path = number % self.capacity.paths
         self._failing.discard(path)
         self.capacity.note_foreign(path, foreign)
         if self.namespaces.get(namespace.home.name) is namespace:
-            self._files[namespace.home.name].making.pop(path)
+            self._files[namespace.home.name].making_since_s = None
             namespace.space.add_segment(number)
 
-    def _failed(
-        self, namespace: NamespaceWriter, number: int, error: Exception | None, is_ahead: bool
-    ) -> None:
+    def _failed(self, namespace: NamespaceWriter, number: int, error: Exception | None) -> None:
         path = number % self.capacity.paths
-        if is_ahead:  # a need tries again at once, may remove more, and says what is wrong
-            self._ahead_at_s[path] = self._clock() + AHEAD_AFTER_S
-        elif error is not None and path not in self._failing:
+        if error is not None and path not in self._failing:
             self._failing.add(path)
             _log.warning("no segment can be made for now: %s", error)
-        if not is_ahead:
-            self.capacity.put_off(path)
+        self.capacity.put_off(path)
         if self.namespaces.get(namespace.home.name) is namespace:
             files = self._files[namespace.home.name]
-            files.making.pop(path)
+            files.making_since_s = None
             files.numbers.discard(number)
 
     def _delete(self, namespace: NamespaceWriter, number: int) -> None:

@@ -198,8 +198,6 @@ class PathWriter:
                 self._pay_resets(namespace)
             if namespace.waiting or namespace.has_work:
                 self._serve(namespace)
-            if self._engines_of(namespace):
-                self.path.space.make_ahead(namespace)
             if namespace.table.has_panicked:
                 raise CorruptionError(
                     f"the index of {namespace.home.folders[0]} takes no more changes; the next "
