@@ -38,7 +38,7 @@ from .config.options import At, deadline
 from .config.schema import DirectIO
 from .config.sizes import parse_bytes
 from .errors import ClosedError, ConfigError, InUseError, KVCascadeError
-from .handlers.node.mover import Mover
+from .handlers.node.node_keeper import NodeKeeper
 from .handlers.node.path_client import node_thread
 from .handlers.node.path_wire import CAN_READ, NodeJoined, NodeNote, NodeSetup, NodeState, UseNote
 from .logs import get_logger
@@ -161,7 +161,7 @@ class BlockCache:
             is_arena_huge=has_huge_pages(),
             is_reader=options.is_read_only,
         )
-        self._client: Mover = node_thread(setup, self._moves.memory, fs, self._note)
+        self._client: NodeKeeper = node_thread(setup, self._moves.memory, fs, self._note)
         try:
             self._join()
         except BaseException:

@@ -26,7 +26,7 @@ from .claim_queue import ClaimQueue
 from .claims import PromotionRoom
 from .demotion import Aging, Demoter, Watermarks
 from .flow import Clock, Flow
-from .flush import Closing
+from .flush import Closing, FlushMeans
 from .holds import Holds
 from .level import Tier
 from .loads import Loads
@@ -238,7 +238,6 @@ class CascadingOffloadingManager(OffloadingManager):
                 protected = set(self.lookups.answers.hits())
                 self._promoter.flush(protected, may_displace=self._claims.waiting > 0)
         self._demoter.keep_ahead()
-        self._flow.below.keep_ahead()
         if self._aging:
             self._demoter.demote_due(self._aging)
         if may_evict:
@@ -288,13 +287,12 @@ class CascadingOffloadingManager(OffloadingManager):
             self._workers.all_flushed()
 
     def flush_dirty(self, deadline_s: float) -> bool:
-        """Write every dirty block to a tier below that would be lost, until `deadline_s` on the
-        clock.
+        """Write every dirty block of the first tier below it, until `deadline_s` on the clock.
 
-        Dirty blocks in lasting tiers stay there. The call is for shutdown and may block, also while
-        a failed tier rests. Return True if no such block is left or in flight.
+        The call is for shutdown and may block, also while a failed tier rests. Return True if no
+        such block is left or in flight.
         """
-        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
+        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
         return self._closing.flush_dirty(means, deadline_s)
 
     def shutdown(self) -> bool:
@@ -303,7 +301,7 @@ class CascadingOffloadingManager(OffloadingManager):
         Return False if transfers are still in flight, because a device is too slow.
         """
         deadline_s = self._flow.clock() + self.options.shutdown_flush_s
-        means = self._closing.means(self.lock, self._collect, self._resets.maintain)
+        means = FlushMeans(self.lock, self._collect, self._resets.maintain)
         return self._closing.shutdown(means, deadline_s)
 
     # ---- contents of the tiers -----------------------------------------------------------

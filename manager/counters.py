@@ -56,8 +56,8 @@ class LinkCounters:
     demote_held_blocks: int = 0
     """Number of written blocks not kept, because another engine had stored them first."""
     demote_missed_blocks: int = 0
-    """Number of blocks that other tiers were given and this one was not, because it rested, had no
-    room, or too many writes were in flight."""
+    """Number of blocks that only other tiers were given. This one rested, had no room, or had too
+    many writes in flight."""
     promoted_blocks: int = 0
     promoted_bytes: int = 0
     promote_s: float = 0.0

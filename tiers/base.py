@@ -198,8 +198,9 @@ class CachePolicy(ABC):
         """Return the number of blocks present."""
 
     ready_at: list[BlockHash] | None = None
-    """Hash of each slot's block if `mark_ready` was called for it and it is still present, else an
-    empty hash; the last item is an empty hash. It is optional and makes hits faster to find."""
+    """Hash of the ready block in each slot (`mark_ready`); empty for any other slot.
+
+    The last item is an empty hash. The list is optional, and makes hits faster to find."""
 
     def mark_ready(  # noqa: B027 - may be ignored
         self, block_hashes: Sequence[BlockHash], slots: Sequence[int]

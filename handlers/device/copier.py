@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...tiers.base import SlotArray
-from ..base import TransferResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,19 @@ class GpuBlocks:
         """Build it from plain lists."""
         ids = np.asarray(block_ids, dtype=np.int32)
         return cls(ids, tuple(group_sizes), tuple(block_indices))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """Result of a finished job."""
+
+    job_id: int
+    success: bool
+    """True if every block arrived."""
+    size_bytes: int = 0
+    """Bytes that the job moved."""
+    time_s: float = 0.0
+    """Seconds from the start of the copy to its end, without the time in a queue."""
 
 
 class DeviceCopier(ABC):

@@ -25,8 +25,7 @@ from numpy.lib.stride_tricks import as_strided
 from ...errors import ConfigError, TierIOError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
-from ..base import TransferResult
-from .copier import DeviceCopier, GpuBlocks
+from .copier import DeviceCopier, GpuBlocks, TransferResult
 from .geometry import GroupRows, IntArray, TensorLayout, WorkerLayout, merge_adjacent
 from .hazards import Direction, HazardBoard
 from .memcopy import copy_scattered

@@ -37,9 +37,8 @@ import numpy.typing as npt
 from ...errors import ConfigError
 from ...logs import get_logger
 from ...tiers.base import SlotArray
-from ..base import TransferResult
 from .batched_copy import Batch, SourceOrder, find_driver_batch
-from .copier import DeviceCopier, GpuBlocks
+from .copier import DeviceCopier, GpuBlocks, TransferResult
 from .geometry import GroupRows, WorkerLayout
 from .hazards import Direction, HazardBoard
 from .host_register import HostRegistration, cuda_registration

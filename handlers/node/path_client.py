@@ -1,6 +1,6 @@
 """Start a node as a process or on a thread, and the scheduler's side of it.
 
-`Mover` keeps the node: it sends jobs, receives answers, restarts a dead process, and knows by
+`NodeKeeper` keeps the node: it sends jobs, receives answers, restarts a dead process, and knows by
 `waitpid` when a process writes no more. A node on a thread runs the same loop over a socket pair.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from ...tiers.cpu.huge_pages import has_huge_pages
 from ...tiers.nvme.disk.filesystem import FileSystem
-from .mover import Mover, MoverOptions
-from .mover_child import Connection, launch
+from .node_child import Connection, launch
+from .node_keeper import KeeperOptions, NodeKeeper
 from .path_loop import NodeLoop
 from .path_wire import NodeSetup, from_node_process
 
@@ -28,9 +28,9 @@ def node_process(
     setup: NodeSetup,
     duplicate_arena: Callable[[], int],
     on_note: Callable[[Any], None],
-    options: MoverOptions | None = None,
-) -> Mover:
-    """Return a client whose node is a process. `Mover.start` starts it.
+    options: KeeperOptions | None = None,
+) -> NodeKeeper:
+    """Return a client whose node is a process. `NodeKeeper.start` starts it.
 
     `duplicate_arena` returns a new descriptor of the arena for each process. `on_note` gets what
     the node says beside answers, and None when it died; any thread may call it.
@@ -47,8 +47,8 @@ def node_thread(
     arena: memoryview,
     fs: FileSystem,
     on_note: Callable[[Any], None],
-    options: MoverOptions | None = None,
-) -> Mover:
+    options: KeeperOptions | None = None,
+) -> NodeKeeper:
     """Return a client whose node is a thread of this process; `arena` holds the slots."""
 
     def start() -> Connection:
@@ -98,8 +98,8 @@ def client_of(
     start: Callable[[], Connection],
     decode: Callable[[bytes], Any],
     on_note: Callable[[Any], None],
-    options: MoverOptions | None = None,
-) -> Mover:
+    options: KeeperOptions | None = None,
+) -> NodeKeeper:
     """Return a client whose node `start` starts, and whose messages `decode` decodes."""
-    chosen = replace(options or MoverOptions(), decode=decode, on_note=on_note)
-    return Mover(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)
+    chosen = replace(options or KeeperOptions(), decode=decode, on_note=on_note)
+    return NodeKeeper(start, ThreadPoolExecutor(1, "kvcascade-keeper"), chosen)

@@ -1,8 +1,9 @@
 """The writer of a path on a thread of its own: sockets around a `PathWriter`.
 
 Every node of the path is a client, the node of the same process too. The service ends when it is
-stopped, when a newer version asks for that, when the lock or the folder of the path is no longer in
-place, or when it fails. Its lock is released at the end, and the clients see their sockets closed.
+stopped, when a newer version asks for that, or when it fails. It also ends when the lock or the
+folder of the path is no longer in place. Its lock is released at the end, and the clients see their
+sockets closed.
 """
 
 from __future__ import annotations

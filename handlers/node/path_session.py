@@ -124,9 +124,9 @@ def open_session(
     `also` names the other paths of the tier in order, if they are mounted elsewhere than for the
     engines. `pause` waits for some seconds between two attempts.
 
-    Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user,
-    `FormatError` for a writer of another version, and `InUseError` if the lock is held and nobody
-    answers, or by a process that is stopped.
+    Raises `TierIOError` if there is no tier, `ConfigError` if it belongs to another user, and
+    `FormatError` for a writer of another version. Raises `InUseError` if the lock is held and
+    nobody answers, or if a process that is stopped holds it.
     """
     root = path.parent if fs.exists(path / DESCRIPTION) else path
     if not fs.exists(root):

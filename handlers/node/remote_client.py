@@ -6,18 +6,18 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from .mover import Mover, MoverOptions
-from .mover_child import Connection, launch
+from .node_child import Connection, launch
+from .node_keeper import KeeperOptions, NodeKeeper
 from .path_client import Loop, ThreadChild, client_of
 from .remote_wire import RemoteSetup, from_remote_node
 
 REMOTE_MODULE = "kvcascade.handlers.node.remote_main"
-_OPTIONS = MoverOptions(remedy="without its remote tier the engine starts")
+_OPTIONS = KeeperOptions(remedy="without its remote tier the engine starts")
 
 
 def remote_process(
     setup: RemoteSetup, duplicate_arena: Callable[[], int], on_note: Callable[[Any], None]
-) -> Mover:
+) -> NodeKeeper:
     """Return a client whose node is a process; see `path_client.node_process`."""
 
     def start() -> Connection:
@@ -28,7 +28,7 @@ def remote_process(
 
 def remote_thread(
     loop_over: Callable[[socket.socket], Loop], on_note: Callable[[Any], None]
-) -> Mover:
+) -> NodeKeeper:
     """Return a client whose node is a thread of this process, which runs the loop."""
 
     def start() -> Connection:

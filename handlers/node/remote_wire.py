@@ -1,9 +1,9 @@
 """Messages between the scheduler's process and the node of a remote tier, over a stream socket.
 
 `GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
-answered by a `JobDone`: OK for a block that is there, GONE for one that is absent, and anything
-else if it could not be found out. The epoch of a `PutJob` is the mark of the last reset before its
-blocks were stored, so that no block crosses a reset by another host.
+answered by a `JobDone`: OK for a block that is there, GONE for one that is absent. Any other
+outcome says that it could not be found out. The epoch of a `PutJob` is the mark of the last reset
+before its blocks were stored. So no block crosses a reset by another host.
 """
 
 from __future__ import annotations

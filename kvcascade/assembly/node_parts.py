@@ -20,7 +20,7 @@ from typing import Any
 from ..config.machine import ThisMachine
 from ..config.schema import DirectIO, Movers, NvmeTierOptions
 from ..errors import ConfigError
-from ..handlers.node.mover import Mover, MoverOptions
+from ..handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from ..handlers.node.path_client import node_process, node_thread
 from ..handlers.node.path_wire import NodeSetup, NodeState
 from ..logs import get_logger
@@ -87,7 +87,7 @@ class OpenTier:
     """A tier behind a node."""
 
     port: NodeTier
-    node: Mover
+    node: NodeKeeper
     mapper: ThreadPoolExecutor
     """Maps the presence table."""
 
@@ -167,16 +167,16 @@ def open_node_tier(
     slots = slots_of_segment(asked.segment_bytes, block_bytes)
     plan = plan_segments(asked.capacity_bytes, block_bytes, len(options.path), slots)
     mapper = ThreadPoolExecutor(1, "kvcascade-map")
-    nodes: list[Mover] = []
+    nodes: list[NodeKeeper] = []
 
-    def client_of(on_note: Callable[[Any], None]) -> Mover:
+    def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
         nodes.append(_node(options, asked, engine, file_system, on_note))
         return nodes[0]
 
     port = NodeTier(
         client_of,
         NodeTierOptions(
-            TierFacts(name, "NVME", block_bytes, plan.slots, is_lasting=True),
+            TierFacts(name, "NVME", block_bytes, plan.slots),
             partial(_map_presence, file_system),
             mapper,
             engine.stall_s,
@@ -216,7 +216,7 @@ def _node(
     engine: EngineFacts,
     file_system: FileSystem | None,
     on_note: Callable[[Any], None],
-) -> Mover:
+) -> NodeKeeper:
     memory = engine.memory
     setup = NodeSetup(
         f"{socket.gethostname()}:{os.getpid()}",
@@ -232,7 +232,7 @@ def _node(
         memory.is_huge,
     )
     is_process = file_system is None and options.movers is Movers.PROCESS
-    batched = MoverOptions(is_batched=True)
+    batched = KeeperOptions(is_batched=True)
     if is_process and memory.duplicate is not None:
         return node_process(setup, memory.duplicate, on_note, batched)
     fs = file_system or RealFileSystem(setup.is_direct)

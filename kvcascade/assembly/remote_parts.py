@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from ..config.remote import RemoteTierOptions
-from ..handlers.node.mover import Mover
+from ..handlers.node.node_keeper import NodeKeeper
 from ..handlers.node.path_client import Loop
 from ..handlers.node.remote_client import remote_process, remote_thread
 from ..handlers.node.remote_loop import RemoteLoop
@@ -31,7 +31,7 @@ class OpenRemote:
     """A remote tier and its node."""
 
     port: RemoteTier
-    node: Mover
+    node: NodeKeeper
 
     def close(self) -> None:
         """End the node; idempotent."""
@@ -45,11 +45,11 @@ def open_remote_tier(options: RemoteTierOptions, engine: EngineFacts) -> OpenRem
     """
     check_openable(options, os.environ)
     memory = engine.memory
-    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS, is_lasting=True)
+    facts = TierFacts(NAME, MEDIUM, memory.slot_bytes, UNBOUNDED_BLOCKS)
     parts = RemoteTierParts(facts, store_options(options), engine.stall_s, engine.with_events)
-    nodes: list[Mover] = []
+    nodes: list[NodeKeeper] = []
 
-    def client_of(on_note: Callable[[Any], None]) -> Mover:
+    def client_of(on_note: Callable[[Any], None]) -> NodeKeeper:
         nodes.append(_node(options, engine.key.fingerprint, memory, on_note))
         return nodes[0]
 
@@ -67,7 +67,7 @@ def _node(
     fingerprint: str,
     memory: SlotMemory,
     on_note: Callable[[Any], None],
-) -> Mover:
+) -> NodeKeeper:
     if memory.duplicate is None:
         return remote_thread(lambda end: _loop(end, options, fingerprint, memory), on_note)
     given = json.dumps(options.as_given()).encode()

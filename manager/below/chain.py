@@ -1,7 +1,8 @@
 """Several tiers behind one port, each of which may hold any block: `BelowChain`.
 
-The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below, and
-at the same time to each lower tier that lacks the block and admits it. Nothing moves between tiers.
+The tiers are inclusive. A put goes from the slots of the first tier to the nearest tier below. At
+the same time it goes to each lower tier that lacks the block and admits it. Nothing moves between
+tiers.
 An eviction loses the copy of one tier only. Reads come from the nearest tier that may hold the
 block. A chain uses nothing of its tiers but the port.
 
@@ -27,7 +28,7 @@ from ..admission import Admission, AdmitAll, PastUses
 from ..base import BlockEvent
 from ..counters import LinkCounters
 from ..state import TierState
-from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .port import Below, Ended, Put, TierFacts, WriteState
 
 LOWER_SHARE = 8
 """The blocks in flight to one lower tier take at most this part of the first tier: an eighth."""
@@ -378,10 +379,6 @@ class BelowChain(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def keep_ahead(self) -> None:
-        for port in self._ports:
-            port.keep_ahead()
-
     def maintain(self) -> int:
         """See `Below`. After a reset of one tier, all tiers are empty or will be reset."""
         lowest = 0
@@ -405,10 +402,6 @@ class BelowChain(Below):
         for lower in self._lower:
             for mine, most_s in ((tickets - puts, limit_s), (puts, LOWER_WAIT_S)):
                 lower.port.wait(mine, min(most_s, max(0.0, end_s - self._clock())))
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        for port in self._ports:
-            port.flush(means, deadline_s)
 
     def shutdown(self, deadline_s: float) -> bool:
         has_ended = [port.shutdown(deadline_s) for port in self._ports]

@@ -2,8 +2,9 @@
 
 The writer of the path says which blocks it stored and removed, for whatever engine. The blocks that
 the tier held before are asked for in batches, in the order of keys, one batch a step. A block that
-is stored meanwhile is named once: behind the last listed key the list will have it, up to that key
-it is an event of its own. That is exact, because the answers and the changes come in one stream.
+is stored meanwhile is named once. If its key follows the last listed key, the list will have it;
+otherwise it is an event of its own. That is exact, because the answers and the changes come in one
+stream.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """State of a tier behind a node, in the scheduler's process: presence table, state, figures.
 
-The node's client calls `take` and `end` in any thread that waits for it. They only queue what came.
-The manager's thread works it off in order (`process`), under the manager's lock.
-
 The presence table is mapped by an executor, because the scheduler's thread opens no file. A lookup
 reads it in mapped memory.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -19,7 +15,6 @@ from ...errors import KVCascadeError
 from ...handlers.node.path_wire import (
     CAN_READ,
     CAN_WRITE,
-    JobDone,
     NodeJoined,
     NodeNote,
     NodeState,
@@ -31,14 +26,12 @@ from ...tiers.nvme.path.path_messages import Epoch, KeysListed, Removed, Stored,
 from ...tiers.nvme.path.presence_table import PresenceTable
 from ..counters import Departures
 from .node_events import NodeEvents
+from .node_inbox import MAX_MARKS, NodeInbox
 
 Find = Callable[[bytes], int]
 """Function that returns the slot of a block; -1 if it is absent."""
 MapTable = Callable[[str, int], PresenceTable]
 """Function that maps the presence table in a folder, for a number of slots. May raise."""
-MAX_MARKS = 64
-"""Most marks that are kept until they are taken."""
-OnJobEnd = Callable[[JobDone | None], None]
 
 _log = get_logger(__name__)
 
@@ -48,13 +41,14 @@ def find_nothing(key: bytes) -> int:
     return -1
 
 
-class NodeFeed:
+class NodeFeed(NodeInbox):
     """Notes of a node, and the presence table of its namespace."""
 
     def __init__(
         self, name: str, medium: str, map_table: MapTable, executor: Executor, with_events: bool
     ) -> None:
         """`executor` runs `map_table`."""
+        super().__init__()
         self.find: Find = find_nothing
         """Search in the presence table."""
         self.state = NodeState.JOINING
@@ -69,38 +63,16 @@ class NodeFeed:
         self.lost: list[BlockHash] = []
         self.events = NodeEvents(name, medium, is_wanted=with_events)
         self.departures = Departures()
-        self.marks: list[int] = []
-        """Marks of resets by other engines that were not taken yet."""
         self._name = name
         self._map_table = map_table
         self._executor = executor
-        self._incoming: deque[tuple[OnJobEnd | None, Any]] = deque()
         self._mapping: Future[PresenceTable] | None = None
         self._table: PresenceTable | None = None
         self._epoch: int | None = None
         self._is_resetting = False
 
-    # -- from the node's client, in any thread -------------------------------------------------
-
-    def take(self, note: Any) -> None:
-        """Queue a note of the node; None if its process died."""
-        self._incoming.append((None, note))
-
-    def end(self, on_end: OnJobEnd, done: JobDone | None) -> None:
-        """Queue the end of a job."""
-        self._incoming.append((on_end, done))
-
-    # -- under the manager's lock --------------------------------------------------------------
-
     def process(self) -> None:
-        """Work off what came, in order."""
-        incoming = self._incoming
-        while incoming:
-            on_end, message = incoming.popleft()
-            if on_end is not None:
-                on_end(message)
-            else:
-                self._note(message)
+        super().process()
         if self._mapping is not None and self._mapping.done():
             self._mapped(self._mapping)
 

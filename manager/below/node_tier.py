@@ -12,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 from ...handlers.node.path_wire import CAN_READ, JobDone, NodeState, ResetJob, UseNote
 from ...tiers.base import BlockHash
 from ..admission import EnduranceWatch
 from ..base import BlockEvent
-from ..counters import LinkCounters
 from ..state import TierState
 from .node_feed import MapTable, NodeFeed
 from .node_traffic import STALLED_S, NodeClient, NodeFlow, NodeReads, NodeWrites
-from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .port import Put, TierFacts, WriteState
+from .single_tier import OnNote, SingleTier
 
-NODE_STOP_S = 1.0
-"""Minimum time in seconds that a node gets to end its transfers at a shutdown."""
-OnNote = Callable[[Any], None]
 MAX_PUT_BYTES = 4 << 30
 """Largest number of bytes of puts in flight."""
 
@@ -48,7 +44,7 @@ class NodeTierOptions:
     """Number of the tier's paths."""
 
 
-class NodeTier(Below):
+class NodeTier(SingleTier):
     """One tier, whose blocks a node moves."""
 
     def __init__(
@@ -62,28 +58,20 @@ class NodeTier(Below):
         `clock` returns monotonic seconds.
         """
         facts = options.facts
-        self.tiers = (facts,)
-        self.links = (LinkCounters(),)
-        self.feed = NodeFeed(
+        feed = NodeFeed(
             facts.name, facts.medium, options.map_table, options.executor, options.with_events
         )
-        self.departures = (self.feed.departures,)
-        client = client_of(self.feed.take)
-        flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
+        client = client_of(feed.take)
+        super().__init__(client, feed, facts, feed.departures, clock)
+        self.feed: NodeFeed = feed
+        flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         most = max(1, min(facts.capacity, MAX_PUT_BYTES // facts.block_bytes))
         self.reads = NodeReads(flow, options.stall_s)
-        self.writes = NodeWrites(flow, most, has_one_path=options.paths == 1)
-        self._client = client
-        self._clock = clock
+        self.writes: NodeWrites = NodeWrites(flow, most, has_one_path=options.paths == 1)
         self._medium = facts.medium
         self._coming = self.writes.coming
         self._wants_chains = options.wants_chains
         self._watch = EnduranceWatch(facts.name, self.feed.day_totals, clock)
-        self._resets_due = 0
-        """Number of resets that no node has carried out."""
-        self._reset_mark = 0
-        """Mark of the last one."""
-        self._is_reset_sent = False
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -113,23 +101,6 @@ class NodeTier(Below):
         return self._wants_chains
 
     # -- outcomes --------------------------------------------------------------------------
-
-    def poll(self) -> Sequence[Ended]:
-        reads, writes = self.reads, self.writes
-        if reads.jobs or writes.jobs:
-            self._client.poll()
-        self.feed.process()
-        reads.breaker.look_at_clock()
-        writes.breaker.look_at_clock()
-        counters = self.links[0]
-        counters.promote_openings = reads.breaker.openings
-        counters.demote_openings = writes.breaker.openings
-        if not (reads.ended or writes.ended):
-            return ()
-        ended = [*reads.ended, *writes.ended]
-        reads.ended.clear()
-        writes.ended.clear()
-        return ended
 
     def take_lost(self) -> list[BlockHash]:
         lost = self.feed.lost
@@ -165,15 +136,9 @@ class NodeTier(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def keep_ahead(self) -> None:
-        """Do nothing: one tier writes to no lower tier."""
-
     def maintain(self) -> int:
         """See `Below`. Jobs and notes of the step are sent together here."""
-        self._client.listen()
-        self.feed.process()
-        if self._resets_due and not self._is_reset_sent:
-            self._send_reset()
+        self._listen()
         self._ask_for_keys()
         if self.feed.is_reporter:  # the others would say the same
             self._watch.check()
@@ -182,32 +147,9 @@ class NodeTier(Below):
 
     def reset(self, mark: int = 0) -> None:
         self.feed.begin_reset()
-        self._reset_mark = mark
         self._coming.clear()
-        self._resets_due += 1
-        self._send_reset()
+        self._begin_reset(lambda ticket: ResetJob(ticket, mark))
         self._client.flush()
-
-    def take_marks(self) -> Sequence[int]:
-        marks = self.feed.marks
-        if marks:
-            self.feed.marks = []
-        return marks
-
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        reads, writes = self.reads.open_tickets, self.writes.open_tickets
-        mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
-        if mine:
-            self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Do nothing: the last tier writes to no lower tier."""
-
-    def shutdown(self, deadline_s: float) -> bool:
-        left_s = max(NODE_STOP_S, deadline_s - self._clock())
-        has_ended = self._client.wait(self._is_quiet, left_s) or self._client.kill()
-        self.feed.process()
-        return has_ended
 
     def state(self) -> list[TierState]:
         (facts,), figures = self.tiers, self.feed.figures
@@ -230,25 +172,10 @@ class NodeTier(Below):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _is_quiet(self) -> bool:
-        return not (self.writes.open_tickets or self.reads.open_tickets)
+    def _after_reset(self, done: JobDone) -> None:
+        self.feed.end_reset()
 
     def _ask_for_keys(self) -> None:
         question = self.feed.events.question()
         if question is not None:
             self._client.tell(question)
-
-    def _send_reset(self) -> None:
-        due, mark = self._resets_due, self._reset_mark
-
-        def end(done: JobDone | None) -> None:
-            self.feed.end(lambda answer: self._end_reset(due, answer), done)
-
-        self._is_reset_sent = self._client.submit(lambda ticket: ResetJob(ticket, mark), end)
-
-    def _end_reset(self, due: int, done: JobDone | None) -> None:
-        if done is None:
-            self._is_reset_sent = False  # `maintain` sends it to the next node
-        elif due == self._resets_due:
-            self._resets_due, self._is_reset_sent = 0, False
-            self.feed.end_reset()

@@ -18,6 +18,7 @@ from ...tiers.breaker import Breaker
 from ...tiers.nvme.path.path_messages import Why
 from ..counters import LinkCounters
 from .node_feed import NodeFeed
+from .node_inbox import NodeInbox
 from .port import Ended, Put
 
 STALLED_S = 15.0
@@ -69,15 +70,7 @@ class NodeClient(Protocol):
         ...
 
 
-class JobEnds(Protocol):
-    """Queue of the ends of jobs, which the manager's thread works off."""
-
-    def end(self, on_end: Callable[[JobDone | None], None], done: JobDone | None) -> None:
-        """Queue the end of a job; any thread."""
-        ...
-
-
-Feed = TypeVar("Feed", bound=JobEnds)
+Feed = TypeVar("Feed", bound=NodeInbox)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,15 @@ first tier, and polls for the outcomes. The port hides the slots, eviction polic
 write budget and breakers of the tiers below, and their order.
 
 Tiers below are numbered from 1. All methods except `wait` are called by one thread at a time, under
-the manager's lock. `wait` is called without the lock. Only `wait`, `flush` and `shutdown` may
-block.
+the manager's lock. `wait` is called without the lock. Only `wait` and `shutdown` may block.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from ...tiers.base import BlockHash, BlockOutcome
 from ..base import BlockEvent
@@ -63,8 +60,6 @@ class TierFacts:
     block_bytes: int
     capacity: int
     """Capacity of the tier in slots."""
-    is_lasting: bool
-    """True if the medium keeps blocks after the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +88,6 @@ class WriteState:
     """Seconds until writes may be tried again after a failure; 0 if the tier does not rest."""
     may_recover: bool = True
     """False if the last failure was lack of room: a retry is useless."""
-    is_making_room: bool = False
-    """True while writes between the tiers below are in flight and make progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlushMeans:
-    """Callbacks and the lock that the manager lends to a flush."""
-
-    lock: AbstractContextManager[Any]
-    """Lock held during every access to the manager's state, never during a wait."""
-    collect: Callable[[], None]
-    """Function that collects the ended transfers of every tier."""
-    end_step: Callable[[], None]
-    """Function that maintains the tiers: it takes in what other processes have changed."""
-    in_use: Callable[[], list[BlockHash]]
-    """Function that returns the pinned blocks of the first tier, tails before heads."""
-    clock: Callable[[], float]
-    """Monotonic clock in seconds."""
-    pause: Callable[[float], None]
-    """Function that waits for the given number of seconds of the clock."""
 
 
 class Below(ABC):
@@ -243,16 +218,11 @@ class Below(ABC):
     # -- upkeep ------------------------------------------------------------------------------
 
     @abstractmethod
-    def keep_ahead(self) -> None:
-        """Start the due writes between the tiers below. Called at every step and tick."""
-
-    @abstractmethod
     def maintain(self) -> int:
         """Maintain the tiers at the end of a step, and about every 50 ms in an idle engine.
 
         Return the number of the lowest tier that another process reset; 0 if none was. That tier,
-        and all tiers between it and the manager's own, are then empty. Nothing shared is held
-        afterwards.
+        and all tiers between it and the manager's own, are then empty.
         """
 
     @abstractmethod
@@ -279,16 +249,6 @@ class Below(ABC):
         """Block until these gets and puts have ended, or the timeout; call without the lock.
 
         A chain of tiers waits only for a short time if lower tiers alone are left to write.
-
-        Without tickets: wait until the writes between the tiers below have ended.
-        """
-
-    @abstractmethod
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Write blocks that would be lost with this process to a lasting tier; call without the
-        lock.
-
-        Blocks that are hot in a tier that ends with the process become hot below it, too.
         """
 
     @abstractmethod
@@ -354,9 +314,6 @@ class NoTierBelow(Below):
     def write_state(self) -> WriteState:
         return WriteState(may_recover=False)
 
-    def keep_ahead(self) -> None:
-        """Do nothing: there is no tier."""
-
     def maintain(self) -> int:
         return 0
 
@@ -365,9 +322,6 @@ class NoTierBelow(Below):
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         """Do nothing: no transfer is in flight."""
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Do nothing: there is no tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         return True

@@ -1,12 +1,8 @@
-"""State of a remote tier in the scheduler's process: notes of its node, and questions to it.
-
-The node's client calls `take` and `end` in any thread that waits for it. They only queue what came.
-The manager's thread works it off in order (`process`), under the manager's lock.
-"""
+"""State of a remote tier in the scheduler's process: notes of its node, and questions to it."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,30 +14,26 @@ from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.remote.presence import Presence, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
+from .node_inbox import MAX_MARKS, NodeInbox
 from .node_traffic import NodeClient
 
-MAX_MARKS = 64
-"""Most marks that are kept until they are taken."""
 GROUP_BYTES = 4
 """Length of the KV group's number, with which a key ends."""
-OnJobEnd = Callable[[Any], None]
 
 
-class RemoteFeed:
+class RemoteFeed(NodeInbox):
     """Notes of a node."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.unsent: Counter[str] = Counter()
         """Blocks that this process did not even send to the node, by reason."""
-        self._incoming: deque[tuple[OnJobEnd | None, Any]] = deque()
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
         self.mark: int | None = None
         """Mark of the last reset before this engine's blocks were stored; None while it is unknown,
         or older blocks are not forgotten yet."""
-        self.marks: list[int] = []
-        """Marks of resets by other hosts that were not taken."""
         self.has_blocks = False
         """True once this engine may have blocks."""
         self._began = new_reset_mark()
@@ -49,26 +41,6 @@ class RemoteFeed:
         """Mark of a reset by another host that was not taken in yet."""
         self._is_resetting = False
         self._was_reset = False
-
-    def take(self, note: Any) -> None:
-        """Queue a note of the node; None if its process died. Any thread."""
-        self._incoming.append((None, note))
-
-    def end(self, on_end: OnJobEnd, done: Any) -> None:
-        """Queue the end of a job. Any thread."""
-        self._incoming.append((on_end, done))
-
-    def process(self) -> None:
-        """Work off what came, in order."""
-        incoming = self._incoming
-        while incoming:
-            on_end, message = incoming.popleft()
-            if on_end is not None:
-                on_end(message)
-            elif message is None:
-                self._before, self._last = self._of_nodes(), RemoteNote(None)
-            elif isinstance(message, RemoteNote):
-                self._note(message)
 
     def rests(self, verb: Verb) -> bool:
         """Return True while the node asks nothing of this kind, because the server failed."""
@@ -106,7 +78,13 @@ class RemoteFeed:
         unsent = Counter(self._before.unsent) + Counter(last.unsent)
         return RemoteNote(last.mark, verbs, dict(unsent))
 
-    def _note(self, note: RemoteNote) -> None:
+    def _note(self, message: Any) -> None:
+        if message is None:
+            self._before, self._last = self._of_nodes(), RemoteNote(None)
+        elif isinstance(message, RemoteNote):
+            self._take_in(message)
+
+    def _take_in(self, note: RemoteNote) -> None:
         self._last = note
         if note.mark is None or self._is_resetting:
             return

@@ -5,17 +5,15 @@ Nothing is known of a block until the server was asked. `may_hold` answers from 
 question failed is a miss; nothing here makes the engine wait longer than a deadline.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
-that it may be evicted above, and is offered again at its next use.
+that it may be evicted above. The block is offered again at its next use.
 
-A reset is sent to the node, and again to the next node if that one dies before the server was
-told. Until it is answered, nothing is found and reads end as GONE.
+Until a reset is answered, nothing is found and reads end as GONE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,10 +25,9 @@ from ...tiers.remote.presence import Presence, PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
-from ..counters import Departures, LinkCounters
+from ..counters import Departures
 from ..flow import MAX_JOBS_IN_FLIGHT
 from ..state import TierState
-from .node_tier import NODE_STOP_S
 from .node_traffic import (
     LOST,
     STALLED_S,
@@ -41,15 +38,14 @@ from .node_traffic import (
     Traffic,
     answers_to_put,
 )
-from .port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from .port import Ended, Put, TierFacts, WriteState
 from .remote_feed import Questions, RemoteFeed
+from .single_tier import OnNote, SingleTier
 
 MEDIUM = "REMOTE"
 UNBOUNDED_BLOCKS = 1 << 40
 """Capacity of a tier that has none of its own."""
 _THERE = frozenset({BlockOutcome.OK, BlockOutcome.HELD})
-
-OnNote = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class RemoteTierParts:
     with_events: bool = True
 
 
-class RemoteTier(Below):
+class RemoteTier(SingleTier):
     """One tier on a server, whose blocks a node moves."""
 
     def __init__(
@@ -78,26 +74,21 @@ class RemoteTier(Below):
         `clock` returns monotonic seconds.
         """
         facts, limits = parts.facts, parts.store
-        self.tiers = (facts,)
-        self.links = (LinkCounters(),)
-        self.departures = (Departures(),)
-        self.feed = RemoteFeed()
-        self._client = client = client_of(self.feed.take)
-        self._clock = clock
+        feed = RemoteFeed()
+        client = client_of(feed.take)
+        super().__init__(client, feed, facts, Departures(), clock)
+        self.feed: RemoteFeed = feed
         self._medium = facts.medium
         self._memory = memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
-        self._questions = Questions(client, self.feed, memory, clock, limits.deadline_s)
-        flow = NodeFlow(client, self.feed, self.links[0], clock, facts.block_bytes)
+        self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
+        flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, parts.stall_s, memory)
         rule = OfferRule(limits.when, limits.queue_bytes, facts.block_bytes, memory)
-        self.writes = _RemoteWrites(flow, rule, memory, self._note_stored)
+        self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
         self._events: list[BlockEvent] = []
         self._blocks = 0
         """Number of blocks that this engine stored since the last reset."""
-        self._resets_due = 0
-        """Number of resets of which no node has told the server."""
-        self._is_reset_sent = False
         self._reset = (0, True)
         """Mark of the resets that are due, and whether one of them is this engine's own."""
 
@@ -139,18 +130,6 @@ class RemoteTier(Below):
 
     # -- outcomes --------------------------------------------------------------------------
 
-    def poll(self) -> Sequence[Ended]:
-        reads, writes = self.reads, self.writes
-        if reads.jobs or writes.jobs:
-            self._client.poll()
-        self.feed.process()
-        reads.breaker.look_at_clock()
-        writes.breaker.look_at_clock()
-        ended = [*reads.ended, *writes.ended]
-        reads.ended.clear()
-        writes.ended.clear()
-        return ended
-
     def take_lost(self) -> list[BlockHash]:
         return []
 
@@ -179,14 +158,8 @@ class RemoteTier(Below):
 
     # -- upkeep ------------------------------------------------------------------------------
 
-    def keep_ahead(self) -> None:
-        """Do nothing: one tier writes to no lower tier."""
-
     def maintain(self) -> int:
-        self._client.listen()
-        self.feed.process()
-        if self._resets_due and not self._is_reset_sent:
-            self._send_reset()
+        self._listen()
         self._questions.send()
         if not self.feed.was_reset():
             return 0
@@ -194,29 +167,10 @@ class RemoteTier(Below):
         return 1
 
     def reset(self, mark: int = 0) -> None:
-        self._begin_reset(mark, is_new=True)
+        self._reset_to(mark, is_new=True)
 
     def pass_on(self, mark: int) -> None:
-        self._begin_reset(mark, is_new=False)
-
-    def take_marks(self) -> Sequence[int]:
-        marks, self.feed.marks = self.feed.marks, []
-        return marks
-
-    def wait(self, tickets: set[int], limit_s: float) -> None:
-        reads, writes = self.reads.open_tickets, self.writes.open_tickets
-        mine = {ticket for ticket in tickets if ticket in reads or ticket in writes}
-        if mine:
-            self._client.wait(lambda: mine.isdisjoint(reads) and mine.isdisjoint(writes), limit_s)
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Do nothing: the last tier writes to no lower tier."""
-
-    def shutdown(self, deadline_s: float) -> bool:
-        left_s = max(NODE_STOP_S, deadline_s - self._clock())
-        has_ended = self._client.wait(self._is_quiet, left_s) or self._client.kill()
-        self.feed.process()
-        return has_ended
+        self._reset_to(mark, is_new=False)
 
     def state(self) -> list[TierState]:
         (facts,) = self.tiers
@@ -238,6 +192,19 @@ class RemoteTier(Below):
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _reset_to(self, mark: int, *, is_new: bool) -> None:
+        if self._resets_due:
+            mark, is_new = max(mark, self._reset[0]), is_new or self._reset[1]
+        self._reset = mark, is_new
+        self._forget()
+        self._events.clear()
+        self.feed.begin_reset()
+        order = ResetJob if is_new else PassOnJob
+        self._begin_reset(lambda ticket: order(ticket, mark))
+
+    def _after_reset(self, done: ResetDone) -> None:
+        self.feed.end_reset(done.mark)
+
     def _forget(self) -> None:
         """Forget what older blocks became; their transfers under way leave nothing behind."""
         self._memory.clear()
@@ -251,35 +218,6 @@ class RemoteTier(Below):
     def _emit(self, keys: Sequence[BlockHash]) -> None:
         if self._with_events and keys:
             self._events.append(BlockEvent(tuple(keys), self._medium, False, self.tiers[0].name))
-
-    def _is_quiet(self) -> bool:
-        return not (self.writes.open_tickets or self.reads.open_tickets)
-
-    def _begin_reset(self, mark: int, *, is_new: bool) -> None:
-        if self._resets_due:
-            mark, is_new = max(mark, self._reset[0]), is_new or self._reset[1]
-        self._reset = mark, is_new
-        self._resets_due += 1
-        self._forget()
-        self._events.clear()
-        self.feed.begin_reset()
-        self._send_reset()
-
-    def _send_reset(self) -> None:
-        due, (mark, is_new) = self._resets_due, self._reset
-        order = ResetJob if is_new else PassOnJob
-
-        def end(done: ResetDone | None) -> None:
-            self.feed.end(lambda answer: self._end_reset(due, answer), done)
-
-        self._is_reset_sent = self._client.submit(lambda ticket: order(ticket, mark), end)
-
-    def _end_reset(self, due: int, done: ResetDone | None) -> None:
-        if done is None:
-            self._is_reset_sent = False  # `maintain` sends it to the next node
-        elif due == self._resets_due:
-            self._resets_due, self._is_reset_sent = 0, False
-            self.feed.end_reset(done.mark)
 
 
 class _RemoteReads(NodeReads[RemoteFeed]):
@@ -359,7 +297,6 @@ class _RemoteWrites(Traffic[RemoteFeed]):
         counters.demote_no_space_blocks += outcomes.count(BlockOutcome.NO_SPACE)
         counters.demote_failed_blocks += outcomes.count(BlockOutcome.IO_ERROR)
         self.breaker.ended(BlockOutcome.IO_ERROR in outcomes)
-        counters.demote_openings = self.breaker.openings
         size_bytes = len(stored) * flow.block_bytes
         if self._epochs.pop(going.ticket) == self._memory.epoch:
             self._memory.note(self._memory.epoch, held, ())

@@ -129,11 +129,7 @@ class TierJobs:
         return ended
 
     def maintain(self) -> None:
-        """Maintain the tier at the end of every step, and take in changes by other processes.
-
-        It is also the end of the last call before an engine idles: nothing of a shared index may be
-        held then.
-        """
+        """Maintain the tier at the end of every step, and take in resets by other engines."""
         self.below.take_lost()
         if self.below.maintain():
             self._epoch += 1

@@ -74,8 +74,8 @@ def test_places_that_log_any_text_do_not_share_a_limit(
 ) -> None:
     for number in range(LINES_PER_WINDOW + 3):
         logger.warning("%s", f"the disk: {number}")
-    logger.error("%s", "the mover does not start")
-    assert lines.texts[-1] == "the mover does not start"
+    logger.error("%s", "the node does not start")
+    assert lines.texts[-1] == "the node does not start"
     assert len(lines.texts) == LINES_PER_WINDOW + 1
 
 
@@ -123,10 +123,10 @@ def test_an_unknown_format_is_text_and_said(
 def test_a_child_process_writes_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import logging; from kvcascade.logs import log_to_stderr; "
-        "log_to_stderr('kvcascade mover: '); logging.getLogger('x').warning('the disk %s', 'rests')"
+        "log_to_stderr('kvcascade node: '); logging.getLogger('x').warning('the disk %s', 'rests')"
     )
     monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
-    assert child_stderr(code) == "kvcascade mover: the disk rests\n"
+    assert child_stderr(code) == "kvcascade node: the disk rests\n"
     monkeypatch.setenv(FORMAT_VARIABLE, "json")
     assert json.loads(child_stderr(code))["message"] == "the disk rests"
 

@@ -1,4 +1,4 @@
-"""Every file of a path with one writer x every kind of damage, while closed and while engines run.
+"""Every file of a path x every kind of damage, while closed and while engines run.
 
 Outcome: fewer blocks, named by a counter or a line in the log; or one sentence that says what to
 do. Never wrong bytes (`PathEngine.get` compares), never an exception, never a wait without an end.
@@ -246,7 +246,7 @@ def copied(root: Path, tmp_path: Path) -> Path:
 
 def comes_up(engine: PathEngine, log: pytest.LogCaptureFixture) -> bool:
     """Wait until the tier works, is off, or its node has said why it waits."""
-    engine.mover.start()
+    engine.keeper.start()
 
     def is_known() -> bool:
         is_up = engine.tier.takes_puts or engine.state is NodeState.OFF

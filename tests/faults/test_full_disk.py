@@ -58,7 +58,7 @@ def store(engine: PathEngine, first: int, batches: int) -> int:
         outcomes: Sequence[BlockOutcome] = engine.put(range(start, start + BATCH))
         assert set(outcomes) <= {OK, NO_SPACE, CANCELLED}
         stored += outcomes.count(OK)
-        engine.mover.wait(lambda: False, PAUSE_S)
+        engine.keeper.wait(lambda: False, PAUSE_S)
     return stored
 
 

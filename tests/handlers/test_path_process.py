@@ -59,7 +59,7 @@ def test_blocks_outlive_their_engines(engines: Engines) -> None:
     one = engines()
     one.put(range(6))
     one.tier.shutdown(0.0)
-    one.mover.close()
+    one.keeper.close()
     two = engines()
     assert two.state is NodeState.LEADING
     assert list(two.get(range(7))) == [OK] * 6 + [GONE]

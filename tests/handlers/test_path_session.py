@@ -73,7 +73,7 @@ def test_a_tool_asks_the_writer_beside_engines_and_names_a_stopped_one(tmp_path:
                 session.ask("stat", limit_s=0.2)
             engine.signal(signal.SIGCONT)
         note = load_note(FS, tmp_path)
-        assert note is not None and note.pid == engine.mover.pid
+        assert note is not None and note.pid == engine.keeper.pid
     finally:
         engine.signal(signal.SIGCONT)
         engine.close()

@@ -107,7 +107,7 @@ def test_a_copy_that_never_ends_is_given_up() -> None:
     cascade = Cascade((16, 64))
     cascade.store(keys(0, 8))
     demoters(cascade.manager)[0].demote_coldest(8)
-    cascade.down[0].wait = lambda job_ids, timeout_s=None: None  # type: ignore[method-assign]
+    cascade.down[0].wait = lambda job_ids: None  # type: ignore[method-assign]
     cascade.now_s += STALLED_S
     start_s = cascade.now_s
     assert not cascade.manager.flush_dirty(start_s + LONG_S)

@@ -110,7 +110,7 @@ def test_what_waits_to_be_written_is_bounded_while_the_tier_below_fails(mode: Wr
 
 @pytest.mark.parametrize("mode", [WriteMode.BACK, WriteMode.THROUGH])
 def test_a_write_that_failed_is_tried_again_without_anybodys_doing(mode: WriteMode) -> None:
-    """As when a mover dies: what a crash may lose is bounded all the same."""
+    """As when a node dies: what a crash may lose is bounded all the same."""
     cascade = Cascade((50, 60), ManagerOptions(write_mode=mode, dirty_age_s=5.0))
     cascade.store(keys(0, 4))
     cascade.down[0].fate = lambda source, target: BlockOutcome.IO_ERROR

@@ -14,6 +14,7 @@ from kvcascade.config.remote import WriteWhen
 from kvcascade.handlers.node.remote_wire import RemoteNote
 from kvcascade.manager.below.port import Put
 from kvcascade.tiers.base import BlockOutcome
+from kvcascade.tiers.breaker import FAILURES_TO_OPEN
 from kvcascade.tiers.remote.base import RemoteOutcome
 
 OK, GONE, REFUSED = BlockOutcome.OK, BlockOutcome.GONE, BlockOutcome.REFUSED
@@ -144,6 +145,13 @@ class TestNode:
         rig.client.die()
         ends = {ended.ticket: list(ended.outcomes) for ended in rig.tier.poll()}
         assert ends == {1: [REFUSED] * 2, 2: [BlockOutcome.IO_ERROR]}
+
+    def test_openings_of_the_breaker_of_reads_are_counted(self, rig: RemoteTierRig) -> None:
+        for ticket in range(FAILURES_TO_OPEN):
+            rig.tier.get(ticket, 1, [key(5)], [9])
+            rig.client.die()
+            rig.tier.poll()
+        assert rig.tier.rests(1) and rig.tier.links[0].promote_openings == 1
 
     def test_totals_of_dead_nodes_count(self, rig: RemoteTierRig) -> None:
         put(rig, 1, 2)

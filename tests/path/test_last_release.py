@@ -108,7 +108,7 @@ class Neighbours:
         """Start a new engine; it need not come up."""
         engine = PathEngine([self._path], OPTIONS, capacity=720, is_thread=is_thread)
         self._stack.callback(engine.close)
-        engine.mover.start()
+        engine.keeper.start()
         engine.until(lambda: engine.tier.takes_puts or engine.state is NodeState.OFF)
         return engine
 
@@ -138,7 +138,7 @@ def test_an_old_engine_opens_no_new_namespace_and_says_why(
     assert "has format version 3, this kvcascade reads 2" in both.old(LABEL, FIELDS).refusal
     assert new.holds(range(32)) == list(range(32))
     new.tier.shutdown(0.0)
-    new.mover.close()
+    new.keeper.close()
     assert "format version 3" in both.old(LABEL, FIELDS).refusal
     again = both.new()
     assert again.holds(range(32)) == list(range(32)) and list(again.get([0, 31])) == [OK] * 2
@@ -157,7 +157,7 @@ def test_a_new_engine_refuses_an_old_namespace_with_the_remedy(
         assert "format version 2" in caplog.text
         assert f"remove the directory {tmp_path / NAME}" in caplog.text
         new.tier.shutdown(0.0)
-        new.mover.close()
+        new.keeper.close()
         old.close()
     old = both.old(LABEL, FIELDS)
     assert not old.refusal and old.ask("hits", *range(16)) == 16
@@ -210,7 +210,7 @@ def test_without_a_writer_a_new_namespace_is_one_of_many_to_an_old_engine(
     new = both.new()
     fill(new, range(640))
     new.tier.shutdown(0.0)
-    new.mover.close()
+    new.keeper.close()
     old = both.old()
     for start in range(0, 1200, 8):
         old.ask("store", *range(start, start + 8))

@@ -48,7 +48,7 @@ def start(started: list[PathEngine], path: Path, options: PathOptions = OPTIONS)
     """An engine whose node is a thread, and need not join."""
     engine = PathEngine([path], options, name=f"engine {len(started)}", is_thread=True)
     started.append(engine)
-    engine.mover.start()
+    engine.keeper.start()
     return engine
 
 

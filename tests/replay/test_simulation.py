@@ -13,20 +13,11 @@ from support.traces import TRACES, reference
 
 from kvcascade.config.schema import WriteMode
 from kvcascade.errors import ConfigError
-from kvcascade.tiers.nvme.path.writer import path_space
 from kvcascade.tools.replay.replay_report import Quantiles, ReplayReport
 from kvcascade.tools.replay.simulation import replay
 from kvcascade.tools.replay.tier_options import ReplayOptions, TierOptions
 from kvcascade.tools.replay.traces import Trace, TraceRequest, read_trace
 from kvcascade.tools.replay.virtual import Rate
-
-
-@pytest.fixture(params=["slots", "node"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The lower of two tiers is decided by the manager's process, or by the writer of a path."""
-    monkeypatch.setenv("KVCASCADE_NODES", "1" if request.param == "node" else "0")
-    return str(request.param)
-
 
 TAU = "tau_airline_toolagent"
 BLOCK_TOKENS = 16
@@ -94,25 +85,6 @@ def test_a_second_tier_never_costs_hits_and_everything_adds_up() -> None:
     for report in (one, two, large):
         check(report)
     assert two.tiers[1].hit_tokens > 0
-
-
-@pytest.mark.parametrize("way", ["both"], indirect=True)
-@pytest.mark.parametrize("policy", ["lru", "prefix"])
-@pytest.mark.parametrize("mode", list(WriteMode))
-def test_both_ways_decide_the_same(
-    policy: str, mode: WriteMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer of a path evicts ahead of its need; without that the reports are equal."""
-    monkeypatch.setattr(path_space, "MAX_EVICTED_AHEAD", 0)
-    disk = replace(tier("nvme", 1000), read=Rate(1e5, 0.01), write=Rate(1e5, 0.01))
-    given = replace(options(tier("cpu", 200, policy), disk), write_mode=mode)
-    reports = []
-    for nodes in "01":
-        monkeypatch.setenv("KVCASCADE_NODES", nodes)
-        reports.append(replay(conversations(), given))
-    old, new = reports
-    assert old.tiers[1].evicted_blocks > 0
-    assert new == old
 
 
 def test_three_tiers() -> None:

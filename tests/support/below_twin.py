@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcascade.manager.base import BlockEvent
-from kvcascade.manager.below.port import Below, Ended, FlushMeans, Put, TierFacts, WriteState
+from kvcascade.manager.below.port import Below, Ended, Put, TierFacts, WriteState
 from kvcascade.manager.counters import Departures, LinkCounters
 from kvcascade.manager.state import TierState
 from kvcascade.tiers.base import BlockHash, BlockOutcome
@@ -19,7 +19,7 @@ class BelowTwin(Below):
 
     def __init__(self, view: View, capacity: int, block_bytes: int) -> None:
         """`view`: the bytes of a slot of the first tier."""
-        self.tiers = (TierFacts(NAME, NAME, block_bytes, capacity, is_lasting=True),)
+        self.tiers = (TierFacts(NAME, NAME, block_bytes, capacity),)
         self.links = (LinkCounters(),)
         self.departures = (Departures(),)
         self._view = view
@@ -151,10 +151,7 @@ class BelowTwin(Below):
 
     def write_state(self) -> WriteState:
         rest_left_s = 1.0 if self.answer is Put.RESTING else 0.0
-        return WriteState(self.is_stalled, rest_left_s, is_making_room=self.answer is Put.LATER)
-
-    def keep_ahead(self) -> None:
-        """One tier writes nothing further down."""
+        return WriteState(self.is_stalled, rest_left_s)
 
     def maintain(self) -> int:
         if not self.is_overtaken:
@@ -180,9 +177,6 @@ class BelowTwin(Below):
 
     def wait(self, tickets: set[int], limit_s: float) -> None:
         self.run()
-
-    def flush(self, means: FlushMeans, deadline_s: float) -> None:
-        """Nothing is written from the last tier."""
 
     def shutdown(self, deadline_s: float) -> bool:
         self.run()

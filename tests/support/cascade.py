@@ -99,7 +99,7 @@ class Cascade:
 
         number = len(self.nodes)
 
-        facts = TierFacts(backend.medium, backend.medium, BLOCK_SIZE, backend.capacity, True)
+        facts = TierFacts(backend.medium, backend.medium, BLOCK_SIZE, backend.capacity)
         tier = NodeTier(
             client_of,
             NodeTierOptions(

@@ -35,7 +35,7 @@ from kvcascade.handlers.device.copier import GpuBlocks
 from kvcascade.handlers.node.path_io import SEGMENTS
 from kvcascade.manager.request import Request
 from kvcascade.tiers.base import BlockHash, BlockOutcome, SlotSpec
-from kvcascade.tiers.nvme.disk.filesystem import RealFileSystem
+from kvcascade.tiers.nvme.disk.filesystem import FileLock, RealFileSystem
 from kvcascade.tiers.nvme.path.block_reader import BlockReader
 from kvcascade.tiers.nvme.path.lmdb_block_table import open_block_table
 from kvcascade.tiers.nvme.path.path_lock import try_lead
@@ -69,6 +69,7 @@ TEXTS, CHUNKS = 24, 12
 ROUNDS_MAX = 20_000
 ROUND_S = 0.0005
 GONE_LIMIT_S = 60.0
+GONE_ROUNDS = 3000
 READ_AT_ONCE = 64
 DISK_VERSION = 0
 """Of the weights that every engine begins with."""
@@ -400,8 +401,15 @@ def read_all(setup: Setup, *, close_clean: bool) -> set[bytes]:
     Asserts that each one is right for the weights on disk, and that no two share a slot.
     """
     fs = RealFileSystem()
-    lock = try_lead(fs, setup.path)
-    assert lock is not None, "nobody holds the path"
+    locks: list[FileLock] = []
+
+    def is_free() -> bool:
+        """The kernel may still be ending the node of the killed engine."""
+        locks.extend(filter(None, [try_lead(fs, setup.path)]))
+        return bool(locks)
+
+    wait_until(is_free, GONE_ROUNDS, GONE_LIMIT_S / GONE_ROUNDS)
+    (lock,) = locks
     means = StartMeans(fs, time.time, open_block_table, boot_id())
     writer = PathWriter(means, [setup.path], setup.path_options, monotonic, InlineExecutor())
     try:

@@ -183,7 +183,7 @@ class Answers:
 
     def node(self, _: Sequence[int]) -> int:
         """Process number of the node."""
-        return self._engine.mover.pid or 0
+        return self._engine.keeper.pid or 0
 
     def stop(self, _: Sequence[int]) -> None:
         """Stop the node's process."""
@@ -205,7 +205,7 @@ def main() -> None:
     roots = [Path(path) for path in paths]
     path_node.NOBODY_LIMIT_S = NOBODY_LIMIT_S
     engine = PathEngine(roots, options, name=name, is_thread=kind == "thread")
-    engine.mover.start()
+    engine.keeper.start()
     answers = Answers(engine)
     print(os.getpid(), flush=True)
     for line in sys.stdin:

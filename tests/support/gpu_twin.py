@@ -13,8 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvcascade.handlers.base import TransferResult
-from kvcascade.handlers.device.copier import DeviceCopier, GpuBlocks
+from kvcascade.handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from kvcascade.handlers.device.device_cpu import CpuDeviceCopier
 from kvcascade.handlers.device.geometry import WorkerLayout
 from kvcascade.handlers.device.hazards import Direction

@@ -66,7 +66,6 @@ class MemoryBlockTable:
         self.disk = disk
         self.is_durable = is_durable
         self.wall_clock = wall_clock
-        self.damaged_entries = 0
         self.has_panicked = False
         self.sync()
 

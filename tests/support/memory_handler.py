@@ -1,4 +1,4 @@
-"""`MemoryHandler`: copies between two `MemoryBackend`s; the twin of every real handler in tests.
+"""`MemoryHandler`: copies between two `MemoryBackend`s; the transfers of `MemoryNode`.
 
 Jobs run when the test says so (`step`), in any order, and blocks fail on command.
 """
@@ -6,12 +6,14 @@ Jobs run when the test says so (`step`), in any order, and blocks fail on comman
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
-from kvcascade.handlers.base import OffloadingHandler, TransferResult, TransferSpec
-from kvcascade.tiers.base import BlockOutcome, SlotSpec
+from kvcascade.tiers.base import BlockOutcome, LoadStoreSpec, SlotSpec
 
 from .memory_backend import MemoryBackend
 
+TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
+"""Source and destination of a transfer. Both list the same blocks in the same order."""
 Fate = Callable[[int, int], BlockOutcome]
 """`fate(source_slot, target_slot)`: what shall become of a block."""
 
@@ -21,7 +23,15 @@ def all_ok(source_slot: int, target_slot: int) -> BlockOutcome:
     return BlockOutcome.OK
 
 
-class MemoryHandler(OffloadingHandler):
+@dataclass(frozen=True, slots=True)
+class EndedTransfer:
+    """A job that ended, and the outcome of each of its blocks."""
+
+    job_id: int
+    outcomes: tuple[BlockOutcome, ...]
+
+
+class MemoryHandler:
     """Moves blocks between two memory backends.
 
     With `is_immediate`, a job runs inside `transfer_async`; otherwise at the next `step`.
@@ -34,11 +44,12 @@ class MemoryHandler(OffloadingHandler):
         self._target = target
         self._is_immediate = is_immediate
         self._queued: dict[int, TransferSpec] = {}
-        self._finished: list[TransferResult] = []
+        self._finished: list[EndedTransfer] = []
         self.fate: Fate = all_ok
         self.accepts = True
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a job. Return False, with nothing done, if it cannot be taken now."""
         if not self.accepts:
             return False
         assert job_id not in self._queued, "a job id may be used once at a time"
@@ -62,9 +73,7 @@ class MemoryHandler(OffloadingHandler):
         assert isinstance(source, SlotSpec) and isinstance(target, SlotSpec)
         pairs = zip(source.slots.tolist(), target.slots.tolist(), strict=True)
         outcomes = tuple(self._copy(a, b) for a, b in pairs)
-        is_ok = all(outcome is BlockOutcome.OK for outcome in outcomes)
-        size_bytes = len(outcomes) * self._source.block_size
-        self._finished.append(TransferResult(job_id, is_ok, size_bytes, 0.0, outcomes))
+        self._finished.append(EndedTransfer(job_id, outcomes))
 
     def _copy(self, source_slot: int, target_slot: int) -> BlockOutcome:
         outcome = self.fate(source_slot, target_slot)
@@ -75,10 +84,12 @@ class MemoryHandler(OffloadingHandler):
             view[:] = b"\xee" * len(view)
         return outcome
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[EndedTransfer]:
+        """Return the jobs that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self, job_ids: Set[int], timeout_s: float | None = None) -> None:
+    def wait(self, job_ids: Set[int]) -> None:
+        """Run these jobs."""
         for job_id in sorted(job_ids):
             self.step(job_id)

@@ -224,7 +224,7 @@ class NodeTwin:
         paths = tuple(map(str, rig.roots))
         hello = Hello(PROTOCOL, f"node {number}", paths, namespace_spec(BLOCK), rig.options, True)
         self.node = PathNode(hello, self, rig.clock)
-        facts = TierFacts("nvme", "NVME", BLOCK, slots, is_lasting=True)
+        facts = TierFacts("nvme", "NVME", BLOCK, slots)
         options = NodeTierOptions(
             facts,
             lambda folder, slots: map_presence(rig.files, Path(folder), slots),

@@ -1,4 +1,4 @@
-"""Caches of a path with one writer, for the command line's tests."""
+"""Caches of a path, for the command line's tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine_on(
 def try_engine_on(root: Path) -> PathEngine | None:
     """An engine that has joined a path; None if the path refuses it, or cannot be opened."""
     engine = PathEngine([root], OPTIONS, is_thread=True, capacity=64)
-    engine.mover.start()
+    engine.keeper.start()
     ends_s = monotonic() + REFUSAL_LIMIT_S
 
     def is_known() -> bool:

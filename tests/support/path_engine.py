@@ -14,7 +14,7 @@ from typing import Any
 from support.keys import key
 from support.writer_twin import LABEL, namespace_spec
 
-from kvcascade.handlers.node.mover import Mover, MoverOptions
+from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from kvcascade.handlers.node.path_client import node_process, node_thread
 from kvcascade.handlers.node.path_wire import NodeSetup, NodeState
 from kvcascade.manager.below.node_tier import NodeTier, NodeTierOptions
@@ -65,19 +65,19 @@ class PathEngine:
         )
         self.executor = ThreadPoolExecutor(1, "kvcascade-map")
 
-        def client_of(take: Callable[[Any], None]) -> Mover:
-            batched = MoverOptions(is_batched=True)
+        def client_of(take: Callable[[Any], None]) -> NodeKeeper:
+            batched = KeeperOptions(is_batched=True)
             if is_thread:
                 return node_thread(setup, self.arena, fs, take, batched)
             return node_process(setup, lambda: os.dup(self._fd), take, batched)
 
-        made: list[Mover] = []
+        made: list[NodeKeeper] = []
 
-        def keep(take: Callable[[Any], None]) -> Mover:
+        def keep(take: Callable[[Any], None]) -> NodeKeeper:
             made.append(client_of(take))
             return made[0]
 
-        facts = TierFacts("nvme", "NVME", block_bytes, capacity, is_lasting=True)
+        facts = TierFacts("nvme", "NVME", block_bytes, capacity)
         tier_options = NodeTierOptions(
             facts,
             lambda folder, slots: map_presence(fs, Path(folder), slots),
@@ -85,12 +85,12 @@ class PathEngine:
             stall_s,
         )
         self.tier = NodeTier(keep, tier_options, monotonic)
-        self.mover = made[0]
+        self.keeper = made[0]
         self._ticket = 0
 
     def open(self) -> PathEngine:
         """Start the node, and wait until it has joined."""
-        self.mover.start()
+        self.keeper.start()
         self.until(lambda: self.tier.takes_puts)
         return self
 
@@ -105,7 +105,7 @@ class PathEngine:
 
         while not look():
             assert monotonic() < end_s, f"not within {limit_s} s; the node is {self.state}"
-            self.mover.wait(lambda: False, 0.01)
+            self.keeper.wait(lambda: False, 0.01)
 
     @property
     def state(self) -> NodeState:
@@ -165,22 +165,22 @@ class PathEngine:
             found.extend(ended for ended in self.tier.poll() if ended.ticket == ticket)
             return bool(found)
 
-        assert self.mover.wait(look, WAIT_S)
+        assert self.keeper.wait(look, WAIT_S)
         return found[0]
 
     def kill(self) -> None:
         """Kill the node's process."""
-        assert self.mover.pid
-        os.kill(self.mover.pid, signal.SIGKILL)
+        assert self.keeper.pid
+        os.kill(self.keeper.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal to the node's process."""
-        assert self.mover.pid
-        os.kill(self.mover.pid, number)
+        assert self.keeper.pid
+        os.kill(self.keeper.pid, number)
 
     def close(self) -> None:
         """Close the tier as an engine does."""
         self.tier.shutdown(monotonic() + 5.0)
-        self.mover.close()
+        self.keeper.close()
         self.executor.shutdown()
         os.close(self._fd)

@@ -50,7 +50,7 @@ class RemoteTierRig:
         self.options = options
         self.answers: deque[bytes] = deque()
         self.start_node()
-        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS, is_lasting=True)
+        facts = TierFacts("remote", MEDIUM, PAYLOAD_BYTES, UNBOUNDED_BLOCKS)
         self.tier = RemoteTier(
             self._client_of, RemoteTierParts(facts, options, stall_s=10.0), self.clock
         )

@@ -101,7 +101,7 @@ def test_beside_an_engine(tmp_path: Path, engine: PathEngine) -> None:
     assert (answer.one["state"], answer.one["blocks"]) == ("live", 20)
     assert answer.one["engines"] == ["the engine"] and answer.one["granted_slots"] == 0
     assert answer.one["problem"] is None
-    assert f"process {engine.mover.pid} " in answer.document["path"]["writer"]
+    assert f"process {engine.keeper.pid} " in answer.document["path"]["writer"]
     engine.put(range(100, 116))
     assert call("inspect", tmp_path / "kv", "--json").one["blocks"] == 36
     assert engine.holds(range(20)) == list(range(20))
@@ -128,7 +128,7 @@ def test_a_stopped_writer_is_named_and_what_the_files_say_is_shown(
     assert answer.document["path"] is None
     assert (found["blocks"], found["state"]) == (20, "not known")
     assert "does not answer" in found["problem"] and "which is stopped" in found["problem"]
-    assert str(engine.mover.pid) in found["problem"]
+    assert str(engine.keeper.pid) in found["problem"]
     assert found["written_bytes"] is None and sum(found["age"].values()) == 20
     assert found["capacity_slots"] > 20 and found["policies"][0]["held"] == 20
     shown = call("inspect", tmp_path / "kv")

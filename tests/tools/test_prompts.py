@@ -59,7 +59,7 @@ def prompts_on(root: Path) -> PathEngine:
     engine.put(range(16))
     for numbers, fresh in (([*SYSTEM, *DOCUMENT], 0), ([*SYSTEM, *QUESTION], len(SYSTEM))):
         chain, tokens = finest_chain(ends_of(*numbers))
-        engine.mover.tell(chain_of(chain, fresh, tokens))
+        engine.keeper.tell(chain_of(chain, fresh, tokens))
     state = SavedState(folder_in(root) / "state")
     engine.until(lambda: len(state.chains()) == 12)
     return engine

@@ -98,7 +98,7 @@ def test_two_workers(kind: str, options: dict[str, Any], tmp_path: Path) -> None
     both = options | KINDS[kind]
     with Engine(log, both) as engine:
         ((_, mapped_by),) = arenas(engine).items()
-        assert len(mapped_by) == 4, "two workers, the scheduler and its mover"
+        assert len(mapped_by) == 4, "two workers, the scheduler and its node"
         computed = engine.generate(TEXTS)
         assert cached(computed) == [0] * PROMPTS
         expected = tokens(computed)

@@ -11,6 +11,7 @@ from support.clock import ManualClock
 from support.inside import levels
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
+from support.waiting import wait_until
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -396,6 +397,13 @@ def test_metrics_and_information_are_declared(tmp_path: Path) -> None:
         for text in [*range(6), *range(6)]:
             driver.serve(f"text {text}", 4)
             driver.settle()
+        feed = driver.cascade.nodes[0].port.feed
+
+        def has_figures() -> bool:
+            driver.step()
+            return feed.day_totals().written > 0
+
+        wait_until(has_figures, 200, 0.05)  # they come once a second
         driver.manager._metrics.due_s = 0.0
         driver.take_stats()
         assert driver.metrics["vllm:kvcascade_stored_blocks"] == driver.counters.stored_blocks

@@ -84,7 +84,7 @@ def test_a_damaged_index_is_refused_and_left_alone(
     noise = bytes(byte ^ 0xA5 for byte in whole[:8192])
     index.write_bytes(noise + whole[8192:] if size is None else whole[:size])
     before = contents(tmp_path)
-    refuse(options, ConfigError, str(index.parent.parent), "kvcascade verify")
+    refuse(options, ConfigError, str(index.parent.parent), "remove the directory")
     assert contents(tmp_path) == before
     index.write_bytes(whole)
     with Driver(SHAPE, options) as driver:

@@ -191,24 +191,6 @@ class RecencyLog:
         end[_COUNT] += absent
         return stamps
 
-    def prepend(self, slots: Sequence[int]) -> None:
-        """Add slots that are absent, without repeats, as the least recent, the first most of all.
-
-        Costs a pass over the stamps at most every `length` slots.
-        """
-        batch = np.asarray(slots, dtype=np.intp)
-        if int(self._ends[_TAIL] - self._ends[_HEAD]) + len(batch) > self._length:
-            self._compact()
-        if self._ends[_HEAD] < len(batch):  # a whole length: no entry moves
-            self._stamp[self._stamp > 0] += self._length
-            self._ends[: _TAIL + 1] += self._length
-        head = int(self._ends[_HEAD]) - len(batch)
-        positions = np.arange(head, head + len(batch), dtype=np.int64)
-        self._log[positions % self._length] = batch
-        self._stamp[batch] = positions + 1
-        self._ends[_HEAD] = head
-        self._ends[_COUNT] += len(batch)
-
     def discard(self, slots: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Remove these slots; absent ones are ignored."""
         if len(slots) <= FEW:

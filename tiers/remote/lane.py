@@ -1,7 +1,8 @@
 """One direction of a remote tier: a queue, a bound on its threads, a breaker and a rate.
 
 Errands begin in the order in which they were added. An errand that cannot begin in time is given
-up, and while the breaker rests all that wait are: nobody waits for a server that does not answer.
+up. While the breaker rests, all waiting errands are given up, because nobody waits for a server
+that does not answer.
 While a probe is under way, errands that were added before it wait for its end.
 """
 

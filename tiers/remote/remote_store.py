@@ -279,8 +279,9 @@ class RemoteStore:
     ) -> list[Offer]:
         """Offer blocks in prefix order at the end of a request, while their bytes are in memory.
 
-        `mark`: that of the last reset before the blocks were stored; None: that of the last `reset`
-        of this store, or of the last one before its start. After a later one they are dropped.
+        `mark` is the mark of the last reset before the blocks were stored. None stands for the last
+        `reset` of this store, or for the last one before its start. After a later reset the blocks
+        are dropped.
 
         Payloads of `QUEUED` blocks must not change until `poll` has reported the ticket; it is
         reported only if a block was queued.

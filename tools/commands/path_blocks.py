@@ -1,4 +1,4 @@
-"""Namespaces and blocks of a path with one writer, as commands see them beside running engines.
+"""Namespaces and blocks of a path, as commands see them beside running engines.
 
 The writer says which blocks there are; the command reads the payload itself. If no process is the
 writer, the command is, until it ends.

@@ -253,7 +253,7 @@ class Simulation:
         first = Tier(
             top.name, SlotBackend(self._seen_bytes, slots, top.name), create(top.policy, slots)
         )
-        rules = [admission_rule(tier.admission) for tier in lower]
+        rules = [admission_rule(tier.admission) for tier in tiers][1:]
         ports = [self._node_tier(tier) for tier in lower]
         below: Below = ports[0] if ports else NoTierBelow()
         if len(ports) > 1:

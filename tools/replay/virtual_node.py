@@ -314,9 +314,7 @@ def open_virtual_tier(
         nodes.append(VirtualNode(options, on_note, clock))
         return nodes[0]
 
-    facts = TierFacts(
-        options.name, options.name, options.block_bytes, options.slots, is_lasting=True
-    )
+    facts = TierFacts(options.name, options.name, options.block_bytes, options.slots)
     tier = NodeTier(
         client_of,
         NodeTierOptions(

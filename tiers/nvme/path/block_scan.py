@@ -1,8 +1,8 @@
 """Verify the payloads of many blocks of a namespace, near the speed of the disk.
 
-The blocks are those that the writer's index named a while ago. The path goes on changing, so a
-mismatch is looked at again: if the presence table has no such block any more it has CHANGED, else
-it is read a second time. Several threads read runs of adjacent slots and hash them.
+The blocks are those that the writer's index named a while ago, and the path goes on changing. So a
+mismatch is looked at again. A block that the presence table has no more has CHANGED. Any other one
+is read a second time. Several threads read runs of adjacent slots and hash them.
 """
 
 from __future__ import annotations

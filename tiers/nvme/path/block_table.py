@@ -102,11 +102,6 @@ class BlockTable(Protocol):
         ...
 
     @property
-    def damaged_entries(self) -> int:
-        """Number of damaged entries found so far; each counts as absent."""
-        ...
-
-    @property
     def has_panicked(self) -> bool:
         """True if the table can take no changes until it is opened again."""
         ...
@@ -139,8 +134,8 @@ class BlockTable(Protocol):
     def reset(self, epoch: int) -> Applied:
         """Remove every block and begin a later epoch, durably. An earlier one is `STALE`.
 
-        If only the sync fails, the outcome is `IO_ERROR` and there is a journal: the blocks are
-        gone, but a loss of power may bring them back.
+        If only the sync fails, the outcome is `IO_ERROR` and there is a journal. The blocks are
+        then gone, but a loss of power may bring them back.
         """
         ...
 

@@ -85,7 +85,6 @@ class LmdbBlockTable:
         self.epoch = 0
         self.commit_number = 0
         self.totals = (0, 0)
-        self.damaged_entries = 0
         self.has_panicked = False
         self._env = env
         with env.begin(write=True) as txn:
@@ -135,9 +134,8 @@ class LmdbBlockTable:
         """See `BlockTable`."""
         try:
             with self._env.begin(db=self._blocks) as txn:
-                return [self._parsed(key, txn.get(key)) for key in keys]
+                return [_parse_entry(key, txn.get(key)) for key in keys]
         except lmdb.Error:
-            self.damaged_entries += 1
             return [None] * len(keys)
 
     def keys_at(self, slots: Sequence[int]) -> list[bytes | None]:
@@ -146,12 +144,11 @@ class LmdbBlockTable:
             with self._env.begin(db=self._slots) as txn:
                 return [txn.get(_SLOT.pack(slot)) for slot in slots]
         except lmdb.Error:
-            self.damaged_entries += 1
             return [None] * len(slots)
 
     def keys_after(self, key: bytes, limit: int) -> list[tuple[bytes, Entry]]:
         """See `BlockTable`."""
-        parsed = ((k, self._parsed(k, value)) for k, value in self._batch_after(key, limit))
+        parsed = ((k, _parse_entry(k, value)) for k, value in self._batch_after(key, limit))
         return [(k, entry) for k, entry in parsed if entry is not None]
 
     def last_changes(self) -> Journal | None:
@@ -175,7 +172,6 @@ class LmdbBlockTable:
             rows = np.frombuffer(b"".join(values), dtype=_ENTRY_ROW)
             mixed = hashes ^ rows["checksum"] ^ rows["slot"] * np.uint64(_SLOT_FACTOR)
             is_whole = mixed * np.uint64(_CHECK_FACTOR) >> np.uint64(32) == rows["check"]
-            self.damaged_entries += len(rows) - int(is_whole.sum())
             whole = rows[is_whole]
             yield ScanBatch(hashes[is_whole], whole["slot"].astype(np.int32), whole["checksum"])
 
@@ -251,13 +247,6 @@ class LmdbBlockTable:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _parsed(self, key: bytes, value: bytes | None) -> Entry | None:
-        if value is None:
-            return None
-        entry = _parse_entry(key, value)
-        self.damaged_entries += entry is None
-        return entry
-
     def _batch_after(self, key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         with self._damage_named(), self._env.begin(db=self._blocks) as txn:
             cursor = txn.cursor()
@@ -316,7 +305,7 @@ class _Commit:
         txn, slots = self._txn, self._slots
         for key in changes.removals:
             value = txn.pop(key)
-            entry = None if value is None else _parse_entry(key, value)
+            entry = _parse_entry(key, value)
             if entry is not None:
                 place = _SLOT.pack(entry.slot)
                 if txn.get(place, db=slots) == key:
@@ -334,7 +323,7 @@ class _Commit:
             hashed = hash_of(key)
             value = _ENTRY.pack(slot, _check(hashed, slot, checksum), checksum)
             if not txn.put(key, value, overwrite=False):
-                if _parse_entry(key, txn.get(key, b"")) is not None:
+                if _parse_entry(key, txn.get(key)) is not None:
                     self.already.append(position)
                     continue
                 txn.put(key, value)
@@ -356,7 +345,7 @@ class _Commit:
     def _drop_former(self, key: bytes, slot: int) -> None:
         """Remove the entry of the block that `slots` names for a slot, if it says the same."""
         value = self._txn.get(key)
-        entry = None if value is None else _parse_entry(key, value)
+        entry = _parse_entry(key, value)
         if entry is None or entry.slot == slot:
             self._txn.delete(key)
             self.removed.append((key, slot))
@@ -430,8 +419,8 @@ def _check(hashed: int, slot: int, checksum: int) -> int:
     return (mixed * _CHECK_FACTOR & _U64_MASK) >> 32
 
 
-def _parse_entry(key: bytes, value: bytes) -> Entry | None:
-    if len(value) != ENTRY_BYTES:
+def _parse_entry(key: bytes, value: bytes | None) -> Entry | None:
+    if value is None or len(value) != ENTRY_BYTES:
         return None
     slot, check, checksum = _ENTRY.unpack(value)
     return Entry(slot, checksum) if check == _check(hash_of(key), slot, checksum) else None

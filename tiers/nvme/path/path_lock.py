@@ -2,10 +2,10 @@
 
 Both lie in `.kvcascade/` in the first path. The writer is the process that holds a kernel lock on
 `writer.lock`; the kernel drops it when the process ends, however it ends. The socket is bound and
-reached through a descriptor of the folder, because a socket's address has room for 107 bytes only,
-and paths of volumes are longer.
+reached through a descriptor of the folder. A socket's address has room for 107 bytes only, and
+paths of volumes are longer.
 
-An election says nothing about other hosts: if the lock is held and nobody answers at the socket,
+An election says nothing about other hosts. If the lock is held and nobody answers at the socket,
 the holder may be on another host that shares the file system.
 """
 

@@ -316,8 +316,8 @@ class TierFigures(msgspec.Struct, frozen=True, array_like=True, tag=40):
     evicted_blocks: int
     budget_left_bytes: int | None
     day: tuple[int, int, int] | None = None
-    """1 if the totals cover a whole day and 0 otherwise, then the bytes written and those read in
-    the last 24 hours; None if unknown."""
+    """Three numbers: 1 if the totals cover a whole day, else 0; bytes written, and bytes read, in
+    the last 24 hours. None if unknown."""
     why: Why = Why.GRANTED
     """Reason why the last grant was not full."""
     is_reporter: bool = False

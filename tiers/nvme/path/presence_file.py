@@ -14,7 +14,7 @@ The header is one page; `presence_table` describes the rest. All numbers are lit
 
 A process that is killed leaves its changes in the page cache. So the next writer of the same boot
 trusts the file, and replays the last commit, of which any part may be missing. After another boot
-only a file that was closed cleanly is trusted: it was synced before its mark was set, and the mark
+only a file that was closed cleanly is trusted. It was synced before its mark was set, and the mark
 is cleared and synced before the next change. A mark that does not fit shows damage. In every other
 case the table is built from a scan of the block table. As a last check, the number of used slots
 must be that of the block table.

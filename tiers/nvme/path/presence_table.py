@@ -1,8 +1,8 @@
 """The presence table of a namespace: which slot holds a block, in memory that processes share.
 
 The writer of the path alone changes it. Every process of the path reads it without a lock. The
-table is advisory: a wrong cell is a miss or a second look, never wrong bytes, because a reader
-verifies what it has read against `checksum_of`.
+table is advisory: a wrong cell is a miss or a second look, never wrong bytes. A reader verifies
+what it has read against `checksum_of`.
 
 All numbers are little endian. The parts follow each other in this order:
 
@@ -28,7 +28,7 @@ replay` repairs that: it writes anew every run of cells that the last commit tou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,10 +198,6 @@ class WritablePresence(PresenceTable):
         self._header[EPOCH_WORD] = epoch
         self._header[APPLIED_WORD] = applied
 
-    def note_applied(self, number: int) -> None:
-        """Record that all changes up to this commit are in the table."""
-        self._header[APPLIED_WORD] = number
-
     def insert(self, key: bytes, slot: int, checksum: int) -> bool:
         """Add a block that the table does not hold, in a slot that no cell names."""
         return self._insert(xxh3_64_intdigest(key), slot, checksum)
@@ -209,10 +205,6 @@ class WritablePresence(PresenceTable):
     def remove(self, key: bytes, slot: int) -> bool:
         """Remove a block. Return False if no cell says that this slot holds it."""
         return self._remove(xxh3_64_intdigest(key), slot)
-
-    def remove_many(self, blocks: Iterable[tuple[bytes, int]]) -> int:
-        """Remove blocks, each a key and its slot; return how many were found."""
-        return sum(self._remove(xxh3_64_intdigest(key), slot) for key, slot in blocks)
 
     def clear(self, epoch: int) -> None:
         """Remove every block, and begin an epoch. Readers see the epoch first."""

@@ -10,7 +10,7 @@ cells and one cell for the head of each block's hash. The head holds: mark and n
 head of the block before them; number of the first block in its prompt and tokens per block; time
 and check. FORMAT.md gives every bit.
 
-Threads: one writer per log (every process has its own); readers use copies.
+The writer of the path alone changes the log of a namespace; readers use copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every structure that the NVMe tier writes, with its checks. All numbers are little endian.
+"""Structures of segments and of export files, with their checks. All numbers are little endian.
 
 Readers accept bytes from any source. Lengths are checked before anything is allocated. Data that
 does not parse is None or a `FormatError`, never a crash.
@@ -37,7 +37,7 @@ assert _RECORD.size == SLOT_RECORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """Record of a slot about its own block: enough to rebuild the index."""
+    """Record of one block in an export file."""
 
     key: bytes
     generation: int
@@ -46,7 +46,7 @@ class SlotRecord:
     epoch: int
 
     def pack(self) -> bytes:
-        """Return the record as stored in the segment."""
+        """Return the record as stored in the file."""
         packed = bytearray(
             _RECORD.pack(
                 _RECORD_MAGIC,
@@ -64,7 +64,7 @@ class SlotRecord:
 
 
 def parse_record(data: bytes) -> SlotRecord | None:
-    """Return the slot record; None if the slot was never written or the record is damaged."""
+    """Return the record of a block; None if it is damaged."""
     if len(data) != SLOT_RECORD_BYTES:
         return None
     magic, crc, generation, checksum, length, epoch, key_length, key = _RECORD.unpack(data)

@@ -1,8 +1,7 @@
 """Format of an export file: a portable part of a cache, and a standard safetensors file.
 
 Tensor `blocks`, U8 `[n, block_bytes]`, holds the payloads. Tensor `slots`, U8 `[n, 128]`, holds one
-record per block, with the layout of a segment's records. The reader checks all bounds, because the
-file is untrusted.
+record per block (`SlotRecord`). The reader checks all bounds, because the file is untrusted.
 """
 
 from __future__ import annotations

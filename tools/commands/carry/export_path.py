@@ -1,4 +1,4 @@
-"""`kvcascade export` from a path with one writer, closed or beside engines.
+"""`kvcascade export` from a path, closed or beside engines.
 
 Only blocks whose payload matches its checksum are written.
 """

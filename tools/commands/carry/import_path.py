@@ -1,4 +1,4 @@
-"""`kvcascade import` into a path with one writer, closed or beside engines.
+"""`kvcascade import` into a path, closed or beside engines.
 
 The command is one more node of the path: `BlockCache` stores the blocks, and engines find them at
 once. The writer makes room as it does for engines. So without `--make-room` no more blocks are

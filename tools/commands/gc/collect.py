@@ -148,8 +148,8 @@ class Collector:
     def collect(self, folders: Sequence[NamespaceFolder], is_dry_run: bool) -> list[GcReport]:
         """Remove blocks and files, or only report them; return a report for each namespace.
 
-        Raises `ConfigError`, before anything is removed, if no namespace has the block of the
-        prompt, or if not all paths of a namespace to remove were given. Raises `InUseError` if the
+        Raises `ConfigError` before anything is removed. Either no namespace has the block of the
+        prompt, or not all paths of a namespace to remove were given. Raises `InUseError` if the
         writer does not answer.
         """
         plans = [_Plan(folder, GcReport(folder.name)) for folder in folders]

@@ -1,6 +1,6 @@
 """`kvcascade top PATH`: figures of the namespaces of a path, each as a "tier".
 
-Figures of a running writer are its own. If no process writes the path, it does not change: then the
+Figures of a running writer are its own. If no process writes the path, it does not change. Then the
 command is the writer for its first reading only, and shows those totals again. Numbers of blocks
 come from files if a writer does not answer.
 """

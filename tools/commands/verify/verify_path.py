@@ -1,4 +1,4 @@
-"""`kvcascade verify` for a path with one writer: check each payload against its checksum.
+"""`kvcascade verify`: check each payload against its checksum.
 
 It runs beside engines. The writer names the blocks, and removes those that are damaged if nothing
 has changed about them.

@@ -18,12 +18,7 @@ class Problem(StrEnum):
     NO_SEGMENT = "no_segment"
     """The segment file of the block is missing or damaged."""
     ENTRY = "entry"
-    """The index entry is damaged, or names an invalid slot."""
-    SHARED_SLOT = "shared_slot"
-    """Two entries name one slot; the later entry is correct."""
-    RECORD = "record"
-    """The payload is correct, but the slot's record differs. `--repair` rewrites the record, or
-    leaves that to the engine that owns the slot. Blocks with any other problem are dropped."""
+    """The entry in the index names a slot that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +51,16 @@ class VerifyReport:
     space: str = ""
     """Result of the check of free space, in words."""
     space_adds_up: bool | None = None
-    """True if free space adds up; None if unknown, since only a clean close writes a list of free
-    slots."""
-    parts_missing: list[int] = field(default_factory=list)
+    """True if free space adds up; None if engines change it during the check."""
     dropped: int = 0
     """Number of entries that `--repair` removed."""
-    records_written: int = 0
-    """Number of slot records that `--repair` rewrote."""
-    segments_to_repair: list[int] = field(default_factory=list)
-    segments_repaired: int = 0
-    """Number of segment files whose header or size `--repair` corrected."""
 
     @property
     def is_clean(self) -> bool:
         """Return True if no problem was found."""
         is_space_wrong = self.space_adds_up is False
         is_damaged = bool(self.problems or self.segments_damaged or is_space_wrong)
-        return self.problem is None and not (is_damaged or self.parts_missing)
+        return self.problem is None and not is_damaged
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""

@@ -56,7 +56,7 @@ MEASUREMENTS = {
     "manager": "what one block costs the scheduler's thread in the CPU tier",
     "reopening": "how long a start takes, and what it keeps in memory",
     "lookups": "what a question about a block on NVMe costs the scheduler's thread",
-    "path": "lookups, commits and opening of the tables of a path with one writer",
+    "path": "lookups, commits and opening of the tables of a path",
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
     "faults": "wrong bytes served, and blocks lost, after faults on disk",

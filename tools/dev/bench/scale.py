@@ -83,7 +83,7 @@ class Scale:
     """Numbers of blocks in the index of the NVMe tier, for lookups and reopening."""
     reopen_blocks: tuple[int, ...]
     path_blocks: tuple[int, ...]
-    """Numbers of blocks in the tables of a path with one writer."""
+    """Numbers of blocks in the tables of a path."""
     questions: int
     """Number of blocks in a lookup measurement."""
     block_sizes: tuple[int, ...]

@@ -46,7 +46,7 @@ def describe(writer: PathWriter, body: Answer) -> Answer:
     """Answer `namespace`. Raises a `KVCascadeError`."""
     namespace = _namespace(writer, body)
     written, read = namespace.table.totals
-    day = namespace.table.day_totals()
+    day = namespace.day_totals()
     return {
         "blocks": namespace.space.used,
         "slots": namespace.home.slots,

@@ -89,7 +89,9 @@ def open_namespace_writer(
         there = _usable_segments(home)
         if there and not table.commit_number:
             _log.warning(
-                "%s has no index, so %d segments count as empty", home.folders[0], len(there)
+                "%s: the index names no block, so %d segments count as empty",
+                home.folders[0],
+                len(there),
             )
         _drop_missing(home, table, presence, used)
         space = SlotSpace(home.layout.slots, home.slots, len(home.folders))

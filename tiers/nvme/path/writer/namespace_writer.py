@@ -17,6 +17,7 @@ import numpy as np
 
 from .....errors import KVCascadeError, os_errors
 from .....logs import get_logger
+from ....endurance import DayTotals
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
 from ..path_messages import (
     ALREADY_SLOT,
@@ -183,6 +184,11 @@ class NamespaceWriter:
         """
         if 0 <= read_bytes <= MAX_READ_REPORT_BYTES:
             self._read_bytes = min(self._read_bytes + read_bytes, MAX_READ_REPORT_BYTES)
+
+    def day_totals(self) -> DayTotals:
+        """Return the totals of the last day, with the reads that are not written down yet."""
+        totals = self.table.day_totals()
+        return replace(totals, read=totals.read + self._read_bytes)
 
     def touch(self, message: Touch) -> None:
         """Note uses of blocks."""

@@ -2,8 +2,8 @@
 
 The writer counts its own namespaces exactly: it makes and deletes every file of them. Namespaces of
 older versions are measured while the lock is held that those versions take, too, before they make a
-file. So both together keep the capacity and the reserve. As ever, a namespace of an older version
-that no process has open is removed if its room is needed, the one used longest ago first.
+file. So both together keep the capacity and the reserve. If room is needed, namespaces of older
+versions that no process has open are removed, the one used longest ago first.
 
 `claim` runs on an I/O thread, everything else on the writer's thread.
 """

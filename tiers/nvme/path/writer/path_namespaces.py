@@ -187,9 +187,9 @@ class PathNamespaces:
     def change(self, options: PathOptions) -> list[str]:
         """Record other options, and put them in force.
 
-        Return the names of those that open namespaces follow only when they are opened again: a
-        larger capacity, since they have no more slots, and a weaker durability. Raises a
-        `KVCascadeError`.
+        Return the names of the options that open namespaces follow only when they are opened again.
+        These are a larger capacity, since they have no more slots, and a weaker durability. Raises
+        a `KVCascadeError`.
         """
         check_options(options)
         former = self.options

@@ -1,9 +1,13 @@
 """Room for new blocks: new segments, evictions, or segments taken from other namespaces.
 
-A namespace that needs room gets, in this order: a new segment if the capacity allows it; otherwise
-the coldest segment of another namespace if that is colder than its own coldest blocks; otherwise
-its own coldest blocks are evicted. A segment that is taken loses its blocks first, its file is
-deleted, and a segment of the namespace that needs it is made in its place.
+A namespace that needs room gets the first of these that is possible:
+
+1. a new segment, if the capacity allows it;
+2. the coldest segment of another namespace, if that is colder than its own coldest blocks;
+3. the slots of its own coldest blocks, which are evicted.
+
+A segment that is taken loses its blocks first. Then its file is deleted, and a segment of the
+namespace that needs it is made in its place.
 
 Files are made and deleted on I/O threads, one at a time for each namespace. Everything else runs on
 the writer's thread.
@@ -215,8 +219,8 @@ class PathSpace:
     def empty_taken(self) -> tuple[TakenSegment, list[bytes], bool] | None:
         """Remove some blocks of the segment that is taken.
 
-        Return it with the keys of these blocks, and whether it is empty and its file is being
-        deleted; None if there is no such segment, or if the blocks cannot be removed now.
+        Return it with the keys of these blocks, and True if it is empty and its file is being
+        deleted. None: there is no such segment, or the blocks cannot be removed now.
         """
         taken = self.taking
         if taken is None:

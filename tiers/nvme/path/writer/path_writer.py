@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 
 from .....errors import ConfigError, CorruptionError, KVCascadeError
@@ -25,38 +24,26 @@ from ....base import new_reset_mark
 from ..path_messages import (
     MAX_KEYS_PER_MESSAGE,
     MAX_RESET_EVENTS,
-    NO_SLOT,
     PROTOCOL,
     Ask,
-    Bad,
-    Chain,
-    Commit,
-    CommitDone,
-    Committed,
     Epoch,
     FromNode,
     FromWriter,
-    Grant,
-    Granted,
     Hello,
-    KeysListed,
-    ListKeys,
     PathOptions,
-    Read,
     Refused,
     RefusedWhy,
-    Release,
     Removed,
     Reset,
     Retire,
     SegmentsRemoved,
     Stored,
     TierFigures,
-    Touch,
     Welcome,
     Why,
 )
 from ..presence_table import presence_bytes
+from .block_messages import BlockMessages, Client, Handle
 from .held_messages import HeldMessages, log_refusal, why_refused
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
@@ -65,41 +52,17 @@ from .namespace_writer import (
     Reply,
     ResetOwed,
     Settled,
-    is_within_limits,
-    slots_of,
 )
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
 from .writer_questions import WriterQuestions
 
-GRANT_WAIT_S = 1.0
-"""Longest time in seconds that a grant waits for room that is being made."""
 BUSY_WAIT_S = 0.005
 """Time until the next step, in seconds, while something is under way."""
 FIGURES_EVERY_S = 1.0
 """Interval of the figures that nodes get, in seconds."""
 
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Client:
-    """One connection."""
-
-    number: int
-    name: str = "?"
-    """Name of the node in logs."""
-    namespace: NamespaceWriter | None = None
-    wants_events: bool = False
-    is_reader: bool = False
-    """True if it stores nothing, and is no engine."""
-    figures: TierFigures | None = None
-    """Figures that it was sent last."""
-
-    @property
-    def folder(self) -> str | None:
-        """Directory name of its namespace; None if it has none."""
-        return None if self.namespace is None else self.namespace.home.name
 
 
 class PathWriter:
@@ -130,19 +93,12 @@ class PathWriter:
         self._out: list[Reply] = []
         self._upkeep_at_s = clock()
         self._questions = WriterQuestions(self, clock)
-        self._handlers: dict[type, Callable[[Client, FromNode], None]] = {
+        self._handlers: dict[type, Handle] = {
             Hello: self._hello,
-            Grant: self._grant,
-            Commit: self._commit,
-            Release: self._release,
-            Bad: self._bad,
-            Touch: self._touch,
-            Read: self._read,
             Reset: self._reset,
             Ask: self._ask,
             Retire: self._retire,
-            ListKeys: self._list,
-            Chain: self._chain,
+            **BlockMessages(self.path, clock, self._send).handlers,
         }
 
     @property
@@ -185,8 +141,8 @@ class PathWriter:
     def step(self) -> list[Reply]:
         """Do what the messages since the last call ask for; return messages and their clients.
 
-        Raises `CorruptionError` if an index failed in a way that only opening it again can repair:
-        the caller closes the writer without `is_clean`, and lets another process lead.
+        Raises `CorruptionError` if an index failed in a way that only opening it again can repair.
+        The caller then closes the writer without `is_clean`, and lets another process lead.
         """
         self.path.space.poll()
         ready, replies = self._held.take(self.path.take_opened())
@@ -246,8 +202,7 @@ class PathWriter:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _hello(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Hello)
+    def _hello(self, client: Client, message: Hello) -> None:
         if client.namespace is not None:
             return  # a node says it once
         client.name = message.name
@@ -303,53 +258,7 @@ class PathWriter:
         )
         self._send_figures()
 
-    def _grant(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Grant)
-        namespace = client.namespace
-        if namespace is not None and is_within_limits(message.keys):
-            until_s = self._clock() + GRANT_WAIT_S
-            if namespace.add_grant(client.number, message, until_s):
-                return
-        none = NO_SLOT.to_bytes(4, "little", signed=True) * len(message.keys)
-        self._send(client.number, Granted(message.request, 0, none, Why.LATER))
-
-    def _commit(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Commit)
-        if client.namespace is None or not is_within_limits(message.keys):
-            outcomes = bytes([Committed.STALE]) * len(message.keys)
-            self._send(client.number, CommitDone(message.request, outcomes))
-            return
-        client.namespace.add_commit(client.number, message)
-
-    def _release(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Release)
-        if client.namespace is None:
-            return
-        own = client.namespace.release(client.number, slots_of(message.slots))
-        if message.has_failed and own:
-            for path in {self._path_of(client.namespace, slot) for slot in own}:
-                _log.warning(
-                    "path %s takes no writes for a while: a write failed", self.path.roots[path]
-                )
-                self.path.space.capacity.rest(path)
-
-    def _bad(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Bad)
-        if client.namespace is not None and is_within_limits(message.keys):
-            client.namespace.add_bad(message)
-
-    def _touch(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Touch)
-        if client.namespace is not None and is_within_limits(message.keys):
-            client.namespace.touch(message)
-
-    def _read(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Read)
-        if client.namespace is not None:
-            client.namespace.add_read(message.read_bytes)
-
-    def _reset(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Reset)
+    def _reset(self, client: Client, message: Reset) -> None:
         namespace = client.namespace
         if namespace is None:
             return
@@ -362,30 +271,17 @@ class PathWriter:
         namespace.resets_owed.append(ResetOwed(client.number, message.request, mark))
         self._pay_resets(namespace)
 
-    def _ask(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Ask)
+    def _ask(self, client: Client, message: Ask) -> None:
         answer = self._questions.ask(client.number, message)
         if answer is not None:
             self._send(client.number, answer)
 
-    def _retire(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Retire)
+    def _retire(self, client: Client, message: Retire) -> None:
         if message.protocol > PROTOCOL:
             self.wants_close = True
             return
         text = f"the writer of the path has protocol {PROTOCOL}, which is not older"
         self._refuse(client, RefusedWhy.PROTOCOL, text)
-
-    def _list(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, ListKeys)
-        namespace = client.namespace
-        keys = [] if namespace is None else namespace.keys_after(message.after, message.limit)
-        self._send(client.number, KeysListed(message.after, keys))
-
-    def _chain(self, client: Client, message: FromNode) -> None:
-        assert isinstance(message, Chain)
-        if client.namespace is not None:
-            client.namespace.prompts.note(message)
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -471,7 +367,7 @@ class PathWriter:
     def _send_figures(self) -> None:
         left = self.path.budget.left_bytes(self.namespaces.values())
         for namespace in self.namespaces.values():
-            day = namespace.table.day_totals()
+            day = namespace.day_totals()
             reporter = min(self._engines_of(namespace), default=0)
             for number in sorted(namespace.clients):
                 figures = TierFigures(
@@ -487,9 +383,6 @@ class PathWriter:
                 if client.figures != figures:
                     client.figures = figures
                     self._send(number, figures)
-
-    def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
-        return slot // namespace.space.slots_per_segment % len(self.path.roots)
 
     def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
         log_refusal(client.name, why, text)

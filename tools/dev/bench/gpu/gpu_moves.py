@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .....handlers.base import TransferResult
-from .....handlers.device.copier import DeviceCopier, GpuBlocks
+from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from .....handlers.device.hazards import Direction
 from .....tiers.base import SlotArray
 from ....commands.bench.bench_results import BenchError

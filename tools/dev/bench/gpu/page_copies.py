@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .....handlers.base import TransferResult
 from .....handlers.device.batched_copy import Batch, SourceOrder
-from .....handlers.device.copier import DeviceCopier, GpuBlocks
+from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from .....handlers.device.hazards import Direction
 from .....handlers.device.host_register import HostRegistration
 from .....tiers.base import SlotArray

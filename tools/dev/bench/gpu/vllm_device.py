@@ -22,8 +22,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from .....handlers.base import TransferResult
-from .....handlers.device.copier import DeviceCopier, GpuBlocks
+from .....handlers.device.copier import DeviceCopier, GpuBlocks, TransferResult
 from .....tiers.base import SlotArray
 
 _regions = count()

@@ -50,7 +50,6 @@ from .....tiers.nvme.path.writer.namespace_home import spec_of
 from .....tiers.nvme.path.writer.namespace_start import StartMeans
 from .....tiers.nvme.path.writer.path_plan import plan_segments
 from .....tiers.nvme.path.writer.path_writer import PathWriter
-from .....tiers.nvme.segments.format import SLOT_RECORD_BYTES
 from .....tiers.policies import create
 from ....commands.bench.bench_results import BenchError
 from ....commands.bench.bench_tier import NAME, open_bench_tier
@@ -92,7 +91,7 @@ def namespace_key(blocks: int) -> NamespaceKey:
 
 def capacity_bytes(blocks: int) -> int:
     """Return the capacity of a tier with room for `blocks` small blocks."""
-    return int(blocks * (BLOCK_BYTES + SLOT_RECORD_BYTES) * METADATA_FACTOR) + SPARE_BYTES
+    return int(blocks * BLOCK_BYTES * METADATA_FACTOR) + SPARE_BYTES
 
 
 def filled(setup: MeasurementSetup, blocks: int) -> Path:
@@ -240,7 +239,7 @@ def open_stalled(folder: Path, blocks: int, cpu_blocks: int) -> StalledTier:
 
     with ThreadPoolExecutor(1) as executor:
         options = NodeTierOptions(
-            TierFacts(NAME, "NVME", BLOCK_BYTES, slots, is_lasting=True),
+            TierFacts(NAME, "NVME", BLOCK_BYTES, slots),
             lambda path, count: map_presence(fs, Path(path), count),
             executor,
             with_events=False,

@@ -1,12 +1,12 @@
-"""The scheduler process's side of a mover: send jobs, receive answers, restart after a crash.
+"""The scheduler process's side of a node: send jobs, receive answers, restart after a crash.
 
-Only `start`, `wait` and `close` wait for the mover, each for a limited time. A job ends when its
+Only `start`, `wait` and `close` wait for the node, each for a limited time. A job ends when its
 answer has arrived, or when `waitpid` has confirmed that the process is dead. Until then the job may
-still write to its slots, so they stay reserved. A dead mover is restarted, a few times a minute at
-most. A mover that has work and stays silent for too long is killed.
+still write to its slots, so they stay reserved. A dead node is restarted, a few times a minute at
+most. A node that has work and stays silent for too long is killed.
 
 Threads: any thread may call any method. All processes are started on the single thread of an
-executor, because a mover dies with the thread that started it.
+executor, because a node dies with the thread that started it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
 from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
-from .mover_child import Connection
+from .node_child import Connection
 from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
@@ -37,13 +37,13 @@ STARTS_PER_MINUTE = 3
 STARTS_AT_MOST = 200
 """Limit of the starts in the life of one tier. Each start takes a range of generations."""
 MAX_PAUSE_S = 1800.0
-"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready mover, the
+"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready node, the
 pause doubles with each further one."""
 MAX_DOUBLINGS = 11
 """Limit of the doublings, after which the pause is `MAX_PAUSE_S` in any case."""
 SILENCE_LIMIT_S = 60.0
-"""Longest silence of a mover that has work or is not ready yet. Then it or its disk is stuck, and
-the mover is killed."""
+"""Longest silence of a node that has work or is not ready yet. Then it or its disk is stuck, and
+the node is killed."""
 LISTEN_INTERVAL_S = 0.02
 """Shortest time between two polls by `listen`. Each poll releases the interpreter lock briefly,
 which restarts the wait of a copying thread for the lock."""
@@ -51,9 +51,9 @@ JOBS_AT_MOST = 64
 BATCH_BYTES = 64 << 10
 """Size of a batch of messages from which on it is sent without waiting for `flush`."""
 CLOSE_LIMIT_S = 5.0
-"""Time limit for a mover to exit by itself after its socket was closed."""
+"""Time limit for a node to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
-"""Time limit for a killed mover to exit. Only a stuck disk makes it take longer."""
+"""Time limit for a killed node to exit. Only a stuck disk makes it take longer."""
 RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
@@ -69,8 +69,8 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class MoverOptions:
-    """Limits of a mover, and its clock."""
+class KeeperOptions:
+    """Limits of a node, and its clock."""
 
     clock: Callable[[], float] = monotonic
     """Monotonic seconds."""
@@ -81,24 +81,24 @@ class MoverOptions:
     remedy: str = '"movers": "threads" does without it'
     """Clause of the message about a process that did not start."""
     on_note: OnNote | None = None
-    """Called with the other messages; by any thread that calls a method of `Mover`."""
+    """Called with the other messages; by any thread that calls a method of `NodeKeeper`."""
     is_batched: bool = False
     """True if jobs and notes are kept until `flush`, `poll` or `wait`, to be sent together."""
 
 
-class Mover:
-    """One mover process, restarted when it dies."""
+class NodeKeeper:
+    """Keeper of one process of a node: it starts the process, and again when it dies."""
 
     def __init__(
         self,
         launch: Callable[[], Connection],
         keeper: Executor,
-        options: MoverOptions | None = None,
+        options: KeeperOptions | None = None,
     ) -> None:
         """`launch` starts a process. It is called on `keeper`, an executor with one thread."""
         self._launch = launch
         self._keeper = keeper
-        self._options = options or MoverOptions()
+        self._options = options or KeeperOptions()
         self._clock = self._options.clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -110,7 +110,7 @@ class Mover:
         self._has_hung_up = False
         self._has_said_given_up = False
         self._fruitless = 0
-        """Number of starts since a mover was last ready."""
+        """Number of starts since a node was last ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
         self._unsent = bytearray()
@@ -122,7 +122,7 @@ class Mover:
 
     @property
     def pid(self) -> int | None:
-        """Process number of the mover, or None while there is no process."""
+        """Process number of the node, or None while there is no process."""
         with self._lock:
             return None if self._connection is None else self._connection.child.pid
 
@@ -153,7 +153,7 @@ class Mover:
             )
 
     def submit(self, order: Order, on_end: OnEnd) -> bool:
-        """Send a job; see `MoverOptions.is_batched`. Return False if it cannot be taken now.
+        """Send a job; see `KeeperOptions.is_batched`. Return False if it cannot be taken now.
 
         The methods that receive messages call `on_end`.
         """
@@ -183,7 +183,7 @@ class Mover:
                     self._send()
 
     def poll(self) -> None:
-        """Receive messages, and restart a dead mover. Takes microseconds and never blocks."""
+        """Receive messages, and restart a dead node. Takes microseconds and never blocks."""
         with self._lock:
             now_s = self._polled_s = self._clock()
             if self._connection is None:
@@ -238,12 +238,12 @@ class Mover:
                 connection.socket.close()
                 self._has_hung_up = True
         if connection is not None:
-            # A mover that is not ready holds no data, and would go on importing for seconds.
+            # A node that is not ready holds no data, and would go on importing for seconds.
             if not is_ready or not connection.has_ended_within(CLOSE_LIMIT_S):
                 connection.kill()
                 connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
-        self._keeper.shutdown(wait=False)  # last: a mover dies with that thread
+        self._keeper.shutdown(wait=False)  # last: a node dies with that thread
         return connection is None or connection.has_died()
 
     # -- inside --------------------------------------------------------------------------------

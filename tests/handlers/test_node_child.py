@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from kvcascade.errors import TierIOError
-from kvcascade.handlers.node.mover_child import launch
+from kvcascade.handlers.node.node_child import launch
 from kvcascade.handlers.node.path_client import NODE_MODULE
 from kvcascade.handlers.node.path_wire import NodeReady
 

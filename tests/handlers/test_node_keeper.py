@@ -1,4 +1,4 @@
-"""The mover's own rules, with a process that the test plays: nothing blocks, nothing is lost."""
+"""The rules of `NodeKeeper`, with a process that the test plays: nothing blocks or is lost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor
 
-from kvcascade.handlers.node import mover as limits
-from kvcascade.handlers.node.mover import Mover, MoverOptions
-from kvcascade.handlers.node.mover_child import Connection
+from kvcascade.handlers.node import node_keeper as limits
+from kvcascade.handlers.node.node_child import Connection
+from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 
@@ -60,15 +60,15 @@ class PlayedChild:
 
 
 class Stage:
-    """A mover, its clock, and all the processes it has started."""
+    """A node, its clock, and all the processes it has started."""
 
     def __init__(self, *, is_batched: bool = False) -> None:
         self.clock = ManualClock()
         self.children: list[PlayedChild] = []
         self.ended: list[tuple[str, bool]] = []
         self.is_mute = False
-        options = MoverOptions(self.clock, is_batched=is_batched)
-        self.mover = Mover(self.launch, InlineExecutor(), options)
+        options = KeeperOptions(self.clock, is_batched=is_batched)
+        self.keeper = NodeKeeper(self.launch, InlineExecutor(), options)
 
     def launch(self) -> Connection:
         child = PlayedChild()
@@ -78,7 +78,7 @@ class Stage:
         return Connection(child, child.ours)
 
     def submit(self, name: str, slots: int = 1) -> bool:
-        return self.mover.submit(
+        return self.keeper.submit(
             lambda ticket: PutJob(ticket, [b"key"], bytes(4 * slots), 0),
             lambda answer: self.ended.append((name, answer is not None)),
         )
@@ -87,9 +87,9 @@ class Stage:
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     stage = Stage()
-    stage.mover.start()
+    stage.keeper.start()
     yield stage
-    stage.mover.close()
+    stage.keeper.close()
     for child in stage.children:
         child.theirs.close()
         child.ours.close()
@@ -101,14 +101,14 @@ def test_jobs_are_answered_in_any_order(stage: Stage) -> None:
     first, second = child.hear(2)
     assert isinstance(first, PutJob) and isinstance(second, PutJob)
     child.say(JobDone(second.ticket))
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("b", True)]
     child.say(JobDone(first.ticket))
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("b", True), ("a", True)]
 
 
-def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
+def test_a_node_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
     """Far more than a socket holds: every call returns, and what was taken is sent in the end."""
     taken = [stage.submit(str(i), slots=20_000) for i in range(limits.JOBS_AT_MOST + 3)]
     assert taken == [True] * limits.JOBS_AT_MOST + [False] * 3
@@ -116,7 +116,7 @@ def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
     child = stage.children[0]
     while len(heard) < limits.JOBS_AT_MOST:
         heard += child.hear(1)
-        stage.mover.poll()
+        stage.keeper.poll()
     assert [order.ticket for order in heard if isinstance(order, PutJob)] == list(
         range(1, limits.JOBS_AT_MOST + 1)
     )
@@ -124,7 +124,7 @@ def test_a_mover_that_does_not_listen_blocks_nobody(stage: Stage) -> None:
 
 def test_batched_jobs_are_sent_together_and_no_later_than_asked() -> None:
     stage = Stage(is_batched=True)
-    stage.mover.start()
+    stage.keeper.start()
     child = stage.children[0]
     child.theirs.setblocking(False)
 
@@ -135,34 +135,38 @@ def test_batched_jobs_are_sent_together_and_no_later_than_asked() -> None:
         except BlockingIOError:
             return 0
 
-    for ask in (stage.mover.flush, stage.mover.poll, lambda: stage.mover.wait(lambda: True, 0.0)):
+    for ask in (
+        stage.keeper.flush,
+        stage.keeper.poll,
+        lambda: stage.keeper.wait(lambda: True, 0.0),
+    ):
         assert stage.submit("a") and stage.submit("b")
         assert came() == 0
         ask()
         assert came() > 0
-    stage.mover.tell(PutJob(0, [b"key"], bytes(limits.BATCH_BYTES), 0))
+    stage.keeper.tell(PutJob(0, [b"key"], bytes(limits.BATCH_BYTES), 0))
     assert came() > 0, "a large batch does not wait"
     stage.submit("c")
     child.die()
-    stage.mover.poll()
+    stage.keeper.poll()
     assert ("c", False) in stage.ended, "what was not sent has failed, too"
-    stage.mover.flush()
-    stage.mover.close()
+    stage.keeper.flush()
+    stage.keeper.close()
     child.ours.close()
 
 
 def test_jobs_of_a_dead_process_have_failed_and_another_is_started(stage: Stage) -> None:
     assert stage.submit("a")
     stage.children[0].die()
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("a", False)]
-    stage.mover.poll()
+    stage.keeper.poll()
     assert len(stage.children) == 2
     assert stage.submit("b")
     (order,) = stage.children[1].hear(1)
     assert isinstance(order, PutJob)
     stage.children[1].say(JobDone(order.ticket))
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended[1:] == [("b", True)]
 
 
@@ -172,9 +176,9 @@ def test_an_answer_that_was_sent_before_death_counts(stage: Stage) -> None:
     assert isinstance(first, PutJob)
     stage.children[0].say(JobDone(first.ticket))
     stage.children[0].die()
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("a", True)]
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("a", True), ("b", False)]
 
 
@@ -185,24 +189,24 @@ def test_a_job_is_not_over_before_its_process_is_gone_for_certain(stage: Stage) 
     assert stage.submit("a")
     child.theirs.close()
     for _ in range(3):
-        stage.mover.poll()
+        stage.keeper.poll()
     assert child.was_killed and stage.ended == [] and len(stage.children) == 1
     assert not stage.submit("b")
     child.status = -9
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("a", False)]
 
 
-def test_a_silent_mover_is_killed(stage: Stage) -> None:
+def test_a_silent_node_is_killed(stage: Stage) -> None:
     stage.clock.advance(10 * limits.SILENCE_LIMIT_S)
-    stage.mover.poll()
+    stage.keeper.poll()
     assert not stage.children[0].was_killed, "without work there is nothing to say"
     assert stage.submit("a")
     stage.clock.advance(limits.SILENCE_LIMIT_S)
-    stage.mover.poll()
+    stage.keeper.poll()
     assert not stage.children[0].was_killed
     stage.clock.advance(1.0)
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
@@ -210,39 +214,39 @@ def test_a_silent_mover_is_killed(stage: Stage) -> None:
 def test_nonsense_ends_the_connection(stage: Stage, nonsense: bytes) -> None:
     assert stage.submit("a")
     stage.children[0].theirs.sendall(nonsense)
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.children[0].was_killed and stage.ended == [("a", False)]
 
 
 def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(10):
         stage.children[-1].die()
-        stage.mover.poll()
-        stage.mover.poll()
+        stage.keeper.poll()
+        stage.keeper.poll()
     assert len(stage.children) == limits.STARTS_PER_MINUTE
     assert not stage.submit("a")
     stage.clock.advance(60.0)
     assert not stage.submit("b"), "it is only being started"
     assert len(stage.children) == limits.STARTS_PER_MINUTE + 1
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.submit("c")
     for _ in range(limits.STARTS_AT_MOST):
         stage.clock.advance(60.0)
         stage.children[-1].die()
-        stage.mover.poll()
-        stage.mover.poll()
+        stage.keeper.poll()
+        stage.keeper.poll()
     assert len(stage.children) == limits.STARTS_AT_MOST
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
     assert "not started again" in caplog.text
 
 
-def test_a_mover_that_never_gets_ready_is_tried_more_and_more_rarely(stage: Stage) -> None:
+def test_a_node_that_never_gets_ready_is_tried_more_and_more_rarely(stage: Stage) -> None:
     """An idle engine asks at every tick: it must not use up its starts in an hour."""
     stage.is_mute = True
     for _ in range(24 * 60):
         stage.children[-1].die()
-        stage.mover.poll()
-        stage.mover.poll()
+        stage.keeper.poll()
+        stage.keeper.poll()
         stage.clock.advance(60.0)
     a_day = len(stage.children)
     assert a_day <= 24 * 3600 / limits.MAX_PAUSE_S + 20 < limits.STARTS_AT_MOST
@@ -250,11 +254,11 @@ def test_a_mover_that_never_gets_ready_is_tried_more_and_more_rarely(stage: Stag
     stage.clock.advance(limits.MAX_PAUSE_S)
     stage.children[-1].die()
     for _ in range(2):  # it is started, it says that it is ready
-        stage.mover.poll()
-    stage.mover.poll()
+        stage.keeper.poll()
+    stage.keeper.poll()
     assert stage.submit("a") and len(stage.children) == a_day + 1
     stage.children[-1].die()
-    stage.mover.poll()
+    stage.keeper.poll()
     assert len(stage.children) == a_day + 2, "one that was ready is replaced at once"
 
 
@@ -263,7 +267,7 @@ def test_a_death_without_jobs_is_found_out_by_whoever_has_one(stage: Stage) -> N
     stage.children[0].die()
     taken = [stage.submit(str(i)) for i in range(4)]
     assert taken[0], "the socket has not said anything yet"
-    stage.mover.poll()
+    stage.keeper.poll()
     assert stage.ended == [("0", False)]
     assert taken[1:] == [False, True, True] and len(stage.children) == 2
 
@@ -279,7 +283,7 @@ def test_upkeep_takes_answers_without_transfers(stage: Stage) -> None:
         child.say(JobDone(order.ticket))
     for _ in range(limits.JOBS_AT_MOST // limits.RECEIVES_PER_POLL + 1):
         stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-        stage.mover.listen()
+        stage.keeper.listen()
     assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))
 
 
@@ -287,62 +291,62 @@ def test_upkeep_finds_a_process_that_died_idle(stage: Stage) -> None:
     stage.children[0].die()
     for _ in range(2):  # the next process is started, and heard
         stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-        stage.mover.listen()
+        stage.keeper.listen()
     assert len(stage.children) == 2
-    assert stage.mover.is_up
+    assert stage.keeper.is_up
 
 
 def test_upkeep_does_not_listen_where_handlers_just_did(stage: Stage) -> None:
     """A second look at every step kept threads that copy from the interpreter."""
     assert stage.submit("a")
     stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-    stage.mover.poll()
+    stage.keeper.poll()
     (order,) = stage.children[0].hear(1)
     assert isinstance(order, PutJob)
     stage.children[0].say(JobDone(order.ticket))
-    stage.mover.listen()
+    stage.keeper.listen()
     assert not stage.ended
     stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
-    stage.mover.listen()
+    stage.keeper.listen()
     assert stage.ended == [("a", True)]
 
 
 def test_waits_are_bounded(stage: Stage) -> None:
     assert stage.submit("a")
-    assert not stage.mover.wait(lambda: bool(stage.ended), 0.0)
+    assert not stage.keeper.wait(lambda: bool(stage.ended), 0.0)
     (order,) = stage.children[0].hear(1)
     assert isinstance(order, PutJob)
     stage.children[0].say(JobDone(order.ticket))
-    assert stage.mover.wait(lambda: bool(stage.ended), 60.0)
+    assert stage.keeper.wait(lambda: bool(stage.ended), 60.0)
 
 
 def test_after_closing_nothing_is_taken_or_started(stage: Stage) -> None:
     assert stage.submit("a")
-    assert stage.mover.close()
+    assert stage.keeper.close()
     assert stage.ended == [("a", False)]
     assert not stage.submit("b")
-    stage.mover.poll()
-    assert len(stage.children) == 1 and stage.mover.close()
+    stage.keeper.poll()
+    assert len(stage.children) == 1 and stage.keeper.close()
 
 
 def test_one_that_is_not_ready_is_not_waited_for_at_the_end() -> None:
     stage = Stage()
     stage.is_mute = True
-    stage.mover._start_if_allowed()
+    stage.keeper._start_if_allowed()
     (child,) = stage.children
-    assert stage.mover.close() and child.was_killed
+    assert stage.keeper.close() and child.was_killed
     child.ours.close()
 
 
 def test_one_that_is_ready_ends_by_itself(stage: Stage) -> None:
-    assert stage.mover.close() and not stage.children[0].was_killed
+    assert stage.keeper.close() and not stage.children[0].was_killed
 
 
-def test_a_mover_that_never_gets_ready_is_killed_and_another_started() -> None:
+def test_a_node_that_never_gets_ready_is_killed_and_another_started() -> None:
     """With nothing under way: a job is not even taken before it is ready."""
     stage = Stage()
     stage.is_mute = True
-    stage.mover._start_if_allowed()
+    stage.keeper._start_if_allowed()
     assert not stage.submit("too early")
     stage.is_mute = False
     stage.clock.advance(limits.SILENCE_LIMIT_S + 1)
@@ -351,4 +355,4 @@ def test_a_mover_that_never_gets_ready_is_killed_and_another_started() -> None:
     assert stage.submit("taken") and len(stage.children) == 2
     for child in stage.children:
         child.die()
-    stage.mover.close()
+    stage.keeper.close()

@@ -20,7 +20,7 @@ from ...errors import os_errors
 from ...tiers.nvme.path.frames import frame
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment that keeps numpy from starting threads. A mover does no arithmetic."""
+"""Environment that keeps numpy from starting threads. A node does no arithmetic."""
 SEND_LIMIT_S = 5.0
 """Time limit for sending the setup. It fits into the buffer of any socket."""
 
@@ -48,11 +48,11 @@ class Child(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A running mover and the socket to it."""
+    """A running node and the socket to it."""
 
     child: Child
     socket: socket.socket
-    """Non-blocking socket to the mover."""
+    """Non-blocking socket to the node."""
 
     def has_died(self) -> bool:
         """Return True once the process is dead and reaped. It writes nothing any more."""
@@ -71,7 +71,7 @@ class Connection:
 
 
 def launch(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
-    """Start a mover and send its setup. Closes `arena_fd`. Raises `TierIOError`.
+    """Start a node and send its setup. Closes `arena_fd`. Raises `TierIOError`.
 
     `module` is the program of the process.
 
@@ -98,7 +98,7 @@ def launch(setup: msgspec.Struct, arena_fd: int, module: str) -> Connection:
 
 
 def command(socket_fd: int, arena_fd: int, module: str) -> list[str]:
-    """Return the command line of the mover."""
+    """Return the command line of the node."""
     numbers = map(str, (socket_fd, arena_fd, os.getpid()))
     return [sys.executable, "-P", "-m", module, *numbers]
 

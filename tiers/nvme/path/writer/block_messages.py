@@ -1,0 +1,137 @@
+"""`BlockMessages`: what the writer does with messages about the blocks of the sender's namespace.
+
+A client without a namespace gets the answer of a tier that stores nothing. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .....logs import get_logger
+from ..path_messages import (
+    NO_SLOT,
+    Bad,
+    Chain,
+    Commit,
+    CommitDone,
+    Committed,
+    FromWriter,
+    Grant,
+    Granted,
+    KeysListed,
+    ListKeys,
+    Read,
+    Release,
+    TierFigures,
+    Touch,
+    Why,
+)
+from .namespace_writer import NamespaceWriter, is_within_limits, slots_of
+from .path_namespaces import PathNamespaces
+
+GRANT_WAIT_S = 1.0
+"""Longest time in seconds that a grant waits for room that is being made."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Client:
+    """One connection."""
+
+    number: int
+    name: str = "?"
+    """Name of the node in logs."""
+    namespace: NamespaceWriter | None = None
+    wants_events: bool = False
+    is_reader: bool = False
+    """True if it stores nothing, and is no engine."""
+    figures: TierFigures | None = None
+    """Figures that it was sent last."""
+
+    @property
+    def folder(self) -> str | None:
+        """Directory name of its namespace; None if it has none."""
+        return None if self.namespace is None else self.namespace.home.name
+
+
+Handle = Callable[[Client, Any], None]
+"""Function that takes a message of a client."""
+
+
+class BlockMessages:
+    """Handlers of grants, commits, uses and lists of blocks, by the type of the message."""
+
+    def __init__(
+        self,
+        path: PathNamespaces,
+        clock: Callable[[], float],
+        send: Callable[[int, FromWriter], None],
+    ) -> None:
+        """`clock` returns monotonic seconds. `send` takes the number of a client and a message."""
+        self._path = path
+        self._clock = clock
+        self._send = send
+        self.handlers: dict[type, Handle] = {
+            Grant: self._grant,
+            Commit: self._commit,
+            Release: self._release,
+            Bad: self._bad,
+            Touch: self._touch,
+            Read: self._read,
+            ListKeys: self._list,
+            Chain: self._chain,
+        }
+
+    def _grant(self, client: Client, message: Grant) -> None:
+        namespace = client.namespace
+        if namespace is not None and is_within_limits(message.keys):
+            until_s = self._clock() + GRANT_WAIT_S
+            if namespace.add_grant(client.number, message, until_s):
+                return
+        none = NO_SLOT.to_bytes(4, "little", signed=True) * len(message.keys)
+        self._send(client.number, Granted(message.request, 0, none, Why.LATER))
+
+    def _commit(self, client: Client, message: Commit) -> None:
+        if client.namespace is None or not is_within_limits(message.keys):
+            outcomes = bytes([Committed.STALE]) * len(message.keys)
+            self._send(client.number, CommitDone(message.request, outcomes))
+            return
+        client.namespace.add_commit(client.number, message)
+
+    def _release(self, client: Client, message: Release) -> None:
+        if client.namespace is None:
+            return
+        own = client.namespace.release(client.number, slots_of(message.slots))
+        if message.has_failed and own:
+            for path in {self._path_of(client.namespace, slot) for slot in own}:
+                _log.warning(
+                    "path %s takes no writes for a while: a write failed", self._path.roots[path]
+                )
+                self._path.space.capacity.rest(path)
+
+    def _bad(self, client: Client, message: Bad) -> None:
+        if client.namespace is not None and is_within_limits(message.keys):
+            client.namespace.add_bad(message)
+
+    def _touch(self, client: Client, message: Touch) -> None:
+        if client.namespace is not None and is_within_limits(message.keys):
+            client.namespace.touch(message)
+
+    def _read(self, client: Client, message: Read) -> None:
+        if client.namespace is not None:
+            client.namespace.add_read(message.read_bytes)
+
+    def _list(self, client: Client, message: ListKeys) -> None:
+        namespace = client.namespace
+        keys = [] if namespace is None else namespace.keys_after(message.after, message.limit)
+        self._send(client.number, KeysListed(message.after, keys))
+
+    def _chain(self, client: Client, message: Chain) -> None:
+        if client.namespace is not None:
+            client.namespace.prompts.note(message)
+
+    def _path_of(self, namespace: NamespaceWriter, slot: int) -> int:
+        return slot // namespace.space.slots_per_segment % len(self._path.roots)
