@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from .....errors import CorruptionError, KVCascadeError
+from .....errors import ConfigError, CorruptionError, KVCascadeError
 from .....logs import get_logger
 from ....base import new_reset_mark
 from ..path_messages import (
@@ -44,7 +44,7 @@ from ..path_messages import (
 )
 from ..presence_table import presence_bytes
 from .block_messages import BlockMessages, Client, Handle
-from .held_messages import HeldMessages
+from .held_messages import HeldMessages, log_refusal, why_refused
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
 from .namespace_writer import (
@@ -213,10 +213,12 @@ class PathWriter:
         if self.wants_close:
             self._refuse(client, RefusedWhy.CLOSING, "the writer of the path is closing; try again")
             return
-        why = RefusedWhy.PATHS
         try:
             check_paths(self.path.record.paths, message.paths)
-            why = RefusedWhy.NAMESPACE
+        except ConfigError as error:
+            self._refuse(client, RefusedWhy.PATHS, str(error))
+            return
+        try:
             if is_stronger(message.options, self.path.options):
                 for each in self.namespaces.values():
                     self._settle(each)
@@ -226,7 +228,7 @@ class PathWriter:
             if is_alone and self.path.begin_alone(namespace, message.epoch):
                 self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
-            self._refuse(client, why, str(error))
+            self._refuse(client, why_refused(error), str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
         client.is_reader = message.is_reader
@@ -383,7 +385,7 @@ class PathWriter:
                     self._send(number, figures)
 
     def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
-        _log.warning("%s is refused: %s", client.name, text)
+        log_refusal(client.name, why, text)
         self._send(client.number, Refused(why, text))
 
     def _send(self, client: int, message: FromWriter) -> None:
