@@ -92,6 +92,8 @@ class Closing:
 
     def _flush(self, means: FlushMeans, deadline_s: float) -> None:
         """Write dirty blocks until none is left, no more can be written, or the time is over."""
+        if self._flow.is_single:
+            return
         demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.
