@@ -68,6 +68,7 @@ _CAUSES = {
     "AuthenticationFailed": Cause.CREDENTIALS,
     "AccessDenied": Cause.RIGHT,
     "AuthorizationPermissionMismatch": Cause.RIGHT,
+    "peer certificate": Cause.CERTIFICATE,
     "169.254.169.254": Cause.NO_CREDENTIALS,
     "metadata.google.internal": Cause.NO_CREDENTIALS,
 }
