@@ -63,15 +63,30 @@ def problem_of(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     return None if found is None else f"{options.key}.url: the server {found}."
 
 
+def failure_of(engine: RemoteEngine, outcome: RemoteOutcome, options: RemoteTierOptions) -> str:
+    """Return a sentence about a failure of the server; asks the server for its cause."""
+    said = _reason(outcome, _cause_of(engine, options.deadline_s))
+    return f"{options.key}.url: the server {said}."
+
+
+def _cause_of(engine: RemoteEngine, limit_s: float) -> Cause | None:
+    return engine.explain(limit_s) if isinstance(engine, CanExplain) else None
+
+
+def _reason(outcome: RemoteOutcome, cause: Cause | None) -> str:
+    """Return a clause about a server that failed."""
+    if cause is not None and cause is not Cause.KEEPS_ALL:
+        return _CAUSES[cause]
+    return _REASONS.get(outcome, f"answers nonsense ({outcome})")
+
+
 def _problem(engine: RemoteEngine, options: RemoteTierOptions) -> str | None:
     limit_s = options.deadline_s
     name = f"{FOLDER}/{secrets.token_hex(8)}"
     (found,) = engine.exist_many([name], limit_s)
-    cause = engine.explain(limit_s) if isinstance(engine, CanExplain) else None
-    if cause is not None and cause is not Cause.KEEPS_ALL:
-        return _CAUSES[cause]
-    if found is not RemoteOutcome.ABSENT:
-        return _REASONS.get(found, f"answers nonsense ({found})")
+    cause = _cause_of(engine, limit_s)
+    if found is not RemoteOutcome.ABSENT or cause not in (None, Cause.KEEPS_ALL):
+        return _reason(found, cause)
     if options.writes is WriteWhen.OFF:
         return None
     problem = _problem_of_writes(engine, name, limit_s)
