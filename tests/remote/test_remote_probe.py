@@ -30,6 +30,9 @@ from kvcascade.tiers.remote.remote_probe import probe_remote, problem_of
 from kvcascade.tools.commands.check.transfer_config import EXTRA
 
 SECRET = "hunter2-in-test"
+OF_ENGINES = "+@read +@write +multi +exec"
+"""Rights that docs/remote.md names."""
+REMOTE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "remote.md"
 AWS = {"AWS_ACCESS_KEY_ID": "key-in-test", "AWS_SECRET_ACCESS_KEY": SECRET}
 
 
@@ -108,7 +111,7 @@ class TestRedisLogin:
     def test_a_database_that_is_not_there(self, redis: ServerProcess) -> None:
         assert "has no such database" in said_of(url=f"redis://{HOST}:{redis.port}/99")
 
-    def test_rights_that_are_missing(self, redis: ServerProcess) -> None:
+    def test_rights(self, redis: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         given = {"url": f"redis://{HOST}:{redis.port}", "username": "u", "password_env": "WORD"}
         env = {"WORD": SECRET}
         try:
@@ -120,8 +123,15 @@ class TestRedisLogin:
                 user = ("on", f">{SECRET}", "~*", *rights.split())
                 redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user)
                 assert wanted in said_of(env, **given)
-            redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user[:3], "+@read")
-            assert probe_remote(options(**given, writes="off"), env) is None
+            for rights, writes in (("+@read", "off"), (OF_ENGINES, "through")):
+                user = ("on", f">{SECRET}", "~*", *rights.split())
+                redis_command(redis.port, "ACL", "SETUSER", "u", "reset", *user)
+                assert probe_remote(options(**given, writes=writes), env) is None
+            assert OF_ENGINES in REMOTE_PAGE.read_text()
+            monkeypatch.setenv("WORD", SECRET)
+            words = ("--set", "username=u", "--set", "password_env=WORD")
+            for command in ("ls", "verify", "gc"):
+                assert call("remote", command, given["url"], *words).code == 0
         finally:
             redis_command(redis.port, "ACL", "DELUSER", "u")
 

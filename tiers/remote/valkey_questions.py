@@ -51,7 +51,7 @@ def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
     match = b"{%s*" % prefix.encode()
     connection.send([b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % LISTED_AT_A_TIME])
     cursor, keys = connection.reply()
-    commands = []
+    commands: list[list[bytes]] = []
     for key in keys:
         payload = key.removesuffix(HEADER_SUFFIX)
         commands += (
