@@ -20,6 +20,7 @@ CHUNKS = 8
 CPU = 64
 ROUNDS, PAUSE_S = 1000, 0.01
 DEADLINE_S = 1.0
+SECRET = "hunter2-in-test"
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +115,23 @@ def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
             assert time.monotonic() - began_s < DEADLINE_S / 2, "the server is left alone"
         finally:
             redis.go_on()
+
+
+def test_a_wrong_password_is_one_line_of_the_log_and_shown_nowhere(
+    redis: ServerProcess, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The node is a process of its own, whose log goes to standard error."""
+    monkeypatch.setenv("KVCASCADE_TEST_WORD", SECRET)
+    said: list[str] = []
+
+    def is_told() -> bool:
+        said.append(capfd.readouterr().err)
+        return "refuses the credentials" in "".join(said)
+
+    remote = {"url": f"redis://{HOST}:{redis.port}", "password_env": "KVCASCADE_TEST_WORD"}
+    with host("refused", **remote) as driver:
+        wait_until(is_told, ROUNDS, PAUSE_S)
+        assert hits_of(driver, driver.request("text", CHUNKS)) == 0, "it serves without the server"
+    text = "".join(said) + capfd.readouterr().err
+    assert text.count("refuses the credentials") == 1 and "tiers[1].url: the server" in text
+    assert SECRET not in text
