@@ -490,7 +490,12 @@ def test_an_object_that_leaves_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
     twin = RemoteTwin()
     place = of_twin(twin, monkeypatch)
     names = place.fill(2)
-    twin.before = lambda method: twin.held.pop(names[0], None) if method == "get_into" else None
+
+    def leave(method: str) -> None:
+        if method == "get_into":
+            twin.held.pop(names[0], None)
+
+    twin.before = leave
     found = place.call("verify", "--json").document
     assert found["outcomes"] == {"ok": 1, "absent": 1} and found["is_clean"]
 

@@ -253,7 +253,9 @@ class TestTwin:
 
 
 @pytest.mark.parametrize("is_up", [True, False])
-def test_check_asks_the_server(tmp_path: Path, evicting: ServerProcess, is_up: bool) -> None:
+def test_check_and_doctor_ask_the_server(
+    tmp_path: Path, evicting: ServerProcess, is_up: bool
+) -> None:
     port = evicting.port if is_up else free_port()
     remote = {"type": "remote", "url": f"redis://{HOST}:{port}"}
     extra = {
@@ -269,3 +271,5 @@ def test_check_asks_the_server(tmp_path: Path, evicting: ServerProcess, is_up: b
     assert (report["tiers"][1]["tier"], report["tiers"][1]["where"]) == ("remote", remote["url"])
     assert report["write_mode"] == "through"
     assert any("cannot be reached" in doubt for doubt in report["doubts"]) is not is_up
+    found = [each["found"] for each in call("doctor", path, "--json").document["findings"]]
+    assert any("cannot be reached" in each for each in found) is not is_up
