@@ -26,7 +26,7 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import DECODE_ERRORS, RECEIVE_BYTES, FrameReader, WireError, frame
 from .node_child import Connection
 from .path_wire import from_node_process
 
@@ -293,7 +293,7 @@ class NodeKeeper:
             try:
                 for body in self._reader.feed(data):
                     self._take(self._options.decode(body))
-            except (WireError, msgspec.MsgspecError) as error:
+            except DECODE_ERRORS as error:
                 _log.error("the process that moves blocks cannot be understood: %s", error)
                 self._has_hung_up = True
                 return

@@ -67,7 +67,7 @@ class WaitingGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetOwed:
+class PendingReset:
     """A reset without an answer."""
 
     client: int
@@ -121,7 +121,7 @@ class NamespaceWriter:
         """Grants without an answer, oldest first."""
         self.last_why = Why.GRANTED
         """Reason of the last grant that got too few slots."""
-        self.resets_owed: list[ResetOwed] = []
+        self.pending_resets: list[PendingReset] = []
         """Resets that the block table could not take yet."""
         self.reset_marks: deque[int] = deque(maxlen=MAX_RESET_MARKS)
         """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
@@ -296,7 +296,7 @@ class NamespaceWriter:
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
         self.waiting = deque(each for each in self.waiting if each.client != client)
-        self.resets_owed = [each for each in self.resets_owed if each.client != client]
+        self.pending_resets = [each for each in self.pending_resets if each.client != client]
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class NamespaceWriter:
     def _valid_puts(self) -> _Puts:
         """Return the blocks of the batch whose grants are valid; all other slots are freed."""
         puts, seen = _Puts(), set[int]()
-        epoch = -1 if self.resets_owed else self.epoch
+        epoch = -1 if self.pending_resets else self.epoch
         grant_of = self.space.grant_of
         for reply, (client, message) in enumerate(self._commits):
             slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
