@@ -24,6 +24,9 @@ from .remote_wire import to_remote_node
 TICK_S = 0.05
 STOP_LIMIT_S = 1.0
 """Longest time that a node at its end waits for calls of the server."""
+FIRST_QUESTION_S = 5.0
+"""Time from the start to the first question whether the server is of use. The engine begins to
+serve meanwhile, and its first lookups come before it."""
 COMPLAINT_INTERVAL_S = 60.0
 """Shortest time between two questions why the server is of no use."""
 
@@ -31,7 +34,7 @@ _log = get_logger(__name__)
 
 
 class Complaints:
-    """Says in the log why a server is of no use: at the start, and when a breaker has opened.
+    """Says in the log why a server is of no use: after the start, and when a breaker has opened.
 
     Methods are for one thread.
     """
@@ -49,16 +52,20 @@ class Complaints:
         self._problem = problem
         self._threads = threads
         self._clock = clock
-        self._openings = -1
+        self._openings = 0
         self._next_s = clock()
+        self._first_s: float | None = clock() + FIRST_QUESTION_S
+        """Time of the first question; None after it."""
         self._is_closed = False
 
     def note(self, openings: int) -> None:
         """Ask for the reason if a breaker has opened since the last time; `openings` only grows."""
-        if openings == self._openings or self._clock() < self._next_s:
+        now_s = self._clock()
+        is_first = self._first_s is not None and now_s >= self._first_s
+        if not is_first and (openings == self._openings or now_s < self._next_s):
             return
-        self._openings = openings
-        self._next_s = self._clock() + COMPLAINT_INTERVAL_S
+        self._openings, self._first_s = openings, None
+        self._next_s = now_s + COMPLAINT_INTERVAL_S
         self._threads.submit(self._say)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.clock import ManualClock
 from support.executors import SteppingExecutor
 
-from kvcascade.handlers.node.remote_loop import COMPLAINT_INTERVAL_S, Complaints
+from kvcascade.handlers.node.remote_loop import COMPLAINT_INTERVAL_S, FIRST_QUESTION_S, Complaints
 
 SAID = "tiers[1].url: the server has no such bucket; create it."
 
@@ -25,10 +25,13 @@ class Asked:
         return self.said
 
 
-def test_at_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     asked, threads, clock = Asked(), SteppingExecutor(), ManualClock()
     complaints = Complaints(asked, threads, clock)
+    complaints.note(0)
+    assert not threads.step(), "the first lookups come before it"
+    clock.advance(FIRST_QUESTION_S)
     complaints.note(0)
     assert asked.times == 0, "the thread of the node asks nobody"
     assert threads.step() and asked.times == 1 and SAID in caplog.text
@@ -46,9 +49,19 @@ def test_at_the_start_and_when_a_breaker_opens(caplog: pytest.LogCaptureFixture)
     assert not threads.step(), "no breaker has opened since"
 
 
+def test_a_breaker_that_opens_at_the_start_is_told_of_at_once() -> None:
+    threads, clock = SteppingExecutor(), ManualClock()
+    complaints = Complaints(Asked(), threads, clock)
+    complaints.note(1)
+    assert threads.step()
+    clock.advance(FIRST_QUESTION_S)
+    complaints.note(1)
+    assert not threads.step(), "once is enough"
+
+
 def test_nothing_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     threads = SteppingExecutor()
     complaints = Complaints(Asked(), threads, ManualClock())
-    complaints.note(0)
+    complaints.note(1)
     complaints.close()
     assert threads.step() and SAID not in caplog.text
