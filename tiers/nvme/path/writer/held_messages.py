@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .....errors import FINAL_ERRORS, KVCascadeError
 from .....logs import get_logger
 from ..path_messages import Ask, FromNode, Hello, Refused, RefusedWhy, StillOpening
-from .namespace_writer import Reply
+from .waiting_grants import Reply
 from .writer_questions import told
 
 OPENING_LIMIT_S = 600.0

@@ -50,11 +50,11 @@ from .namespace_start import StartMeans
 from .namespace_writer import (
     NamespaceWriter,
     PendingReset,
-    Reply,
     Settled,
 )
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
+from .waiting_grants import Reply
 from .writer_questions import WriterQuestions
 
 BUSY_WAIT_S = 0.005
@@ -152,7 +152,7 @@ class PathWriter:
         for namespace in list(self.namespaces.values()):
             if namespace.pending_resets:
                 self._reset_durably(namespace)
-            if namespace.waiting or namespace.has_work:
+            if namespace.grants or namespace.has_work:
                 self._serve(namespace)
             if namespace.table.has_panicked:
                 raise CorruptionError(
@@ -168,7 +168,7 @@ class PathWriter:
     @property
     def wait_s(self) -> float:
         """Longest time until the next `step`, in seconds."""
-        is_waiting = any(n.waiting or n.pending_resets for n in self.namespaces.values())
+        is_waiting = any(n.grants or n.pending_resets for n in self.namespaces.values())
         is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
         return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
@@ -288,7 +288,7 @@ class PathWriter:
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
         capacity = self.path.space.capacity
-        need = namespace.demand
+        need = namespace.grants.demand
         allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
         room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
         self._settle(namespace, room.evictions if room is not None else 0)
@@ -301,7 +301,7 @@ class PathWriter:
         elif room is not None and (room.is_coming or room.evictions):
             why = Why.LATER
         may_wait = why is Why.LATER
-        self._out += namespace.serve(awake, allowed, why, may_wait, self._clock())
+        self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
         if namespace.has_work or evictions:
@@ -376,7 +376,7 @@ class PathWriter:
                     namespace.evicted_blocks,
                     left,
                     (int(day.is_whole_day), day.written, day.read),
-                    namespace.last_why,
+                    namespace.grants.last_why,
                     number == reporter,
                 )
                 client = self._clients[number]
