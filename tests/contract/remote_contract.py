@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcascade.tiers.remote.abilities import CanExplain, CanList, Cause, Listing
+from kvcascade.tiers.remote.abilities import CanExplain, CanList, CanMeasure, Cause, Listing
 from kvcascade.tiers.remote.base import (
     HEADER_BYTES,
     PrivateBuffer,
@@ -175,8 +175,13 @@ class RemoteContract(ABC):
             assert {batch.outcome for batch in batches} == {OK}
             listed = [e for b in batches for e in b.entries if "generation" not in e.name]
             assert {entry.name for entry in listed} == wanted and len(listed) == len(wanted)
-        sizes = {entry.name: entry.size_bytes for entry in listed}
-        assert sizes == {n: HEADER_BYTES + 200 + i for i, n in enumerate(names(20))}
+        sizes: dict[str, object] = {entry.name: entry.size_bytes for entry in listed}
+        wanted_sizes = {n: HEADER_BYTES + 200 + i for i, n in enumerate(names(20))}
+        if isinstance(engine, CanMeasure):
+            assert all(not e.is_exact and e.size_bytes >= wanted_sizes[e.name] for e in listed)
+            assert engine.measure(["space/1/00/00"], LIMIT_S) == [ABSENT]
+            sizes = dict(zip(sizes, engine.measure([*sizes], LIMIT_S), strict=True))
+        assert sizes == wanted_sizes
         assert all(abs((e.touched_s or 0.0) - began_s) < CLOCKS_S for e in listed)
 
     def test_nothing_is_wrong_with_a_server_that_works(self, engine: RemoteEngine) -> None:

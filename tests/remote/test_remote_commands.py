@@ -143,7 +143,7 @@ def test_ls_counts_namespaces_and_generations(place: Place) -> None:
         (theirs, NOW): ("current", 2),
     }
     row = rows[ours, NOW]
-    assert row["size_bytes"] == len(new) * SIZE
+    assert len(new) * SIZE <= row["size_bytes"] < len(new) * SIZE * 1.5, "memory, on a server"
     assert 0.0 <= row["newest_age_s"] <= row["oldest_age_s"] < 60.0
     assert found["other_objects"] >= 1
     shown = place.call("ls").out
@@ -281,11 +281,12 @@ def test_blocks_of_old_generations_leave(place: Place) -> None:
     assert ours == {
         "namespace": ours["namespace"],
         "blocks_before": 5,
-        "bytes_before": 5 * SIZE,
+        "bytes_before": ours["bytes_before"],
         "blocks_removed": 3,
         "old_blocks_removed": 3,
-        "bytes_freed": 3 * SIZE,
+        "bytes_freed": ours["bytes_before"] * 3 // 5,
     }
+    assert ours["bytes_before"] >= 5 * SIZE
     made = ObjectFormat("model-1", PAYLOAD_BYTES)
     assert place.engine.counter(made.counter_name, None, LIMIT_S).value == NOW, "counters stay"
     assert place.call("gc", "--json").document["failed"] == 0
@@ -293,9 +294,10 @@ def test_blocks_of_old_generations_leave(place: Place) -> None:
 
 def test_a_size_and_an_age(place: Place) -> None:
     names = place.fill(10)
-    did = place.call("gc", "--older-than", "1h", "--max-size", 10 * SIZE, "--json").document
+    all_bytes = place.call("ls", "--json").document["generations"][0]["size_bytes"]
+    did = place.call("gc", "--older-than", "1h", "--max-size", all_bytes, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 0, "they fit, and are young"
-    did = place.call("gc", "--max-size", 4 * SIZE + 1, "--json").document
+    did = place.call("gc", "--max-size", all_bytes * 4 // 10 + 1, "--json").document
     assert did["namespaces"][0]["blocks_removed"] == 6 and sum(place.held(names)) == 4
     shown = place.call("gc", "--older-than", "0s", "--dry-run").out
     assert "Would be removed" in shown and ("lifecycle" in shown or "allkeys-lru" in shown)
@@ -319,6 +321,30 @@ def test_the_oldest_files_leave_first(tmp_path: Path) -> None:
     (row,) = place.call("ls", "--json").document["generations"]
     assert row["newest_age_s"] == pytest.approx(86_400, abs=60)
     assert row["oldest_age_s"] == pytest.approx(2 * 86_400, abs=60)
+    engine.close()
+
+
+def test_commands_are_no_use_of_the_blocks_of_a_valkey_server(redis: ServerProcess) -> None:
+    """The server evicts what was not used for long, and must not take a list for a use."""
+    url = f"redis://{HOST}:{redis.port}"
+    engine, _ = open_remote_engine(parse_remote(At("t"), {"url": url}), os.environ)
+    place = Place(engine, [url])
+    names = place.fill(3)
+    for days, name in enumerate(names, start=1):
+        for value in (f"{{{name}}}", f"{{{name}}}:h"):
+            dumped = redis_command(redis.port, "DUMP", value).partition(b"\r\n")[2][:-2]
+            idle = ("REPLACE", "IDLETIME", str(days * 86_400))
+            redis_command(redis.port, "RESTORE", value, "0", dumped.decode("latin-1"), *idle)
+    for _ in range(2):
+        (row,) = place.call("ls", "--json").document["generations"]
+        assert row["newest_age_s"] == pytest.approx(86_400, abs=60)
+        assert row["oldest_age_s"] == pytest.approx(3 * 86_400, abs=60)
+        place.call("gc", "--older-than", "36h", "--max-size", "1kB", "--dry-run")
+    place.call("gc", "--older-than", "60h")
+    assert place.held(names) == [True, True, False]
+    block_bytes = place.call("ls", "--json").document["generations"][0]["size_bytes"] // 2
+    place.call("gc", "--max-size", block_bytes)
+    assert place.held(names) == [True, False, False]
     engine.close()
 
 

@@ -115,7 +115,8 @@ class TestLists:
         redis_command(redis.port, "SET", "of-somebody-else", "1")
         redis_command(redis.port, "SET", "{of-somebody-else", "1")
         (batch,) = engine.list_objects("", LIMIT_S)
-        sizes = {entry.name: entry.size_bytes for entry in batch.entries}
+        listed = [entry.name for entry in batch.entries]
+        sizes = dict(zip(listed, engine.measure(listed, LIMIT_S), strict=True))
         left = HEADER_BYTES + TAIL_BYTES if not lost else 1000 - TAIL_BYTES
         assert sizes == {names(2)[0]: left, names(2)[1]: HEADER_BYTES + 1000}
 
@@ -127,7 +128,7 @@ class TestLists:
             ((entry,),) = (batch.entries for batch in engine.list_objects("", LIMIT_S))
         finally:
             redis_command(redis.port, "CONFIG", "SET", "maxmemory-policy", "noeviction")
-        assert entry.touched_s is None and entry.size_bytes == HEADER_BYTES + 10
+        assert entry.touched_s is None
         engine.close()
 
     def test_more_than_one_page_and_a_server_that_stops(self, own_redis: ServerProcess) -> None:

@@ -19,9 +19,11 @@ class RemoteEntry:
 
     name: str
     size_bytes: int
-    """Bytes of the header and the payload."""
+    """Bytes of the header and the payload, or the memory that both take at the server."""
     touched_s: float | None
     """Unix time of the last write, or of the last use where the server knows it; None: unknown."""
+    is_exact: bool = True
+    """Whether the size is that of header and payload alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,21 @@ class CanList(Protocol):
     def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
         """Yield all objects whose names begin with `prefix`, in batches and in any order.
 
-        The prefix ends with a slash or is empty. A batch takes `limit_s` seconds at most. A batch
-        whose outcome is not `OK` is the last one. Nothing is raised. An object that is written or
-        removed meanwhile may be missing; one may be named twice.
+        The prefix ends with a slash or is empty. A batch takes `limit_s` seconds at most, and to
+        the server it is no use of any object. A batch whose outcome is not `OK` is the last one.
+        Nothing is raised. An object that is written or removed meanwhile may be missing; one may be
+        named twice.
+        """
+
+
+@runtime_checkable
+class CanMeasure(Protocol):
+    """An engine whose lists have inexact sizes. Any thread."""
+
+    def measure(self, names: Sequence[str], limit_s: float) -> list[int | RemoteOutcome]:
+        """Return the bytes of each object, header and payload, or why they are not known.
+
+        To the server this may be a use of the object. Nothing is raised.
         """
 
 

@@ -338,6 +338,25 @@ class ValkeyEngine(RemoteEngine):
             if not is_ok or page.cursor == valkey_questions.START:
                 return
 
+    def measure(self, names: Sequence[str], limit_s: float) -> list[int | RemoteOutcome]:
+        sizes: list[int] = [0] * len(names)
+
+        def ask(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
+            connection.send(*([b"STRLEN", value] for i in some for value in _pair(names[i])))
+            found = iter(connection.integers(_PAIR * len(some)))
+            for i, one, other in zip(some, found, found, strict=True):
+                if isinstance(one, RespError):
+                    answers[i] = _answer(one)
+                elif isinstance(other, RespError):
+                    answers[i] = _answer(other)
+                else:
+                    sizes[i] = one + other
+                    answers[i] = RemoteOutcome.OK if sizes[i] else RemoteOutcome.ABSENT
+
+        outcomes = self._routed(names, ask, limit_s)
+        is_ok = RemoteOutcome.OK
+        return [s if o is is_ok else o for s, o in zip(sizes, outcomes, strict=True)]
+
     def explain(self, limit_s: float) -> Cause | None:
         first = self._nodes.first
         key, _ = _pair("kvcascade-check/explain")

@@ -3,6 +3,9 @@
 The server has no order of its objects, and no list of one prefix: a list goes over all keys of the
 database. The two keys of an object may come in different batches, so the payload's key stands for
 both, and the header's only where there is no payload.
+
+A list must not count as a use, or the server would evict in the order of the list. `STRLEN` counts
+as one, so sizes are those in memory.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ def scan(connection: RespConnection, cursor: bytes, prefix: str) -> Page:
         payload = key.removesuffix(HEADER_SUFFIX)
         commands += (
             [b"EXISTS", payload],
-            [b"STRLEN", payload],
-            [b"STRLEN", payload + HEADER_SUFFIX],
+            [b"MEMORY", b"USAGE", payload],
+            [b"MEMORY", b"USAGE", payload + HEADER_SUFFIX],
             [b"OBJECT", b"IDLETIME", key],
         )
     if commands:
@@ -80,7 +83,7 @@ def _entry(key: bytes, replies: list[int | None], now_s: float) -> RemoteEntry |
         return None
     touched_s = None if idle_s is None else now_s - idle_s
     size_bytes = (payload_bytes or 0) + (header_bytes or 0)
-    return RemoteEntry(name.decode("ascii", "replace"), size_bytes, touched_s)
+    return RemoteEntry(name.decode("ascii", "replace"), size_bytes, touched_s, is_exact=False)
 
 
 def _number(connection: RespConnection) -> int | None:

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from ....tiers.nvme.disk.transfers import Throttle
-from ....tiers.remote.abilities import RemoteEntry
+from ....tiers.remote.abilities import CanMeasure, RemoteEntry
 from ....tiers.remote.base import FAILURES, HEADER_BYTES, PrivateBuffer, RemoteOutcome
 from ....tiers.remote.objects import Verdict, examine, parse_name
 from .open_remote import CALL_LIMIT_S, Advance, RemoteServer
@@ -116,21 +116,35 @@ def _batches(entries: Iterable[RemoteEntry]) -> Iterator[list[RemoteEntry]]:
 
 def _verify(tier: RemoteServer, batch: list[RemoteEntry], report: RemoteVerified) -> list[str]:
     """Read and judge blocks; return the names of the damaged ones."""
-    whole = [entry for entry in batch if entry.size_bytes > HEADER_BYTES]
-    buffers = [PrivateBuffer(entry.size_bytes - HEADER_BYTES) for entry in whole]
-    outcomes = tier.engine.get_into([entry.name for entry in whole], buffers, CALL_LIMIT_S)
+    sizes = _sizes(tier, batch)
+    said = {name: Verdict.CORRUPT.value for name in sizes}
+    whole: dict[str, PrivateBuffer] = {}
+    for name, size in sizes.items():
+        if isinstance(size, RemoteOutcome):
+            said[name] = size.value
+        elif size > HEADER_BYTES:
+            whole[name] = PrivateBuffer(size - HEADER_BYTES)
+    outcomes = tier.engine.get_into([*whole], [*whole.values()], CALL_LIMIT_S)
     tier.note(outcomes)
-    said = {entry.name: Verdict.CORRUPT.value for entry in batch}
-    for entry, buffer, outcome in zip(whole, buffers, outcomes, strict=True):
-        said[entry.name] = outcome.value
+    for (name, buffer), outcome in zip(whole.items(), outcomes, strict=True):
+        said[name] = outcome.value
         if outcome is RemoteOutcome.OK:
-            name = parse_name(entry.name)
-            assert name is not None, "only blocks are read"
-            said[entry.name] = examine(name, buffer, tier.seal).value
-            report.bytes_read += entry.size_bytes
+            parts = parse_name(name)
+            assert parts is not None, "only blocks are read"
+            said[name] = examine(parts, buffer, tier.seal).value
+            report.bytes_read += HEADER_BYTES + buffer.payload_bytes
     for word in said.values():
         report.count(word)
     damaged = [name for name, word in said.items() if word == Verdict.CORRUPT]
     report.read += len(batch)
     report.damaged += damaged[: MAX_NAMED - len(report.damaged)]
     return damaged
+
+
+def _sizes(tier: RemoteServer, batch: list[RemoteEntry]) -> dict[str, int | RemoteOutcome]:
+    """Return the bytes of header and payload of each block by its name, or why not."""
+    engine = tier.engine
+    if isinstance(engine, CanMeasure) and not all(entry.is_exact for entry in batch):
+        names = [entry.name for entry in batch]
+        return dict(zip(names, engine.measure(names, CALL_LIMIT_S), strict=True))
+    return {entry.name: entry.size_bytes for entry in batch}
