@@ -19,6 +19,8 @@ from .open_remote import Advance
 from .remote_contents import GenerationReport, RemoteContents
 from .verify_remote import RemoteVerified
 
+SHOWN_DIGITS = 12
+"""Digits of a namespace that tables show, and that `-n` takes; `--json` has all 32."""
 _VERDICTS = {
     Verdict.OK: "intact",
     Verdict.NO_KEY: "intact, not authenticated: that needs the secret key",
@@ -66,7 +68,12 @@ def print_contents(found: RemoteContents) -> None:
         ages = (show.duration(age) for age in (each.oldest_age_s, each.newest_age_s))
         size = show.size(each.size_bytes)
         table.add_row(
-            each.namespace, _began(each), str(each.state), f"{each.blocks:,}", size, *ages
+            each.namespace[:SHOWN_DIGITS],
+            _began(each),
+            str(each.state),
+            f"{each.blocks:,}",
+            size,
+            *ages,
         )
     console = show.console()
     console.print(table)
@@ -116,7 +123,7 @@ def print_collected(report: RemoteCollected) -> None:
     for each in report.namespaces:
         counts = (each.blocks_removed, each.blocks_before, each.old_blocks_removed)
         shown = [f"{count:,}" for count in counts]
-        table.add_row(each.namespace, *shown, show.size(each.bytes_freed))
+        table.add_row(each.namespace[:SHOWN_DIGITS], *shown, show.size(each.bytes_freed))
     console.print(table)
     if report.unknown_ages:
         said = f"the server knows no age of {report.unknown_ages:,} blocks"
