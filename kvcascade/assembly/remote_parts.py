@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..manager.below.remote_tier import MEDIUM, UNBOUNDED_BLOCKS, RemoteTier, Re
 from ..tiers.cpu.header import HEADER_BYTES
 from ..tiers.remote.objects import ObjectFormat
 from ..tiers.remote.remote_options import check_openable, open_remote_engine, store_options
+from ..tiers.remote.remote_probe import problem_of
 from .node_parts import EngineFacts, SlotMemory
 
 NAME = "remote"
@@ -82,4 +84,5 @@ def _loop(
 ) -> Loop:
     engine, seal = open_remote_engine(options, os.environ)
     objects = ObjectFormat(fingerprint, memory.slot_bytes, seal)
-    return RemoteLoop(end, engine, objects, store_options(options), memory.view)
+    problem = partial(problem_of, engine, options)
+    return RemoteLoop(end, engine, objects, store_options(options), memory.view, problem)

@@ -38,7 +38,7 @@ SCHEMES = (*PLAIN_SCHEMES, *TLS_SCHEMES, *OBJECT_SCHEMES)
 MAX_THREADS = 64
 _URL_REMEDY = 'give a URL such as "s3://bucket/prefix" or "valkeys://host:6379"'
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-_SECRET_WORDS = ("password", "secret", "token", "key", "credential", "auth")
+_SECRET_WORDS = ("pass", "pwd", "secret", "token", "key", "credential", "auth")
 _NO_SECRETS = "credentials are no options; name an environment variable or a file that holds them"
 
 

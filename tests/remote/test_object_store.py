@@ -17,6 +17,7 @@ from support.remote_servers import HOST, S3Server, free_port
 from support.waiting import wait_until
 
 from kvcascade.errors import ConfigError
+from kvcascade.tiers.remote.abilities import Cause
 from kvcascade.tiers.remote.base import RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
@@ -81,6 +82,8 @@ def test_a_bucket_that_does_not_exist_is_denied(s3: S3Server) -> None:
     assert engine.get_into(names(1), buffers(1), LIMIT_S) == [DENIED]
     assert engine.put(names(1), [an_object(1)], LIMIT_S) == [DENIED]
     assert engine.counter("space/generation", 1, LIMIT_S).outcome in (DENIED, IO_ERROR)
+    assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [DENIED]
+    assert engine.explain(LIMIT_S) is Cause.NO_BUCKET
     engine.close()
 
 
@@ -92,6 +95,8 @@ def test_nobody_there_is_an_outcome() -> None:
     assert engine.remove(names(1), LIMIT_S) == [IO_ERROR]
     assert engine.counter("a", 1, LIMIT_S).outcome is IO_ERROR
     assert engine.advance("a", 1, LIMIT_S).outcome is IO_ERROR
+    assert [batch.outcome for batch in engine.list_objects("", LIMIT_S)] == [IO_ERROR]
+    assert engine.explain(LIMIT_S) is None
     engine.close()
 
 

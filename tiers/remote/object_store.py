@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
+from .abilities import Cause, Listing, RemoteEntry
 from .base import (
     Arrived,
     CounterAnswer,
@@ -33,6 +34,8 @@ from .base import (
 )
 
 REQUESTS_AT_A_TIME = 16
+LISTED_AT_A_TIME = 1000
+"""Objects per batch of a list, as in one answer of S3."""
 ADVANCE_TRIES = 16
 """Limit on the attempts to take the next value of a counter that others raise too."""
 _VALUE_DIGITS = 20
@@ -52,6 +55,26 @@ _STATUS_OUTCOMES = {
     "503": RemoteOutcome.BUSY,
     "507": RemoteOutcome.NO_SPACE,
 }
+_CAUSES = {
+    "NoSuchBucket": Cause.NO_BUCKET,
+    "ContainerNotFound": Cause.NO_BUCKET,
+    "RequestTimeTooSkewed": Cause.CLOCK,
+    "AuthorizationHeaderMalformed": Cause.REGION,
+    "PermanentRedirect": Cause.REGION,
+    "InvalidAccessKeyId": Cause.CREDENTIALS,
+    "SignatureDoesNotMatch": Cause.CREDENTIALS,
+    "ExpiredToken": Cause.CREDENTIALS,
+    "InvalidToken": Cause.CREDENTIALS,
+    "AuthenticationFailed": Cause.CREDENTIALS,
+    "AccessDenied": Cause.RIGHT,
+    "AuthorizationPermissionMismatch": Cause.RIGHT,
+    "peer certificate": Cause.CERTIFICATE,
+    "169.254.169.254": Cause.NO_CREDENTIALS,
+    "metadata.google.internal": Cause.NO_CREDENTIALS,
+}
+"""Words in an error of `obstore`. The last two are the places of roles, which are asked last."""
+_EXPLAINED = "kvcascade-check/explain"
+"""Name of an object that is never there."""
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -204,6 +227,29 @@ class ObjectStoreEngine(RemoteEngine):
                 return CounterAnswer(taken)
         return CounterAnswer(RemoteOutcome.BUSY)
 
+    def list_objects(self, prefix: str, limit_s: float) -> Iterator[Listing]:
+        batches: Iterator[Any] = iter(
+            self._obstore.list(self._store, prefix or None, chunk_size=LISTED_AT_A_TIME)
+        )
+        while True:
+            found: list[Sequence[Mapping[str, Any]] | None] = []
+            outcome = self._tried(lambda: found.append(next(batches, None)))  # noqa: B023
+            if outcome is not RemoteOutcome.OK:
+                missing = outcome is RemoteOutcome.ABSENT
+                yield Listing(RemoteOutcome.DENIED if missing else outcome)
+                return
+            if found[0] is None:
+                return
+            yield Listing(RemoteOutcome.OK, [_entry(each) for each in found[0]])
+
+    def explain(self, limit_s: float) -> Cause | None:
+        try:  # the answer to a HEAD has no body, and with it no reason
+            self._obstore.get(self._store, _EXPLAINED)
+        except Exception as error:  # see `_tried`
+            text = str(error)
+            return next((cause for word, cause in _CAUSES.items() if word in text), None)
+        return None
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -279,6 +325,10 @@ class ObjectStoreEngine(RemoteEngine):
         except Exception as error:  # obstore raises its own classes, OSError and ValueError
             return outcome_of(error)
         return RemoteOutcome.OK
+
+
+def _entry(listed: Mapping[str, Any]) -> RemoteEntry:
+    return RemoteEntry(listed["path"], listed["size"], listed["last_modified"].timestamp())
 
 
 def _value_name(name: str, value: int) -> str:
