@@ -18,8 +18,8 @@ from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.remote.base import RemoteOutcome
 from ...tiers.remote.remote_store import EndedKind, RemoteEnded, RemoteState, RemoteStore
 from ...tiers.remote.uploads import Offer
-from .path_wire import GetJob, JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
-from .remote_wire import AskJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
+from .path_wire import JobDone, PutJob, ResetJob, pack_outcomes, unpack_slots
+from .remote_wire import AskJob, FetchJob, PassOnJob, RemoteNote, ResetDone, VerbTotals
 
 NOTE_INTERVAL_S = 1.0
 """Shortest time between two notes whose totals alone differ."""
@@ -97,7 +97,7 @@ class RemoteNode:
         match message:
             case AskJob():
                 self._ask(message)
-            case GetJob():
+            case FetchJob():
                 self._get(message)
             case PutJob():
                 self._put(message)
@@ -128,10 +128,10 @@ class RemoteNode:
             self._store.ask(number, [BlockHash(key) for key in chain])
             start += len(chain)
 
-    def _get(self, order: GetJob) -> None:
+    def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
-        self._store.get(number, keys, self._views(order.arena_slots))
+        self._store.get(number, keys, self._views(order.arena_slots), order.limit_s)
 
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]

@@ -1,6 +1,6 @@
 """Messages between the scheduler's process and the node of a remote tier, over a stream socket.
 
-`GetJob`, `PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
+`PutJob`, `ResetJob`, `JobDone` and `NodeReady` are those of `path_wire`. An `AskJob` is
 answered by a `JobDone`: OK for a block that is there, GONE for one that is absent. Any other
 outcome says that it could not be found out. The epoch of a `PutJob` is the mark of the last reset
 before its blocks were stored. So no block crosses a reset by another host.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .path_wire import GetJob, JobDone, NodeReady, PutJob, ResetJob
+from .path_wire import JobDone, NodeReady, PutJob, ResetJob
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
@@ -33,6 +33,16 @@ class AskJob(msgspec.Struct, frozen=True, array_like=True, tag=97):
 
     ticket: int
     chains: list[list[bytes]]
+
+
+class FetchJob(msgspec.Struct, frozen=True, array_like=True, tag=101):
+    """Read blocks into the arena and verify them."""
+
+    ticket: int
+    keys: list[bytes]
+    arena_slots: bytes
+    limit_s: float
+    """What is left of the deadline, of which the lookup took a part. What is late is not read."""
 
 
 class PassOnJob(msgspec.Struct, frozen=True, array_like=True, tag=100):
@@ -78,7 +88,7 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Blocks that were offered and not written, by reason."""
 
 
-RemoteOrder = AskJob | GetJob | PutJob | ResetJob | PassOnJob
+RemoteOrder = AskJob | FetchJob | PutJob | ResetJob | PassOnJob
 FromRemoteNode = NodeReady | JobDone | ResetDone | RemoteNote
 
 to_remote_node: msgspec.msgpack.Decoder[RemoteSetup | RemoteOrder] = msgspec.msgpack.Decoder(

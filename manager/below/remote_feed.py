@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import msgspec
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
-from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.presence import MAX_REMEMBERED, Presence, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
 from .node_inbox import MAX_MARKS, NodeInbox
 from .node_traffic import NodeClient
@@ -135,6 +136,8 @@ class Questions:
         """Chains to ask for, by owner and KV group."""
         self._asked: dict[BlockHash, float] = {}
         """Blocks whose answer is awaited, and the time at which each counts as absent."""
+        self._left_s: dict[BlockHash, float] = {}
+        """Blocks that are there and were not read yet: what their lookup left of the deadline."""
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
         """Return True if the answer about a block is awaited; ask if it is not known."""
@@ -165,9 +168,15 @@ class Questions:
         if not is_sent:
             on_end(None)
 
+    def left_s(self, keys: Sequence[BlockHash]) -> float:
+        """Return how long a read of blocks may take, once for each lookup that was waited for."""
+        take, whole_s = self._left_s.pop, self._deadline_s
+        return min((take(key, whole_s) for key in keys), default=whole_s)
+
     def clear(self) -> None:
         """Forget all questions, because the tier was reset."""
         self._asked.clear()
+        self._left_s.clear()
         self._gathered.clear()
 
     def _answered(
@@ -184,7 +193,15 @@ class Questions:
         self._end(held, [key for key, outcome in pairs if outcome is not BlockOutcome.OK], epoch)
 
     def _end(self, held: Sequence[BlockHash], absent: Sequence[BlockHash], epoch: int) -> None:
-        if epoch == self._memory.epoch:
-            for key in (*held, *absent):
-                self._asked.pop(key, None)
-            self._memory.note(epoch, held, absent)
+        if epoch != self._memory.epoch:
+            return
+        now_s = self._clock()
+        for key in held:
+            ends_s = self._asked.pop(key, None)
+            if ends_s is not None:
+                self._left_s[key] = ends_s - now_s
+        for key in absent:
+            self._asked.pop(key, None)
+        for key in [*islice(self._left_s, max(0, len(self._left_s) - MAX_REMEMBERED))]:
+            del self._left_s[key]
+        self._memory.note(epoch, held, absent)

@@ -2,7 +2,8 @@
 
 Nothing is known of a block until the server was asked. `may_hold` answers from memory, and
 `is_asking` has unknown blocks asked for at the end of the step. A block whose write, read or
-question failed is a miss; nothing here makes the engine wait longer than a deadline.
+question failed is a miss. One deadline covers question and read: nothing here makes the engine
+wait longer.
 
 The tier never holds up the tiers above. A block that it does not take now counts as ALREADY, so
 that it may be evicted above. The block is offered again at its next use.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
-from ...handlers.node.remote_wire import PassOnJob, ResetDone
+from ...handlers.node.remote_wire import FetchJob, PassOnJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
 from ...tiers.remote.presence import Presence, PresenceMemory
@@ -82,7 +84,7 @@ class RemoteTier(SingleTier):
         self._memory = memory = PresenceMemory(clock, limits.held_s, limits.absent_s)
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
-        self.reads = _RemoteReads(flow, parts.stall_s, memory)
+        self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
         rule = OfferRule(limits.when, limits.queue_bytes, facts.block_bytes, memory)
         self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
@@ -223,9 +225,22 @@ class RemoteTier(SingleTier):
 class _RemoteReads(NodeReads[RemoteFeed]):
     """All reads from the tier. A block that was not there is absent for some seconds."""
 
-    def __init__(self, flow: NodeFlow[RemoteFeed], stall_s: float, memory: PresenceMemory) -> None:
+    def __init__(
+        self,
+        flow: NodeFlow[RemoteFeed],
+        stall_s: float,
+        memory: PresenceMemory,
+        questions: Questions,
+    ) -> None:
         super().__init__(flow, stall_s)
         self._memory = memory
+        self._questions = questions
+
+    def _order(self, keys: Sequence[BlockHash], slots: bytes) -> Callable[[int], Any] | None:
+        limit_s = self._questions.left_s(keys)
+        if limit_s <= 0:
+            return None
+        return lambda number: FetchJob(number, list(keys), slots, limit_s)
 
     def _land(self, going: Going, done: JobDone | None) -> None:
         super()._land(going, done)

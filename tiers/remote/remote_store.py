@@ -1,8 +1,8 @@
 """`RemoteStore`: blocks by key in a remote engine, for one owner that never waits.
 
 The owner is one thread. It asks what is held (`presence`, `ask`), reads (`get`), offers blocks
-(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline of
-a ticket covers asking and reading.
+(`offer`), and fetches what ended (`poll`). Calls of the engine run on an executor. One deadline
+covers asking and reading: an owner that waited for an answer gives its read the rest.
 
 A payload arrives in private memory, is verified, and is then copied into the destination. The copy
 is made under the lock of its read, and never after the read has ended: the destination is then
@@ -33,8 +33,6 @@ from .remote_counters import RemoteCounters, Verb
 from .uploads import Offer, OfferRule, UploadJob, Uploads
 
 LOOKUPS_AT_A_TIME = 2
-TICKETS_MAX = 1 << 16
-"""Limit on the tickets whose deadline is remembered between lookup and read."""
 CLOSE_ROUND_S = 0.005
 """Time between two looks at what is under way while the store closes."""
 
@@ -44,7 +42,7 @@ class StoreOptions:
     """Limits of a store."""
 
     deadline_s: float = 2.0
-    """Longest time from the first question of a ticket to its last block."""
+    """Longest time that an answer takes, and a read unless its caller says less."""
     held_s: float = 30.0
     """Time for which a block that was there counts as held."""
     absent_s: float = 5.0
@@ -150,7 +148,6 @@ class RemoteStore:
         self._gathered: list[Ask] = []
         self._asks: dict[int, Ask] = {}
         self._jobs: dict[int, ReadJob] = {}
-        self._deadlines: dict[int, float] = {}
         self._ended: deque[tuple[Ask | ReadJob | UploadJob, RemoteEnded]] = deque()
         self._is_telling = False
 
@@ -169,7 +166,7 @@ class RemoteStore:
         The blocks of one chain are those of one KV group, head first. A ticket has one question at
         a time.
         """
-        ask = self._asks[ticket] = Ask(ticket, keys, self._deadline(ticket))
+        ask = self._asks[ticket] = Ask(ticket, keys, self._clock() + self._options.deadline_s)
         known = known_prefix(self._link.memory, keys)
         if known is not None:
             absent = [RemoteOutcome.ABSENT] * (len(keys) - known)
@@ -184,7 +181,6 @@ class RemoteStore:
         ask = self._asks.pop(ticket, None)
         if ask is not None:
             ask.is_over = True
-        self._deadlines.pop(ticket, None)
 
     def send(self) -> None:
         """Ask what was gathered, in one batch. Call it at the end of each step."""
@@ -226,16 +222,22 @@ class RemoteStore:
     # -- reads -------------------------------------------------------------------------------
 
     def get(
-        self, ticket: int, keys: Sequence[BlockHash], destinations: Sequence[memoryview]
+        self,
+        ticket: int,
+        keys: Sequence[BlockHash],
+        destinations: Sequence[memoryview],
+        limit_s: float | None = None,
     ) -> None:
         """Read blocks into contiguous memory of the payload's length each.
+
+        The read takes `limit_s` at most; None: a whole deadline, because nobody waited before it.
 
         The destinations are the store's until the read has ended. A block whose outcome is not `OK`
         left its destination as it was. A ticket has one read at a time.
         """
         n = len(keys)
-        job = ReadJob(ticket, keys, destinations, self._deadline(ticket), [None] * n, n)
-        self._deadlines.pop(ticket, None)
+        left_s = self._options.deadline_s if limit_s is None else limit_s
+        job = ReadJob(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
         self._jobs[ticket] = job
         if not keys:
             self._end_read(job)
@@ -441,9 +443,3 @@ class RemoteStore:
         for job in self._jobs.values():
             if job.ends_s <= now_s and job.give_up(RemoteOutcome.TIMED_OUT, waits=False):
                 self._end_read(job)
-
-    def _deadline(self, ticket: int) -> float:
-        """Return the time at which a ticket ends; it begins with its first question."""
-        if len(self._deadlines) >= TICKETS_MAX:
-            del self._deadlines[next(iter(self._deadlines))]
-        return self._deadlines.setdefault(ticket, self._clock() + self._options.deadline_s)
