@@ -185,7 +185,8 @@ class RemoteNode:
         note = self._current(state)
         if note != self._noted:
             self._noted = note
-            self._tell(note)
+            samples_s = self._store.counters.take_samples()
+            self._tell(msgspec.structs.replace(note, samples_s=samples_s))
 
     def _current(self, state: RemoteState) -> RemoteNote:
         counters = self._store.counters
@@ -201,7 +202,7 @@ class RemoteNode:
             )
             for verb, totals in counters.verbs.items()
         }
-        return RemoteNote(_mark(state), verbs, dict(counters.unsent))
+        return RemoteNote(_mark(state), verbs, dict(counters.unsent), self._store.latency_s)
 
 
 def _mark(state: RemoteState) -> int | None:

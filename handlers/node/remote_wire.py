@@ -86,6 +86,10 @@ class RemoteNote(msgspec.Struct, frozen=True, array_like=True, tag=98):
     """Totals by verb (`Verb`)."""
     unsent: dict[str, int] = {}
     """Blocks that were offered and not written, by reason."""
+    latency_s: float | None = None
+    """Moving average of requests that move no payload; None before the first one was answered."""
+    samples_s: dict[str, list[float]] = {}
+    """Seconds of each call since the last note, by verb."""
 
 
 RemoteOrder = AskJob | FetchJob | PutJob | ResetJob | PassOnJob

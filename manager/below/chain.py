@@ -361,6 +361,9 @@ class BelowChain(Below):
     def rests(self, tier: int) -> bool:
         return self._places[tier - 1].rests(tier - self._offset_of(tier))
 
+    def latency_s(self, tier: int) -> float:
+        return self._places[tier - 1].latency_s(tier - self._offset_of(tier))
+
     def write_state(self) -> WriteState:
         """Return the state of the nearest tier that takes writes; if none does, of the first that
         will. Writes stall if every tier with writes in flight stalls."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
 from ...tiers.remote.presence import MAX_REMEMBERED, Presence, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
+from ..counters import latencies
 from .node_inbox import MAX_MARKS, NodeInbox
 from .node_traffic import NodeClient
 
@@ -32,6 +33,10 @@ class RemoteFeed(NodeInbox):
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
+        self.latency_s = 0.0
+        """Time of a request to the server that moves no payload; 0 while it is unknown."""
+        self.calls_s: dict[str, deque[float]] = {verb.value: latencies() for verb in Verb}
+        """Seconds of each call of the server, by verb; the metrics remove them."""
         self.mark: int | None = None
         """Mark of the last reset before this engine's blocks were stored; None while it is unknown,
         or older blocks are not forgotten yet."""
@@ -87,6 +92,9 @@ class RemoteFeed(NodeInbox):
 
     def _take_in(self, note: RemoteNote) -> None:
         self._last = note
+        self.latency_s = note.latency_s or self.latency_s
+        for verb, samples_s in note.samples_s.items():
+            self.calls_s[verb].extend(samples_s)
         if note.mark is None or self._is_resetting:
             return
         if self._was_reset:

@@ -155,6 +155,9 @@ class RemoteTier(SingleTier):
     def rests(self, tier: int) -> bool:
         return self.reads.breaker.is_open
 
+    def latency_s(self, tier: int) -> float:
+        return self.feed.latency_s
+
     def write_state(self) -> WriteState:
         return WriteState(self.writes.breaker.is_stalled)
 
@@ -189,6 +192,7 @@ class RemoteTier(SingleTier):
                 is_blocked=self.writes.breaker.is_open,
                 is_reporter=False,  # nobody knows how many blocks a server holds
                 remote=self.feed.totals(),
+                remote_calls_s=self.feed.calls_s,
             )
         ]
 

@@ -500,19 +500,22 @@ class TestFigures:
         assert (read.calls, read.payload_bytes, read.outcomes[OK]) == (2, 6 * PAYLOAD_BYTES, 6)
         assert (looked.calls, looked.requests) == (1, 1)
         assert looked.outcomes == {OK: 6, ABSENT: 2}
-        assert sum(read.latencies) == 2
+        assert {v: len(s) for v, s in other.store.counters.take_samples().items()} == {
+            "lookup": 1,
+            "read": 2,
+        }
+        assert not other.store.counters.take_samples(), "each is taken once"
 
-    def test_the_expected_time_knows_latency_and_rate(self) -> None:
+    def test_the_latency_is_that_of_an_answer(self) -> None:
         rig = RemoteRig()
-        rig.write(keys(8))
-        other = rig.host()
-        assert other.store.expected_s(1) is None
-        spent = {"exist_many": 0.01, "get_into": 4 * PAYLOAD_BYTES / 1e6}
+        assert rig.store.latency_s is None
+        spent = {"exist_many": 0.01}
         rig.twin.before = lambda method: rig.clock.advance(spent.get(method, 0.0))
-        other.look(keys(8))
-        other.read(keys(8))
-        expected_s = other.store.expected_s(1_000_000)
-        assert expected_s is not None and abs(expected_s - 1.01) < 0.02
+        rig.look(keys(8))
+        assert rig.store.latency_s == pytest.approx(0.01)
+        rig.twin.fails["exist_many"] = TIMED_OUT
+        rig.look([key(9)])
+        assert rig.store.latency_s == pytest.approx(0.01), "no answer tells nothing"
 
     def test_close_ends_everything(self) -> None:
         stepping = SteppingExecutor()

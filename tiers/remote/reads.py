@@ -132,8 +132,6 @@ class Reads:
             return generation.outcome, job.settle(numbers, generation.outcome)
         names = [link.objects.name(job.keys[n], generation.value) for n in numbers]
         landing = _Landing(self, job, numbers, generation.value)
-        with self._lock:
-            link.speed.began()
         begun_s = link.clock()
         left_s = max(0.0, job.ends_s - begun_s)
         outcomes = link.engine.get_into(names, landing, left_s, landing.arrived)
@@ -145,8 +143,6 @@ class Reads:
             if outcome is not RemoteOutcome.OK:
                 ended |= job.settle([number], outcome)
         got_bytes = outcomes.count(RemoteOutcome.OK) * link.objects.payload_bytes
-        with self._lock:
-            link.speed.ended(got_bytes)
         requests = 1 if link.engine.asks_in_one_trip else len(names)
         link.counters.note(
             Verb.READ, outcomes, requests=requests, payload_bytes=got_bytes, took_s=took_s

@@ -26,7 +26,7 @@ from .generation import Generation
 from .lane import Errand, Lane
 from .lookups import Ask, Link, Lookups
 from .objects import ObjectFormat
-from .pacing import LinkSpeed, TokenBucket
+from .pacing import RoundTrip, TokenBucket
 from .presence import Presence, PresenceMemory, known_prefix
 from .reads import ReadJob, Reads
 from .remote_counters import RemoteCounters, Verb
@@ -128,7 +128,7 @@ class RemoteStore:
             Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
             PresenceMemory(clock, options.held_s, options.absent_s),
             RemoteCounters(),
-            LinkSpeed(clock),
+            RoundTrip(),
             clock,
         )
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
@@ -378,9 +378,10 @@ class RemoteStore:
             {verb: lane.breaker.openings for verb, lane in lanes.items()},
         )
 
-    def expected_s(self, n_bytes: int) -> float | None:
-        """Return the expected seconds to read so many bytes: latency and rate; None if unknown."""
-        return self._link.speed.expected_s(n_bytes)
+    @property
+    def latency_s(self) -> float | None:
+        """Seconds of a request without payload, a moving average; None before the first answer."""
+        return self._link.round_trip.average_s
 
     def close(self, limit_s: float) -> bool:
         """Begin nothing any more, wait for calls under way, and close the engine.
