@@ -53,14 +53,13 @@ class Link:
     def serve(self, prompt: list[BlockHash]) -> tuple[int, int]:
         """A request: its hits, and the number of steps that it waited for them."""
         request = Request("served")
-        for waited in range(MAX_STEPS):
-            hits = self.manager.lookup(prompt, request)
-            if hits is not None:
-                break
+        waited = 0
+        while (hits := self.manager.lookup(prompt, request)) is None:
             self.manager.end_step()
             self.rig.pump()
             self.clock.advance(STEP_S)
-        assert hits is not None, "it waits for ever"
+            waited += 1
+            assert waited < MAX_STEPS, "it waits for ever"
         self.manager.finish_request(request)
         for _ in range(2):  # a probe ends
             self.manager.end_step()
