@@ -65,6 +65,18 @@ class _Call:
     positions: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class SlotParts:
+    """What an object holds of a slot."""
+
+    slot_bytes: int
+    payload_bytes: int
+    """Bytes from the slot's begin on that are written to the server."""
+    copies: int = 1
+    """Number of times that a read writes them, side by side: once for each rank whose part they
+    are."""
+
+
 class RemoteNode:
     """Jobs of one engine."""
 
@@ -72,7 +84,7 @@ class RemoteNode:
         self,
         store: RemoteStore,
         arena: memoryview,
-        slot_bytes: int,
+        parts: SlotParts,
         tell: Callable[[msgspec.Struct], None],
         clock: Callable[[], float],
     ) -> None:
@@ -82,7 +94,7 @@ class RemoteNode:
         """
         self._store = store
         self._arena = arena
-        self._slot_bytes = slot_bytes
+        self._parts = parts
         self._tell = tell
         self._clock = clock
         self._numbers = count(1)
@@ -131,12 +143,14 @@ class RemoteNode:
     def _get(self, order: FetchJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         number = self._call(self._job(order.ticket, len(keys), 1), range(len(keys)))
-        self._store.get(number, keys, self._views(order.arena_slots), order.limit_s)
+        self._store.get(
+            number, keys, self._views(order.arena_slots, self._parts.copies), order.limit_s
+        )
 
     def _put(self, order: PutJob) -> None:
         keys = [BlockHash(key) for key in order.keys]
         job, number = self._job(order.ticket, len(keys), 0), next(self._numbers)
-        views = self._views(order.arena_slots)
+        views = self._views(order.arena_slots, 1)
         answers = self._store.offer(number, keys, views, order.epoch)
         queued = [at for at, answer in enumerate(answers) if answer is Offer.QUEUED]
         for at, answer in enumerate(answers):
@@ -167,10 +181,10 @@ class RemoteNode:
         codes = pack_outcomes(tuple(job.outcomes))
         self._tell(JobDone(job.ticket, codes, self._clock() - job.began_s))
 
-    def _views(self, packed: bytes) -> list[memoryview]:
-        size = self._slot_bytes
+    def _views(self, packed: bytes, copies: int) -> list[memoryview]:
+        size, wanted = self._parts.slot_bytes, self._parts.payload_bytes * copies
         slots = unpack_slots(packed).tolist()
-        return [self._arena[slot * size : (slot + 1) * size] for slot in slots]
+        return [self._arena[slot * size : slot * size + wanted] for slot in slots]
 
     def _note(self, state: RemoteState) -> None:
         """Report resets and breakers at once, and totals now and then."""

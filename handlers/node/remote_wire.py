@@ -23,6 +23,10 @@ class RemoteSetup(msgspec.Struct, frozen=True, array_like=True, tag=96):
     fingerprint: str
     """Everything that the bytes of a block depend on, as one word."""
     slot_bytes: int
+    payload_bytes: int
+    """Bytes of a slot, from its begin on, that an object holds."""
+    copies: int
+    """Number of times that a read writes them, side by side."""
     arena_offset: int
     """Offset of slot 0 in the arena's file."""
     arena_slots: int

@@ -41,11 +41,14 @@ class ReadJob:
             return self._ends()
 
     def deliver(self, number: int, payload: memoryview) -> bool:
-        """Copy a verified payload to its destination, unless the job is over."""
+        """Copy a verified payload to its destination, unless the job is over.
+
+        A destination that is several times as long gets as many copies.
+        """
         with self.lock:
             if not self.is_over and self.outcomes[number] is None:
                 target = np.frombuffer(self.destinations[number], np.uint8)
-                target[:] = np.frombuffer(payload, np.uint8)
+                target.reshape(-1, payload.nbytes)[:] = np.frombuffer(payload, np.uint8)
                 self._set(number, RemoteOutcome.OK)
             return self._ends()
 

@@ -228,7 +228,7 @@ class RemoteStore:
         destinations: Sequence[memoryview],
         limit_s: float | None = None,
     ) -> None:
-        """Read blocks into contiguous memory of the payload's length each.
+        """Read blocks into contiguous memory of the payload's length each, or a multiple of it.
 
         The read takes `limit_s` at most; None: a whole deadline, because nobody waited before it.
 
