@@ -85,7 +85,9 @@ class RemoteTier(SingleTier):
         self._questions = Questions(client, feed, memory, clock, limits.deadline_s)
         flow = NodeFlow(client, feed, self.links[0], clock, facts.block_bytes)
         self.reads = _RemoteReads(flow, parts.stall_s, memory, self._questions)
-        rule = OfferRule(limits.when, limits.queue_bytes, facts.block_bytes, memory)
+        rule = OfferRule(
+            limits.when, limits.queue_bytes, facts.block_bytes, memory, limits.renew_after_s, clock
+        )
         self.writes: _RemoteWrites = _RemoteWrites(flow, rule, memory, self._note_stored)
         self._with_events = parts.with_events
         self._events: list[BlockEvent] = []

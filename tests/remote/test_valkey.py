@@ -140,7 +140,30 @@ def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
     engine.put(names(1), [an_object(1)], LIMIT_S)
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
         assert 0 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100
+        redis_command(redis.port, "EXPIRE", name, "50")
+    assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
+    for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
+        assert 50 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100, "it is in use"
     engine.close()
+
+
+def test_a_block_in_use_is_not_the_first_that_the_server_evicts() -> None:
+    block_bytes, blocks = 64 << 10, 20
+    server = redis_server(
+        "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64"
+    )
+    try:
+        engine = engine_at(server.port)
+        in_use = names(4)
+        for start in range(0, 40 * blocks, blocks):
+            engine.put(in_use, [an_object(i, block_bytes) for i in range(4)], LIMIT_S)
+            made = [an_object(1, block_bytes)] * blocks
+            engine.put(names(blocks, 100 + start), made, LIMIT_S)
+        assert engine.exist_many(in_use, LIMIT_S) == [OK] * 4
+        assert engine.exist_many(names(blocks, 100), LIMIT_S) == [ABSENT] * blocks
+        engine.close()
+    finally:
+        server.kill()
 
 
 class TestFaults:

@@ -42,6 +42,13 @@ class PresenceMemory:
             return Presence.UNKNOWN
         return Presence.HELD if until_s > 0 else Presence.ABSENT
 
+    def last(self, key: BlockHash) -> Presence:
+        """Return the last answer about a block, however old."""
+        until_s = self._until.get(key)
+        if until_s is None:
+            return Presence.UNKNOWN
+        return Presence.HELD if until_s > 0 else Presence.ABSENT
+
     def note(self, epoch: int, held: Iterable[BlockHash], absent: Iterable[BlockHash]) -> None:
         """Remember answers that were asked for in `epoch`."""
         now_s = self._clock()

@@ -47,6 +47,8 @@ class StoreOptions:
     """Time for which a block that was there counts as held."""
     absent_s: float = 5.0
     """Time for which a block that was absent is not asked for again."""
+    renew_after_s: float = 0.0
+    """Time after which a block that is there and in use is written again, lest it expire."""
     reads_at_a_time: int = 4
     writes_at_a_time: int = 2
     read_bytes_per_s: float | None = None
@@ -134,7 +136,14 @@ class RemoteStore:
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
-            OfferRule(options.when, options.queue_bytes, objects.payload_bytes, self._link.memory),
+            OfferRule(
+                options.when,
+                options.queue_bytes,
+                objects.payload_bytes,
+                self._link.memory,
+                options.renew_after_s,
+                clock,
+            ),
         )
 
         def lane(threads: int, rate: float | None, late: RemoteOutcome) -> Lane:
