@@ -13,7 +13,7 @@ import msgspec
 from ...handlers.node.path_wire import JobDone, unpack_outcomes
 from ...handlers.node.remote_wire import AskJob, RemoteNote, VerbTotals
 from ...tiers.base import BlockHash, BlockOutcome, new_reset_mark
-from ...tiers.remote.presence import MAX_REMEMBERED, Presence, PresenceMemory
+from ...tiers.remote.presence import MAX_REMEMBERED, PresenceMemory
 from ...tiers.remote.remote_counters import Verb
 from ..counters import latencies
 from .node_inbox import MAX_MARKS, NodeInbox
@@ -33,6 +33,8 @@ class RemoteFeed(NodeInbox):
         self._before = RemoteNote(None)
         """Totals of the nodes that died."""
         self._last = RemoteNote(None)
+        self.lookups_rest = False
+        """True while the node asks for no blocks, because the server failed."""
         self.latency_s = 0.0
         """Time of a request to the server that moves no payload; 0 while it is unknown."""
         self.calls_s: dict[str, deque[float]] = {verb.value: latencies() for verb in Verb}
@@ -47,11 +49,6 @@ class RemoteFeed(NodeInbox):
         """Mark of a reset by another host that was not taken in yet."""
         self._is_resetting = False
         self._was_reset = False
-
-    def rests(self, verb: Verb) -> bool:
-        """Return True while the node asks nothing of this kind, because the server failed."""
-        totals = self._last.verbs.get(verb.value)
-        return totals is not None and totals.is_resting
 
     def begin_reset(self) -> None:
         """Ignore what the node says of resets until `end_reset`."""
@@ -87,11 +84,14 @@ class RemoteFeed(NodeInbox):
     def _note(self, message: Any) -> None:
         if message is None:
             self._before, self._last = self._of_nodes(), RemoteNote(None)
+            self.lookups_rest = False
         elif isinstance(message, RemoteNote):
             self._take_in(message)
 
     def _take_in(self, note: RemoteNote) -> None:
         self._last = note
+        looked = note.verbs.get(Verb.LOOKUP)
+        self.lookups_rest = looked is not None and looked.is_resting
         self.latency_s = note.latency_s or self.latency_s
         for verb, samples_s in note.samples_s.items():
             self.calls_s[verb].extend(samples_s)
@@ -148,12 +148,10 @@ class Questions:
         """Blocks that are there and were not read yet: what their lookup left of the deadline."""
 
     def is_asking(self, key: BlockHash, owner: object) -> bool:
-        """Return True if the answer about a block is awaited; ask if it is not known."""
-        if self._memory.of(key) is not Presence.UNKNOWN:
-            return False
+        """Return True if the answer about an unknown block is awaited; ask if it was not asked."""
         ends_s = self._asked.get(key)
         if ends_s is None:
-            if self._feed.rests(Verb.LOOKUP):
+            if self._feed.lookups_rest:
                 return False
             self._asked[key] = self._clock() + self._deadline_s
             self._gathered.setdefault((owner, key[-GROUP_BYTES:]), []).append(key)

@@ -23,7 +23,7 @@ from ...handlers.node.path_wire import JobDone, PutJob, ResetJob
 from ...handlers.node.remote_wire import FetchJob, PassOnJob, ResetDone
 from ...tiers.base import BlockHash, BlockOutcome
 from ...tiers.breaker import Breaker
-from ...tiers.remote.presence import Presence, PresenceMemory
+from ...tiers.remote.presence import PresenceMemory
 from ...tiers.remote.remote_store import StoreOptions
 from ...tiers.remote.uploads import Offer, OfferRule
 from ..base import BlockEvent
@@ -101,13 +101,13 @@ class RemoteTier(SingleTier):
     def may_hold(self, key: BlockHash, media: frozenset[str] | None = None) -> int:
         if media is not None and self._medium not in media:
             return 0
-        return 1 if self._memory.of(key) is Presence.HELD else 0
+        return 1 if self._memory.holds(key) else 0
 
     def is_asking(self, key: BlockHash, owner: object, media: frozenset[str] | None = None) -> bool:
-        self.feed.has_blocks = True  # or will have
-        if self._resets_due or self.rests(1):
-            return False
         if media is not None and self._medium not in media:
+            return False
+        self.feed.has_blocks = True  # or will have
+        if self._memory.knows(key) or self._resets_due or self.rests(1):
             return False
         return self._questions.is_asking(key, owner)
 
