@@ -395,7 +395,7 @@ class CascadeOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def _geometry(config: OffloadingConfig, engine_config: Any | None) -> Geometry:
+def _geometry(config: OffloadingConfig, engine_config: Any | None = None) -> Geometry:
     served_end, served_tokens = _served(config)
     return Geometry(
         rank_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
