@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.spec_parts import Request
 from support.waiting import wait_until
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvcascade.errors import ConfigError
 
 SHAPE = Shape()
 CHUNKS = 8
@@ -46,10 +50,10 @@ def server(
     s3.kill()
 
 
-def host(label: str, **remote: Any) -> Driver:
+def host(label: str, shape: Shape = SHAPE, **remote: Any) -> Driver:
     """An engine of its own; those with equal labels share blocks."""
     last = {"type": "remote", "writes": "through", **remote}
-    return Driver(SHAPE, [*tiers(SHAPE, None, cpu=CPU), last], label=label)
+    return Driver(shape, [*tiers(shape, None, cpu=CPU), last], label=label)
 
 
 def hits_of(driver: Driver, request: Request) -> int:
@@ -99,6 +103,30 @@ def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]
     with host("both", **server) as third, host("another", **server) as other:
         assert serve(third, "text") == CHUNKS, "stored after the reset"
         assert serve(other, "text") == 0
+
+
+@pytest.mark.parametrize("share_tp", [True, False])
+def test_engines_of_other_sizes_share_what_all_ranks_hold(
+    redis: ServerProcess, share_tp: bool
+) -> None:
+    """The driver compares every byte of every rank."""
+    if not any(each.name == "replicated_layout" for each in fields(OffloadingConfig)):
+        pytest.skip("this vLLM does not say what is replicated")
+    two, four = (Shape(world=world, is_replicated=True) for world in (2, 4))
+    remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
+    label = f"sizes {share_tp}"
+    with host(label, two, **remote) as first, host(label, four, **remote) as second:
+        for driver in (first, second):
+            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        assert serve(first, "text") == 0
+        assert serve(second, "text") == (CHUNKS if share_tp else 0)
+        assert serve(second, "other") == 0
+        assert serve(first, "other") == (CHUNKS if share_tp else 0)
+
+
+def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None:
+    with pytest.raises(ConfigError, match=r"share_tp: this vLLM does not say"):
+        host("refused", Shape(world=2), url=f"redis://{HOST}:{redis.port}", share_tp=True)
 
 
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
