@@ -18,7 +18,7 @@ from ...tiers.remote.objects import ObjectFormat
 from ...tiers.remote.remote_store import RemoteStore, StoreOptions
 from .path_link import FrameSocket, Waker
 from .path_wire import NodeReady
-from .remote_node import RemoteNode
+from .remote_node import RemoteNode, SlotParts
 from .remote_wire import to_remote_node
 
 TICK_S = 0.05
@@ -88,6 +88,7 @@ class RemoteLoop:
         objects: ObjectFormat,
         options: StoreOptions,
         arena: memoryview,
+        parts: SlotParts,
         problem: Callable[[], str | None],
     ) -> None:
         """`arena` holds the slots, one block each. The scheduler decides what is written.
@@ -106,9 +107,7 @@ class RemoteLoop:
         self._store = RemoteStore(
             engine, objects, self._threads, options, on_ended=self._waker.wake
         )
-        self._node = RemoteNode(
-            self._store, arena, objects.payload_bytes, self._tell, time.monotonic
-        )
+        self._node = RemoteNode(self._store, arena, parts, self._tell, time.monotonic)
 
     def run(self) -> None:
         """Serve until the scheduler closes its socket."""

@@ -24,6 +24,7 @@ from ...tiers.remote.remote_options import open_remote_engine, store_options
 from ...tiers.remote.remote_probe import problem_of
 from .child_start import receive_setup, run_child
 from .remote_loop import RemoteLoop
+from .remote_node import SlotParts
 from .remote_wire import RemoteSetup, to_remote_node
 
 
@@ -35,10 +36,11 @@ def serve(connection: socket.socket, arena_fd: int) -> None:
     memory = map_file(arena_fd, setup.arena_offset + setup.arena_slots * setup.slot_bytes)
     options = parse_remote(At(setup.key), json.loads(setup.options))
     engine, seal = open_remote_engine(options, os.environ)
-    objects = ObjectFormat(setup.fingerprint, setup.slot_bytes, seal)
+    objects = ObjectFormat(setup.fingerprint, setup.payload_bytes, seal)
     arena = memory[setup.arena_offset :]
+    parts = SlotParts(setup.slot_bytes, setup.payload_bytes, setup.copies)
     problem = partial(problem_of, engine, options)
-    RemoteLoop(connection, engine, objects, store_options(options), arena, problem).run()
+    RemoteLoop(connection, engine, objects, store_options(options), arena, parts, problem).run()
 
 
 if __name__ == "__main__":

@@ -124,6 +124,8 @@ class RemoteTierOptions:
     """Concurrent reads; None: 8 for object stores, 2 for Valkey."""
     writes_at_a_time: Annotated[int | None, optional(whole(1, MAX_THREADS))] = None
     """Concurrent writes; None: 4 for object stores, 2 for Valkey."""
+    share_tp: Annotated[bool, flag] = False
+    """Share blocks with engines of other tensor-parallel sizes; all ranks must hold the same KV."""
     insecure: Annotated[bool, flag] = False
     """Allow connections without TLS to other hosts."""
     endpoint: Annotated[str | None, optional(_endpoint)] = None

@@ -96,6 +96,13 @@ class RemoteContract(ABC):
         assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK]
         assert is_same(taken[0], first) and is_same(taken[1], second)
 
+    def test_what_is_in_use_is_kept_or_comes_back(self, engine: RemoteEngine) -> None:
+        assert engine.put(names(1), [an_object(1)], LIMIT_S) == [OK]
+        assert engine.renew(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
+        taken = buffers(2)
+        assert engine.get_into(names(2), taken, LIMIT_S) == [OK, OK]
+        assert is_same(taken[0], an_object(1)) and is_same(taken[1], an_object(2))
+
     def test_writers_at_the_same_moment_leave_one_object_whole(self, engine: RemoteEngine) -> None:
         objects = [an_object(i) for i in range(8)]
         with ThreadPoolExecutor(8) as threads:

@@ -17,6 +17,7 @@ from contract.remote_contract import LIMIT_S, an_object
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cache_rig import Answer, call
+from support.clock import ManualClock
 from support.keys import key
 from support.remote_rig import PAYLOAD_BYTES, content
 from support.remote_servers import HOST, S3Server, ServerProcess, free_port, redis_command
@@ -378,6 +379,7 @@ def test_what_leaves_is_old_and_no_more_than_needed(
     blocks: list[Drawn], older_than_min: int | None, max_blocks: int | None
 ) -> None:
     twin, made, now_s = RemoteTwin(), ObjectFormat("model-1", PAYLOAD_BYTES), time.time()
+    clock = ManualClock(now_s)
     twin.counters[made.counter_name] = NOW
     ages: dict[str, Drawn] = {}
     for number, (generation, age) in enumerate(blocks):
@@ -390,9 +392,9 @@ def test_what_leaves_is_old_and_no_more_than_needed(
         None if older_than_min is None else older_than_min * AGE_STEP_S,
         None if max_blocks is None else max_blocks * SIZE,
     )
-    would = collect_remote(tier, "", wish, lambda count: None, is_dry_run=True)
+    would = collect_remote(tier, "", wish, lambda count: None, is_dry_run=True, clock=clock)
     assert len(twin.held) == len(blocks)
-    did = collect_remote(tier, "", wish, lambda count: None, is_dry_run=False)
+    did = collect_remote(tier, "", wish, lambda count: None, is_dry_run=False, clock=clock)
     gone = [ages[name] for name in ages if name not in twin.held]
     left = [ages[name] for name in twin.held]
     assert did.namespaces == would.namespaces and did.failed == 0

@@ -181,6 +181,29 @@ def test_blocks_live_as_long_as_they_are_told_to(redis: ServerProcess) -> None:
     engine.put(names(1), [an_object(1)], LIMIT_S)
     for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
         assert 0 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100
+        redis_command(redis.port, "EXPIRE", name, "50")
+    assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS, OK]
+    for name in (f"{{{names(1)[0]}}}", f"{{{names(1)[0]}}}:h"):
+        assert 50 < int(redis_command(redis.port, "TTL", name)[1:]) <= 100, "it is in use"
+    engine.close()
+
+
+def test_a_block_in_use_is_touched(own_redis: ServerProcess) -> None:
+    """The server's LRU counts seconds, too coarse for a test of what it evicts."""
+
+    def touches() -> int:
+        found = re.search(
+            rb"cmdstat_touch:calls=(\d+)", redis_command(own_redis.port, "INFO", "all")
+        )
+        return int(found[1]) if found else 0
+
+    engine = engine_at(own_redis.port)
+    engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S)
+    before = touches()
+    assert engine.exist_many(names(2), LIMIT_S) == [OK] * 2
+    assert touches() == before, "a question is no use"
+    assert engine.put(names(2), [an_object(1), an_object(2)], LIMIT_S) == [EXISTS] * 2
+    assert touches() == before + 2
     engine.close()
 
 

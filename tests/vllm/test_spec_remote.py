@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from support.remote_servers import HOST, S3Server, ServerProcess, redis_server
 from support.spec_driver import Driver
 from support.spec_parts import Request
 from support.waiting import wait_until
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvcascade.errors import ConfigError
 
 SHAPE = Shape()
 CHUNKS = 8
@@ -53,10 +57,10 @@ def server(
     s3.kill()
 
 
-def host(label: str, **remote: Any) -> Driver:
+def host(label: str, shape: Shape = SHAPE, **remote: Any) -> Driver:
     """An engine of its own; those with equal labels share blocks."""
     last = {"type": "remote", "writes": "through", **remote}
-    return Driver(SHAPE, [*tiers(SHAPE, None, cpu=CPU), last], label=label)
+    return Driver(shape, [*tiers(shape, None, cpu=CPU), last], label=label)
 
 
 def hits_of(driver: Driver, request: Request) -> int:
@@ -108,6 +112,30 @@ def test_hosts_find_each_others_blocks_until_one_is_reset(server: dict[str, Any]
         assert serve(other, "text") == 0
 
 
+@pytest.mark.parametrize("share_tp", [True, False])
+def test_engines_of_other_sizes_share_what_all_ranks_hold(
+    redis: ServerProcess, share_tp: bool
+) -> None:
+    """The driver compares every byte of every rank."""
+    if not any(each.name == "replicated_layout" for each in fields(OffloadingConfig)):
+        pytest.skip("this vLLM does not say what is replicated")
+    two, four = (Shape(world=world, is_replicated=True) for world in (2, 4))
+    remote = {"url": f"redis://{HOST}:{redis.port}", "share_tp": share_tp}
+    label = f"sizes {share_tp}"
+    with host(label, two, **remote) as first, host(label, four, **remote) as second:
+        for driver in (first, second):
+            wait_until(partial(is_ready, driver), ROUNDS, PAUSE_S)
+        assert serve(first, "text") == 0
+        assert serve(second, "text") == (CHUNKS if share_tp else 0)
+        assert serve(second, "other") == 0
+        assert serve(first, "other") == (CHUNKS if share_tp else 0)
+
+
+def test_sharing_what_is_not_replicated_is_refused(redis: ServerProcess) -> None:
+    with pytest.raises(ConfigError, match=r"share_tp: this vLLM does not say"):
+        host("refused", Shape(world=2), url=f"redis://{HOST}:{redis.port}", share_tp=True)
+
+
 def test_a_stopped_server_costs_one_deadline(redis: ServerProcess) -> None:
     with host("stopped", url=f"redis://{HOST}:{redis.port}", deadline_s=DEADLINE_S) as driver:
         wait_until(lambda: is_ready(driver), ROUNDS, PAUSE_S)
@@ -134,8 +162,8 @@ def test_a_wrong_password_is_one_line_of_the_log_and_shown_nowhere(
         said.append(capfd.readouterr().err)
         return "refuses the credentials" in "".join(said)
 
-    remote = {"url": f"redis://{HOST}:{redis.port}", "password_env": "KVCASCADE_TEST_WORD"}
-    with host("refused", **remote) as driver:
+    url = f"redis://{HOST}:{redis.port}"
+    with host("refused", url=url, password_env="KVCASCADE_TEST_WORD") as driver:
         wait_until(is_told, ROUNDS, PAUSE_S)
         assert hits_of(driver, driver.request("text", CHUNKS)) == 0, "it serves without the server"
     text = "".join(said) + capfd.readouterr().err

@@ -43,7 +43,8 @@ TAIL_BYTES = 128
 """Bytes of the payload that lie behind the header."""
 _PAIR = 2
 _EXISTS = b"*3\r\n$6\r\nEXISTS\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
-"""Command about both values of a pair."""
+_TOUCH = b"*3\r\n$5\r\nTOUCH\r\n$%d\r\n%s\r\n$%d\r\n%s:h\r\n"
+"""Commands about both values of a pair; they return how many are there. `TOUCH` is a use."""
 _NX_REPLIES = (b"+OK", b"$-1")
 """Replies to SET: written, or there before."""
 _OUTCOMES = {
@@ -211,7 +212,7 @@ class ValkeyEngine(RemoteEngine):
         self, names: Sequence[str], objects: Sequence[RemoteObject], limit_s: float
     ) -> list[RemoteOutcome]:
         def write(connection: RespConnection, some: Sequence[int], answers: list[Answer]) -> None:
-            counts = _count(connection, [names[i] for i in some])
+            counts = self._touch(connection, [names[i] for i in some])
             new: list[int] = []
             torn: list[int] = []
             for i, count in zip(some, counts, strict=True):
@@ -225,6 +226,17 @@ class ValkeyEngine(RemoteEngine):
             self._write_pairs(connection, names, objects, torn, [], answers)
 
         return self._routed(names, write, limit_s)
+
+    def _touch(self, connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
+        """Return how many values of each pair are there. They are used, and live on."""
+        if not self._lifetime:
+            return _count(connection, names, _TOUCH)
+        _, lifetime_ms = self._lifetime
+        connection.send(
+            *([b"PEXPIRE", value, lifetime_ms] for name in names for value in _pair(name))
+        )
+        found = connection.integers(2 * len(names))
+        return [_both(*found[at : at + 2]) for at in range(0, len(found), 2)]
 
     def _write_pairs(
         self,
@@ -477,11 +489,19 @@ def _split(payload: memoryview) -> tuple[memoryview, memoryview]:
     return payload[:at], payload[at:]
 
 
-def _count(connection: RespConnection, names: Sequence[str]) -> list[int | RespError]:
+def _count(
+    connection: RespConnection, names: Sequence[str], command: bytes = _EXISTS
+) -> list[int | RespError]:
     """Return how many values of each pair are there."""
     tags = [b"{%s}" % name.encode() for name in names]
-    connection.send_raw([b"".join(_EXISTS % (len(t), t, len(t) + 2, t) for t in tags)])
+    connection.send_raw([b"".join(command % (len(t), t, len(t) + 2, t) for t in tags)])
     return connection.integers(len(names))
+
+
+def _both(one: int | RespError, other: int | RespError) -> int | RespError:
+    if isinstance(one, RespError):
+        return one
+    return other if isinstance(other, RespError) else one + other
 
 
 def _presence(count: int | RespError) -> Answer:

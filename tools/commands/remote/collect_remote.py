@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -113,15 +113,21 @@ NOTE_OF_BUCKET = "a lifecycle rule of the bucket can remove old objects without 
 
 
 def collect_remote(
-    tier: RemoteServer, namespace: str, wish: RemoteWish, advance: Advance, *, is_dry_run: bool
+    tier: RemoteServer,
+    namespace: str,
+    wish: RemoteWish,
+    advance: Advance,
+    *,
+    is_dry_run: bool,
+    clock: Callable[[], float] = time.time,
 ) -> RemoteCollected:
     """Remove blocks of namespaces that begin with these digits, or only report them.
 
-    `advance` takes a number of objects. Raises `CommandError`.
+    `advance` takes a number of objects, `clock` returns seconds since 1970. Raises `CommandError`.
     """
     note = NOTE_OF_VALKEY if tier.options.is_valkey else NOTE_OF_BUCKET
     report = RemoteCollected(tier.options.url, is_dry_run, note=note)
-    work = _Collector(tier, namespace, wish, report)
+    work = _Collector(tier, namespace, wish, report, clock())
     work.look(advance)
     work.carry_out(advance)
     return report
@@ -131,13 +137,18 @@ class _Collector:
     """The two passes of one call."""
 
     def __init__(
-        self, tier: RemoteServer, namespace: str, wish: RemoteWish, report: RemoteCollected
+        self,
+        tier: RemoteServer,
+        namespace: str,
+        wish: RemoteWish,
+        report: RemoteCollected,
+        now_s: float,
     ) -> None:
         self._tier = tier
         self._namespace = namespace
         self._wish = wish
         self._report = report
-        self._now_s = time.time()
+        self._now_s = now_s
         self._generations = Generations(tier)
         self._plan = _Plan()
 
