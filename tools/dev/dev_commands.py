@@ -79,6 +79,14 @@ NvmeOption = Annotated[
         help="An option of our NVMe tier in transfers, such as io_threads=8 or direct_io=false.",
     ),
 ]
+LMCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lmcache-python",
+        metavar="PYTHON",
+        help="Python of an environment with LMCache and vLLM; first_token and faults measure it.",
+    ),
+]
 PathOption = Annotated[
     Path | None,
     typer.Option(
@@ -106,6 +114,7 @@ def bench(
     out: OutOption = DEFAULT_OUT,
     plot: PlotOption = None,
     minutes: MinutesOption = None,
+    lmcache_python: LMCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure beside vLLM's own offloading and the disk's limit.
@@ -121,14 +130,26 @@ def bench(
         kvcascade bench --out results --plot results/bench.png
     """
     if disk is not None:
-        if quick or only or repeats or nvme or path or plot or minutes or out != DEFAULT_OUT:
+        if (
+            quick
+            or only
+            or repeats
+            or nvme
+            or path
+            or plot
+            or minutes
+            or lmcache_python
+            or out != DEFAULT_OUT
+        ):
             said = "PATH stands alone; options other than --json are for comparisons without PATH"
             raise typer.Exit(complain(said, ExitCode.USAGE, as_json))
         bench_path(disk, as_json)
         return
     options = dict(nvme or ())
     names = tuple(only or ())
-    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes)
+    asked = BenchOptions(
+        quick, names, repeats, options, path, out, plot, as_json, minutes, lmcache_python
+    )
     raise typer.Exit(run(asked))
 
 

@@ -12,13 +12,20 @@ from rich.status import Status
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .bench_results import CONTENDERS, LIMIT, NONE, OURS, PAGES, VLLM, Row, Table
+from .bench_results import CONTENDERS, LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM, Row, Table
 
 PLAIN_WIDTH = 132
 """Width in columns if the output is not a terminal."""
 PLAIN_EVERY_S = 5.0
 """Shortest time between two progress lines if the output is not a terminal."""
-TITLES = {OURS: "ours", VLLM: "vLLM", PAGES: "per page", LIMIT: "limit", NONE: "none"}
+TITLES = {
+    OURS: "ours",
+    VLLM: "vLLM",
+    LMCACHE: "LMCache",
+    PAGES: "per page",
+    LIMIT: "limit",
+    NONE: "none",
+}
 NOTHING = "–"
 
 

@@ -11,10 +11,11 @@ from typing import Any
 FORMAT = 1
 """Version of the JSON document."""
 
-OURS, VLLM, PAGES, LIMIT, NONE = "ours", "vllm", "pages", "limit", "none"
-CONTENDERS = (OURS, VLLM, PAGES, LIMIT, NONE)
-"""Contenders: kvcascade, vLLM's own offloading, batched copies of single pages, the limit of the
-machine, and an engine without offloading."""
+OURS, VLLM, LMCACHE = "ours", "vllm", "lmcache"
+PAGES, LIMIT, NONE = "pages", "limit", "none"
+CONTENDERS = (OURS, VLLM, LMCACHE, PAGES, LIMIT, NONE)
+"""Contenders: kvcascade, vLLM's own offloading, LMCache, batched copies of single pages, the limit
+of the machine, and an engine without offloading."""
 
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

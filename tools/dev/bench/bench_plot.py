@@ -10,13 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...commands.bench.bench_results import LIMIT, NONE, OURS, PAGES, VLLM
+from ...commands.bench.bench_results import LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM
 from ...commands.picture import DARK, INK, LIGHT, MIDDLE, PALE, head, new_figure, save, tidy
 
-COLOURS = {OURS: DARK, VLLM: MIDDLE, PAGES: "#e9b98f", LIMIT: PALE, NONE: LIGHT}
+COLOURS = {
+    OURS: DARK,
+    VLLM: MIDDLE,
+    LMCACHE: "#5a7d5a",
+    PAGES: "#e9b98f",
+    LIMIT: PALE,
+    NONE: LIGHT,
+}
 NAMES = {
     OURS: "kvcascade",
     VLLM: "vLLM's own",
+    LMCACHE: "LMCache",
     PAGES: "copy per page",
     LIMIT: "limit of the machine",
     NONE: "without offloading",

@@ -12,9 +12,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from ...commands.bench.bench_results import KIB, OURS, VLLM, BenchError, Goal, Quantity
+from ...commands.bench.bench_results import (
+    KIB,
+    LMCACHE,
+    OURS,
+    VLLM,
+    BenchError,
+    Goal,
+    Quantity,
+)
+from .lmcache_peer import LMCacheTiers, is_measured
 from .measurement import Case, Figures, Measurement, MeasurementSetup
 from .transfer_bench import SEED, TransferBench
 
@@ -125,8 +134,54 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 """Each fault, and the weights of the engine that is opened after it."""
 
-Opened = Callable[["torch.Tensor", str], "Engine"]
-"""Function that opens an engine over a device, with weights of this name."""
+
+class Cache(Protocol):
+    """A contender's open cache over the memory of a device."""
+
+    def store(self, keys: Sequence[Key]) -> None:
+        """Store all blocks of the device, and wait until they are on disk."""
+
+    def offer(self, keys: Sequence[Key]) -> None:
+        """Offer all blocks once more, and wait until those that it takes are on disk."""
+
+    def ask(self, keys: Sequence[Key]) -> list[int]:
+        """Ask for each block by itself; return the numbers of those loaded to the device."""
+
+    def close(self) -> None:
+        """Close the cache."""
+
+
+class EngineCache:
+    """Cache of an engine that is driven by the calls of vLLM's scheduler."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def store(self, keys: Sequence[Key]) -> None:
+        """Store all blocks of the device, and wait until they are on disk."""
+        from .vllm_steps import idle, write_down
+
+        write_down(self._engine, keys, idle)
+
+    def offer(self, keys: Sequence[Key]) -> None:
+        """Offer all blocks once more, and wait until those that it takes are on disk."""
+        from .vllm_steps import offer
+
+        offer(self._engine, keys, LIMIT_S)
+
+    def ask(self, keys: Sequence[Key]) -> list[int]:
+        """Ask for each block by itself; return the numbers of those loaded to the device."""
+        from .vllm_steps import ask_for_all
+
+        return ask_for_all(self._engine, keys, LIMIT_S)
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._engine.close()
+
+
+Opened = Callable[["torch.Tensor", str], Cache]
+"""Function that opens a contender's cache over a device, with weights of this name."""
 
 
 class FaultBench(TransferBench):
@@ -135,51 +190,52 @@ class FaultBench(TransferBench):
     def __init__(self, setup: MeasurementSetup, fault: Fault, weights: str) -> None:
         super().__init__(setup, BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
         self._fault, self._weights = fault, weights
+        self._lmcache_python = setup.lmcache_python
 
-    def ours_with(self, device: torch.Tensor, weights: str) -> Engine:
-        """Return our engine, which is told its weights."""
-        return self.ours(device, weights)
+    def ours_with(self, device: torch.Tensor, weights: str) -> Cache:
+        """Return our cache, which is told its weights."""
+        return EngineCache(self.ours(device, weights))
 
-    def vllm_with(self, device: torch.Tensor, weights: str) -> Engine:
-        """Return vLLM's engine; its files do not depend on the weights."""
-        return self.vllm(device)
+    def vllm_with(self, device: torch.Tensor, weights: str) -> Cache:
+        """Return vLLM's cache; its files do not depend on the weights."""
+        return EngineCache(self.vllm(device))
+
+    def lmcache_with(self, device: torch.Tensor, weights: str) -> Cache:
+        """Return LMCache's tiers; their files do not depend on the weights."""
+        assert self._lmcache_python is not None
+        return LMCacheTiers(self._lmcache_python, device, self.folders[0])
 
     def run(self, opened: Opened) -> Figures:
         """Store, damage, read; then store again, and read again."""
         from .vllm_calls import random_keys
-        from .vllm_steps import fill_pattern, offer
+        from .vllm_steps import fill_pattern
 
         keys = random_keys(self.blocks)
         with self.fresh():
             device = self.device()
-            self._store(opened(device, SAME), keys)
+            with closing(opened(device, SAME)) as cache:
+                cache.store(keys)
             self._fault(places(self.folders, device)[:DAMAGED])
             right = device.clone()
             if self._weights != SAME:
                 fill_pattern(right, SEED + 1)
-            wrong, found = self._read(opened(device, self._weights), keys, right)
+            wrong, found = self._read(opened, device, keys, right)
             device.copy_(right)
-            with closing(opened(device, self._weights)) as engine:
-                offer(engine, keys, LIMIT_S)
-            more_wrong, again = self._read(opened(device, self._weights), keys, right)
+            with closing(opened(device, self._weights)) as cache:
+                cache.offer(keys)
+            more_wrong, again = self._read(opened, device, keys, right)
         return {WRONG: wrong + more_wrong, FOUND: found, AGAIN: again}
 
-    def _store(self, engine: Engine, keys: list[Key]) -> None:
-        from .vllm_steps import idle, write_down
-
-        with closing(engine):
-            write_down(engine, keys, idle)
-
-    def _read(self, engine: Engine, keys: list[Key], right: torch.Tensor) -> tuple[int, int]:
+    def _read(
+        self, opened: Opened, device: torch.Tensor, keys: list[Key], right: torch.Tensor
+    ) -> tuple[int, int]:
         """Return how many blocks came with wrong bytes, and how many with right ones."""
         import torch
 
-        from .vllm_steps import ask_for_all
-
-        engine.device.zero_()
-        with closing(engine):
-            came = ask_for_all(engine, keys, LIMIT_S)
-        is_right = [torch.equal(engine.device[number], right[number]) for number in came]
+        device.zero_()
+        with closing(opened(device, self._weights)) as cache:
+            came = cache.ask(keys)
+        is_right = [torch.equal(device[number], right[number]) for number in came]
         return is_right.count(False), is_right.count(True)
 
 
@@ -197,12 +253,15 @@ def _write(place: Place, data: bytes) -> None:
 
 def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     """Yield a case per fault."""
+    has_lmcache = is_measured(setup)
     for label, (fault, weights) in FAULTS.items():
         bench = FaultBench(setup, fault, weights)
         contenders = {
             OURS: partial(bench.run, bench.ours_with),
             VLLM: partial(bench.run, bench.vllm_with),
         }
+        if has_lmcache:
+            contenders[LMCACHE] = partial(bench.run, bench.lmcache_with)
         yield Case(label, contenders, QUANTITIES, repeats=1)
 
 

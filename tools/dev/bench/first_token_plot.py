@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...commands.bench.bench_results import NONE, OURS, VLLM
+from ...commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM
 from ...commands.bench.machine_facts import headline
-from ...commands.picture import DARK, DIM, INK, MIDDLE, PALE, head, new_figure, save, tidy
+from ...commands.picture import DARK, DIM, INK, LIGHT, MIDDLE, PALE, head, new_figure, save, tidy
 from .engine.first_token import MOMENTS, NAME, TTFT
 
 BARS = (
     (NONE, "vLLM without offloading", PALE),
     (VLLM, "vLLM's own tiering (CPU, fs)", MIDDLE),
+    (LMCACHE, "LMCache (CPU, fs_native)", LIGHT),
     (OURS, "kvcascade", DARK),
 )
-"""Contenders, their names, and their colours."""
-WIDTH = 0.27
+"""Contenders, their names, and their colours; those without figures are left out."""
+GROUP_WIDTH, GAP = 0.87, 0.02
+"""Width of the bars of one moment with their gaps, and of a gap."""
 TITLE = "Time to the first token of a long prompt, in milliseconds"
 
 
@@ -39,10 +41,12 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     case, found = medians(document)
     figure = new_figure(9.6, 4.0)
     axes = figure.add_axes((0.015, 0.155, 0.97, 0.58))
-    for place, (who, name, colour) in enumerate(BARS):
-        at = [group + (place - 1) * (WIDTH + 0.02) for group in range(len(MOMENTS))]
+    there = [bar for bar in BARS if any(bar[0] in found[moment] for moment in MOMENTS)]
+    step = GROUP_WIDTH / len(there)
+    for place, (who, name, colour) in enumerate(there):
+        at = [group + (place - (len(there) - 1) / 2) * step for group in range(len(MOMENTS))]
         heights = [found[moment].get(who, 0.0) for moment in MOMENTS]
-        bars = axes.bar(at, heights, width=WIDTH, color=colour, label=name)
+        bars = axes.bar(at, heights, width=step - GAP, color=colour, label=name)
         axes.bar_label(bars, fmt="{:,.0f}", fontsize=9.5, color=INK, padding=2)
     axes.set_xticks(range(len(MOMENTS)), MOMENTS)
     axes.set_yticks([])
@@ -50,8 +54,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     tidy(axes)
     axes.tick_params(axis="x", labelsize=11)
     axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.008, 1.0), ncols=3, frameon=False, fontsize=10,
-        handlelength=0.9, handleheight=0.9, columnspacing=1.6, handletextpad=0.5,
+        loc="lower left", bbox_to_anchor=(-0.008, 1.0), ncols=len(there), frameon=False,
+        fontsize=10, handlelength=0.9, handleheight=0.9, columnspacing=1.6, handletextpad=0.5,
     )  # fmt: skip
     repeats = f"median of {document['repeats']}" if document["repeats"] > 1 else "one run"
     head(figure, TITLE, f"{case}; {repeats}; the device's cache holds a third of them")

@@ -40,6 +40,8 @@ class MeasurementSetup:
     remedy."""
     has_time: Callable[[], bool] = lambda: True
     """Function that returns False if no new work may begin."""
+    lmcache_python: Path | None = None
+    """Python of an environment with LMCache, if one was named."""
 
 
 @dataclass(frozen=True, slots=True)

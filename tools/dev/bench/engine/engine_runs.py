@@ -23,9 +23,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ....commands.bench.bench_results import NONE, OURS, VLLM, BenchError, quantile
+from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, BenchError, quantile
 from ...demo import disk
-from ...server import CPU_ENVIRONMENT, ENVIRONMENT, GPU_OPTIONS, ServerError, ServerProcess
+from ...server import (
+    COMMAND,
+    CPU_ENVIRONMENT,
+    ENVIRONMENT,
+    GPU_OPTIONS,
+    ServerError,
+    ServerProcess,
+)
+from ..lmcache_peer import QUIET, transfer_config
 from ..measurement import Say
 from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
@@ -136,10 +144,13 @@ class FreshRounds:
 class Servers:
     """Servers of every contender, with one folder on the disk for each."""
 
-    def __init__(self, folder: Path, on_cpu: bool, say: Say) -> None:
+    def __init__(
+        self, folder: Path, on_cpu: bool, say: Say, lmcache_python: Path | None = None
+    ) -> None:
         self._folder = folder
         self._on_cpu = on_cpu
         self._say = say
+        self._lmcache_python = lmcache_python
         self._started = 0
 
     @contextmanager
@@ -150,9 +161,9 @@ class Servers:
         self._started += 1
         self._say(f"{contender}: starting server {self._started}")
         log = self._folder / f"server-{self._started}.log"
-        environment = {**ENVIRONMENT, **(_cpu_environment() if self._on_cpu else {})}
+        environment = {**ENVIRONMENT, **QUIET, **(_cpu_environment() if self._on_cpu else {})}
         try:
-            with ServerProcess(log, options, environment) as server:
+            with ServerProcess(log, options, environment, self._command(contender)) as server:
                 server.ready()
                 server.complete_all(warm_up, ANSWER_TOKENS, 1)
                 self._say(f"{contender}: server {self._started} answers")
@@ -173,9 +184,9 @@ class Servers:
             shutil.rmtree(folder, ignore_errors=True)
 
     def options(
-        self, model: Path, tokens_max: int, device_blocks: int, extra: dict[str, Any] | None
+        self, model: Path, tokens_max: int, device_blocks: int, transfer: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return the arguments of a server; `extra` is the result of `offloading`."""
+        """Return the arguments of a server; `transfer` is the result of `transfer`."""
         found: dict[str, Any] = {
             "model": str(model),
             "dtype": "float32",
@@ -187,21 +198,34 @@ class Servers:
         }
         if not self._on_cpu:
             found |= GPU_OPTIONS
-        if extra is not None:
-            found["kv_transfer_config"] = {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-            }
+        if transfer is not None:
+            found["kv_transfer_config"] = transfer
         return found
 
-    def offloading(
+    def transfer(
         self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the `kv_connector_extra_config` of a contender; `nvme` has further options of the
-        NVMe tier."""
+        """Return the `kv_transfer_config` of a contender; `nvme` has further options of our NVMe
+        tier."""
         if contender == NONE:
             return None
+        if contender == LMCACHE:
+            return transfer_config(folder, cpu_bytes, self._on_cpu)
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": self._offloading(contender, folder, cpu_bytes, nvme),
+        }
+
+    def _command(self, contender: str) -> Sequence[str]:
+        if contender != LMCACHE:
+            return COMMAND
+        assert self._lmcache_python is not None
+        return (str(self._lmcache_python), *COMMAND[1:])
+
+    def _offloading(
+        self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
+    ) -> dict[str, Any]:
         if contender == VLLM:
             own = {"spec_name": "TieringOffloadingSpec"}
             if self._on_cpu:
@@ -335,7 +359,7 @@ class EngineRuns:
             self._model,
             scale.prompt_tokens_max,
             scale.prompt_tokens_max // BLOCK_TOKENS + DEVICE_SPARE_BLOCKS,
-            self._servers.offloading(contender, folder, cpu_bytes, nvme),
+            self._servers.transfer(contender, folder, cpu_bytes, nvme),
         )
         return options | {"max_num_batched_tokens": scale.prompt_tokens_max}
 

@@ -15,8 +15,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....commands.bench.bench_results import NONE, OURS, VLLM, Goal, Quantity, quantile
+from ....commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM, Goal, Quantity, quantile
 from ...server import Completion, ServerProcess, is_on_cpu
+from ..lmcache_peer import is_measured
 from ..measurement import Case, Figures, Measurement, MeasurementSetup
 from ..scale import BLOCK_TOKENS, RestartScale
 from .restart import (
@@ -40,8 +41,8 @@ NAME = "first_token"
 MOMENTS = ("cold", "warm", "after a restart", "after kill -9")
 """Moments at which the requests are sent, in order."""
 TTFT, COMPUTED = "TTFT p50", "tokens computed"
-ORDER = (NONE, VLLM, OURS)
-"""Contenders, in the order in which they start."""
+ORDER = (NONE, VLLM, LMCACHE, OURS)
+"""Contenders, in the order in which they start; LMCache only where it is installed."""
 UNLIKE = Quantity("tokens unlike those of the engine asked first", "", (Goal(0),))
 LAYERS, DOCUMENTS, DEVICE_DOCUMENTS = 8, 6, 2
 """Largest numbers of layers of the model and of documents; number of documents that the device
@@ -79,11 +80,13 @@ class Lifetimes:
         servers: Servers,
         model: Path,
         scale: RestartScale,
+        contenders: Sequence[str] = ORDER,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._servers = servers
         self._model = model
         self._scale = scale
+        self._contenders = contenders
         self._sleep = sleep
         self._prompts = [with_tail(text, f"tail {i}") for i, text in enumerate(documents(scale))]
         self._expected: Sequence[Sequence[int]] = ()
@@ -101,7 +104,7 @@ class Lifetimes:
         """Send the requests at all `MOMENTS`."""
         from .engine_runs import REST_S
 
-        passes: dict[str, list[list[Completion]]] = {name: [] for name in ORDER}
+        passes: dict[str, list[list[Completion]]] = {name: [] for name in self._contenders}
         with ExitStack() as disks:
             options = {
                 name: options_of(
@@ -112,7 +115,7 @@ class Lifetimes:
                     disks.enter_context(self._servers.disk(name)),
                     self._scale.large_cpu_bytes,
                 )
-                for name in ORDER
+                for name in self._contenders
             }
             for number, (rounds, end) in enumerate(LIVES):
                 warm_up = _warm_up(self._scale, number)
@@ -121,7 +124,7 @@ class Lifetimes:
                         name: running.enter_context(
                             self._servers.running(name, options[name], warm_up)
                         )
-                        for name in ORDER
+                        for name in self._contenders
                     }
                     for _ in range(rounds):
                         for name, answers in self._ask(servers).items():
@@ -182,11 +185,12 @@ def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
     from .engine_runs import Servers
 
     scale = scale_of(setup.scale.restart)
-    servers = Servers(setup.folder, is_on_cpu(), setup.say)
-    lifetimes = Lifetimes(servers, make_model(setup.folder, scale), scale)
+    contenders = ORDER if is_measured(setup) else tuple(who for who in ORDER if who != LMCACHE)
+    servers = Servers(setup.folder, is_on_cpu(), setup.say, setup.lmcache_python)
+    lifetimes = Lifetimes(servers, make_model(setup.folder, scale), scale, contenders)
     yield Case(
         f"{scale.documents} documents of {scale.document_blocks * BLOCK_TOKENS:,} tokens",
-        {name: partial(lifetimes.figures, name) for name in ORDER},
+        {name: partial(lifetimes.figures, name) for name in contenders},
         repeats=setup.scale.engine_repeats,
     )
 
@@ -195,13 +199,15 @@ MEASUREMENT = Measurement(
     NAME,
     "Time to the first token: cold, warm, after a restart, after kill -9",
     "vLLM's OpenAI server with its default flags: without offloading, with vLLM's "
-    "TieringOffloadingSpec and its fs tier, and with kvcascade in its default configuration, side "
-    "by side. The same requests come four times, one at a time, and each goes to all three in "
-    "turn, while the others are idle; the device holds "
+    "TieringOffloadingSpec and its fs tier, with LMCache's server where it is installed, and with "
+    "kvcascade in its default configuration, side by side. The same requests come four times, one "
+    "at a time, and each goes to all in turn, while the others are idle; the device holds "
     f"{DEVICE_DOCUMENTS} of the {DOCUMENTS} documents, the CPU tier all of them. After a restart: "
     "SIGTERM after 8 s of rest, and a new server. After kill -9: all processes of that server are "
     "killed after 8 s of rest. A new server answers another prompt first. Each request has "
-    f"{TAIL_TOKENS} tokens after the document that fill no block.",
+    f"{TAIL_TOKENS} tokens after the document that fill no block. LMCache writes by its adapter "
+    "fs_native with direct I/O, in chunks of one block; its server starts and ends with the engine, "
+    "as the CPU tiers of the others do.",
     quantities(),
     cases,
 )

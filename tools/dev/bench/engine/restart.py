@@ -116,7 +116,7 @@ def options_of(
         model,
         scale.prompt_tokens_max,
         scale.device_documents * (scale.document_blocks + 2),
-        servers.offloading(contender, folder, cpu_bytes, nvme),
+        servers.transfer(contender, folder, cpu_bytes, nvme),
     )
 
 
