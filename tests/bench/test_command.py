@@ -55,13 +55,24 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["bench"]) == 0
     words = "bench --quick --only busy --only manager --repeats 3 --nvme io_threads=8"
     more = "--nvme policy=arc --path /mnt --out here --plot x.png --json --minutes 7"
-    assert main([*words.split(), *more.split()]) == 0
+    peer = "--lmcache-python python"
+    assert main([*words.split(), *more.split(), *peer.split()]) == 0
     nvme = {"io_threads": 8, "policy": "arc"}
     places = (Path("/mnt"), Path("here"), Path("x.png"))
     assert asked == [
         BenchOptions(),
-        BenchOptions(True, ("busy", "manager"), 3, nvme, *places, as_json=True, minutes=7.0),
+        BenchOptions(
+            True,
+            ("busy", "manager"),
+            3,
+            nvme,
+            *places,
+            as_json=True,
+            minutes=7.0,
+            lmcache_python=Path("python"),
+        ),
     ]
+    assert "--lmcache-python PYTHON" in bench.command_of(asked[1])
 
 
 def test_measurements_on_a_gpu_are_bounded_in_time(

@@ -10,7 +10,7 @@ import pytest
 
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
-from kvcascade.tools.commands.bench.bench_results import NONE, OURS, VLLM
+from kvcascade.tools.commands.bench.bench_results import GIB, LMCACHE, NONE, OURS, VLLM
 from kvcascade.tools.dev.bench.engine import gpu_engine
 from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT
 from kvcascade.tools.dev.bench.engine.engine_runs import (
@@ -26,6 +26,7 @@ from kvcascade.tools.dev.bench.engine.engine_runs import (
 )
 from kvcascade.tools.dev.bench.measurement import MeasurementSetup
 from kvcascade.tools.dev.bench.scale import BLOCK_TOKENS, SMOKE, EngineScale
+from kvcascade.tools.dev.server import COMMAND
 
 SCALE = EngineScale(prefixes=3, prefix_blocks=4)
 
@@ -110,16 +111,25 @@ def test_the_engine_on_a_gpu_is_left_out_in_words(
 def test_engines_differ_in_their_offloading_only(tmp_path: Path, on_cpu: bool) -> None:
     options = {
         name: runs(tmp_path, on_cpu)._options(name, tmp_path / "kv", 0.5)
-        for name in (NONE, VLLM, OURS)
+        for name in (NONE, VLLM, LMCACHE, OURS)
     }
     transfers = {name: each.pop("kv_transfer_config", None) for name, each in options.items()}
-    assert options[NONE] == options[VLLM] == options[OURS]
+    assert all(each == options[NONE] for each in options.values())
     assert transfers[NONE] is None
     assert ("gpu_memory_utilization" in options[NONE]) is not on_cpu
     theirs = transfers[VLLM]["kv_connector_extra_config"]
     ours = parse(dict(transfers[OURS]["kv_connector_extra_config"]), known_names())
     assert ours.cpu.capacity.of(0) == theirs["cpu_bytes_to_use"], "as much memory for both"
+    server = transfers[LMCACHE]["kv_connector_extra_config"]["lmcache.mp.autostart.server_args"]
+    assert f"--l1-size-gb {theirs['cpu_bytes_to_use'] / GIB}" in server
+    assert ("engine_driven" in server) is on_cpu
     assert theirs["spec_name"] == ("CpuTieringSpec" if on_cpu else "TieringOffloadingSpec")
+
+
+def test_lmcache_runs_in_the_python_that_was_named(tmp_path: Path) -> None:
+    servers = Servers(tmp_path, True, lambda line: None, Path("/elsewhere/python"))
+    assert servers._command(LMCACHE) == ("/elsewhere/python", *COMMAND[1:])
+    assert servers._command(OURS) == COMMAND
 
 
 def test_figures_have_rows() -> None:

@@ -11,7 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from kvcascade.tools.commands.bench.bench_results import NONE, OURS, VLLM, Row, Table, document
+from kvcascade.tools.commands.bench.bench_results import (
+    LMCACHE,
+    NONE,
+    OURS,
+    VLLM,
+    Row,
+    Table,
+    document,
+)
+from kvcascade.tools.dev.bench.engine import first_token
 from kvcascade.tools.dev.bench.engine.engine_runs import IDLE_AFTER_S, Servers
 from kvcascade.tools.dev.bench.engine.first_token import (
     MEASUREMENT,
@@ -23,6 +32,7 @@ from kvcascade.tools.dev.bench.engine.first_token import (
     scale_of,
 )
 from kvcascade.tools.dev.bench.first_token_plot import draw, medians
+from kvcascade.tools.dev.bench.measurement import MeasurementSetup
 from kvcascade.tools.dev.bench.scale import FULL, SMOKE
 from kvcascade.tools.dev.server import Completion, ServerProcess
 
@@ -88,7 +98,7 @@ def lifetimes(servers: RememberingServers) -> Lifetimes:
         if seconds > IDLE_AFTER_S:
             servers.events.append("rest")
 
-    return Lifetimes(servers, servers.folder / "model", SCALE, rest)
+    return Lifetimes(servers, servers.folder / "model", SCALE, sleep=rest)
 
 
 def test_three_servers_over_each_cache_get_the_same_requests(tmp_path: Path) -> None:
@@ -170,6 +180,24 @@ def test_the_picture_has_a_bar_for_each_contender_and_moment(tmp_path: Path) -> 
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     draw(saved({NONE: 9.0, VLLM: 9.0, OURS: 9.0}), tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() != (tmp_path / "b.svg").read_bytes()
+    assert "LMCache" not in (tmp_path / "b.svg").read_text()
+
+
+def test_the_picture_has_a_bar_for_lmcache_where_it_was_measured(tmp_path: Path) -> None:
+    draw(saved({NONE: 1234.0, VLLM: 200.0, LMCACHE: 300.0, OURS: 100.0}), tmp_path / "a.svg")
+    assert "LMCache" in (tmp_path / "a.svg").read_text()
+
+
+def test_lmcache_is_left_out_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_token, "make_model", lambda folder, scale: folder / "model")
+    for python, missing in ((None, {LMCACHE}), (Path("python"), set[str]())):
+        notes: list[str] = []
+        setup = MeasurementSetup(
+            tmp_path, SMOKE, lambda line: None, note=notes.append, lmcache_python=python
+        )
+        (case,) = first_token.cases(setup)
+        assert {*ORDER} - {*case.contenders} == missing
+        assert len(notes) == len(missing) and all("--lmcache-python" in note for note in notes)
 
 
 def test_a_run_of_something_else_is_refused() -> None:

@@ -206,8 +206,8 @@ MEASUREMENT = Measurement(
     "SIGTERM after 8 s of rest, and a new server. After kill -9: all processes of that server are "
     "killed after 8 s of rest. A new server answers another prompt first. Each request has "
     f"{TAIL_TOKENS} tokens after the document that fill no block. LMCache writes by its adapter "
-    "fs_native with direct I/O, in chunks of one block; its server starts and ends with the engine, "
-    "as the CPU tiers of the others do.",
+    "fs_native with direct I/O, in chunks of one block; its server starts and ends with the "
+    "engine, as the CPU tiers of the others do.",
     quantities(),
     cases,
 )
