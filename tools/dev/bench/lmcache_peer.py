@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....tiers.cpu.arena import DEFAULT_ARENA_DIR
 from ...commands.bench.bench_results import GIB, BenchError
 from ..server import LOG_LINES_SHOWN, free_port
 from .scale import BLOCK_TOKENS
@@ -54,7 +55,8 @@ def is_measured(setup: MeasurementSetup) -> bool:
 def transfer_config(folder: Path, memory_bytes: int, on_cpu: bool) -> dict[str, Any]:
     """Return the `kv_transfer_config` of an engine that starts LMCache's server and ends it.
 
-    A chunk is one block, so that it caches as many tokens of a prompt as the others.
+    A chunk is one block, so that it caches as many tokens of a prompt as the others. On CPU the
+    memory tier is shared memory, which `remove_memory` removes.
     """
     server = [
         *("--chunk-size", str(BLOCK_TOKENS)),
@@ -63,7 +65,7 @@ def transfer_config(folder: Path, memory_bytes: int, on_cpu: bool) -> dict[str, 
         *("--l2-adapter", json.dumps(adapter(folder))),
     ]
     if on_cpu:  # with its default the engine hangs there
-        server += ["--supported-transfer-mode", "engine_driven"]
+        server += ["--supported-transfer-mode", "engine_driven", "--shm-name", _memory_name(folder)]
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -75,6 +77,15 @@ def transfer_config(folder: Path, memory_bytes: int, on_cpu: bool) -> dict[str, 
             "lmcache.mp.autostart.server_args": shlex.join(server),
         },
     }
+
+
+def remove_memory(folder: Path) -> None:
+    """Remove the shared memory that a killed server with this folder leaves."""
+    (Path(DEFAULT_ARENA_DIR) / f"lmcache_l1_pool_{_memory_name(folder)}").unlink(missing_ok=True)
+
+
+def _memory_name(folder: Path) -> str:
+    return f"{folder.name}-{os.getpid()}"
 
 
 def adapter(folder: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ...server import (
     ServerError,
     ServerProcess,
 )
-from ..lmcache_peer import QUIET, transfer_config
+from ..lmcache_peer import QUIET, remove_memory, transfer_config
 from ..measurement import Say
 from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
@@ -182,6 +182,8 @@ class Servers:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            if contender == LMCACHE:
+                remove_memory(folder)
 
     def options(
         self, model: Path, tokens_max: int, device_blocks: int, transfer: dict[str, Any] | None
