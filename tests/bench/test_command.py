@@ -69,7 +69,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
             *places,
             as_json=True,
             minutes=7.0,
-            lmcache_python=Path("python"),
+            lmcache_python=Path("python").absolute(),
         ),
     ]
     assert "--lmcache-python PYTHON" in bench.command_of(asked[1])

@@ -11,6 +11,7 @@ import pytest
 from kvcascade.config.schema import parse
 from kvcascade.tiers.policies import known_names
 from kvcascade.tools.commands.bench.bench_results import GIB, LMCACHE, NONE, OURS, VLLM
+from kvcascade.tools.dev.bench import lmcache_peer
 from kvcascade.tools.dev.bench.engine import gpu_engine
 from kvcascade.tools.dev.bench.engine.engine import MEASUREMENT
 from kvcascade.tools.dev.bench.engine.engine_runs import (
@@ -130,6 +131,21 @@ def test_lmcache_runs_in_the_python_that_was_named(tmp_path: Path) -> None:
     servers = Servers(tmp_path, True, lambda line: None, Path("/elsewhere/python"))
     assert servers._command(LMCACHE) == ("/elsewhere/python", *COMMAND[1:])
     assert servers._command(OURS) == COMMAND
+
+
+def test_the_memory_that_a_killed_server_of_lmcache_leaves_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmcache_peer, "DEFAULT_ARENA_DIR", str(tmp_path))
+    servers = Servers(tmp_path, True, lambda line: None)
+    with servers.disk(LMCACHE) as folder:
+        config = servers.transfer(LMCACHE, folder, GIB, {})
+        assert config is not None
+        server = config["kv_connector_extra_config"]["lmcache.mp.autostart.server_args"]
+        name = server.split()[server.split().index("--shm-name") + 1]
+        left = tmp_path / f"lmcache_l1_pool_{name}"
+        left.write_bytes(b"memory")
+    assert not left.exists()
 
 
 def test_figures_have_rows() -> None:

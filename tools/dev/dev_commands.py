@@ -147,9 +147,8 @@ def bench(
         return
     options = dict(nvme or ())
     names = tuple(only or ())
-    asked = BenchOptions(
-        quick, names, repeats, options, path, out, plot, as_json, minutes, lmcache_python
-    )
+    python = lmcache_python and lmcache_python.absolute()  # servers have other working folders
+    asked = BenchOptions(quick, names, repeats, options, path, out, plot, as_json, minutes, python)
     raise typer.Exit(run(asked))
 
 

@@ -1,7 +1,7 @@
 """LMCache, which is measured where an environment of its own has it: its version, its options.
 
-Its dependencies exclude ours, so a second Python runs it. Both start LMCache's cache server in its
-fastest way here: direct I/O by the adapter `fs_native`.
+It asks for older packages than the ones pinned here, so a second Python runs it. Its disk tier is
+the adapter `fs_native` with direct I/O, the fastest one here.
 """
 
 from __future__ import annotations
