@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ...commands.bench.bench_results import LMCACHE, NONE, OURS, VLLM
@@ -20,6 +21,8 @@ BARS = (
 """Contenders, their names, and their colours; those without figures are left out."""
 GROUP_WIDTH, GAP = 0.87, 0.02
 """Width of the bars of one moment with their gaps, and of a gap."""
+FACTS_COLUMNS = 180
+"""Longest line of facts that fits into the width."""
 TITLE = "Time to the first token of a long prompt, in milliseconds"
 
 
@@ -61,5 +64,6 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     head(figure, TITLE, f"{case}; {repeats}; the device's cache holds a third of them")
     load = document["machine"]["load_average"][0]
     facts = f"{document['command']}: load {load:.1f} at the start; {headline(dict(document))}"
+    facts = fill(facts, FACTS_COLUMNS)
     figure.text(0.015, 0.03, facts, fontsize=7.5, color=DIM, parse_math=False)
     save(figure, path)
