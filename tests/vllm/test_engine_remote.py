@@ -117,8 +117,8 @@ def test_engines_in_networks_of_their_own(tmp_path: Path) -> None:
         stack.callback(server.kill)
 
         def engine(host: OtherHost) -> Engine:
-            extra = {"tiers": tiers(shared, server.port, None, host.peer, **given)}
-            extra |= {"load_or_recompute": False}
+            extra: dict[str, Any] = {"load_or_recompute": False}
+            extra["tiers"] = tiers(shared, server.port, None, host.peer, **given)
             return Engine(tmp_path / "engine.log", engine_options(model, 160, extra), host.network)
 
         with engine(hosts[0]) as first:

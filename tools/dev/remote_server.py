@@ -24,12 +24,14 @@ REQUEST_LIMIT_S = 30.0
 
 
 @contextmanager
-def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+def listening(
+    command: Sequence[str], port: int, host: str = HOST
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server until the end. Raises `ServerError` if it does not listen in time."""
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         ends_s = time.monotonic() + START_LIMIT_S
-        while not _accepts(port):
+        while not _accepts(port, host):
             if running.poll() is not None or time.monotonic() > ends_s:
                 raise ServerError(f"{command[0]} does not start")
             time.sleep(POLL_S)
@@ -39,9 +41,9 @@ def listening(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[by
         running.wait()
 
 
-def _accepts(port: int) -> bool:
+def _accepts(port: int, host: str) -> bool:
     try:
-        socket.create_connection((HOST, port), 1.0).close()
+        socket.create_connection((host, port), 1.0).close()
     except OSError:
         return False
     return True
@@ -52,9 +54,9 @@ def valkey_binary() -> str | None:
     return shutil.which("valkey-server") or shutil.which("redis-server")
 
 
-def valkey_command(binary: str, port: int) -> list[str]:
+def valkey_command(binary: str, port: int, host: str = HOST) -> list[str]:
     """Return the command of a server without persistence."""
-    return [binary, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no"]
+    return [binary, "--port", str(port), "--bind", host, "--save", "", "--appendonly", "no"]
 
 
 @contextmanager
