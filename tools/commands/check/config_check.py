@@ -37,7 +37,7 @@ PROBE_BYTES = 128 << 20
 MAX_PROBE_SHARE = 8
 """Divisor of the free memory that gives the largest probe."""
 PROBE_PIECES = 4
-SCAN_S_PER_ENTRY = 9.1 / 4_000_000
+SCAN_S_PER_ENTRY = 3.6 / 4_000_000
 """Seconds per index entry of the scan after a loss of power, which checks and reads each entry
 once; measured at 4 million entries (docs/decisions/opening.md)."""
 OPEN_S = 0.22
