@@ -105,7 +105,10 @@ def test_a_second_engine_finds_what_the_first_one_computed(
 
 
 def test_engines_in_networks_of_their_own(tmp_path: Path) -> None:
-    """Two hosts that reach nothing but the server, which is on a third one."""
+    """Two hosts that reach nothing but the server, which is on a third one.
+
+    The second one finds as much as the first one has on its own.
+    """
     model, asked = make_llama(tmp_path / "llama"), prompts()[:2]
     given: dict[str, Any] = {"writes": "through", "insecure": True}
     with ExitStack() as stack:
@@ -125,9 +128,12 @@ def test_engines_in_networks_of_their_own(tmp_path: Path) -> None:
             expected = tokens(first.generate(asked))
             blocks = len(asked) * (CACHED_TOKENS // BLOCK_TOKENS)
             wait_until(lambda: has_written(first, blocks), ROUNDS_MAX, ROUND_S)
+            local = first.generate(asked)
             first.stop()
         with engine(hosts[1]) as second:
             answers = second.generate(asked)
-            assert tokens(answers) == expected
-            assert [answer["cached"] for answer in answers] == [CACHED_TOKENS] * len(asked)
+            assert tokens(answers) == tokens(local) == expected
+            for found in (local, answers):
+                assert [answer["cached"] for answer in found] == [CACHED_TOKENS] * len(asked)
+            assert second.metrics()[READ] == blocks
             second.stop()
