@@ -3,10 +3,9 @@
     python -m kvcascade.tools.dev.bench.remote_ttft --out FOLDER
 
 Two of vLLM's servers with a small model run side by side: "remote" has a CPU tier and a remote
-tier, "none" has the CPU tier alone. Requests come one at a time, to both in turn. A third server
-has filled the remote tier before with other prompts. The server of the remote tier is in a network
-namespace, so that its link can be limited. That needs root, `ip`, `tc`, and redis-server or
-valkey-server on the PATH (or --binary).
+tier, "none" has the CPU tier alone. Each prompt goes to both in turn. A server before them has
+filled the remote tier. The tier's own server is on a host of its own, behind a link that can be
+limited. That needs root, `ip`, `tc`, and redis-server or valkey-server on the PATH (or --binary).
 """
 
 from __future__ import annotations
@@ -14,221 +13,180 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from ..model import make_llama
+from ..other_host import OtherHost, other_host
 from ..remote_server import listening, valkey_binary, valkey_command
-from ..server import (
-    CPU_ENVIRONMENT,
-    ENVIRONMENT,
-    GPU_OPTIONS,
-    Completion,
-    ServerProcess,
-    free_port,
-    is_on_cpu,
-    write_tokenizer,
+from ..server import Completion, ServerProcess, free_port, is_on_cpu, write_tokenizer
+from .engine.engine_runs import (
+    ANSWER_TOKENS,
+    IDLE_AFTER_S,
+    VOCABULARY,
+    Prompt,
+    Servers,
+    fresh_prompts,
 )
-from .engine.engine_runs import IDLE_AFTER_S
+from .scale import EngineScale
 
-NETWORK = "10.215.0"
-VOCABULARY, BLOCK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 1024, 32, 1000, 2
-WHOLE_TOKENS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+SCALE = EngineScale(prefix_blocks=31)
+DEVICE_BLOCKS = 100
 DEADLINE_S = 2.0
 SLOW_LINK = "100mbit"
 RECOVERY_LIMIT_S, RECOVERY_PAUSE_S = 20.0, 0.5
+RECOVERY_PROMPTS = 40
+WARM_UPS = 3
 WRITTEN = "vllm:kvcascade_demoted_blocks{tier=remote}"
-WRITE_LIMIT_S = 60.0
-Prompt = list[int]
+WRITE_LIMIT_S, WRITE_PAUSE_S = 60.0, 0.1
+REMOTE, NONE = "remote", "none"
+
+Row = dict[str, Any]
+Sleep = Callable[[float], None]
 
 
-class Link:
-    """A network namespace for the server."""
+class Asked(Protocol):
+    """What is asked of a server of vLLM."""
 
-    def __init__(self) -> None:
-        self.name = f"kvb{os.getpid()}"
-        self.address = f"{NETWORK}.2"
+    def complete(self, prompt: Sequence[int], answer_tokens: int) -> Completion:
+        """Return the answer to a prompt."""
 
-    @contextmanager
-    def __call__(self) -> Iterator[Link]:
-        """Make the namespace; it is gone at the end."""
-        here, there = f"{self.name}a", f"{self.name}b"
-        _run("ip", "netns", "add", self.name)
-        try:
-            ends = ("type", "veth", "peer", "name", there, "netns", self.name)
-            _run("ip", "link", "add", here, *ends)
-            _run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", here)
-            _run("ip", "link", "set", here, "up")
-            _run(*self.within, "ip", "addr", "add", f"{self.address}/24", "dev", there)
-            _run(*self.within, "ip", "link", "set", there, "up")
-            yield self
-        finally:
-            _run("ip", "netns", "del", self.name)
 
-    @property
-    def within(self) -> tuple[str, ...]:
-        """Return the begin of a command that runs there."""
-        return "ip", "netns", "exec", self.name
+class Link(Protocol):
+    """A link whose rate can be limited."""
 
     def limit(self, rate: str | None) -> None:
-        """Limit what leaves the server; None: no limit."""
-        device = ("dev", f"{self.name}b", "root")
-        shape = ("tbf", "rate", str(rate), "burst", "64kb", "latency", "500ms")
-        _run(
-            *self.within,
-            "tc",
-            "qdisc",
-            *(("replace", *device, *shape) if rate else ("del", *device)),
-        )
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
-
-
-class Engines:
-    """Servers over one model."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self._folder = folder
-        self._url = url
-        self._model = make_llama(folder / "model", vocab=VOCABULARY)
-        write_tokenizer(self._model, VOCABULARY)
-
-    @contextmanager
-    def running(self, name: str, has_remote: bool) -> Iterator[ServerProcess]:
-        """Run a server that answers, and has answered a prompt."""
-        remote = {"type": "remote", "url": self._url, "insecure": True, "writes": "through"}
-        remote["deadline_s"] = DEADLINE_S
-        tiers = [{"type": "cpu", "capacity": "512MiB"}, *([remote] if has_remote else [])]
-        extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
-        options: dict[str, Any] = {
-            "model": str(self._model),
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "num_gpu_blocks_override": 100,
-            "kv_transfer_config": {
-                "kv_connector": "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {**extra, "tiers": tiers},
-            },
-            **({} if is_on_cpu() else GPU_OPTIONS),
-        }
-        environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if is_on_cpu() else {})}
-        with ServerProcess(self._folder / f"{name}.log", options, environment) as server:
-            server.ready()
-            for prompt in prompts(f"warm up {name}", 3):
-                server.complete(prompt, ANSWER_TOKENS)
-            yield server
-            server.stop()
-
-
-def prompts(name: str, count: int) -> list[Prompt]:
-    """Return prompts that depend only on the name."""
-    source = random.Random(name)
-    return [[source.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
-
-
-def fill(engines: Engines, held: Sequence[Prompt]) -> None:
-    """Have a server compute prompts, and wait until their blocks are in the remote tier."""
-    blocks = WHOLE_TOKENS // BLOCK_TOKENS
-    with engines.running("first", has_remote=True) as server:
-        for number, prompt in enumerate(held, start=1):
-            server.complete(prompt, ANSWER_TOKENS)
-            ends_s = time.monotonic() + WRITE_LIMIT_S
-            while server.metrics().get(WRITTEN, 0) < number * blocks:
-                if time.monotonic() > ends_s:
-                    raise SystemExit("the remote tier does not take the blocks")
+        """Let no more than this rate through; None: no limit."""
 
 
 class Pair:
     """Both servers."""
 
-    def __init__(self, remote: ServerProcess, none: ServerProcess) -> None:
-        self._servers = {"remote": remote, "none": none}
+    def __init__(self, servers: Mapping[str, Asked], sleep: Sleep = time.sleep) -> None:
+        self._servers = servers
+        self._sleep = sleep
 
-    def ask(self, asked: Sequence[Prompt]) -> dict[str, list[Completion]]:
-        """Send each prompt to both in turn, the other one being idle."""
-        found: dict[str, list[Completion]] = {name: [] for name in self._servers}
+    def row(self, case: str, asked: Sequence[Prompt]) -> Row:
+        """Send prompts; return times to the first token, cached tokens and wrong answers."""
+        found: dict[str, list[Completion]] = {REMOTE: [], NONE: []}
         for number, prompt in enumerate(asked):
-            for name in (*self._servers,) if number % 2 else (*reversed(self._servers),):
-                time.sleep(IDLE_AFTER_S)
+            for name in (REMOTE, NONE) if number % 2 else (NONE, REMOTE):
+                self._sleep(IDLE_AFTER_S)
                 found[name].append(self._servers[name].complete(prompt, ANSWER_TOKENS))
-        return found
-
-    def row(self, case: str, asked: Sequence[Prompt]) -> dict[str, Any]:
-        """Send prompts; return times to the first token, cached tokens and wrong tokens."""
-        found = self.ask(asked)
         ms = {name: [1e3 * each.ttft_s for each in answers] for name, answers in found.items()}
-        pairs = list(zip(found["remote"], found["none"], strict=True))
+        pairs = zip(found[REMOTE], found[NONE], strict=True)
         return {
             "case": case,
             "ttft_ms": ms,
             "median_ms": {name: median(values) for name, values in ms.items()},
-            "ratio": median(ms["remote"]) / median(ms["none"]),
-            "cached_tokens": sum(each.cached_tokens for each in found["remote"]),
-            "prompt_tokens": sum(each.prompt_tokens for each in found["remote"]),
-            "wrong_tokens": sum(one.tokens != other.tokens for one, other in pairs),
+            "ratio": median(ms[REMOTE]) / median(ms[NONE]),
+            "cached_tokens": sum(each.cached_tokens for each in found[REMOTE]),
+            "prompt_tokens": sum(map(len, asked)),
+            "wrong_answers": sum(one.tokens != other.tokens for one, other in pairs),
         }
 
-    def recovery_s(self, asked: Sequence[Prompt]) -> float | None:
+    def recovery(self, case: str, asked: Sequence[Prompt]) -> Row:
         """Return the seconds until a prompt comes from the remote tier; None: not in time."""
         began_s = time.monotonic()
         for prompt in asked:
-            if self._servers["remote"].complete(prompt, ANSWER_TOKENS).cached_tokens:
-                return time.monotonic() - began_s
+            if self._servers[REMOTE].complete(prompt, ANSWER_TOKENS).cached_tokens:
+                return {"case": case, "recovery_s": time.monotonic() - began_s}
             if time.monotonic() - began_s > RECOVERY_LIMIT_S:
-                return None
-            time.sleep(RECOVERY_PAUSE_S)
-        return None
+                break
+            self._sleep(RECOVERY_PAUSE_S)
+        return {"case": case, "recovery_s": None}
 
 
 def measure(
-    pair: Pair, link: Link, server: subprocess.Popen[bytes], held: Sequence[Prompt], each: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows."""
+    pair: Pair, link: Link, signal_server: Callable[[int], None], held: Sequence[Prompt], each: int
+) -> Iterator[Row]:
+    """Yield the rows. `held`: prompts that are in the remote tier, 4 * `each` and some more."""
+
+    def new(name: str, prompts: int) -> list[Prompt]:
+        return fresh_prompts(SCALE, name, prompts)
+
     yield pair.row("in the remote tier", held[:each])
-    yield pair.row("new prompts", prompts("new", each))
+    yield pair.row("new prompts", new("new", each))
     link.limit(SLOW_LINK)
     yield pair.row(f"in the remote tier, link of {SLOW_LINK}", held[each : 3 * each])
     link.limit(None)
     yield pair.row("in the remote tier, link mended", held[3 * each : 4 * each])
-    _signal(server, signal.SIGSTOP)
+    signal_server(signal.SIGSTOP)
     try:
-        yield pair.row("server stopped, first prompt", prompts("first", 1))
-        yield pair.row("server stopped, next prompts", prompts("stopped", 2 * each))
+        yield pair.row("server stopped, first prompt", new("first", 1))
+        yield pair.row("server stopped, next prompts", new("next", 2 * each))
     finally:
-        _signal(server, signal.SIGCONT)
-    yield {
-        "case": "server goes on: until a hit, s",
-        "recovery_s": pair.recovery_s(held[4 * each :]),
-    }
+        signal_server(signal.SIGCONT)
+    yield pair.recovery("server goes on, s until a hit", held[4 * each :])
 
 
-def _signal(server: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """`ip netns exec` has become the server."""
-    os.kill(server.pid, number)
+class Engines:
+    """Servers of vLLM over one model."""
+
+    def __init__(self, folder: Path, remote: Mapping[str, Any]) -> None:
+        """`remote`: options of the remote tier."""
+        self._servers = Servers(folder, is_on_cpu(), lambda line: None)
+        self._remote = remote
+        self._model = make_llama(
+            folder / "model",
+            layers=SCALE.layers,
+            hidden=SCALE.hidden,
+            vocab=VOCABULARY,
+            max_positions=SCALE.prompt_tokens_max,
+        )
+        write_tokenizer(self._model, VOCABULARY)
+
+    def started(self, name: str, stack: ExitStack) -> ServerProcess:
+        """Start a server, which has answered some prompts; it stops at the end of `stack`."""
+        tiers = [{"type": "cpu", "capacity": "2GiB"}, *([] if name == NONE else [self._remote])]
+        extra = {"spec_name": "CascadeOffloadingSpec", "spec_module_path": "kvcascade.spec"}
+        options = self._servers.options(
+            self._model, SCALE.prompt_tokens_max, DEVICE_BLOCKS, {**extra, "tiers": tiers}
+        )
+        warm_up = fresh_prompts(SCALE, f"warm up {name}", WARM_UPS)
+        return stack.enter_context(self._servers.running(name, options, warm_up))
+
+    def fill(self, held: Sequence[Prompt]) -> None:
+        """Have a server compute prompts, and wait until their blocks are in the remote tier."""
+        with ExitStack() as stack:
+            server = self.started("first", stack)
+            for number, prompt in enumerate(held, start=1):
+                server.complete(prompt, ANSWER_TOKENS)
+                ends_s = time.monotonic() + WRITE_LIMIT_S
+                while server.metrics().get(WRITTEN, 0) < number * SCALE.prefix_blocks:
+                    if time.monotonic() > ends_s:
+                        raise SystemExit("the remote tier does not take the blocks")
+                    time.sleep(WRITE_PAUSE_S)
 
 
-def shown(row: dict[str, Any]) -> str:
+def shown(row: Row) -> str:
     """Return a line of the table."""
     if "recovery_s" in row:
         return f"| {row['case']} | {row['recovery_s']} | | | |"
     figures = row["median_ms"]
     return (
-        f"| {row['case']} | {figures['remote']:.0f} | {figures['none']:.0f} | {row['ratio']:.2f} "
+        f"| {row['case']} | {figures[REMOTE]:.0f} | {figures[NONE]:.0f} | {row['ratio']:.2f} "
         f"| {row['cached_tokens']} of {row['prompt_tokens']} |"
     )
+
+
+def stored_server(
+    binary: str, host: OtherHost, stack: ExitStack
+) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start a server on a host; also return the options of a remote tier there."""
+    port = free_port()
+    command = [*host.within, *valkey_command(binary, port, host.address), "--protected-mode", "no"]
+    running = stack.enter_context(listening(command, port, host.address))
+    url = f"redis://{host.address}:{port}"
+    options = {"type": "remote", "url": url, "insecure": True, "writes": "through"}
+    return running, {**options, "deadline_s": DEADLINE_S}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -242,28 +200,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not options.binary:
         raise SystemExit("no valkey-server or redis-server is on the PATH; give --binary")
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        link = stack.enter_context(Link()())
-        port = free_port()
-        command = valkey_command(options.binary, port, link.address)
-        server = stack.enter_context(
-            listening([*link.within, *command, "--protected-mode", "no"], port, link.address)
-        )
-        engines = Engines(folder, f"redis://{link.address}:{port}")
-        held = prompts("held", 10 * options.each)
-        fill(engines, held)
-        remote, none = (
-            stack.enter_context(engines.running(name, name == "remote"))
-            for name in ("remote", "none")
-        )
+        host = stack.enter_context(other_host())
+        server, remote = stored_server(options.binary, host, stack)
+        engines = Engines(folder, remote)
+        held = fresh_prompts(SCALE, "held", 4 * options.each + RECOVERY_PROMPTS)
+        engines.fill(held)
+        pair = Pair({name: engines.started(name, stack) for name in (REMOTE, NONE)})
         print("| case | remote, ms | none, ms | ratio | cached tokens |\n|---|---|---|---|---|")
-        for row in measure(Pair(remote, none), link, server, held, options.each):
+        for row in measure(pair, host, server.send_signal, held, options.each):
             rows.append(row)
             print(shown(row), flush=True)
     described = {"cpus": os.cpu_count(), "load": os.getloadavg(), "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "remote-ttft.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
