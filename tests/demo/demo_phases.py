@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcascade.tools.dev.demo.demo_results import Phase, Reply, Sources, Times
+from kvcascade.tools.dev.demo.demo_results import Need, Phase, Reply, Sources, Times
 from kvcascade.tools.dev.demo.workload import Turn
 
 
@@ -32,4 +32,4 @@ def phase(key: str, **changes: Any) -> Phase:
 def reference() -> Phase:
     """The phase without offloading."""
     sources = Sources(gpu=128, cpu=0, nvme=0, recomputed=72)
-    return phase("a", sources=sources, written_bytes=0, read_bytes=0, needs_nvme=False)
+    return phase("a", sources=sources, written_bytes=0, read_bytes=0, needs=Need.NOTHING)

@@ -14,6 +14,7 @@ from kvcascade.tools.dev.demo.demo_results import (
     LOADED_BLOCKS,
     DemoError,
     Metrics,
+    Need,
     Sources,
     Times,
     document,
@@ -91,6 +92,7 @@ def test_success() -> None:
         ({"wrong_tokens": 3}, "3 tokens differ"),
         ({"sources": Sources(128, 0, 0, 72)}, "nothing came back"),
         ({"read_bytes": 0}, "nothing came back"),
+        ({"needs": Need.REMOTE}, "nothing came from the remote tier"),
         ({"leftovers": ["kvcascade-1"]}, "left in shared memory: kvcascade-1"),
         ({"replies": []}, "no request"),
     ],
@@ -98,6 +100,17 @@ def test_success() -> None:
 def test_failures(changes: dict[str, Any], words: str) -> None:
     found = problems([reference(), phase("b"), phase("c", **changes)])
     assert len(found) == 1 and words in found[0] and found[0].startswith("(c) phase c: ")
+
+
+def test_what_came_from_the_remote_tier() -> None:
+    """vLLM counts it with the disk."""
+    counted = {**COUNTED, **BY_SOURCE, f"{LOADED_BLOCKS}{{tier=remote}}": 1.0}
+    counted |= {DEVICE_HITS: 0.0, f"{HITS_BY_SOURCE}{{source=device}}": 0.0}
+    counted[f"{HITS_BY_SOURCE}{{source=disk}}"] = 96.0
+    found = sources_of([reply(1), reply(2)], Metrics(counted), block_tokens=32)
+    assert found == Sources(gpu=0, cpu=32, nvme=64, recomputed=72, remote=32)
+    other_host = phase("e", needs=Need.REMOTE, sources=found, remote_read_bytes=1)
+    assert problems([reference(), other_host]) == []
 
 
 def test_nothing_done_is_no_success() -> None:
@@ -112,6 +125,7 @@ def test_document() -> None:
     assert sum(second["tokens_from"].values()) == second["prompt_tokens"] == 200
     assert second["ttft"] == {"p50_s": 0.25, "p95_s": 0.25}
     assert second["nvme_written_bytes"] == 3 << 20 and second["nvme_read_bytes"] == 2 << 20
+    assert second["remote_written_bytes"] == second["remote_read_bytes"] == 0
     assert second["first_request"] == {"prompt": 100, "cached": 64}
     assert second["replies"][0] == {
         "conversation": 0,

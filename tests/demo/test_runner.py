@@ -27,12 +27,14 @@ SHAPE = ChatShape(conversations=4, prefix_tokens=64, answer_tokens=2)
 
 
 class PretendServer:
-    """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe."""
+    """Answers with the sum of the prompt; with offloading, one block of each comes from NVMe, or
+    from the remote tier where the NVMe tier is new."""
 
     def __init__(self, options: Mapping[str, Any], calls: list[str], broken: str) -> None:
         self.calls = calls
         self.broken = broken
         self.has_cascade = "kv_transfer_config" in options
+        self.tier = "remote" if "other-host" in str(options) else "nvme"
         self.requests = 0
 
     def ready(self) -> float:
@@ -46,7 +48,7 @@ class PretendServer:
         self, prompts: Sequence[Sequence[int]], answer_tokens: int, clients: int
     ) -> list[Completion]:
         self.requests += len(prompts)
-        cached = BLOCK_TOKENS if self._has_nvme else 0
+        cached = BLOCK_TOKENS if self._has_blocks else 0
         return [
             Completion(len(prompt), cached, 0.1, self._tokens(prompt, answer_tokens))
             for prompt in prompts
@@ -56,12 +58,12 @@ class PretendServer:
         self.calls.append("send")
 
     def metrics(self) -> dict[str, float]:
-        loaded = float(self.requests if self._has_nvme else 0)
+        loaded = float(self.requests if self._has_blocks else 0)
         wrong = 1.0 if self.broken == "counts" else 0.0
         return {
             DEVICE_HITS: wrong,
-            f"{LOADED_BLOCKS}{{tier=nvme}}": loaded,
-            f"{READ_BYTES}{{tier=nvme}}": loaded * 4096,
+            f"{LOADED_BLOCKS}{{tier={self.tier}}}": loaded,
+            f"{READ_BYTES}{{tier={self.tier}}}": loaded * 4096,
         }
 
     def process_numbers(self) -> list[int]:
@@ -75,8 +77,8 @@ class PretendServer:
         return 3
 
     @property
-    def _has_nvme(self) -> bool:
-        return self.has_cascade and self.broken != "nvme"
+    def _has_blocks(self) -> bool:
+        return self.has_cascade and self.broken != "tiers"
 
     def _tokens(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
         is_wrong = self.broken == "tokens" and self.has_cascade
@@ -93,9 +95,15 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
         calls.append(name)
         yield PretendServer(options, calls, broken)
 
+    @contextmanager
+    def remote() -> Iterator[Mapping[str, Any]]:
+        calls.append("remote")
+        yield {"url": "redis://127.0.0.1:1"}
+        calls.append("remote ends")
+
     settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
     reporter = DemoReporter(Console(file=printed, width=100))
-    demo = Demo(settings, launch, reporter, pause=lambda seconds: calls.append("pause"))
+    demo = Demo(settings, launch, remote, reporter, pause=lambda seconds: calls.append("pause"))
     demo.run()
     return demo, calls, printed.getvalue()
 
@@ -104,11 +112,15 @@ def test_phases(tmp_path: Path) -> None:
     demo, calls, printed = run(tmp_path)
     assert calls == [
         *("server-a.log", "no offloading", "stop"),
+        "remote",
         *("server-b.log", "cascade", "pause", "stop"),
         *("server-c.log", "cascade", "pause", "send", "pause", "kill"),
         *("server-d.log", "cascade", "pause", "stop"),
+        *("server-e.log", "cascade", "pause", "stop"),
+        "remote ends",
     ]
-    assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4]
+    assert [len(phase.replies) for phase in demo.phases] == [16, 12, 8, 4, 4]
+    assert [phase.sources.remote > 0 for phase in demo.phases] == [False] * 4 + [True]
     assert problems(demo.phases) == []
     assert "kill -9 of all 3 processes" in printed
 
@@ -123,13 +135,13 @@ def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> No
 
 def test_wrong_tokens_are_counted(tmp_path: Path) -> None:
     demo, _, _ = run(tmp_path, "tokens")
-    assert [phase.wrong_tokens for phase in demo.phases] == [0, 24, 16, 8]
-    assert len(problems(demo.phases)) == 3
+    assert [phase.wrong_tokens for phase in demo.phases] == [0, 24, 16, 8, 8]
+    assert len(problems(demo.phases)) == 4
 
 
-def test_nothing_from_nvme_is_a_failure(tmp_path: Path) -> None:
-    demo, _, _ = run(tmp_path, "nvme")
-    assert [problem[:3] for problem in problems(demo.phases)] == ["(b)", "(c)", "(d)"]
+def test_nothing_from_a_tier_is_a_failure(tmp_path: Path) -> None:
+    demo, _, _ = run(tmp_path, "tiers")
+    assert [problem[:3] for problem in problems(demo.phases)] == ["(b)", "(c)", "(d)", "(e)"]
 
 
 def test_counts_that_do_not_add_up_end_the_demo(tmp_path: Path) -> None:

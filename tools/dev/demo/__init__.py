@@ -1,10 +1,10 @@
 """`kvcascade demo`: the main use with a real engine, end to end.
 
-A small Llama answers chats with long shared system prompts over HTTP, in four phases: without
-offloading, with the cascade, after SIGTERM, after `kill -9`. A table shows the sources of the
-prompt tokens and the time to the first token; the same data goes to `demo.json` and `demo.png`. The
-exit status is 0 only if no token differs from the reference, and blocks were read from NVMe in each
-phase that requires it.
+A small Llama answers chats with long shared system prompts over HTTP, in five phases: without
+offloading, with the cascade, after SIGTERM, after `kill -9`, and on another host, which shares
+only a remote tier with the others. A table shows the sources of the prompt tokens and the time to
+the first token; the same data goes to `demo.json` and `demo.png`. The exit status is 0 only if no
+token differs from the reference, and each phase read blocks from the tier that it is about.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from ...commands.command_line import ExitCode, answering_apart, complain, emit, lacks, terminable
 
-NEEDED = ("vllm", "rich", "matplotlib")
+NEEDED = ("vllm", "rich", "matplotlib", "obstore")
 """Modules that the demo needs and the package does not."""
 
 
@@ -47,6 +47,7 @@ def run(out: Path, keep: bool, as_json: bool) -> int:
 def _run(out: Path, keep: bool) -> dict[str, Any]:
     """Run, print and save; return the saved document."""
     from ..model import make_llama
+    from ..remote_server import remote_tier
     from ..server import (
         CPU_ENVIRONMENT,
         ENVIRONMENT,
@@ -70,10 +71,11 @@ def _run(out: Path, keep: bool) -> dict[str, Any]:
     settings = Settings(model, kv, shape, engine_options=None if on_cpu else GPU_OPTIONS)
     environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
     reporter = DemoReporter()
-    reporter.say(f"kvcascade demo: four servers, one after another; their logs are in {work}")
+    reporter.say(f"kvcascade demo: five servers, one after another; their logs are in {work}")
     demo = Demo(
         settings,
         lambda name, options: ServerProcess(work / name, options, environment),
+        lambda: remote_tier(kv / "remote"),
         reporter,
     )
     try:

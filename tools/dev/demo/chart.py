@@ -13,6 +13,7 @@ SOURCES = (
     ("gpu", "device cache", DARK),
     ("cpu", "CPU tier", "#4f86b0"),
     ("nvme", "NVMe tier", "#b5d3e7"),
+    ("remote", "remote tier", "#dbe9d3"),
     ("recomputed", "recomputed", MIDDLE),
 )
 WITH, WITHOUT = DARK, PALE
@@ -40,7 +41,7 @@ def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
         axes.barh(rows, shares, left=starts, height=0.62, color=colour, label=label)
         for row, (share, start) in enumerate(zip(shares, starts, strict=True)):
             if share >= LABELLED_SHARE:
-                ink = INK if field == "nvme" else "white"
+                ink = INK if field in ("nvme", "remote") else "white"
                 axes.text(
                     start + share / 2, row, f"{share:.0%}", ha="center", va="center",
                     fontsize=9.5, color=ink,
@@ -53,14 +54,14 @@ def _draw_sources(axes: Any, phases: Sequence[Phase]) -> None:
     axes.invert_yaxis()
     tidy(axes, "Where prompt tokens came from", pad=27)
     axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=4, frameon=False, fontsize=9.5,
-        handlelength=0.9, handleheight=0.9, columnspacing=1.4, handletextpad=0.5,
+        loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=5, frameon=False, fontsize=9.5,
+        handlelength=0.9, handleheight=0.9, columnspacing=1.1, handletextpad=0.5,
     )  # fmt: skip
 
 
 def _draw_times(axes: Any, phases: Sequence[Phase]) -> None:
     """Draw percentiles of each phase beside those of the same requests without the cascade."""
-    shown = [phase for phase in phases if phase.needs_nvme]
+    shown = [phase for phase in phases if phase.needs]
     groups = [
         (f"({phase.key})\n{name}", getattr(phase.ttft, field), getattr(phase.reference_ttft, field))
         for phase in shown

@@ -97,12 +97,15 @@ ROWS: tuple[tuple[str, Callable[[Phase], str]], ...] = (
     ("  from GPU cache", _tokens("gpu")),
     ("  from CPU tier", _tokens("cpu")),
     ("  from NVMe tier", _tokens("nvme")),
+    ("  from remote tier", _tokens("remote")),
     ("  recomputed", _tokens("recomputed")),
     ("TTFT p50 / p95, ms", lambda phase: _both(phase.ttft)),
-    ("  same requests in (a)", lambda p: _both(p.reference_ttft) if p.needs_nvme else SAME),
+    ("  same requests in (a)", lambda p: _both(p.reference_ttft) if p.needs else SAME),
     ("MiB written to NVMe", lambda phase: _mebibytes(phase.written_bytes)),
     ("MiB read from NVMe", lambda phase: _mebibytes(phase.read_bytes)),
-    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs_nvme else SAME),
+    ("MiB written to remote", lambda phase: _mebibytes(phase.remote_written_bytes)),
+    ("MiB read from remote", lambda phase: _mebibytes(phase.remote_read_bytes)),
+    ("wrong tokens", lambda p: str(p.wrong_tokens) if p.needs else SAME),
 )
 """Rows of the table: title, and function that returns a phase's cell."""
 

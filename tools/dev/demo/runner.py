@@ -1,10 +1,11 @@
-"""The demo's four phases: their servers, their requests, and the end of each server.
+"""The demo's five phases: their servers, their requests, and the end of each server.
 
 (a) A server without offloading gives the reference. (b) A server with the cascade gets a workload
 that fits neither on the GPU nor in the CPU tier. It is stopped like an orchestrator stops it: by
 SIGTERM, with vLLM's default flags. (c) A new server finds the blocks again, adds a turn to every
 conversation, and is killed during a request. (d) One more server finds the blocks that the killed
-one had written.
+one had written. All these also write to a remote tier. (e) A server of another host, whose CPU and
+NVMe tiers are empty, finds the blocks there.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from . import disk
 from .demo_report import DemoReporter
 from .demo_results import (
     READ_BYTES,
+    WRITTEN_BYTES,
     DemoError,
     Metrics,
+    Need,
     Phase,
     Reply,
     Sources,
@@ -53,7 +56,7 @@ class Settings:
 
     model: Path
     kv: Path
-    """Folder of the NVMe tier."""
+    """Folder of the NVMe tiers, one for each host."""
     shape: ChatShape
     gpu_blocks: int = 92
     cpu_capacity: str = "20MiB"
@@ -62,8 +65,11 @@ class Settings:
     engine_options: Mapping[str, Any] | None = None
     """Further arguments for the engine, such as its share of the GPU."""
 
-    def server(self, has_cascade: bool) -> dict[str, Any]:
-        """Return the arguments of the server."""
+    def server(
+        self, nvme: Path | None = None, remote: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a server: with the cascade if it has a folder for an NVMe tier,
+        and with a remote tier if it has options for one."""
         options: dict[str, Any] = {
             "model": str(self.model),
             "dtype": "float32",
@@ -74,15 +80,16 @@ class Settings:
             "num_gpu_blocks_override": self.gpu_blocks,
             **(self.engine_options or {}),
         }
-        if has_cascade:
+        if nvme is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": self._cascade(),
+                "kv_connector_extra_config": self._cascade(nvme, remote),
             }
         return options
 
-    def _cascade(self) -> dict[str, Any]:
+    def _cascade(self, nvme: Path, remote: Mapping[str, Any] | None) -> dict[str, Any]:
+        last = () if remote is None else ({"type": "remote", "writes": "through", **remote},)
         return {
             "spec_name": "CascadeOffloadingSpec",
             "spec_module_path": "kvcascade.spec",
@@ -92,9 +99,10 @@ class Settings:
                 {
                     "type": "nvme",
                     "capacity": self.nvme_capacity,
-                    "path": str(self.kv),
+                    "path": str(nvme),
                     "segment_size": self.segment_size,
                 },
+                *last,
             ],
         }
 
@@ -139,6 +147,8 @@ class Server(Protocol):
 
 Launch = Callable[[str, Mapping[str, Any]], AbstractContextManager[Server]]
 """Function that starts a server, given the name of its log and its arguments."""
+StartRemote = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+"""Function that starts a server for blocks; it yields the options of a remote tier there."""
 
 
 class Demo:
@@ -148,6 +158,7 @@ class Demo:
         self,
         settings: Settings,
         launch: Launch,
+        start_remote: StartRemote,
         reporter: DemoReporter,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -156,20 +167,25 @@ class Demo:
         self.engine_version = ""
         self._workload = Workload(settings.shape)
         self._launch = launch
+        self._start_remote = start_remote
         self._reporter = reporter
         self._pause = pause
         self._reference: dict[Turn, Reply] = {}
 
     def run(self) -> list[Phase]:
-        """Run all four phases; raise `DemoError` if one cannot be run."""
+        """Run all five phases; raise `DemoError` if one cannot be run."""
+        host, other_host = self.settings.kv / "host", self.settings.kv / "other-host"
         order, turns = self._workload.order, self.settings.shape.turns
         most = [turn for number in range(1, turns) for turn in order(number)]
         last = order(turns)
-        self._phase("a", "no offloading", [*most, *last], has_cascade=False)
-        self._phase("b", "cascade", most)
-        again = order(turns - 1, "again")
-        self._phase("c", "after SIGTERM", [*again, *last], is_killed=True)
-        self._phase("d", "after kill -9", order(turns, "again"))
+        self._phase("a", "no offloading", [*most, *last], needs=Need.NOTHING)
+        with self._start_remote() as remote:
+            self._phase("b", "cascade", most, host, remote)
+            again = order(turns - 1, "again")
+            self._phase("c", "after SIGTERM", [*again, *last], host, remote, is_killed=True)
+            again = order(turns, "again")
+            self._phase("d", "after kill -9", again, host, remote)
+            self._phase("e", "another host", again, other_host, remote, needs=Need.REMOTE)
         return self.phases
 
     def _phase(
@@ -177,21 +193,23 @@ class Demo:
         key: str,
         title: str,
         turns: Sequence[Turn],
+        nvme: Path | None = None,
+        remote: Mapping[str, Any] | None = None,
         *,
-        has_cascade: bool = True,
+        needs: Need = Need.NVME,
         is_killed: bool = False,
     ) -> None:
         say = self._reporter.say
-        written = disk.written_bytes(self.settings.kv)
+        written = 0 if nvme is None else disk.written_bytes(nvme)
         say(f"({key}) {title}: starting a server")
-        with self._launch(f"server-{key}.log", self.settings.server(has_cascade)) as server:
+        with self._launch(f"server-{key}.log", self.settings.server(nvme, remote)) as server:
             start_s = server.ready()
             self.engine_version = server.version()
             say(f"    ready after {start_s:.1f} s; {len(turns)} requests")
-            replies = self._answer(server, turns, is_reference=not has_cascade)
+            replies = self._answer(server, turns, is_reference=not needs)
             metrics = Metrics(server.metrics())
             shared = disk.shared_memory_of(server.process_numbers())
-            if has_cascade:
+            if needs:
                 self._pause(IDLE_BEFORE_STOP_S)
             if is_killed:
                 self._kill(server, turns)
@@ -206,9 +224,11 @@ class Demo:
             wrong_tokens=sum(wrong_tokens(r.tokens, self._tokens(r.turn)) for r in replies),
             reference_ttft=times(self._reference[reply.turn].ttft_s for reply in replies),
             start_s=start_s,
-            written_bytes=disk.written_bytes(self.settings.kv) - written,
+            written_bytes=0 if nvme is None else disk.written_bytes(nvme) - written,
             read_bytes=int(metrics.get(READ_BYTES, tier="nvme")),
-            needs_nvme=has_cascade,
+            remote_written_bytes=int(metrics.get(WRITTEN_BYTES, tier="remote")),
+            remote_read_bytes=int(metrics.get(READ_BYTES, tier="remote")),
+            needs=needs,
             leftovers=disk.left_behind(shared),
         )
         self.phases.append(phase)
