@@ -33,12 +33,16 @@ class PretendServer:
     def __init__(self, options: Mapping[str, Any], calls: list[str], broken: str) -> None:
         self.calls = calls
         self.broken = broken
-        self.has_cascade = "kv_transfer_config" in options
+        self.name = "no offloading"
+        if "kv_transfer_config" in options:
+            extra = options["kv_transfer_config"]["kv_connector_extra_config"]
+            self.name = "tiering" if extra["spec_name"] == "CpuTieringSpec" else "cascade"
+        self.has_cascade = self.name == "cascade"
         self.tier = "remote" if "other-host" in str(options) else "nvme"
         self.requests = 0
 
     def ready(self) -> float:
-        self.calls.append("cascade" if self.has_cascade else "no offloading")
+        self.calls.append(self.name)
         return 1.0
 
     def version(self) -> str:
@@ -85,7 +89,7 @@ class PretendServer:
         return (sum(prompt) % 997 + is_wrong,) * count
 
 
-def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
+def run(tmp_path: Path, broken: str = "", with_tiering: bool = True) -> tuple[Demo, list[str], str]:
     """Run the demo; returns it, what was asked of the engines, and what was printed."""
     calls: list[str] = []
     printed = io.StringIO()
@@ -101,7 +105,7 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
         yield {"url": "redis://127.0.0.1:1"}
         calls.append("remote ends")
 
-    settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE)
+    settings = Settings(tmp_path / "model", tmp_path / "kv", SHAPE, with_tiering=with_tiering)
     reporter = DemoReporter(Console(file=printed, width=100))
     demo = Demo(settings, launch, remote, reporter, pause=lambda seconds: calls.append("pause"))
     demo.run()
@@ -109,7 +113,8 @@ def run(tmp_path: Path, broken: str = "") -> tuple[Demo, list[str], str]:
 
 
 def test_phases(tmp_path: Path) -> None:
-    demo, calls, printed = run(tmp_path)
+    demo, calls, printed = run(tmp_path, with_tiering=False)
+    assert all(phase.tiering is None for phase in demo.phases)
     assert calls == [
         *("server-a.log", "no offloading", "stop"),
         "remote",
@@ -123,6 +128,21 @@ def test_phases(tmp_path: Path) -> None:
     assert [phase.sources.remote > 0 for phase in demo.phases] == [False] * 4 + [True]
     assert problems(demo.phases) == []
     assert "kill -9 of all 3 processes" in printed
+
+
+def test_vllms_tiering_gets_the_same_requests_and_ends(tmp_path: Path) -> None:
+    demo, calls, _ = run(tmp_path)
+    assert calls[3:9] == [
+        *("remote", "server-b-vllm.log", "tiering", "pause", "stop", "server-b.log")
+    ]
+    begin = calls.index("server-c-vllm.log")
+    assert calls[begin + 1 : begin + 6] == ["tiering", "pause", "send", "pause", "kill"]
+    assert [phase.key for phase in demo.phases if phase.tiering] == ["b", "c", "d"]
+    for phase in demo.phases[1:4]:
+        assert phase.tiering is not None and phase.tiering.wrong_tokens == 0
+        assert phase.tiering.sources.recomputed == phase.prompt_tokens
+        assert phase.reference.sources.recomputed == phase.prompt_tokens
+    assert problems(demo.phases) == []
 
 
 def test_every_request_was_answered_by_the_reference_first(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ...commands.bench.bench_results import quantile
 from ..server import Completion, ServerError
 from .workload import Turn
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON document."""
 
 LOADED_BLOCKS = "vllm:kvcascade_loaded_blocks"
@@ -91,6 +91,16 @@ class Need(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Other:
+    """How a server without kvcascade answered the requests of a phase."""
+
+    sources: Sources
+    ttft: Times
+    wrong_tokens: int = 0
+    """Number of answer tokens that differ from the reference."""
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """One engine process, from its start to its end."""
 
@@ -101,8 +111,8 @@ class Phase:
     sources: Sources
     wrong_tokens: int
     """Number of answer tokens that differ from the reference."""
-    reference_ttft: Times
-    """Times to the first token of the same requests without offloading."""
+    reference: Other
+    """The same requests without offloading, in phase (a)."""
     start_s: float
     """Duration of the engine's start."""
     written_bytes: int = 0
@@ -114,6 +124,8 @@ class Phase:
     remote_read_bytes: int = 0
     """Bytes read from the remote tier and verified."""
     needs: Need = Need.NVME
+    tiering: Other | None = None
+    """The same requests with vLLM's own tiering; None if it was left out."""
     leftovers: Sequence[str] = field(default=())
     """Our files that are left in shared memory after the end."""
 
@@ -168,6 +180,21 @@ def sources_of(replies: Sequence[Reply], metrics: Metrics, block_tokens: int) ->
     return Sources(gpu, cpu, nvme, prompt - cached, remote)
 
 
+def device_sources(replies: Sequence[Reply]) -> Sources:
+    """Return the sources of tokens in an engine without offloading."""
+    cached = sum(reply.cached_tokens for reply in replies)
+    return Sources(cached, 0, 0, sum(reply.prompt_tokens for reply in replies) - cached)
+
+
+def tiering_sources(replies: Sequence[Reply], metrics: Metrics) -> Sources:
+    """Return the sources of tokens in an engine with vLLM's own tiering, by vLLM's counters."""
+    gpu, cpu, disk = (
+        int(metrics.get(HITS_BY_SOURCE, source=name)) for name in ("device", "host", "disk")
+    )
+    prompt = sum(reply.prompt_tokens for reply in replies)
+    return Sources(gpu, cpu, disk, prompt - sum(reply.cached_tokens for reply in replies))
+
+
 def problems(phases: Sequence[Phase]) -> list[str]:
     """Return the reasons why the demo failed, one sentence each; empty if it succeeded."""
     found: list[str] = []
@@ -205,7 +232,8 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "prompt_tokens": phase.prompt_tokens,
         "tokens_from": asdict(phase.sources),
         "ttft": asdict(phase.ttft),
-        "ttft_reference": asdict(phase.reference_ttft),
+        "reference": asdict(phase.reference),
+        "tiering": phase.tiering and asdict(phase.tiering),
         "nvme_written_bytes": phase.written_bytes,
         "nvme_read_bytes": phase.read_bytes,
         "remote_written_bytes": phase.remote_written_bytes,
