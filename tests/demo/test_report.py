@@ -48,5 +48,10 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     target = tmp_path / "demo.png"
-    draw([reference(), with_tiering("b"), phase("c", title="[odd] $title")], "subtitle", target)
+    draw(
+        [reference(), with_tiering("b"), phase("c", title="[odd] $title")],
+        "subtitle",
+        "facts",
+        target,
+    )
     assert target.read_bytes().startswith(b"\x89PNG") and target.stat().st_size > 10_000

@@ -111,7 +111,7 @@ def _finish(
 
     result = document(phases, facts)
     (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(phases, _subtitle(phases, facts), out / "demo.png")
+    draw(phases, _subtitle(phases, facts["settings"]), _machine(facts), out / "demo.png")
     reporter.console.print(table(phases))
     reporter.say(f"{LEGEND}\nSaved {out / 'demo.json'} and {out / 'demo.png'}")
     for problem in result["problems"]:
@@ -121,15 +121,24 @@ def _finish(
     return result
 
 
-def _subtitle(phases: Sequence[Any], facts: dict[str, Any]) -> str:
-    settings, shape = facts["settings"], facts["settings"]["shape"]
+def _subtitle(phases: Sequence[Any], settings: dict[str, Any]) -> str:
+    shape = settings["shape"]
     device = settings["gpu_blocks"] * settings["block_bytes"] / 2**20
     cpu, nvme = settings["cpu_bytes"] >> 20, settings["nvme_bytes"] >> 20
     return (
-        f"{facts['engine']} on {facts['machine']['cores']} cores, float32. Device cache "
-        f"{device:.1f} MiB, CPU tier {cpu} MiB, disk {nvme} MiB (vLLM's tiering: no limit). "
+        f"Device cache {device:.1f} MiB, CPU tier {cpu} MiB, disk {nvme} MiB (vLLM's tiering: no "
+        f"limit), float32. "
         f"{shape['conversations']} conversations, {shape['prefixes']} system prompts. "
         f"Wrong tokens: {sum(phase.wrong_tokens for phase in phases)}"
+    )
+
+
+def _machine(facts: dict[str, Any]) -> str:
+    """Return the line that names the run."""
+    cores, load = facts["machine"]["cores"], facts["machine"]["load_average"]
+    return (
+        f"kvcascade demo: {facts['engine']} on {cores} cores, load {load:.1f} at the end; "
+        "times depend on the machine's other work"
     )
 
 
@@ -145,6 +154,7 @@ def _facts(engine: str, seconds: float) -> dict[str, Any]:
             "processor": platform.machine(),
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
+            "load_average": round(os.getloadavg()[0], 1),
         },
     }
 

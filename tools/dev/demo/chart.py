@@ -27,6 +27,8 @@ GAP = 0.6
 LABELLED_SHARE = 0.045
 """Smallest share of a bar that is wide enough for a number."""
 HEIGHT = 0.78
+HATCH = "////"
+"""Marks recomputed tokens on grey paper, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,12 @@ class Row:
     ttft: Times
 
 
-def draw(phases: Sequence[Phase], subtitle: str, path: Path) -> None:
-    """Write the picture as a PNG file."""
+def draw(phases: Sequence[Phase], subtitle: str, facts: str, path: Path) -> None:
+    """Write the picture as a PNG file; `facts` is the small line at its bottom."""
     shown = [phase for phase in phases if phase.needs]
     groups = list(_groups(shown))
     rows = [row for group in groups for row in group]
-    figure = new_figure(12, 1.75 + 0.27 * (rows[-1].at + 1 if rows else 1))
+    figure = new_figure(12, 1.95 + 0.27 * (rows[-1].at + 1 if rows else 1))
     left, right = figure.subplots(1, 2, width_ratios=(1.55, 1), sharey=True)
     _draw_sources(left, rows)
     _draw_times(right, rows)
@@ -57,12 +59,15 @@ def draw(phases: Sequence[Phase], subtitle: str, path: Path) -> None:
             va="center", fontsize=9.5, color=INK, annotation_clip=False, parse_math=False,
         )  # fmt: skip
     left.set_yticks([row.at for row in rows], [row.name for row in rows], fontsize=9.5)
+    for row, text in zip(rows, left.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if row.name == OURS else "normal")
     left.invert_yaxis()
     head(figure, "kvcascade: prompt tokens from the cache instead of computed again", subtitle)
     inches = figure.get_size_inches()[1]
     figure.subplots_adjust(
-        left=0.25, right=0.975, top=1 - 1.4 / inches, bottom=0.15 / inches, wspace=0.06
+        left=0.25, right=0.985, top=1 - 1.4 / inches, bottom=0.4 / inches, wspace=0.06
     )
+    figure.text(0.015, 0.13 / inches, facts, fontsize=7.5, color=DIM, parse_math=False)
     save(figure, path)
 
 
@@ -86,12 +91,16 @@ def _draw_sources(axes: Any, rows: Sequence[Row]) -> None:
     for field, label, colour in SOURCES:
         counts = [getattr(row.sources, field) for row in rows]
         shares = [count / max(1, total) for count, total in zip(counts, totals, strict=True)]
-        axes.barh(places, shares, left=starts, height=HEIGHT, color=colour, label=label)
+        axes.barh(
+            places, shares, left=starts, height=HEIGHT, color=colour, label=label,
+            edgecolor="white", linewidth=0, hatch=HATCH if field == "recomputed" else None,
+        )  # fmt: skip
         for place, share, start in zip(places, shares, starts, strict=True):
             if share >= LABELLED_SHARE:
                 axes.text(
                     start + share / 2, place, f"{share:.0%}", ha="center", va="center",
                     fontsize=9, color="white" if field in DARK_FILLS else INK,
+                    bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.2},
                 )  # fmt: skip
         starts = [start + share for start, share in zip(starts, shares, strict=True)]
     axes.set_xlim(0, 1)
@@ -116,5 +125,9 @@ def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
             textcoords="offset points", va="center", fontsize=9, color=INK,
         )  # fmt: skip
     axes.set_xticks([])
-    axes.set_xlim(0, 1.25 * max((row.ttft.p95_s * 1000 for row in rows), default=1.0))
-    tidy(axes, "Time to first token, ms: p50 (bar) / p95 (line)", pad=27)
+    axes.set_xlim(0, 1.32 * max((row.ttft.p95_s * 1000 for row in rows), default=1.0))
+    axes.text(
+        0, 1.025, "bar: p50, line: p95", transform=axes.transAxes, va="bottom", fontsize=9.5,
+        color=DIM,
+    )  # fmt: skip
+    tidy(axes, "Time to first token, ms", pad=27)
