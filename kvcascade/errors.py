@@ -73,6 +73,9 @@ class ClosedError(KVCascadeError):
     kind = ErrorKind.CLOSED
 
 
+FINAL_ERRORS = (ConfigError, CorruptionError, FormatError)
+"""Errors that another attempt cannot mend: the user has to change something."""
+
 _NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 _PATH_ERRNOS = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}

@@ -81,7 +81,7 @@ class Closing:
     def shutdown(self, means: FlushMeans, deadline_s: float) -> bool:
         """Flush, and stop all transfers; idempotent. Return False if transfers are in flight."""
         flow = self._flow
-        if not self._is_shut_down:  # handlers that were stopped accept nothing
+        if not self._is_shut_down:  # a node that was stopped takes nothing
             self.flush_dirty(means, deadline_s)
         self._is_shut_down = True
         with means.lock:
@@ -92,6 +92,8 @@ class Closing:
 
     def _flush(self, means: FlushMeans, deadline_s: float) -> None:
         """Write dirty blocks until none is left, no more can be written, or the time is over."""
+        if self._flow.is_single:
+            return
         demoter, below, clock = self._demoter, self._flow.below, self._flow.clock
         counters = demoter.counters
         # The limit ends the loop: a block evicted by a smaller tier below becomes dirty again.

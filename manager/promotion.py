@@ -1,7 +1,7 @@
 """Promotion: read blocks from the tiers below into the first tier.
 
 `ClaimQueue` decides which blocks are promoted, and for which requests. `Promoter` queues the
-blocks, takes slots, and reads them in batches. The handler verifies each block. Blocks that arrived
+blocks, takes slots, and reads them in batches. The node verifies each block. Blocks that arrived
 are pinned for the requests that wait for them.
 
 A block is late if its queue or its job makes no progress for `deadline_s`. A late block is a miss

@@ -17,7 +17,7 @@ from ...errors import KVCascadeError
 from ...logs import log_to_stderr
 from ...tiers.cpu.huge_pages import address_of
 from ...tiers.cpu.prefault import PIECE_BYTES, populate
-from ...tiers.nvme.path.frames import FrameReader, WireError
+from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, WireError
 
 SETUP_LIMIT_S = 30.0
 """Longest wait for the setup."""
@@ -65,7 +65,7 @@ def receive_setup(
         for body in reader.feed(data):
             try:
                 setup = decode(body)
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise WireError(str(error)) from None
             if not isinstance(setup, kind):
                 raise WireError("an order before the setup")

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,15 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 """Environment that keeps numpy from starting threads. A node does no arithmetic."""
 SEND_LIMIT_S = 5.0
 """Time limit for sending the setup. It fits into the buffer of any socket."""
+MINUTE_S = 60.0
+STARTS_PER_MINUTE = 3
+STARTS_AT_MOST = 200
+"""Limit of the starts in the life of one tier. Each start takes a range of generations."""
+MAX_PAUSE_S = 1800.0
+"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready node, the
+pause doubles with each further one."""
+MAX_DOUBLINGS = 11
+"""Limit of the doublings, after which the pause is `MAX_PAUSE_S` in any case."""
 
 
 class Child(Protocol):
@@ -107,3 +117,43 @@ def environment() -> dict[str, str]:
     """Return this process's environment, with its module search path as PYTHONPATH."""
     found = [os.path.abspath(path) for path in sys.path]
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(found)}
+
+
+class StartLimits:
+    """When a process that died may be started again. Used under the lock of its `NodeKeeper`."""
+
+    def __init__(self, per_minute: int = STARTS_PER_MINUTE) -> None:
+        self._starts_s: deque[float] = deque(maxlen=per_minute)
+        self._per_minute = per_minute
+        self._fruitless = 0
+        """Number of starts since a node was last ready."""
+        self.starts = 0
+        """Number of processes that were started."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if the node is never started again."""
+        return self.starts >= STARTS_AT_MOST
+
+    def may_start(self, now_s: float) -> bool:
+        """Return True if a process may be started now."""
+        last_s = self._starts_s
+        if self.is_over or (len(last_s) == self._per_minute and now_s - last_s[0] < MINUTE_S):
+            return False
+        return not last_s or now_s - last_s[-1] >= self._pause_s
+
+    def note_start(self, now_s: float) -> None:
+        """Count a start."""
+        self._starts_s.append(now_s)
+        self._fruitless += 1
+        self.starts += 1
+
+    def note_ready(self) -> None:
+        """Forget the starts that brought nothing: a process became ready."""
+        self._fruitless = 0
+
+    @property
+    def _pause_s(self) -> float:
+        """Shortest time from the last start to the next one."""
+        too_many = self._fruitless - self._per_minute
+        return min(MAX_PAUSE_S, 2.0 ** min(too_many, MAX_DOUBLINGS)) if too_many > 0 else 0.0

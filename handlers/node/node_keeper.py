@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import select
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,21 +25,12 @@ import msgspec
 
 from ...errors import KVCascadeError, TierIOError
 from ...logs import get_logger
-from ...tiers.nvme.path.frames import RECEIVE_BYTES, FrameReader, WireError, frame
-from .node_child import Connection
+from .node_child import STARTS_PER_MINUTE, Connection, StartLimits
+from .node_stream import NodeStream
 from .path_wire import from_node_process
 
 START_LIMIT_S = 30.0
 """Time limit for the first start. Starting takes long on a busy machine."""
-MINUTE_S = 60.0
-STARTS_PER_MINUTE = 3
-STARTS_AT_MOST = 200
-"""Limit of the starts in the life of one tier. Each start takes a range of generations."""
-MAX_PAUSE_S = 1800.0
-"""Longest pause between two starts. After `STARTS_PER_MINUTE` starts without a ready node, the
-pause doubles with each further one."""
-MAX_DOUBLINGS = 11
-"""Limit of the doublings, after which the pause is `MAX_PAUSE_S` in any case."""
 SILENCE_LIMIT_S = 60.0
 """Longest silence of a node that has work or is not ready yet. Then it or its disk is stuck, and
 the node is killed."""
@@ -54,7 +44,6 @@ CLOSE_LIMIT_S = 5.0
 """Time limit for a node to exit by itself after its socket was closed."""
 KILL_LIMIT_S = 1.0
 """Time limit for a killed node to exit. Only a stuck disk makes it take longer."""
-RECEIVES_PER_POLL = 16
 WAIT_SLICE_S = 0.05
 """Time between two checks of a waiting thread: another thread may receive the answer."""
 
@@ -103,22 +92,15 @@ class NodeKeeper:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._connection: Connection | None = None
-        self._reader = FrameReader()
-        self._is_ready = False
+        self._stream: NodeStream | None = None
+        """Stream of the connection; there are both or neither."""
         self._is_starting = False
         self._is_closed = False
-        self._has_hung_up = False
         self._has_said_given_up = False
-        self._fruitless = 0
-        """Number of starts since a node was last ready."""
         self._tickets = count(1)
         self._jobs: dict[int, OnEnd] = {}
-        self._unsent = bytearray()
-        self._starts_s: deque[float] = deque(maxlen=self._options.starts_per_minute)
-        self._heard_s = 0.0
+        self._limits = StartLimits(self._options.starts_per_minute)
         self._polled_s = -math.inf
-        self.starts = 0
-        """Number of processes that were started."""
 
     @property
     def pid(self) -> int | None:
@@ -134,7 +116,8 @@ class NodeKeeper:
 
     @property
     def _can_send(self) -> bool:
-        return self._is_ready and not self._has_hung_up and not self._is_closed
+        stream = self._stream
+        return stream is not None and stream.is_ready and not (stream.has_ended or self._is_closed)
 
     @property
     def _has_given_up(self) -> bool:
@@ -163,8 +146,8 @@ class NodeKeeper:
             if not self._can_send or len(self._jobs) >= JOBS_AT_MOST:
                 return False
             ticket = next(self._tickets)
-            if not self._jobs:
-                self._heard_s = self._clock()
+            if not self._jobs and self._stream is not None:
+                self._stream.heard_s = self._clock()
             self._jobs[ticket] = on_end
             self._enqueue(order(ticket))
             return True
@@ -177,24 +160,28 @@ class NodeKeeper:
 
     def flush(self) -> None:
         """Send what the socket takes now; never blocks."""
-        if self._unsent:
+        stream = self._stream
+        if stream is not None and stream.unsent:
             with self._lock:
-                if self._connection is not None:
-                    self._send()
+                stream.send()
 
     def poll(self) -> None:
         """Receive messages, and restart a dead node. Takes microseconds and never blocks."""
         with self._lock:
             now_s = self._polled_s = self._clock()
-            if self._connection is None:
+            stream = self._stream
+            if stream is None:
                 self._start_if_allowed()
                 return
-            self._send()
-            self._receive(now_s)
-            if not self._has_hung_up and self._is_silent(now_s):
+            stream.send()
+            for message in stream.receive(now_s, to_the_end=self._is_closed):
+                self._take(stream, message)
+                if stream.has_ended:
+                    break
+            if not stream.has_ended and self._is_silent(stream, now_s):
                 _log.warning("the process that moves blocks says nothing any more; it is killed")
-                self._has_hung_up = True
-            if self._has_hung_up:
+                stream.has_ended = True
+            if stream.has_ended:
                 self._bury()
 
     def listen(self) -> None:
@@ -233,13 +220,13 @@ class NodeKeeper:
         """End the process, by force if necessary. Return True if it is dead. Idempotent."""
         with self._lock:
             self._is_closed = True
-            connection, is_ready = self._connection, self._is_ready
-            if connection is not None:
-                connection.socket.close()
-                self._has_hung_up = True
+            connection, stream = self._connection, self._stream
+            if stream is not None:
+                stream.close()
         if connection is not None:
             # A node that is not ready holds no data, and would go on importing for seconds.
-            if not is_ready or not connection.has_ended_within(CLOSE_LIMIT_S):
+            holds_data = stream is not None and stream.is_ready
+            if not (holds_data and connection.has_ended_within(CLOSE_LIMIT_S)):
                 connection.kill()
                 connection.has_ended_within(KILL_LIMIT_S)
             self.poll()
@@ -250,8 +237,8 @@ class NodeKeeper:
 
     def _wait_for_news(self, limit_s: float) -> None:
         with self._changed:
-            connection = self._connection
-            if connection is None or self._has_hung_up:
+            connection, stream = self._connection, self._stream
+            if connection is None or stream is None or stream.has_ended:
                 self._changed.wait(limit_s)
                 return
             poller = select.poll()
@@ -259,71 +246,37 @@ class NodeKeeper:
         poller.poll(limit_s * 1000)
 
     def _enqueue(self, message: msgspec.Struct) -> None:
-        self._unsent += frame(message)
-        if not self._options.is_batched or len(self._unsent) >= BATCH_BYTES:
-            self._send()
+        stream = self._stream
+        assert stream is not None, "only a process that is up is sent to"
+        if stream.add(message) >= BATCH_BYTES or not self._options.is_batched:
+            stream.send()
 
-    def _send(self) -> None:
-        connection, unsent = self._connection, self._unsent
-        assert connection is not None
-        while unsent and not self._has_hung_up:
-            try:
-                sent = connection.socket.send(unsent)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._has_hung_up = True
-                return
-            del unsent[:sent]
-
-    def _receive(self, now_s: float) -> None:
-        connection = self._connection
-        assert connection is not None
-        for _ in range(RECEIVES_PER_POLL):
-            try:
-                data = self._reader.receive(connection.socket)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = memoryview(b"")
-            if not data:
-                self._has_hung_up = True
-                return
-            self._heard_s = now_s
-            try:
-                for body in self._reader.feed(data):
-                    self._take(self._options.decode(body))
-            except (WireError, msgspec.MsgspecError) as error:
-                _log.error("the process that moves blocks cannot be understood: %s", error)
-                self._has_hung_up = True
-                return
-            if len(data) < RECEIVE_BYTES and not self._is_closed:
-                return  # that was all, or the next poll finds the end of the stream
-
-    def _take(self, message: Any) -> None:
+    def _take(self, stream: NodeStream, message: Any) -> None:
         ticket = getattr(message, "ticket", None)
         if ticket is None:
-            self._take_note(message)
+            self._take_note(stream, message)
             return
         on_end = self._jobs.get(ticket)
         if on_end is None:
-            raise WireError(f"an answer to nothing ({ticket})")
+            _log.error("the process that moves blocks answers to nothing (%s)", ticket)
+            stream.has_ended = True
+            return
         on_end(message)
         del self._jobs[ticket]
 
-    def _take_note(self, message: Any) -> None:
+    def _take_note(self, stream: NodeStream, message: Any) -> None:
         """The first message without a ticket says that the process is ready."""
         if self._options.on_note is not None:
             self._options.on_note(message)
-        if not self._is_ready:
-            self._is_ready = True
-            self._fruitless = 0
+        if not stream.is_ready:
+            stream.is_ready = True
+            self._limits.note_ready()
 
-    def _is_silent(self, now_s: float) -> bool:
-        if self._is_ready and not self._jobs:
+    def _is_silent(self, stream: NodeStream, now_s: float) -> bool:
+        if stream.is_ready and not self._jobs:
             return False
-        limit_s = self._options.silence_limit_s if self._is_ready else SILENCE_LIMIT_S
-        return now_s - self._heard_s > limit_s
+        limit_s = self._options.silence_limit_s if stream.is_ready else SILENCE_LIMIT_S
+        return now_s - stream.heard_s > limit_s
 
     def _bury(self) -> None:
         """Kill the process of a closed connection. Once it is dead, fail its jobs and restart."""
@@ -334,9 +287,7 @@ class NodeKeeper:
             if not connection.has_died():
                 return
         connection.socket.close()
-        self._connection = None
-        self._is_ready = False
-        self._unsent.clear()
+        self._connection = self._stream = None
         lost, self._jobs = self._jobs, {}
         if not self._is_closed:
             _log.warning(
@@ -356,29 +307,17 @@ class NodeKeeper:
         with self._lock:
             if self._is_closed or self._is_starting or self._connection is not None:
                 return
-            now_s = self._clock()
-            is_often = len(self._starts_s) == self._starts_s.maxlen
-            if self.starts >= STARTS_AT_MOST:
+            if self._limits.is_over:
                 self._say_given_up()
+            now_s = self._clock()
+            if not self._limits.may_start(now_s):
                 return
-            if is_often and now_s - self._starts_s[0] < MINUTE_S:
-                return
-            if self._starts_s and now_s - self._starts_s[-1] < self._pause_s:
-                return
-            self._starts_s.append(now_s)
-            self._fruitless += 1
-            self.starts += 1
+            self._limits.note_start(now_s)
             self._is_starting = True
             try:
                 self._keeper.submit(self._start)
             except RuntimeError:  # shutting down
                 self._is_starting = False
-
-    @property
-    def _pause_s(self) -> float:
-        """Shortest time from the last start to the next one."""
-        too_many = self._fruitless - self._options.starts_per_minute
-        return min(MAX_PAUSE_S, 2.0 ** min(too_many, MAX_DOUBLINGS)) if too_many > 0 else 0.0
 
     def _say_given_up(self) -> None:
         if not self._has_said_given_up:
@@ -386,7 +325,7 @@ class NodeKeeper:
             _log.error(
                 "the process that moves blocks ended %d times and is not started again: its "
                 "tier does nothing until the engine is started anew",
-                self.starts,
+                self._limits.starts,
             )
 
     def _start(self) -> None:
@@ -397,16 +336,16 @@ class NodeKeeper:
         except KVCascadeError as error:
             _log.error("%s", error)
         except Exception:
-            _log.exception("the process that moves blocks could not be started")
+            if not self._is_closed:  # else the arena may be closed by now
+                _log.exception("the process that moves blocks could not be started")
         with self._changed:
             self._is_starting = False
-            self._reader = FrameReader()
-            self._has_hung_up = False
-            self._heard_s = self._clock()
             if connection is not None and self._is_closed:
                 connection.kill()
                 connection.socket.close()
                 connection.has_ended_within(KILL_LIMIT_S)
-            else:
+            elif connection is not None:
                 self._connection = connection
+                decode = self._options.decode
+                self._stream = NodeStream(connection.socket, decode, self._clock())
             self._changed.notify_all()

@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from ...tiers.nvme.path.frames import MAX_FRAME_BYTES, RECEIVE_BYTES, FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import (
+    DECODE_ERRORS,
+    MAX_FRAME_BYTES,
+    RECEIVE_BYTES,
+    FrameReader,
+    frame,
+)
 
 RECEIVES_PER_CALL = 16
 MAX_UNSENT_BYTES = 64 << 20
@@ -112,7 +118,7 @@ class FrameSocket:
             try:
                 for body in self._reader.feed(data):
                     yield self._decode(body)
-            except (WireError, msgspec.MsgspecError):
+            except DECODE_ERRORS:
                 self.is_broken = True
                 return
             if len(data) < RECEIVE_BYTES:  # the next call would find nothing

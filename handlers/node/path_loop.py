@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...errors import ConfigError, CorruptionError, FormatError, KVCascadeError
+from ...errors import FINAL_ERRORS, ConfigError, KVCascadeError
 from ...logs import get_logger
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.path.frames import WireError
@@ -195,7 +195,7 @@ class NodeLoop:
         """Find the writer, or become it. Runs on the joiner's thread."""
         try:
             joined = self._find_writer()
-        except (ConfigError, CorruptionError, FormatError) as error:
+        except FINAL_ERRORS as error:
             joined = _Joined(None, text=str(error), is_final=True)
         except KVCascadeError as error:
             joined = _Joined(None, text=str(error))

@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...errors import ConfigError, FormatError, InUseError, TierIOError
 from ...tiers.nvme.disk.filesystem import FileLock, FileSystem
 from ...tiers.nvme.namespace import DESCRIPTION
-from ...tiers.nvme.path.frames import FrameReader, WireError, frame
+from ...tiers.nvme.path.frames import DECODE_ERRORS, FrameReader, frame
 from ...tiers.nvme.path.path_lock import PathDoor, try_lead
 from ...tiers.nvme.path.path_messages import PROTOCOL, Ask, StillOpening, Told, from_writer
 from ...tiers.nvme.path.writer.path_options import PATH_FILE, PATH_FOLDER, load_record
@@ -72,7 +70,7 @@ class PathSession(AbstractContextManager["PathSession"]):
             told = self._told(limit_s)
         except TimeoutError:
             raise InUseError(_silent(self._fs, self.root)) from None
-        except (OSError, WireError, msgspec.MsgspecError):
+        except (OSError, *DECODE_ERRORS):
             told = None
         if told is None:
             raise InUseError(f"the writer of {self.root} closed the connection; try again")

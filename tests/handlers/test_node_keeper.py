@@ -10,9 +10,11 @@ import pytest
 from support.clock import ManualClock
 from support.executors import InlineExecutor
 
+from kvcascade.handlers.node import node_child as start_limits
 from kvcascade.handlers.node import node_keeper as limits
 from kvcascade.handlers.node.node_child import Connection
 from kvcascade.handlers.node.node_keeper import KeeperOptions, NodeKeeper
+from kvcascade.handlers.node.node_stream import RECEIVES_PER_POLL
 from kvcascade.handlers.node.path_wire import JobDone, NodeReady, PutJob, to_node
 from kvcascade.tiers.nvme.path.frames import FrameReader, frame
 
@@ -223,19 +225,19 @@ def test_starts_are_bounded(stage: Stage, caplog: pytest.LogCaptureFixture) -> N
         stage.children[-1].die()
         stage.keeper.poll()
         stage.keeper.poll()
-    assert len(stage.children) == limits.STARTS_PER_MINUTE
+    assert len(stage.children) == start_limits.STARTS_PER_MINUTE
     assert not stage.submit("a")
     stage.clock.advance(60.0)
     assert not stage.submit("b"), "it is only being started"
-    assert len(stage.children) == limits.STARTS_PER_MINUTE + 1
+    assert len(stage.children) == start_limits.STARTS_PER_MINUTE + 1
     stage.keeper.poll()
     assert stage.submit("c")
-    for _ in range(limits.STARTS_AT_MOST):
+    for _ in range(start_limits.STARTS_AT_MOST):
         stage.clock.advance(60.0)
         stage.children[-1].die()
         stage.keeper.poll()
         stage.keeper.poll()
-    assert len(stage.children) == limits.STARTS_AT_MOST
+    assert len(stage.children) == start_limits.STARTS_AT_MOST
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
     assert "not started again" in caplog.text
 
@@ -249,9 +251,9 @@ def test_a_node_that_never_gets_ready_is_tried_more_and_more_rarely(stage: Stage
         stage.keeper.poll()
         stage.clock.advance(60.0)
     a_day = len(stage.children)
-    assert a_day <= 24 * 3600 / limits.MAX_PAUSE_S + 20 < limits.STARTS_AT_MOST
+    assert a_day <= 24 * 3600 / start_limits.MAX_PAUSE_S + 20 < start_limits.STARTS_AT_MOST
     stage.is_mute = False
-    stage.clock.advance(limits.MAX_PAUSE_S)
+    stage.clock.advance(start_limits.MAX_PAUSE_S)
     stage.children[-1].die()
     for _ in range(2):  # it is started, it says that it is ready
         stage.keeper.poll()
@@ -281,7 +283,7 @@ def test_upkeep_takes_answers_without_transfers(stage: Stage) -> None:
     for order in child.hear(limits.JOBS_AT_MOST):
         assert isinstance(order, PutJob)
         child.say(JobDone(order.ticket))
-    for _ in range(limits.JOBS_AT_MOST // limits.RECEIVES_PER_POLL + 1):
+    for _ in range(limits.JOBS_AT_MOST // RECEIVES_PER_POLL + 1):
         stage.clock.advance(2 * limits.LISTEN_INTERVAL_S)
         stage.keeper.listen()
     assert limits.JOBS_AT_MOST == sum(stage.submit(str(i)) for i in range(limits.JOBS_AT_MOST))

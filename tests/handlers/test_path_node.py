@@ -79,8 +79,9 @@ def test_a_refused_node_is_off_and_says_why_once(rig: NodesRig, why: RefusedWhy)
     assert node.tier.is_blocked and not node.tier.write_state().may_recover
 
 
-def test_a_writer_that_is_closing_is_asked_again(rig: NodesRig) -> None:
-    rig.twin.refusal = Refused(RefusedWhy.CLOSING, "try again")
+@pytest.mark.parametrize("why", [RefusedWhy.CLOSING, RefusedWhy.OPENING, RefusedWhy.FAILED])
+def test_a_writer_that_cannot_serve_now_is_asked_again(rig: NodesRig, why: RefusedWhy) -> None:
+    rig.twin.refusal = Refused(why, "try again")
     node = rig.add()
     node.tick(1.0)
     rig.twin.refusal = None
@@ -94,6 +95,18 @@ def test_a_writer_of_another_version_is_asked_to_retire_once(rig: NodesRig) -> N
     for _ in range(4):
         node.tick(2.0)
     assert rig.twin.retirements == 1 and node.node.state is NodeState.OFF
+
+
+def test_a_namespace_that_fails_to_open_is_logged_once_and_stops_no_start(rig: NodesRig) -> None:
+    rig.twin.refusal = Refused(RefusedWhy.FAILED, "look at the disk")
+    node = rig.add()
+    for _ in range(40):
+        node.tick(1.0)
+        node.tier.maintain()
+    notes = [m for m in node.told if isinstance(m, NodeNote)]
+    assert [m.text for m in notes] == ["look at the disk"]
+    assert node.node.state is NodeState.JOINING and not node.tier.feed.misconfigured
+    assert 30 < len(heard(rig, Hello)) <= 45, "the pause between attempts is bounded"
 
 
 def test_nobody_answers_and_the_log_says_so_once(rig: NodesRig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 
@@ -252,3 +253,13 @@ def test_an_engine_reports_the_metrics_and_no_reader() -> None:
     rig.step(seconds=2.0)
     assert [f.is_reporter for f in rig.take(reader.client, TierFigures)][-1:] == [False]
     assert [f.is_reporter for f in rig.take(engine.client, TierFigures)][-1:] == [True]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
+def test_an_error_of_the_device_is_no_final_refusal(code: int) -> None:
+    rig = PathRig()
+    rig.fs.fail("preallocate", code)  # of the presence table
+    node = RigNode(rig)
+    assert [refused.why for refused in node.refused] == [RefusedWhy.FAILED]
+    again = RigNode(rig)
+    assert again.welcome is not None and again.store([1]) == [Committed.OK]

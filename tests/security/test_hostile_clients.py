@@ -171,8 +171,9 @@ def test_nonsense_of_clients_stops_nobody(
         struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
         struct.pack("<I", 5) + b"\xc6\xff\xff\xff\xff",
         struct.pack("<I", 0),
+        frame(Ask(1, "stat")).replace(b"stat", b"sta\xc4"),
     ],
-    ids=["too long", "4 GiB", "deeply nested", "a huge list", "huge bytes", "empty"],
+    ids=["too long", "4 GiB", "deeply nested", "a huge list", "huge bytes", "empty", "no text"],
 )
 def test_a_frame_that_is_no_message_ends_its_connection(
     engine: PathEngine, connect: Connect, data: bytes, caplog: pytest.LogCaptureFixture
@@ -183,6 +184,17 @@ def test_a_frame_that_is_no_message_ends_its_connection(
         assert link.recv(1) == b""
     except ConnectionResetError:
         pass
+    goes_on(engine, 100, caplog)
+
+
+def test_a_document_nested_without_end_is_answered(
+    engine: PathEngine, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, nested = connect(), b"[" * 1_000_000
+    send(link, frame(Ask(1, "stat", nested)))
+    assert link.recv(1)
+    spec = msgspec.structs.replace(namespace_spec(BLOCK), fields=nested)
+    send(link, frame(msgspec.structs.replace(hello(tmp_path), namespace=spec)))
     goes_on(engine, 100, caplog)
 
 

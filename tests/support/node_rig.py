@@ -181,7 +181,7 @@ class CoreWriter:
         self._is_due = False
         self._clock.advance(0.01)
         self.outbox += self.core.step()
-        self._is_due = any(namespace.waiting for namespace in self.core.namespaces.values())
+        self._is_due = any(namespace.grants for namespace in self.core.namespaces.values())
 
     def _open_table(self, folder: Path, map_bytes: int, identity: bytes, **rest: Any) -> BlockTable:
         disk = self._disks.setdefault(folder, MemoryBlockDisk())

@@ -174,9 +174,11 @@ class PathEngine:
         os.kill(self.keeper.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the node's process."""
+        """Send a signal to the node's process; return after SIGSTOP when it has stopped."""
         assert self.keeper.pid
         os.kill(self.keeper.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.keeper.pid, os.WSTOPPED | os.WNOWAIT)
 
     def close(self) -> None:
         """Close the tier as an engine does."""

@@ -8,12 +8,14 @@ from typing import Any
 
 from support.kv_bytes import Shape, damage, tiers
 from support.spec_driver import Driver
+from support.waiting import wait_until
 
 from kvcascade.tiers.base import BlockHash
 
 SHAPE = Shape()
 CHUNKS = 8
 TEXTS = 24
+ROUNDS, PAUSE_S = 200, 0.05
 CPU, NEAR, FAR = 64, 64, 512
 """Slots of the tiers; the last one holds all texts, the others do not."""
 
@@ -24,6 +26,12 @@ def three(path: Path, **far: Any) -> list[Any]:
         (path / name).mkdir(exist_ok=True)
     last = tiers(SHAPE, path / "far", cpu=CPU, nvme=FAR, **far)[1]
     return [*tiers(SHAPE, path / "near", cpu=CPU, nvme=NEAR), last]
+
+
+def is_empty(driver: Driver, tier: int) -> bool:
+    """Return True once a tier is known to hold nothing; take the step in which that is heard."""
+    driver.step()
+    return driver.cascade.manager.tier_states()[tier].blocks == 0
 
 
 def serve_all(driver: Driver) -> int:
@@ -77,6 +85,7 @@ def test_a_disk_that_damages_blocks_costs_no_hits_of_another(tmp_path: Path) -> 
         driver.finish(request)
         driver.settle()
         assert driver.counters.links[0].promote_corrupt_blocks > 0
+        wait_until(lambda: is_empty(driver, 1), ROUNDS, PAUSE_S)
         assert driver.serve("text", CHUNKS) == CHUNKS
         assert driver.counters.loaded_blocks[2] > 0
 

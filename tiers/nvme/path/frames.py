@@ -20,6 +20,10 @@ class WireError(Exception):
     """The other end sent an invalid message."""
 
 
+DECODE_ERRORS = (WireError, msgspec.MsgspecError, UnicodeDecodeError)
+"""Errors of a message that cannot be understood. msgspec decodes text with Python's own error."""
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """Encode a message as a frame."""
     body = _encoder.encode(message)

@@ -16,6 +16,7 @@ import msgspec
 
 from ....errors import os_errors
 from ..disk.filesystem import FileSystem
+from .frames import DECODE_ERRORS
 from .path_messages import PROTOCOL
 from .writer.path_options import PATH_FOLDER
 
@@ -80,7 +81,7 @@ def save_note(fs: FileSystem, root: Path, note: WriterNote) -> None:
 
 def load_note(fs: FileSystem, root: Path) -> WriterNote | None:
     """Return what the last writer recorded; None if it cannot be read."""
-    with suppress(OSError, msgspec.MsgspecError):
+    with suppress(OSError, *DECODE_ERRORS):
         data = fs.read(root / PATH_FOLDER / WRITER_FILE, MAX_NOTE_BYTES)
         return msgspec.json.decode(data, type=WriterNote)
     return None

@@ -57,6 +57,7 @@ MEASUREMENTS = {
     "reopening": "how long a start takes, and what it keeps in memory",
     "lookups": "what a question about a block on NVMe costs the scheduler's thread",
     "path": "lookups, commits and opening of the tables of a path",
+    "shared": "rates of several engines that share a path, and the processor time of its writer",
     "transfers": "CPU to NVMe, and back to the device after a restart",
     "busy": "the same while the scheduler's thread never rests",
     "faults": "wrong bytes served, and blocks lost, after faults on disk",
@@ -74,6 +75,7 @@ _MODULES = {
     "reopening": "scheduler.reopening",
     "lookups": "scheduler.lookups",
     "path": "path_rates",
+    "shared": "shared_path",
     "transfers": "transfer_bench",
     "busy": "busy",
     "faults": "faults",
@@ -85,7 +87,7 @@ _MODULES = {
     "gpu_engine": "engine.gpu_engine",
 }
 """Modules of all measurements."""
-ASKED_FOR = (*BARE, "faults")
+ASKED_FOR = (*BARE, "faults", "shared")
 """Measurements that run only if their name is given."""
 
 

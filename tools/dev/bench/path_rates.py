@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 
@@ -56,6 +57,8 @@ class FilledPath:
         self.fs = RealFileSystem()
         self.replaced: set[int] = set()
         """Numbers of blocks that `commits` evicted; a block's number is its first slot."""
+        self.unused = count(1 << 50)
+        """Numbers of blocks that `commits` stores, each once."""
 
     def open(self, boot: bytes) -> tuple[LmdbBlockTable, OpenPresence]:
         """Open both, as a writer of this boot does."""
@@ -183,7 +186,6 @@ def commits(path: FilledPath) -> dict[str, float]:
     """Replace blocks: each commit clears slots and fills others, in a full table."""
     figures: dict[str, float] = {}
     table, presence = path.open(boot_id())
-    number = 1 << 50
     try:
         for size in COMMIT_BATCHES:
             batch = min(size, path.slots - path.blocks)
@@ -191,8 +193,7 @@ def commits(path: FilledPath) -> dict[str, float]:
             rounds = max(1, min(COMMITS, path.blocks // batch))
             taken: list[float] = []
             for _ in range(rounds):
-                puts = [(key_of(number + i), slot, i) for i, slot in enumerate(free)]
-                number += batch
+                puts = [(key_of(next(path.unused)), slot, i) for i, slot in enumerate(free)]
                 first = random.randrange(path.blocks - 2 * batch)
                 used = [s for s in range(first, first + 2 * batch) if s not in set(free)][:batch]
                 began = perf_counter()

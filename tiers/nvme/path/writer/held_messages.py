@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .....errors import KVCascadeError
+from .....errors import FINAL_ERRORS, KVCascadeError
 from .....logs import get_logger
 from ..path_messages import Ask, FromNode, Hello, Refused, RefusedWhy, StillOpening
-from .namespace_writer import Reply
+from .waiting_grants import Reply
 from .writer_questions import told
 
 OPENING_LIMIT_S = 600.0
@@ -56,7 +57,7 @@ class HeldMessages:
         for each in held:
             error = ended.get(each.namespace)
             if error is not None:
-                replies += _give_up(each, str(error), RefusedWhy.NAMESPACE)
+                replies += _give_up(each, str(error), why_refused(error))
             elif each.namespace in ended:
                 ready.append((each.client, each.message))
             elif now_s < each.until_s:
@@ -75,9 +76,20 @@ class HeldMessages:
         self._held = [each for each in self._held if each.client != client]
 
 
+def why_refused(error: KVCascadeError) -> RefusedWhy:
+    """Return why a namespace cannot be opened: only the user can mend it, or time may."""
+    return RefusedWhy.NAMESPACE if isinstance(error, FINAL_ERRORS) else RefusedWhy.FAILED
+
+
+def log_refusal(name: str, why: RefusedWhy, text: str) -> None:
+    """Log a refusal. One that is repeated every second is the node's to log, once."""
+    level = logging.DEBUG if why is RefusedWhy.FAILED else logging.WARNING
+    _log.log(level, "%s is refused: %s", name, text)
+
+
 def _give_up(held: _Held, text: str, why: RefusedWhy) -> list[Reply]:
     if isinstance(held.message, Ask):
         return [(held.client, told(held.message.request, {"error": text}))]
     if isinstance(held.message, Hello):
-        _log.warning("%s is refused: %s", held.message.name, text)
+        log_refusal(held.message.name, why, text)
     return [(held.client, Refused(why, text))]

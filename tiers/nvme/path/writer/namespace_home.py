@@ -89,7 +89,7 @@ def key_of(spec: NamespaceSpec) -> NamespaceKey:
     """Return the identity that a node names. Raises `ConfigError`."""
     try:
         fields, about = json.loads(spec.fields), json.loads(spec.about or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = about = None
     if not isinstance(fields, dict) or not isinstance(about, dict):
         raise ConfigError("the namespace's fields are no JSON object; use equal versions")

@@ -20,33 +20,25 @@ from .....logs import get_logger
 from ....endurance import DayTotals
 from ..block_table import Applied, ApplyOutcome, BlockTable, Changes
 from ..path_messages import (
-    ALREADY_SLOT,
     MAX_KEYS_PER_MESSAGE,
-    NO_SLOT,
     Bad,
     Commit,
     CommitDone,
     Committed,
-    FromWriter,
     Grant,
-    Granted,
     Touch,
-    Why,
 )
 from ..presence_file import OpenPresence
 from .namespace_home import NamespaceHome
 from .prompt_log import PromptLog
 from .recency import Recency
 from .slot_space import SlotSpace
+from .waiting_grants import Reply, WaitingGrants
 
 MAX_READ_REPORT_BYTES = 1 << 50
 """Most bytes that were read between two commits; more would overflow the totals."""
 MAX_EVICTIONS_PER_STEP = 4096
 """Most blocks that one commit evicts; more follow in the next step."""
-Reply = tuple[int, FromWriter]
-"""A message and the number of the client that gets it."""
-MAX_WAITING_PER_CLIENT = 64
-"""Most grants of one client that wait; more are answered without slots."""
 MAX_RESET_MARKS = 64
 """Number of marks of resets that are remembered."""
 
@@ -55,19 +47,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingGrant:
-    """A grant without an answer."""
-
-    client: int
-    message: Grant
-    until_s: float
-    """Time at which it is answered in any case."""
-    need: int
-    """Number of slots that it needs at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResetOwed:
+class PendingReset:
     """A reset without an answer."""
 
     client: int
@@ -117,11 +97,8 @@ class NamespaceWriter:
         """Clients that sync no segment before a commit, although every commit is to be durable."""
         self.min_share_bytes = 0
         self.evicted_blocks = 0
-        self.waiting: deque[WaitingGrant] = deque()
-        """Grants without an answer, oldest first."""
-        self.last_why = Why.GRANTED
-        """Reason of the last grant that got too few slots."""
-        self.resets_owed: list[ResetOwed] = []
+        self.grants = WaitingGrants(self.presence, space, self._held)
+        self.pending_resets: list[PendingReset] = []
         """Resets that the block table could not take yet."""
         self.reset_marks: deque[int] = deque(maxlen=MAX_RESET_MARKS)
         """Marks of resets that were begun, oldest first. A successor of this writer knows none: it
@@ -161,12 +138,10 @@ class NamespaceWriter:
     # -- gathering -----------------------------------------------------------------------------
 
     def add_grant(self, client: int, message: Grant, until_s: float) -> bool:
-        """Let a grant wait for `serve`, at most until `until_s`. Return False if too many wait."""
-        if sum(each.client == client for each in self.waiting) >= MAX_WAITING_PER_CLIENT:
+        """Let a grant wait for slots, at most until `until_s`. Return False if too many wait."""
+        if not self.grants.add(client, message, until_s):
             return False
         self.recency.expect(message.keys)
-        need = int(np.count_nonzero(self.presence.find_many(message.keys) < 0))
-        self.waiting.append(WaitingGrant(client, message, until_s, need))
         return True
 
     def add_commit(self, client: int, message: Commit) -> None:
@@ -200,11 +175,6 @@ class NamespaceWriter:
         slots = [slot for slot in found if self._holds(slot)]
         if slots:
             self.recency.settle(slots) if message.is_settle else self.recency.touch(slots)
-
-    @property
-    def demand(self) -> int:
-        """Number of slots that the waiting grants need at most."""
-        return sum(each.need for each in self.waiting)
 
     # -- one commit ----------------------------------------------------------------------------
 
@@ -250,40 +220,7 @@ class NamespaceWriter:
         self.presence.apply(applied.journal)
         return True
 
-    # -- grants --------------------------------------------------------------------------------
-
-    def serve(
-        self, paths: list[int], allowed: int, why: Why, may_wait: bool, now_s: float
-    ) -> list[Reply]:
-        """Answer waiting grants from the free slots in `paths`, oldest first.
-
-        At most `allowed` slots are granted. `why` is the reason if slots are missing. With
-        `may_wait` a grant that needs more slots than are free stays until its deadline.
-        """
-        replies: list[Reply] = []
-        while self.waiting:
-            first = self.waiting[0]
-            keys = first.message.keys
-            held = self._held(keys)
-            absent = list(dict.fromkeys(key for key in keys if key not in held))
-            free = min(self.space.free(paths) if paths else 0, allowed)
-            if len(absent) > free and now_s < first.until_s:
-                if may_wait:
-                    break
-                if len(absent) > first.need:  # blocks of it were evicted while it waited
-                    self.waiting[0] = replace(first, need=len(absent))
-                    break
-            self.waiting.popleft()
-            granted = absent[:free]
-            slots = self.space.take(first.client, self.epoch, granted, paths) if granted else []
-            allowed -= len(slots)
-            at = dict(zip(granted, slots, strict=True))
-            answer = [ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in keys]
-            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
-            packed = np.array(answer, dtype="<i4").tobytes()
-            reply = Granted(first.message.request, self.epoch, packed, self.last_why)
-            replies.append((first.client, reply))
-        return replies
+    # -- clients -------------------------------------------------------------------------------
 
     def release(self, client: int, slots: Sequence[int]) -> list[int]:
         """End grants of a client; return those that were its own."""
@@ -295,15 +232,16 @@ class NamespaceWriter:
         """Forget a client. Its commits in the batch must be settled before."""
         self.clients.discard(client)
         self.unsynced_clients.discard(client)
-        self.waiting = deque(each for each in self.waiting if each.client != client)
-        self.resets_owed = [each for each in self.resets_owed if each.client != client]
+        self.grants.leave(client)
+        self.pending_resets = [each for each in self.pending_resets if each.client != client]
         self.space.end_client(client)
 
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close cleanly: everything is durable. Raises a `KVCascadeError`; it is closed anyway."""
-        self._flush_reads()
+        if self._read_bytes:
+            self._apply([], [], [])
         try:
             self.table.close()
             self._presence.close_clean()
@@ -347,7 +285,7 @@ class NamespaceWriter:
     def _valid_puts(self) -> _Puts:
         """Return the blocks of the batch whose grants are valid; all other slots are freed."""
         puts, seen = _Puts(), set[int]()
-        epoch = -1 if self.resets_owed else self.epoch
+        epoch = -1 if self.pending_resets else self.epoch
         grant_of = self.space.grant_of
         for reply, (client, message) in enumerate(self._commits):
             slots, checksums = slots_of(message.slots), checksums_of(message.checksums)
@@ -485,10 +423,6 @@ class NamespaceWriter:
         if nameless:  # the index does not say whose they are: they stay in use, and out of order
             self.recency.remove(sorted(nameless))
         result.removed.extend(key for key, _ in gone)
-
-    def _flush_reads(self) -> None:
-        if self._read_bytes:
-            self._apply([], [], [])
 
 
 def slots_of(data: bytes) -> list[int]:

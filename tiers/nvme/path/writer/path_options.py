@@ -27,6 +27,15 @@ PATH_RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
 POWER = "power"
 DURABILITIES = ("process", POWER)
+NOT_A_RECORD = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    msgspec.ValidationError,
+)
+"""Errors of a document that is damaged."""
 
 
 @dataclass(slots=True)
@@ -68,7 +77,7 @@ def load_record(fs: FileSystem, root: Path) -> PathRecord | None:
             {str(name): int(share) for name, share in document["min_shares"].items()},
             {str(name): int(epoch) for name, epoch in document["epochs"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+    except NOT_A_RECORD:
         raise CorruptionError(
             f"{path} is damaged or of another version; remove it, and the options of the next "
             "engine are recorded"

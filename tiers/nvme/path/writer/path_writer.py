@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from .....errors import CorruptionError, KVCascadeError
+from .....errors import ConfigError, CorruptionError, KVCascadeError
 from .....logs import get_logger
 from ....base import new_reset_mark
 from ..path_messages import (
@@ -44,17 +44,17 @@ from ..path_messages import (
 )
 from ..presence_table import presence_bytes
 from .block_messages import BlockMessages, Client, Handle
-from .held_messages import HeldMessages
+from .held_messages import HeldMessages, log_refusal, why_refused
 from .namespace_openings import BeingOpenedError
 from .namespace_start import StartMeans
 from .namespace_writer import (
     NamespaceWriter,
-    Reply,
-    ResetOwed,
+    PendingReset,
     Settled,
 )
 from .path_namespaces import PathNamespaces
 from .path_options import check_paths, is_stronger
+from .waiting_grants import Reply
 from .writer_questions import WriterQuestions
 
 BUSY_WAIT_S = 0.005
@@ -150,9 +150,9 @@ class PathWriter:
         for client, message in ready:
             self.receive(client, message)
         for namespace in list(self.namespaces.values()):
-            if namespace.resets_owed:
-                self._pay_resets(namespace)
-            if namespace.waiting or namespace.has_work:
+            if namespace.pending_resets:
+                self._reset_durably(namespace)
+            if namespace.grants or namespace.has_work:
                 self._serve(namespace)
             if namespace.table.has_panicked:
                 raise CorruptionError(
@@ -168,7 +168,7 @@ class PathWriter:
     @property
     def wait_s(self) -> float:
         """Longest time until the next `step`, in seconds."""
-        is_waiting = any(n.waiting or n.resets_owed for n in self.namespaces.values())
+        is_waiting = any(n.grants or n.pending_resets for n in self.namespaces.values())
         is_busy = is_waiting or self.path.space.has_jobs or self._questions.is_busy
         return BUSY_WAIT_S if is_busy else FIGURES_EVERY_S
 
@@ -213,10 +213,12 @@ class PathWriter:
         if self.wants_close:
             self._refuse(client, RefusedWhy.CLOSING, "the writer of the path is closing; try again")
             return
-        why = RefusedWhy.PATHS
         try:
             check_paths(self.path.record.paths, message.paths)
-            why = RefusedWhy.NAMESPACE
+        except ConfigError as error:
+            self._refuse(client, RefusedWhy.PATHS, str(error))
+            return
+        try:
             if is_stronger(message.options, self.path.options):
                 for each in self.namespaces.values():
                     self._settle(each)
@@ -226,7 +228,7 @@ class PathWriter:
             if is_alone and self.path.begin_alone(namespace, message.epoch):
                 self._out += [(reader, Epoch(namespace.epoch)) for reader in namespace.clients]
         except KVCascadeError as error:
-            self._refuse(client, why, str(error))
+            self._refuse(client, why_refused(error), str(error))
             return
         client.namespace, client.wants_events = namespace, message.wants_events
         client.is_reader = message.is_reader
@@ -266,8 +268,8 @@ class PathWriter:
             return
         self._settle(namespace)
         namespace.reset_marks.append(mark)
-        namespace.resets_owed.append(ResetOwed(client.number, message.request, mark))
-        self._pay_resets(namespace)
+        namespace.pending_resets.append(PendingReset(client.number, message.request, mark))
+        self._reset_durably(namespace)
 
     def _ask(self, client: Client, message: Ask) -> None:
         answer = self._questions.ask(client.number, message)
@@ -286,7 +288,7 @@ class PathWriter:
     def _serve(self, namespace: NamespaceWriter) -> None:
         """Find room for the waiting grants, commit, and answer."""
         capacity = self.path.space.capacity
-        need = namespace.demand
+        need = namespace.grants.demand
         allowed = self.path.budget.allowed(self.namespaces.values(), namespace.home.block_bytes)
         room = self.path.space.room_for(namespace, min(need, allowed)) if need else None
         self._settle(namespace, room.evictions if room is not None else 0)
@@ -299,7 +301,7 @@ class PathWriter:
         elif room is not None and (room.is_coming or room.evictions):
             why = Why.LATER
         may_wait = why is Why.LATER
-        self._out += namespace.serve(awake, allowed, why, may_wait, self._clock())
+        self._out += namespace.grants.serve(awake, allowed, why, may_wait, self._clock())
 
     def _settle(self, namespace: NamespaceWriter, evictions: int = 0) -> None:
         if namespace.has_work or evictions:
@@ -315,19 +317,19 @@ class PathWriter:
             if result.stored and self._clients[number].wants_events:
                 self._send(number, Stored(result.stored))
 
-    def _pay_resets(self, namespace: NamespaceWriter) -> None:
+    def _reset_durably(self, namespace: NamespaceWriter) -> None:
         """Reset a namespace, and answer everybody who asked for it once it is durable."""
-        owed = {each.client for each in namespace.resets_owed}
+        asking = {each.client for each in namespace.pending_resets}
         if not namespace.is_resetting:
-            self._tell_reset(namespace, namespace.clients.difference(owed))
+            self._tell_reset(namespace, namespace.clients.difference(asking))
         if not namespace.reset():
             return
-        for each in namespace.resets_owed:
+        for each in namespace.pending_resets:
             self._send(each.client, Epoch(namespace.epoch, each.request))
-        marks = [each.mark for each in namespace.resets_owed]
-        for number in namespace.clients.difference(owed):
+        marks = [each.mark for each in namespace.pending_resets]
+        for number in namespace.clients.difference(asking):
             self._send(number, Epoch(namespace.epoch, marks=marks))
-        namespace.resets_owed.clear()
+        namespace.pending_resets.clear()
 
     def _tell_reset(self, namespace: NamespaceWriter, others: set[int]) -> None:
         """Name the blocks that a reset removes to those of the nodes that publish events."""
@@ -374,7 +376,7 @@ class PathWriter:
                     namespace.evicted_blocks,
                     left,
                     (int(day.is_whole_day), day.written, day.read),
-                    namespace.last_why,
+                    namespace.grants.last_why,
                     number == reporter,
                 )
                 client = self._clients[number]
@@ -383,7 +385,7 @@ class PathWriter:
                     self._send(number, figures)
 
     def _refuse(self, client: Client, why: RefusedWhy, text: str) -> None:
-        _log.warning("%s is refused: %s", client.name, text)
+        log_refusal(client.name, why, text)
         self._send(client.number, Refused(why, text))
 
     def _send(self, client: int, message: FromWriter) -> None:

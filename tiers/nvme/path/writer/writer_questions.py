@@ -59,7 +59,7 @@ class WriterQuestions:
         """Return the answer to a question; None if `poll` has it later."""
         try:
             body = json.loads(message.body or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return told(message.request, {"error": "the question's body is no JSON object"})

@@ -1,0 +1,108 @@
+"""Grants of one namespace that wait for slots. Used by the writer's thread only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..path_messages import ALREADY_SLOT, NO_SLOT, FromWriter, Grant, Granted, Why
+from ..presence_table import PresenceTable
+from .slot_space import SlotSpace
+
+Reply = tuple[int, FromWriter]
+"""A message and the number of the client that gets it."""
+MAX_WAITING_PER_CLIENT = 64
+"""Most grants of one client that wait; more are answered without slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGrant:
+    """A grant without an answer."""
+
+    client: int
+    message: Grant
+    until_s: float
+    """Time at which it is answered in any case."""
+    need: int
+    """Number of slots that it needs at most."""
+
+
+class WaitingGrants:
+    """The grants without an answer, oldest first; false if there are none."""
+
+    def __init__(
+        self,
+        presence: PresenceTable,
+        space: SlotSpace,
+        held_among: Callable[[Sequence[bytes]], frozenset[bytes]],
+    ) -> None:
+        """`held_among` returns those of the keys that are committed."""
+        self._presence = presence
+        self._space = space
+        self._held_among = held_among
+        self._waiting: deque[WaitingGrant] = deque()
+        self.last_why = Why.GRANTED
+        """Reason of the last grant that got too few slots."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def demand(self) -> int:
+        """Number of slots that the grants need at most."""
+        return sum(each.need for each in self._waiting)
+
+    def add(self, client: int, message: Grant, until_s: float) -> bool:
+        """Let a grant wait for `serve`, at most until `until_s`. Return False if too many wait."""
+        if sum(each.client == client for each in self._waiting) >= MAX_WAITING_PER_CLIENT:
+            return False
+        need = int(np.count_nonzero(self._presence.find_many(message.keys) < 0))
+        self._waiting.append(WaitingGrant(client, message, until_s, need))
+        return True
+
+    def serve(
+        self, paths: list[int], allowed: int, why: Why, may_wait: bool, now_s: float
+    ) -> list[Reply]:
+        """Answer grants from the free slots in `paths`, oldest first.
+
+        At most `allowed` slots are granted. `why` is the reason if slots are missing. With
+        `may_wait` a grant that needs more slots than are free stays until its deadline.
+        """
+        replies: list[Reply] = []
+        while self._waiting:
+            first = self._waiting[0]
+            held = self._held_among(first.message.keys)
+            absent = list(dict.fromkeys(key for key in first.message.keys if key not in held))
+            free = min(self._space.free(paths) if paths else 0, allowed)
+            if len(absent) > free and now_s < first.until_s:
+                if may_wait:
+                    break
+                if len(absent) > first.need:  # blocks of it were evicted while it waited
+                    self._waiting[0] = replace(first, need=len(absent))
+                    break
+            self._waiting.popleft()
+            granted = absent[:free]
+            allowed -= len(granted)
+            self.last_why = Why.GRANTED if len(granted) == len(absent) else why
+            replies.append((first.client, self._granted(first, held, granted, paths)))
+        return replies
+
+    def leave(self, client: int) -> None:
+        """Forget the grants of a client."""
+        self._waiting = deque(each for each in self._waiting if each.client != client)
+
+    def _granted(
+        self, grant: WaitingGrant, held: frozenset[bytes], keys: list[bytes], paths: list[int]
+    ) -> Granted:
+        """Return the answer to a grant, which gets slots for `keys`."""
+        epoch = self._presence.epoch
+        slots = self._space.take(grant.client, epoch, keys, paths) if keys else []
+        at = dict(zip(keys, slots, strict=True))
+        answer = [
+            ALREADY_SLOT if key in held else at.get(key, NO_SLOT) for key in grant.message.keys
+        ]
+        packed = np.array(answer, dtype="<i4").tobytes()
+        return Granted(grant.message.request, epoch, packed, self.last_why)

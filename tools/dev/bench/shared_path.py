@@ -1,0 +1,279 @@
+"""Rates of several engines that share a path, beside those of the raw disk.
+
+Each engine is a process with an arena and a node of its own, and moves an equal share of the bytes.
+All belong to one namespace. They write at the same time, then read, and compare what they read.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from ....assembly.node_parts import OpenTier, SlotMemory
+from ....handlers.node.path_wire import NodeState
+from ....manager.below.port import Ended, Put
+from ....manager.flow import MAX_JOBS_IN_FLIGHT, batch_blocks
+from ....tiers.base import BlockHash, BlockOutcome
+from ....tiers.cpu.arena import Arena, ArenaRole
+from ....tiers.cpu.header import ArenaGeometry
+from ....tiers.nvme.namespace import NamespaceKey
+from ...commands.bench.bench_results import (
+    DOWN,
+    GIGA,
+    KIB,
+    LIMIT,
+    MIB,
+    OURS,
+    UP,
+    BenchError,
+    Quantity,
+)
+from ...commands.bench.bench_tier import open_bench_tier
+from ...commands.bench.raw_disk import THREADS, RawDisk, drop_page_cache
+from ...commands.bench.tier_rates import PROCESS_CLOCK
+from .measurement import Case, Figures, Measurement, MeasurementSetup
+from .node_rates import new_keys
+
+SHAPES = ((1, 512 * KIB), (2, 512 * KIB), (4, 512 * KIB), (8, 64 * KIB))
+"""Engines, and bytes of a block."""
+CAPACITY_FACTOR = 1.5
+SPARE_BYTES = 256 * MIB
+PAUSE_S = 0.002
+PHASE_LIMIT_S = 120.0
+CLOSE_LIMIT_S = 5.0
+ENGINES_CPU, WRITER_CPU = "CPU time of all nodes, down", "CPU time of the writer's node, down"
+SLOWEST = "slowest engine / median engine, down"
+FILL, RESET, WRITE, READ = "fill", "reset", "write", "read"
+QUANTITIES = (
+    Quantity(DOWN, "GB/s", is_more_better=True),
+    Quantity(UP, "GB/s", is_more_better=True),
+    Quantity(SLOWEST, "×"),
+    Quantity(ENGINES_CPU, "s/GB"),
+    Quantity(WRITER_CPU, "s/GB"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one engine moves."""
+
+    folder: Path
+    blocks: int
+    block_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEnd:
+    """What one engine says at the end of a phase."""
+
+    time_s: float
+    node_cpu_s: float
+    is_writer: bool
+
+
+class _Mover:
+    """One engine that writes and reads its blocks."""
+
+    def __init__(self, tier: OpenTier, arena: memoryview, share: Share) -> None:
+        self._tier, self._arena, self._share = tier, arena, share
+        arena[:] = os.urandom(MIB) * (len(arena) // MIB) + bytes(len(arena) % MIB)
+        self._expected = bytes(arena)
+        self._keys = self._new_keys()
+        self._tickets = 0
+
+    def run(self, phase: str) -> PhaseEnd:
+        """Run one phase to its end. Raises `BenchError`."""
+        began_s, began_cpu_s = time.perf_counter(), self._cpu_s()
+        if phase == RESET:
+            self._reset()
+        elif phase == READ:
+            self._arena[:] = bytes(len(self._arena))
+            began_s, began_cpu_s = time.perf_counter(), self._cpu_s()
+            self._move(is_put=False)
+        else:
+            self._keys = self._new_keys()
+            self._move(is_put=True)
+        took_s, cpu_s = time.perf_counter() - began_s, self._cpu_s() - began_cpu_s
+        if phase == READ and self._arena != self._expected:
+            raise BenchError("bytes that came back from the disk differ from those stored")
+        return PhaseEnd(took_s, cpu_s, self._tier.port.feed.state is NodeState.LEADING)
+
+    def _move(self, *, is_put: bool) -> None:
+        """Keep some jobs in flight until each block was moved; blocks put off are offered again."""
+        port, per_job = self._tier.port, batch_blocks(self._share.block_bytes)
+        left, flying = list(range(len(self._keys))), dict[int, list[int]]()
+        end_s = time.monotonic() + PHASE_LIMIT_S
+        while left or flying:
+            if time.monotonic() > end_s:
+                raise BenchError(f"{len(left)} blocks were not moved in {PHASE_LIMIT_S:.0f} s")
+            while left and len(flying) < MAX_JOBS_IN_FLIGHT:
+                some, ticket = left[:per_job], self._tickets
+                started = self._start(ticket, some, is_put=is_put)
+                if not started:
+                    break
+                self._tickets += 1
+                flying[ticket] = started
+                left = [at for at in some if at not in set(started)] + left[per_job:]
+            port.maintain()
+            for ended in self._ended():
+                moved = zip(flying.pop(ended.ticket), ended.outcomes, strict=True)
+                left += [at for at, outcome in moved if outcome is not BlockOutcome.OK]
+            port.take_lost()
+
+    def _ended(self) -> list[Ended]:
+        """Return jobs that ended; wait for the first one, `PAUSE_S` at most."""
+        found: list[Ended] = []
+
+        def has_ended() -> bool:
+            found.extend(self._tier.port.poll())
+            return bool(found)
+
+        self._tier.node.wait(has_ended, PAUSE_S)
+        return found
+
+    def _start(self, ticket: int, places: list[int], *, is_put: bool) -> list[int]:
+        port, keys = self._tier.port, [self._keys[at] for at in places]
+        if not is_put:
+            port.get(ticket, 1, keys, places)
+            return places
+        answers = port.put(ticket, keys, places)
+        return [at for at, answer in zip(places, answers, strict=True) if answer is Put.STARTED]
+
+    def _reset(self) -> None:
+        port = self._tier.port
+        port.reset()
+
+        def is_empty() -> bool:
+            port.maintain()
+            return port.feed.epoch is not None
+
+        if not self._tier.node.wait(is_empty, PHASE_LIMIT_S):
+            raise BenchError(f"a reset took more than {PHASE_LIMIT_S:.0f} s")
+
+    def _new_keys(self) -> list[BlockHash]:
+        return new_keys(self._share.blocks)
+
+    def _cpu_s(self) -> float:
+        pid = self._tier.node.pid
+        if pid is None:
+            raise BenchError("a node ended; see the log")
+        return time.clock_gettime(~pid << 3 | PROCESS_CLOCK)
+
+
+def serve(share: Share, orders: Connection) -> None:
+    """Run phases as they are ordered, in a process of its own, until the end of orders."""
+    geometry = ArenaGeometry(share.blocks, share.block_bytes, 1)
+    role = ArenaRole.scheduler(expect_workers=False)
+    key = NamespaceKey("bench", {"bench": 1})
+    with closing(Arena.open(geometry, f"bench-{os.getpid()}", role)) as arena:
+        memory = SlotMemory.of(arena)
+        with closing(open_bench_tier(share.folder, share.capacity_bytes, key, memory)) as tier:
+            mover = _Mover(tier, memory.view, share)
+            orders.send(None)
+            while phase := orders.recv():
+                orders.send(mover.run(phase))
+            tier.port.shutdown(time.monotonic() + CLOSE_LIMIT_S)
+
+
+class _Engines:
+    """Processes of all engines."""
+
+    def __init__(self, shares: Sequence[Share], undo: ExitStack) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        for share in shares:
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(share, there))
+            process.start()
+            there.close()
+            undo.callback(process.join, PHASE_LIMIT_S)
+            undo.callback(here.send, "")
+            self._pipes.append(here)
+        self._ends()
+
+    def run(self, phase: str, most: int | None = None) -> list[PhaseEnd]:
+        """Run a phase in all engines, or in the first ones. Raises `BenchError`."""
+        pipes = self._pipes[:most]
+        for pipe in pipes:
+            pipe.send(phase)
+        return self._ends(most)
+
+    def _ends(self, most: int | None = None) -> list[PhaseEnd]:
+        found: list[PhaseEnd] = []
+        for pipe in self._pipes[:most]:
+            if not pipe.poll(PHASE_LIMIT_S):
+                raise BenchError(f"an engine did not answer within {PHASE_LIMIT_S:.0f} s")
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                raise BenchError("an engine ended; see the log") from None
+        return found
+
+
+def ours(folder: Path, engines: int, block_bytes: int, total_bytes: int) -> Figures:
+    """Write and read once with several engines. Each slot was written before, as in a full tier."""
+    blocks = max(1, total_bytes // engines // block_bytes)
+    gigabytes = engines * blocks * block_bytes / GIGA
+    with TemporaryDirectory(dir=folder) as made, ExitStack() as undo:
+        capacity = int(CAPACITY_FACTOR * engines * blocks * block_bytes) + SPARE_BYTES
+        share = Share(Path(made), blocks, block_bytes, capacity)
+        running = _Engines([share] * engines, undo)
+        running.run(FILL)
+        running.run(RESET, 1)
+        writes = running.run(WRITE)
+        drop_page_cache([share.folder])
+        reads = running.run(READ)
+    times_s = [end.time_s for end in writes]
+    return {
+        DOWN: gigabytes / max(times_s),
+        UP: gigabytes / max(end.time_s for end in reads),
+        SLOWEST: max(times_s) / median(times_s),
+        ENGINES_CPU: sum(end.node_cpu_s for end in writes) / gigabytes,
+        WRITER_CPU: sum(end.node_cpu_s for end in writes if end.is_writer) / gigabytes,
+    }
+
+
+def limit(folder: Path, block_bytes: int, total_bytes: int) -> Figures:
+    """Write and read the same bytes without a tier, with the best number of threads."""
+    with (
+        TemporaryDirectory(dir=folder) as made,
+        closing(RawDisk([Path(made)], block_bytes, total_bytes, is_overwritten=True)) as disk,
+    ):
+        rates = [disk.rates(threads) for threads in THREADS]
+    return {DOWN: max(w for w, _ in rates) / GIGA, UP: max(r for _, r in rates) / GIGA}
+
+
+def cases(setup: MeasurementSetup) -> Generator[Case, None, None]:
+    """Yield a case for each number of engines."""
+    for engines, block_bytes in SHAPES:
+        total = max(setup.scale.transfer_bytes, engines * block_bytes)
+        yield Case(
+            f"{engines} engines, blocks of {block_bytes // KIB} KiB",
+            {
+                OURS: partial(ours, setup.folder, engines, block_bytes, total),
+                LIMIT: partial(limit, setup.folder, block_bytes, total),
+            },
+        )
+
+
+MEASUREMENT = Measurement(
+    "shared",
+    "Several engines on one path",
+    "Engines are processes, each with an arena and a node, that write new blocks of one namespace "
+    "at the same time, and read their own back. Page cache dropped before reads, checksums on, "
+    "every byte compared. The rate is that of all bytes until the last engine has ended. Limit: "
+    "the same bytes by direct I/O without a tier, 1, 2 or 4 threads, whichever was fastest.",
+    QUANTITIES,
+    cases,
+)
+"""Rates of several engines."""
