@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 
-from ...tiers.base import BlockHash, BlockStatus, CachePolicy
+from ...tiers.base import BlockHash, BlockStatus
 from ...tiers.policies import ORDERS, create
 from ..commands.picture import INK, LINES, head, label_lines, new_figure, save, tidy
 from ..replay.traces import Trace, read_trace
@@ -241,14 +241,17 @@ def plot(name: str, found: Sequence[PolicyCell], path: Path) -> None:
     save(figure, path)
 
 
-def load_workload(text: str, group: int = 1) -> StudyWorkload:
-    """Read `FILE` or `FILE:FIRST:STOP`. Raises as `read_trace` does."""
+def load_workload(text: str, block_tokens: float = 0) -> StudyWorkload:
+    """Read `FILE` or `FILE:FIRST:STOP`. Raises as `read_trace` does.
+
+    Blocks are merged as long as they have no more than `block_tokens` tokens.
+    """
     path, *part = text.split(":")
     first, stop = (int(part[0]), int(part[1])) if part else (0, None)
     trace = read_trace(Path(path), stop)
     name = Path(path).stem + (f"_{first}_{stop}" if part else "")
     part_of = Trace(trace.name, trace.block_tokens, trace.requests[first:])
-    return StudyWorkload.of(part_of, name, group)
+    return StudyWorkload.of(part_of, name, max(1, int(block_tokens // trace.block_tokens)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
