@@ -43,7 +43,7 @@ SERVERS = (
 )
 MONTH_S = 30 * 86400.0
 HEAD = (
-    "hosts", "routing", "server", "writes", "CPU %", "NVMe %", "remote %", "all %", "GB up",
+    "hosts", "by", "server", "CPU %", "NVMe %", "remote %", "all %", "GB up",
     "GB down", "1,000 requests", "requests $", "storage $", "egress $", "saves $",
 )  # fmt: skip
 
@@ -58,8 +58,8 @@ class Setup:
     valkey_bytes: int = 1 << 40
     object_tokens: int = 256
     """Tokens of an object, which is an offloaded block of the product."""
-    study_tokens: int = 1024
-    """Blocks of a trace are merged up to so many tokens, so that the study ends soon."""
+    study_tokens: int = 512
+    """Small blocks of a trace are merged up to so many tokens: the study counts fewer blocks."""
     bucket_hours: float = 24.0
     """Age at which objects of the bucket expire."""
     put_usd: float = 0.005
@@ -107,7 +107,6 @@ class StudyCell:
 class Bucket:
     """Objects that expire by age."""
 
-    asks_in_one_trip = False
     renew_after_s = RENEW_AFTER_S
 
     def __init__(self, keep_s: float, objects: int) -> None:
@@ -148,7 +147,6 @@ class Bucket:
 class Valkey:
     """A server of limited memory, which evicts by its own reads and writes."""
 
-    asks_in_one_trip = True
     renew_after_s = 0.0
 
     def __init__(self, capacity: int) -> None:
@@ -267,11 +265,11 @@ def run(
         seen.setdefault(host, set()).update(chain)
 
     def new_host(distinct: int) -> Host:  # no tier has slots that its host never fills
-        sizes = (
-            max(1, min(size // block_bytes, distinct))
-            for size in (setup.cpu_bytes, setup.nvme_bytes)
+        cpu, nvme = (
+            max(1, min(size_bytes // block_bytes, distinct))
+            for size_bytes in (setup.cpu_bytes, setup.nvme_bytes)
         )
-        return Host(*sizes, shared, when)
+        return Host(cpu, nvme, shared, when)
 
     fleet = {host: new_host(len(keys)) for host, keys in seen.items()}
     hits: Counter[str] = Counter()
@@ -279,25 +277,34 @@ def run(
         tiers = fleet[route[request]].serve(chain, work.arrived_s[request])
         for depth, tier in enumerate(tiers):
             hits[tier] += work.hit_tokens(request, depth + 1) - work.hit_tokens(request, depth)
-    shares = (hits[tier] / sum(work.tokens) for tier in ("cpu", "nvme", "remote"))
-    cell = StudyCell(hosts, routing, server, when.value, *shares)
-    if shared is None:
-        return cell
-    cell = replace(
+    cpu, nvme, remote = (hits[tier] / sum(work.tokens) for tier in ("cpu", "nvme", "remote"))
+    cell = StudyCell(hosts, routing, server, when.value, cpu, nvme, remote)
+    months = work.arrived_s[-1] / MONTH_S
+    return cell if shared is None else _bill(cell, shared, setup, block_bytes, objects, months)
+
+
+def _bill(
+    cell: StudyCell,
+    shared: Bucket | Valkey,
+    setup: Setup,
+    block_bytes: int,
+    objects: int,
+    months: float,
+) -> StudyCell:
+    """Add what the server did, and what it costs."""
+    up, down, gb = shared.up * objects, shared.down * objects, block_bytes / 1e9
+    requests_usd = ((shared.asked + down) * setup.get_usd + up * setup.put_usd) / 1000
+    is_bucket = isinstance(shared, Bucket)
+    return replace(
         cell,
         up_bytes=shared.up * block_bytes,
         down_bytes=shared.down * block_bytes,
-        requests=shared.asked + (shared.up + shared.down) * objects,
-        egress_usd=shared.down * block_bytes / 1e9 * setup.egress_usd,
-    )
-    if isinstance(shared, Valkey):
-        months = work.arrived_s[-1] / MONTH_S
-        return replace(cell, storage_usd=setup.valkey_bytes / 1e9 * setup.valkey_usd * months)
-    asked = shared.asked + shared.down * objects
-    return replace(
-        cell,
-        requests_usd=(asked * setup.get_usd + shared.up * objects * setup.put_usd) / 1000,
-        storage_usd=shared.kept_s * block_bytes / 1e9 * setup.bucket_usd / MONTH_S,
+        requests=shared.asked + up + down,
+        requests_usd=requests_usd if is_bucket else 0.0,
+        storage_usd=shared.kept_s / MONTH_S * gb * setup.bucket_usd
+        if is_bucket
+        else months * setup.valkey_bytes / 1e9 * setup.valkey_usd,
+        egress_usd=shared.down * gb * setup.egress_usd,
     )
 
 
@@ -323,9 +330,10 @@ def table(found: Sequence[StudyCell]) -> str:
         shares = (cell.cpu_hits, cell.nvme_hits, cell.remote_hits, cell.hits)
         sent = (cell.up_bytes / 1e9, cell.down_bytes / 1e9, cell.requests / 1e3)
         costs = (cell.requests_usd, cell.storage_usd, cell.egress_usd, cell.saved_usd)
-        row = [f"{cell.hosts}", cell.routing, cell.server, cell.writes]
-        row += [f"{share:.1%}".rstrip("%") for share in shares]
         is_alone = cell.server == "none"
+        server = "none" if is_alone else f"{cell.server}, `{cell.writes}`"
+        row = [f"{cell.hosts}", cell.routing, server]
+        row += [f"{share:.1%}".rstrip("%") for share in shares]
         row += ["" if is_alone else f"{value:,.0f}" for value in sent]
         row += ["" if is_alone else f"{value:,.2f}" for value in costs]
         lines.append(f"| {' | '.join(row)} |")
