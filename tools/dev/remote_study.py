@@ -34,6 +34,7 @@ from ...tiers.remote.uploads import Offer, OfferRule
 from ..commands.kv_bytes import kv_shape
 from .policy_study import KeyTier, StudyWorkload, load_workload
 
+TIERS = ("cpu", "nvme", "remote")
 ROUTINGS = ("session", "random")
 SHARED_BY = 0.01
 """A session is named by its first block that at most this share of all requests has."""
@@ -43,7 +44,7 @@ SERVERS = (
 )
 MONTH_S = 30 * 86400.0
 HEAD = (
-    "hosts", "by", "server", "CPU %", "NVMe %", "remote %", "all %", "GB up",
+    "hosts", "routing", "server", "CPU %", "NVMe %", "remote %", "all %", "GB up",
     "GB down", "1,000 requests", "requests $", "storage $", "egress $", "saves $",
 )  # fmt: skip
 
@@ -272,13 +273,13 @@ def run(
         return Host(cpu, nvme, shared, when)
 
     fleet = {host: new_host(len(keys)) for host, keys in seen.items()}
-    hits: Counter[str] = Counter()
+    hits = dict.fromkeys(TIERS, 0.0)
     for request, chain in enumerate(work.chains):
         tiers = fleet[route[request]].serve(chain, work.arrived_s[request])
         for depth, tier in enumerate(tiers):
             hits[tier] += work.hit_tokens(request, depth + 1) - work.hit_tokens(request, depth)
-    cpu, nvme, remote = (hits[tier] / sum(work.tokens) for tier in ("cpu", "nvme", "remote"))
-    cell = StudyCell(hosts, routing, server, when.value, cpu, nvme, remote)
+    on_cpu, on_nvme, remote = (hits[tier] / sum(work.tokens) for tier in TIERS)
+    cell = StudyCell(hosts, routing, server, when.value, on_cpu, on_nvme, remote)
     months = work.arrived_s[-1] / MONTH_S
     return cell if shared is None else _bill(cell, shared, setup, block_bytes, objects, months)
 
@@ -293,18 +294,19 @@ def _bill(
 ) -> StudyCell:
     """Add what the server did, and what it costs."""
     up, down, gb = shared.up * objects, shared.down * objects, block_bytes / 1e9
-    requests_usd = ((shared.asked + down) * setup.get_usd + up * setup.put_usd) / 1000
-    is_bucket = isinstance(shared, Bucket)
-    return replace(
+    cell = replace(
         cell,
         up_bytes=shared.up * block_bytes,
         down_bytes=shared.down * block_bytes,
         requests=shared.asked + up + down,
-        requests_usd=requests_usd if is_bucket else 0.0,
-        storage_usd=shared.kept_s / MONTH_S * gb * setup.bucket_usd
-        if is_bucket
-        else months * setup.valkey_bytes / 1e9 * setup.valkey_usd,
         egress_usd=shared.down * gb * setup.egress_usd,
+    )
+    if isinstance(shared, Valkey):
+        return replace(cell, storage_usd=setup.valkey_bytes / 1e9 * setup.valkey_usd * months)
+    return replace(
+        cell,
+        requests_usd=((shared.asked + down) * setup.get_usd + up * setup.put_usd) / 1000,
+        storage_usd=shared.kept_s / MONTH_S * gb * setup.bucket_usd,
     )
 
 
