@@ -203,7 +203,7 @@ class Demo:
         last = order(turns)
         self._phase("a", "no offloading", [*most, *last], needs=Need.NOTHING)
         with self._start_remote() as remote:
-            self._phase("b", "empty cache", most, host, remote)
+            self._phase("b", "cold", most, host, remote)
             again = order(turns - 1, "again")
             self._phase("c", "after SIGTERM", [*again, *last], host, remote, is_killed=True)
             again = order(turns, "again")
