@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, RemoteRig
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
+from kvcascade.tiers.remote.generation import TICKS_PER_S
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
@@ -21,6 +22,8 @@ from kvcascade.tiers.remote.uploads import Offer
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 IO_ERROR, DROPPED = RemoteOutcome.IO_ERROR, RemoteOutcome.DROPPED
+WALL_MARK = int((WALL_S + 1000.0) * TICKS_PER_S) + 7
+"""Mark of a reset at about the time at which a rig begins."""
 LOOKUP, READ, WRITE = EndedKind.LOOKUP, EndedKind.READ, EndedKind.WRITE
 
 
@@ -478,6 +481,46 @@ class TestResets:
         other = rig.host()
         assert other.look(keys(4)) == [ABSENT] * 4
         assert rig.read(keys(4)) == [ABSENT] * 4
+
+    def test_who_sees_half_a_reset_carries_out_the_rest(self) -> None:
+        """Its host has raised the mark, and not the generation yet: it is slow, or died."""
+        rig = RemoteRig()
+        rig.write(keys(4))
+        rig.twin.counters[rig.objects.marks_name] = WALL_MARK
+        other = rig.host()
+        assert other.read(keys(4)) == [ABSENT] * 4, "else they would be blocks of after the reset"
+        assert other.store.state().own_mark == WALL_MARK
+        rig.clock.advance(6.0)
+        assert rig.read(keys(4)) == [ABSENT] * 4 and rig.store.state().mark == WALL_MARK
+
+    def test_a_server_that_forgets_a_reset_is_told_again(self) -> None:
+        """It was killed before it had saved its last changes, or a replica took over."""
+        rig = RemoteRig()
+        rig.write(keys(4))
+        other = rig.host()
+        before = dict(rig.twin.counters)
+        other.store.reset(WALL_MARK)
+        rig.twin.counters = before
+        rig.clock.advance(6.0)
+        assert other.look(keys(4)) == [ABSENT] * 4 and other.read(keys(4)) == [ABSENT] * 4
+        assert rig.read(keys(4)) == [ABSENT] * 4
+        assert (
+            rig.store.state().mark == other.store.state().mark > (rig.store.state().own_mark or 0)
+        )
+
+    def test_a_mark_that_was_lost_is_no_new_reset(self) -> None:
+        rig = RemoteRig()
+        rig.store.reset(WALL_MARK)
+        other = rig.host()
+        other.look(keys(1))
+        rig.twin.counters.clear()
+        for _ in range(2):
+            rig.clock.advance(6.0)
+            for host in (rig, other):
+                host.look(keys(1))
+                assert host.store.state().mark == host.store.state().own_mark == WALL_MARK
+        assert rig.host().look(keys(1)) == [ABSENT]
+        assert rig.twin.counters[rig.objects.marks_name] == WALL_MARK
 
     def test_while_the_generation_is_unknown_nothing_is_read(self) -> None:
         rig = RemoteRig()

@@ -7,6 +7,9 @@ returns to a generation that had blocks.
 A second counter holds the mark of the last reset: about the time at which it began. It is raised
 before the generation. A host that sees another generation thus learns whether that was a reset, or
 the server lost its counters. A mark is carried out once, whoever passes it on.
+
+A generation that is smaller than the mark, or than an earlier one, has blocks of before the last
+reset: that reset is half done, or the server went back to an older state. Who sees this raises it.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class Generation:
         self._told: tuple[int, int] | None = None
         """Number of the reset whose mark was raised, and that mark."""
         self._mark = 0
+        self._newest = 0
+        """Greatest generation that was read."""
         self._own_mark: int | None = None
         self._attempts = 0
         self._failure: CounterAnswer | None = None
@@ -117,6 +122,7 @@ class Generation:
                 return CounterAnswer(RemoteOutcome.BUSY)
             self._mark = max(self._mark, mark)
             self._own_mark = mark if self._own_mark is None else self._own_mark
+            self._newest = max(self._newest, answer.value)
             self._value, self._read_s = answer.value, self._clock()
             return answer
 
@@ -126,7 +132,13 @@ class Generation:
         if answer.outcome is not RemoteOutcome.OK:
             return answer, 0
         marked = self._last_mark(limit_s)
-        return (answer if marked.outcome is RemoteOutcome.OK else marked), marked.value
+        if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
+            marked = self._engine.advance(self._marks_name, self._mark, limit_s)
+        if marked.outcome is not RemoteOutcome.OK:
+            return marked, 0
+        if answer.value < max(self._newest, marked.value):
+            answer = self._raised(now, marked.value, limit_s)
+        return answer, marked.value
 
     def _raise(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
         """Carry out the reset of this number: raise the mark, and then the generation."""
@@ -136,15 +148,19 @@ class Generation:
             if marked.outcome is not RemoteOutcome.OK:
                 return marked, 0
             if not is_new and marked.value >= mark:
-                return self._engine.counter(self._name, now, limit_s), marked.value
+                return self._read(now, limit_s)
             marked = self._engine.advance(self._marks_name, mark or now, limit_s)
             if marked.outcome is not RemoteOutcome.OK:
                 return marked, 0
             self._told = number, marked.value
-        return self._engine.advance(self._name, now, limit_s), self._told[1]
+        return self._raised(now, self._told[1], limit_s), self._told[1]
+
+    def _raised(self, now: int, mark: int, limit_s: float) -> CounterAnswer:
+        """Raise the generation, to the mark at least."""
+        return self._engine.advance(self._name, max(now, mark, self._newest), limit_s)
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
-        """Read the mark of the last reset; 0 if there was none."""
-        marked = self._engine.counter(self._marks_name, None, limit_s)
+        """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""
+        marked = self._engine.counter(self._marks_name, self._mark or None, limit_s)
         is_none = marked.outcome is RemoteOutcome.ABSENT
         return CounterAnswer(RemoteOutcome.OK) if is_none else marked
