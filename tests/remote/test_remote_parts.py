@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from time import monotonic
 
 import pytest
@@ -109,6 +110,23 @@ def test_threads_that_wait_for_the_generation_share_its_failure() -> None:
     assert twin.calls["counter"] < 5, "a thread that had not begun to wait asks for itself"
     twin.fails.clear()
     assert generation.current(1.0).outcome is RemoteOutcome.OK, "and it is asked anew"
+
+
+def test_a_reset_while_a_question_ends_is_not_taken_for_done() -> None:
+    """Else the scheduler would be told so, and would not repeat it if the node died."""
+    generation: Generation
+    looks = count()
+
+    def clock() -> float:
+        if next(looks) == 1:  # the answer has come, and is not yet taken in
+            generation.reset(7)
+        return 1000.0
+
+    twin = RemoteTwin()
+    generation = Generation(twin, "space/generation", "space/resets", clock, lambda: 1.0)
+    assert generation.current(1.0).outcome is RemoteOutcome.BUSY
+    assert generation.is_reset_pending and generation.value is None and generation.own_mark is None
+    assert generation.current(1.0).outcome is RemoteOutcome.OK and generation.own_mark == 7
 
 
 Serve = Callable[[socket.socket], None]

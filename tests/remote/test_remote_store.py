@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.executors import SteppingExecutor
 from support.keys import key, keys
-from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig
+from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, content
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
@@ -17,7 +17,7 @@ from kvcascade.tiers.remote.generation import TICKS_PER_S
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
-from kvcascade.tiers.remote.uploads import Offer
+from kvcascade.tiers.remote.uploads import Offer, UploadJob
 
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
@@ -481,6 +481,15 @@ class TestResets:
         other = rig.host()
         assert other.look(keys(4)) == [ABSENT] * 4
         assert rig.read(keys(4)) == [ABSENT] * 4
+
+    def test_a_write_that_waits_for_the_generation_crosses_no_reset(self) -> None:
+        """Its thread has begun, and finds the generation of after the reset."""
+        rig = RemoteRig(executor=SteppingExecutor())
+        payload = memoryview(content(key(0)))
+        job = UploadJob(1, keys(1), [payload], 2e9, rig.store._link.memory.epoch, None, [None], 1)
+        rig.store.reset()
+        assert rig.store._uploads.write(job, [0]) == (OK, True)
+        assert job.outcomes == [DROPPED] and not rig.twin.held
 
     def test_who_sees_half_a_reset_carries_out_the_rest(self) -> None:
         """Its host has raised the mark, and not the generation yet: it is slow, or died."""

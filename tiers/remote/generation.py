@@ -45,6 +45,9 @@ class Generation:
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
+        """Held while the server is asked."""
+        self._changing = threading.Lock()
+        """Held while what is known changes; never while the server is asked."""
         self._value: int | None = None
         self._read_s = 0.0
         self._resets_wanted = 0
@@ -91,11 +94,12 @@ class Generation:
         `mark`: that of the reset; 0: the time. Without `is_new` it came from another tier, and is
         done if the namespace had a reset of this mark or a later one.
         """
-        if self.is_reset_pending:
-            mark, is_new = max(mark, self._wanted[0]), is_new or self._wanted[1]
-        self._wanted = mark, is_new
-        self._resets_wanted += 1
-        self._value = self._own_mark = None
+        with self._changing:
+            if self.is_reset_pending:
+                mark, is_new = max(mark, self._wanted[0]), is_new or self._wanted[1]
+            self._wanted = mark, is_new
+            self._resets_wanted += 1
+            self._value = self._own_mark = None
 
     def current(self, limit_s: float) -> CounterAnswer:
         """Return the generation; reads or raises it first if that is due."""
@@ -117,13 +121,20 @@ class Generation:
             if self._failure is not None:
                 self._value = None
                 return answer
+            return self._take_in(answer, mark, wanted, self._clock())
+
+    def _take_in(
+        self, answer: CounterAnswer, mark: int, wanted: int, now_s: float
+    ) -> CounterAnswer:
+        """Note both counters, which are those of after this number of resets."""
+        with self._changing:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
             self._mark = max(self._mark, mark)
             self._own_mark = mark if self._own_mark is None else self._own_mark
             self._newest = max(self._newest, answer.value)
-            self._value, self._read_s = answer.value, self._clock()
+            self._value, self._read_s = answer.value, now_s
             return answer
 
     def _read(self, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
