@@ -171,6 +171,13 @@ BAD_REPLIES = (
     b"*2\r\n$320\r\n" + bytes(320) + b"garbage instead of an end",
     b"-MOVED\r\n" * 3,
     b"-MOVED 1 nowhere:0\r\n" * 3,
+    b"-MOVED 1 127.0.0.1:99999\r\n" * 3,
+    b"-MOVED 1 127.0.0.1:" + b"9" * 5000 + b"\r\n",
+    b"-MOVED 1 " + b"n" * 100 + b":1\r\n",
+    b"-MOVED 1 no\0where:1\r\n",
+    b"+OK\r\n$20\r\n99999999999999999999\r\n",
+    b"+OK\r\n$5000\r\n" + b"9" * 5000 + b"\r\n",
+    b"+OK\r\n:9223372036854775808\r\n",
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
 )
 
@@ -187,6 +194,33 @@ def test_a_peer_that_breaks_the_protocol_is_an_outcome(reply: bytes) -> None:
         assert engine.exist_many(["a", "b"], 2.0)[0] in bad
         assert engine.counter("a", 1, 2.0).outcome in bad
         assert engine.advance("a", 1, 2.0).outcome in bad
+
+
+MAPS = (
+    b"*1\r\n*3\r\n:-9000000000000000\r\n:16383\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nh\r\n*0\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\nh\r\n:99999\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$-1\r\n:1\r\n",
+    b"*1\r\n*3\r\n$1\r\na\r\n:16383\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n:1\r\n",
+    b":1\r\n",
+)
+
+
+@pytest.mark.parametrize("reply", MAPS, ids=range(len(MAPS)))
+def test_a_map_of_a_cluster_that_is_none_is_not_taken_in(reply: bytes) -> None:
+    """Each key is moved to the same server."""
+
+    def serve(connection: socket.socket) -> None:
+        port = connection.getsockname()[1]
+        while got := connection.recv(65536):
+            is_map = b"CLUSTER" in got
+            connection.sendall(reply if is_map else b"-MOVED 1 %s:%d\r\n" % (HOST.encode(), port))
+
+    with peer(serve) as engine:
+        for _ in range(2):
+            assert engine.exist_many(["a"], 2.0) == [RemoteOutcome.BUSY]
+            assert not {RemoteOutcome.OK} & {b.outcome for b in engine.list_objects("", 2.0)}
 
 
 def test_a_peer_that_trickles_costs_the_limit() -> None:

@@ -28,11 +28,12 @@ from .base import (
     RemoteEngine,
     RemoteObject,
     RemoteOutcome,
+    counter_answer,
     ignore,
 )
-from .resp import Address, Argument, Login, RespBrokenError, RespConnection, RespError
+from .resp import MAX_PORT, Address, Argument, Login, RespBrokenError, RespConnection, RespError
 
-CLUSTER_SLOTS = 16384
+MAX_PORT_DIGITS = 5
 REDIRECTS_MAX = 4
 """Limit on how often one key is sent to another node of a cluster."""
 IDLE_CONNECTIONS_MAX = 16
@@ -118,7 +119,10 @@ class Nodes:
                 idle = self._idle.get(address)
                 found = idle.pop() if idle else None
             if found is None:
-                return RespConnection(address, self._login, ends_s)
+                try:
+                    return RespConnection(address, self._login, ends_s)
+                except ValueError:  # a name that no host can have, as a cluster may say it
+                    raise RespBrokenError("the address is none") from None
             found.ends_s = ends_s
             if not found.is_stale:
                 return found
@@ -145,13 +149,10 @@ class Nodes:
 
     def note_move(self, connection: RespConnection, slot: int, address: Address) -> None:
         """Read the map of the cluster after a node said that a slot is elsewhere."""
-        slots = {slot: address}
+        slots: dict[int, Address] = {}
         try:
-            connection.send([b"CLUSTER", b"SLOTS"])
-            for first, last, (host, port, *_), *_ in connection.reply():
-                node = Address(host.decode() or address.host, port)
-                slots |= dict.fromkeys(range(first, min(last, CLUSTER_SLOTS - 1) + 1), node)
-        except (RespError, ValueError, TypeError, AttributeError):
+            slots = valkey_questions.slots_of(connection, address)
+        except RespError:
             pass  # the one slot is known all the same
         with self._lock:
             self._slots = self._slots | slots | {slot: address}
@@ -287,13 +288,12 @@ class ValkeyEngine(RemoteEngine):
                 connection.send([b"SET", key, b"%d" % first, b"NX"])
                 connection.expect(*_NX_REPLIES)
             connection.send([b"GET", key])
-            value = connection.value()
-            if value is None:
+            stored = connection.value()
+            if stored is None:
                 answers[0] = RemoteOutcome.ABSENT
-            elif not value.isdigit():
-                answers[0] = RemoteOutcome.CORRUPT
             else:
-                values[0], answers[0] = int(value), RemoteOutcome.OK
+                found = counter_answer(stored)
+                values[0], answers[0] = found.value, found.outcome
 
         return self._about_counter(name, ask, values, limit_s)
 
@@ -474,7 +474,7 @@ class ValkeyEngine(RemoteEngine):
 
 def hash_slot(name: str) -> int:
     """Return the cluster's slot of a name."""
-    return crc_hqx(name.encode(), 0) % CLUSTER_SLOTS
+    return crc_hqx(name.encode(), 0) % valkey_questions.CLUSTER_SLOTS
 
 
 def _pair(name: str) -> tuple[bytes, bytes]:
@@ -553,6 +553,6 @@ def _answer(error: RespError) -> Answer:
     """Return what an error of the server means."""
     if error.code == "MOVED" and len(error.words) > 1:
         host, _, port = error.words[1].rpartition(":")
-        if port.isdigit() and host:
+        if host and port.isdigit() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT:
             return Address(host, int(port))
     return _OUTCOMES.get(error.code, RemoteOutcome.IO_ERROR)
