@@ -211,21 +211,22 @@ def _plain(value: object) -> object:
 def _check_tls(at: At, options: RemoteTierOptions) -> None:
     """Refuse connections to other hosts that are not encrypted."""
     parts = urlsplit(options.url)
-    if parts.scheme in PLAIN_SCHEMES and not _is_loopback(parts.hostname or ""):
+    if parts.scheme in PLAIN_SCHEMES and not is_loopback(parts.hostname or ""):
         tls = TLS_SCHEMES[PLAIN_SCHEMES.index(parts.scheme)]
         raise ConfigError(
             f"{at.key}.url: {parts.scheme}:// to another host has no TLS; use {tls}:// or set "
             "insecure to true."
         )
     endpoint = urlsplit(options.endpoint or "")
-    if endpoint.scheme == "http" and not _is_loopback(endpoint.hostname or ""):
+    if endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):
         raise ConfigError(
             f"{at.key}.endpoint: http:// to another host has no TLS; use https:// or set insecure "
             "to true."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if connections to this host stay on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

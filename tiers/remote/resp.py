@@ -67,6 +67,8 @@ class Login:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     database: int = 0
+    only_loopback: bool = False
+    """Whether nodes on other hosts are refused, because the connection has no TLS."""
 
 
 class RespConnection:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ssl import SSLError
 
+from ...config.remote import is_loopback
 from . import valkey_questions
 from .abilities import Cause, Listing
 from .base import (
@@ -86,6 +87,7 @@ class Nodes:
 
     def __init__(self, seed: Address, login: Login) -> None:
         self._login = login
+        self._seed = seed
         self._lock = threading.Lock()
         self._idle: dict[Address, list[RespConnection]] = {}
         self._known = [seed]
@@ -119,6 +121,8 @@ class Nodes:
                 idle = self._idle.get(address)
                 found = idle.pop() if idle else None
             if found is None:
+                if self._login.only_loopback and not is_loopback(address.host):
+                    raise RespBrokenError("the address is that of another host, and without TLS")
                 try:
                     return RespConnection(address, self._login, ends_s)
                 except ValueError:  # a name that no host can have, as a cluster may say it
@@ -156,9 +160,12 @@ class Nodes:
             pass  # the one slot is known all the same
         with self._lock:
             self._slots = self._slots | slots | {slot: address}
-            self._known += sorted(
-                {*self._slots.values()} - {*self._known}, key=lambda a: (a.host, a.port)
-            )
+            nodes = sorted({*self._slots.values()}, key=lambda a: (a.host, a.port))
+            self._known = [*dict.fromkeys([self._known[0], self._seed, *nodes])]
+            gone = self._idle.keys() - {*self._known}
+            idle = [left for node in gone for left in self._idle.pop(node)]
+        for left in idle:
+            left.close()
 
     def close(self) -> None:
         """Close all idle connections; those that are in use are closed when they come back."""
@@ -541,9 +548,16 @@ def _transaction(connection: RespConnection) -> Answer | None:
         count = connection.length_of_array()
         if count != _PAIR:
             raise RespBrokenError("the server did not carry out a transaction of two commands")
-        written = [connection.expect(*_NX_REPLIES) == b"+OK" for _ in range(count)]
     except RespError as found:
         return _answer(error or found)
+    written: list[bool] = []
+    for _ in range(count):
+        try:
+            written.append(connection.expect(*_NX_REPLIES) == b"+OK")
+        except RespError as found:
+            error = error or found
+    if error is not None:
+        return _answer(error)
     if all(written):
         return RemoteOutcome.OK
     return None if any(written) else RemoteOutcome.EXISTS
