@@ -190,7 +190,8 @@ class TestReads:
     def test_no_blocks_no_call(self) -> None:
         rig = RemoteRig()
         rig.store.get(1, [], [])
-        assert rig.ended(1, READ) == [] and rig.twin.calls["get_into"] == 0
+        rig.store.reset()
+        assert rig.ended(1, READ) == [] and rig.twin.calls["get_into"] == 0, "it ends once"
 
     def test_a_bad_object_is_a_miss_and_is_removed(self) -> None:
         rig = RemoteRig()

@@ -248,7 +248,7 @@ class RemoteStore:
         left_s = self._options.deadline_s if limit_s is None else limit_s
         job = ReadJob(ticket, keys, destinations, self._clock() + left_s, [None] * n, n)
         self._jobs[ticket] = job
-        if not keys:
+        if not keys and job.settle((), RemoteOutcome.OK):
             self._end_read(job)
             return
         if not self._reading.is_open:

@@ -66,6 +66,7 @@ class Login:
     tls: ssl.SSLContext | None = None
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    """Bytes that are no UTF-8 are surrogates."""
     database: int = 0
     only_loopback: bool = False
     """Whether nodes on other hosts are refused, because the connection has no TLS."""
@@ -98,7 +99,7 @@ class RespConnection:
     def _greet(self, login: Login) -> None:
         if login.password is not None:
             user = [login.username.encode()] if login.username else []
-            self.send([b"AUTH", *user, login.password.encode()])
+            self.send([b"AUTH", *user, login.password.encode(errors="surrogateescape")])
             self.expect(b"+OK")
         if login.database:
             self.send([b"SELECT", str(login.database).encode()])
