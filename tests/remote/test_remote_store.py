@@ -424,6 +424,19 @@ class TestBreakers:
         assert rig.write(keys(2)) == [IO_ERROR] * 2
         assert "ValueError" in caplog.text and "secret-in-test" not in caplog.text
 
+    def test_an_engine_that_panics_is_a_failure_too(self) -> None:
+        """Libraries in Rust raise a `BaseException` then."""
+        rig = RemoteRig(executor=(stepping := SteppingExecutor()))
+
+        def panic(method: str) -> None:
+            raise BaseException
+
+        rig.twin.before = panic
+        ticket, _ = rig.begin_write(keys(2))
+        stepping.run_all()
+        assert rig.ended(ticket, WRITE) == [IO_ERROR] * 2
+        assert rig.store.close(0.0), "its thread is free again"
+
 
 class TestResets:
     def test_a_reset_makes_older_blocks_unreachable_for_everybody(self) -> None:
