@@ -83,6 +83,14 @@ def _variable(at: At, value: Any) -> str:
     return value
 
 
+def _secret_file(at: At, value: Any) -> Path:
+    """Read the path of a file; messages do not show a value that could be the secret itself."""
+    try:
+        return folder(at, value)
+    except ConfigError:
+        raise ConfigError(f"{at.key}: is no absolute path; give that of a file.") from None
+
+
 class WriteWhen(StrEnum):
     """Time at which an offered block is written to the remote tier."""
 
@@ -138,17 +146,17 @@ class RemoteTierOptions:
     """User of a Valkey server; None: the default user."""
     password_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with the password of a Valkey server."""
-    password_file: Annotated[Path | None, optional(folder)] = None
+    password_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with the password of a Valkey server."""
     ca_file: Annotated[Path | None, optional(folder)] = None
     """Certificates that sign those of a Valkey server; None: those of the system."""
     mac_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that authenticates blocks, as 64 hexadecimal digits."""
-    mac_key_file: Annotated[Path | None, optional(folder)] = None
+    mac_key_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with a key that authenticates blocks: 32 bytes or 64 hexadecimal digits."""
     encryption_key_env: Annotated[str | None, optional(_variable)] = None
     """Environment variable with a key that encrypts blocks, as 64 hexadecimal digits."""
-    encryption_key_file: Annotated[Path | None, optional(folder)] = None
+    encryption_key_file: Annotated[Path | None, optional(_secret_file)] = None
     """File with a key that encrypts blocks: 32 bytes or 64 hexadecimal digits."""
 
     @property
