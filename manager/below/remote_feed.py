@@ -55,9 +55,14 @@ class RemoteFeed(NodeInbox):
         """Ignore what the node says of resets until `end_reset`."""
         self._is_resetting, self._was_reset, self.mark = True, False, None
 
-    def end_reset(self, mark: int) -> None:
-        """Note the mark of this engine's reset."""
+    def end_reset(self, mark: int, *, is_anothers: bool = False) -> None:
+        """Note the mark of this engine's reset.
+
+        `is_anothers`: another host has reset the namespace since the reset that was passed on.
+        """
         self._is_resetting, self.mark = False, mark
+        if is_anothers:
+            self.mark, self._was_reset, self._newest = None, True, mark
 
     def was_reset(self) -> bool:
         """Return True once after another host reset the namespace, or may have done so."""

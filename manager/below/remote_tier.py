@@ -211,7 +211,8 @@ class RemoteTier(SingleTier):
         self._begin_reset(lambda ticket: order(ticket, mark))
 
     def _after_reset(self, done: ResetDone) -> None:
-        self.feed.end_reset(done.mark)
+        mark, is_new = self._reset
+        self.feed.end_reset(done.mark, is_anothers=not is_new and done.mark > mark)
 
     def _forget(self) -> None:
         """Forget what older blocks became; their transfers under way leave nothing behind."""

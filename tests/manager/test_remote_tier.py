@@ -261,6 +261,18 @@ class TestResets:
         other.pump()
         assert rig.twin.counters != generation
 
+    def test_who_passes_a_mark_on_sees_a_later_reset(self, rig: RemoteTierRig) -> None:
+        """Blocks of between the two are older than the last reset."""
+        other = RemoteTierRig(rig.twin, rig.clock)
+        other.tier.reset(99)
+        other.pump()
+        rig.tier.pass_on(77)
+        rig.pump()
+        assert put(rig, 1, 1) == [Put.ALREADY], "nothing is written before they are forgotten"
+        assert rig.tier.maintain() == 1
+        assert list(rig.tier.take_marks()) == [99]
+        assert put(rig, 2, 1) == [Put.STARTED]
+
     def test_a_server_that_lost_everything_was_not_reset(self, rig: RemoteTierRig) -> None:
         rig.tier.reset(77)
         rig.pump()
