@@ -242,6 +242,16 @@ def test_an_error_inside_of_a_transaction_is_that_of_one_object() -> None:
         assert ended == [RemoteOutcome.DENIED, RemoteOutcome.OK]
 
 
+def test_a_counter_that_was_not_raised_is_no_value() -> None:
+    def serve(connection: socket.socket) -> None:
+        for reply in (b"$-1\r\n", b":-5\r\n", b":-4\r\n"):
+            connection.recv(65536)
+            connection.sendall(reply)
+
+    with peer(serve) as engine:
+        assert engine.advance("a", 1, 2.0).outcome is RemoteOutcome.CORRUPT
+
+
 class _Connection(RespConnection):
     """A connection to a node that tells nobody about its cluster."""
 

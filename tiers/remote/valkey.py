@@ -317,7 +317,8 @@ class ValkeyEngine(RemoteEngine):
             if value < at_least:
                 connection.send([b"INCRBY", key, b"%d" % (at_least - value)])
                 value = connection.number()
-            values[0], answers[0] = value, RemoteOutcome.OK
+            values[0] = value
+            answers[0] = RemoteOutcome.OK if value >= at_least else RemoteOutcome.CORRUPT
 
         return self._about_counter(name, raise_it, values, limit_s)
 
