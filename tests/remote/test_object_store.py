@@ -25,6 +25,7 @@ from kvcascade.tiers.remote.base import MAX_COUNTER, RemoteEngine, RemoteOutcome
 
 pytest.importorskip("obstore", reason='no object stores: install obstore (extra "s3")')
 
+from kvcascade.tiers.remote import object_store  # noqa: E402 - as below
 from kvcascade.tiers.remote.object_store import (  # noqa: E402 - only where obstore is installed
     RENEW_AFTER_S,
     ObjectStoreEngine,
@@ -86,6 +87,26 @@ class TestFolder(RemoteContract):
         os.utime(last, (days_ago_s, days_ago_s))
         assert engine.counter("space/generation", None, LIMIT_S).value == 5000
         assert last.stat().st_mtime > days_ago_s + RENEW_AFTER_S
+
+    def test_a_counter_of_many_values_is_found_out_at_last(
+        self, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each reset leaves an object, and one call has no time to list them all."""
+        monkeypatch.setattr(object_store, "LISTED_AT_A_TIME", 16)
+        for _ in range(40):
+            last = engine.advance("space/generation", 1000, LIMIT_S).value
+        assert isinstance(engine, ObjectStoreEngine)
+        engine._largest.clear()
+        for _ in range(40):
+            found = engine.counter("space/generation", None, 0.0)
+            if found.outcome is OK:
+                break
+            assert found.outcome is TIMED_OUT
+        assert found.value == last
+        for path in (self.folder / "space/generation").iterdir():
+            if int(path.name) > 1005:
+                path.unlink()
+        assert engine.counter("space/generation", None, LIMIT_S).value == 1005
 
     def test_a_name_that_is_no_value_of_a_counter_is_passed_over(
         self, engine: RemoteEngine

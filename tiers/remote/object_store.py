@@ -168,6 +168,8 @@ class ObjectStoreEngine(RemoteEngine):
         self.timeout_s = timeout_s
         self._store = store
         self._obstore: Any = import_module("obstore")
+        self._largest: dict[str, str] = {}
+        """Largest value that was seen of each counter, as it is named: lists begin with it."""
         self._threads = ThreadPoolExecutor(REQUESTS_AT_A_TIME, "kvcascade-remote-request")
 
     def exist_many(self, names: Sequence[str], limit_s: float) -> list[RemoteOutcome]:
@@ -318,28 +320,41 @@ class ObjectStoreEngine(RemoteEngine):
         return RemoteOutcome.OK if outcome is RemoteOutcome.ABSENT else outcome
 
     def _values(self, name: str, ends_s: float) -> CounterAnswer:
-        """Return the largest value of a counter, from one listing of its folder."""
+        """Return the largest value of a counter, from a list of its folder.
+
+        A list that takes too long goes on with the next call.
+        """
+        known = self._largest.get(name)
         written_s: dict[str, float] = {}
 
         def look() -> None:
             size = LISTED_AT_A_TIME
-            for batch in self._obstore.list(self._store, f"{name}/", chunk_size=size):
-                if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
-                    raise TimeoutError("timed out")
+            # The names behind an offset do not include it.
+            offset = None if known is None else f"{name}/{known[:-1]}"
+            for batch in self._obstore.list(
+                self._store, f"{name}/", offset=offset, chunk_size=size
+            ):
                 for entry in batch:
                     word = str(entry["path"]).rpartition("/")[2]
                     written_s[word] = entry["last_modified"].timestamp()
+                if len(batch) == size and time.monotonic() >= ends_s:  # there may be more
+                    raise TimeoutError("timed out")
 
         outcome = self._tried(look)
+        values = [word for word in written_s if _is_value(word)]
+        largest = max(values, key=int, default="")
+        if largest:
+            self._largest[name] = largest
         if outcome is not RemoteOutcome.OK:
             missing = outcome is RemoteOutcome.ABSENT
             return CounterAnswer(RemoteOutcome.DENIED if missing else outcome)
-        values = [word for word in written_s if _is_value(word)]
+        if not values and known is not None:  # it was lost
+            self._largest.pop(name, None)
+            return self._values(name, ends_s)
         if not values and "begin" in written_s:
             return self._begun(name, written_s["begin"])
         if not values:
             return CounterAnswer(RemoteOutcome.ABSENT)
-        largest = max(values, key=int)
         self._keep(f"{name}/{largest}", b"", written_s[largest])
         return CounterAnswer(RemoteOutcome.OK, int(largest))
 
