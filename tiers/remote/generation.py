@@ -168,7 +168,7 @@ class Generation:
 
     def _raised(self, now: int, mark: int, limit_s: float) -> CounterAnswer:
         """Raise the generation, to the mark at least."""
-        return self._engine.advance(self._name, max(now, mark, self._newest), limit_s)
+        return self._engine.advance(self._name, max(now, mark, self._newest + 1), limit_s)
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""
