@@ -11,9 +11,9 @@ from support.remote_rig import PAYLOAD_BYTES, THROUGH, WALL_S, RemoteRig, conten
 from support.remote_twin import RemoteTwin
 
 from kvcascade.config.remote import WriteWhen
+from kvcascade.tiers.base import RESET_TICKS_PER_S
 from kvcascade.tiers.breaker import REST_S
 from kvcascade.tiers.remote.base import RemoteOutcome
-from kvcascade.tiers.remote.generation import TICKS_PER_S
 from kvcascade.tiers.remote.presence import Presence
 from kvcascade.tiers.remote.remote_counters import Verb
 from kvcascade.tiers.remote.remote_store import EndedKind, StoreOptions
@@ -22,7 +22,7 @@ from kvcascade.tiers.remote.uploads import Offer, UploadJob
 OK, ABSENT = RemoteOutcome.OK, RemoteOutcome.ABSENT
 TIMED_OUT, RESTING = RemoteOutcome.TIMED_OUT, RemoteOutcome.RESTING
 IO_ERROR, DROPPED = RemoteOutcome.IO_ERROR, RemoteOutcome.DROPPED
-WALL_MARK = int((WALL_S + 1000.0) * TICKS_PER_S) + 7
+WALL_MARK = int((WALL_S + 1000.0) * RESET_TICKS_PER_S) + 7
 """Mark of a reset at about the time at which a rig begins."""
 LOOKUP, READ, WRITE = EndedKind.LOOKUP, EndedKind.READ, EndedKind.WRITE
 

@@ -8,6 +8,10 @@ A second counter holds the mark of the last reset: about the time at which it be
 before the generation. A host that sees another generation thus learns whether that was a reset, or
 the server lost its counters. A mark is carried out once, whoever passes it on.
 
+Two hosts may reset at the same time. Blocks that one stored after its own reset may be older than
+the other's. So a host that finds a mark which it had not heard of before its reset keeps a smaller
+mark as its own. Its blocks then count as older than the last reset.
+
 A generation that is smaller than the mark, or than an earlier one, has blocks of before the last
 reset: that reset is half done, or the server went back to an older state. Who sees this raises it.
 """
@@ -16,12 +20,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from ..base import RESET_TICKS_PER_S
 from .base import CounterAnswer, RemoteEngine, RemoteOutcome
 
 GENERATION_FRESH_S = 5.0
 """Age after which the generation is read again. Another host's reset is seen no later."""
-TICKS_PER_S = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ResetWanted:
+    """A reset that the server is to be told."""
+
+    mark: int
+    """0: the time at which the server is told."""
+    is_new: bool
+    known: int
+    """Greatest mark that this host had heard of when the reset began."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A reset whose mark is at the server."""
+
+    number: int
+    own_mark: int
+    """Mark of what this host stored since the reset began."""
+    is_raised: bool
+    """False if the namespace had this reset already."""
 
 
 class Generation:
@@ -52,10 +79,9 @@ class Generation:
         self._read_s = 0.0
         self._resets_wanted = 0
         self._resets_done = 0
-        self._wanted = (0, True)
-        """Mark of the last reset that is wanted, and whether it is a new one."""
-        self._told: tuple[int, int] | None = None
-        """Number of the reset whose mark was raised, and that mark."""
+        self._wanted = ResetWanted(0, True, 0)
+        """The last reset that is wanted."""
+        self._told: _Told | None = None
         self._mark = 0
         self._newest = 0
         """Greatest generation that was read."""
@@ -88,16 +114,17 @@ class Generation:
         """
         return self._own_mark
 
-    def reset(self, mark: int = 0, *, is_new: bool = True) -> None:
+    def reset(self, mark: int = 0, *, is_new: bool = True, known: int | None = None) -> None:
         """Make the generation unknown until it was raised. Returns at once.
 
         `mark`: that of the reset; 0: the time. Without `is_new` it came from another tier, and is
-        done if the namespace had a reset of this mark or a later one.
+        done if the namespace had a reset of this mark or a later one. `known`: greatest mark that
+        the caller had heard of when the reset began; None: the greatest one heard of here.
         """
         with self._changing:
             if self.is_reset_pending:
-                mark, is_new = max(mark, self._wanted[0]), is_new or self._wanted[1]
-            self._wanted = mark, is_new
+                mark, is_new = max(mark, self._wanted.mark), is_new or self._wanted.is_new
+            self._wanted = ResetWanted(mark, is_new, self._mark if known is None else known)
             self._resets_wanted += 1
             self._value = self._own_mark = None
 
@@ -111,64 +138,82 @@ class Generation:
             is_fresh = self._clock() - self._read_s < GENERATION_FRESH_S
             if value is not None and is_fresh and not self.is_reset_pending:
                 return CounterAnswer(RemoteOutcome.OK, value)
-            now = int(self._wall_clock() * TICKS_PER_S)
+            now = int(self._wall_clock() * RESET_TICKS_PER_S)
+            own_mark: int | None = None
             if self.is_reset_pending:
-                answer, mark = self._raise(wanted, now, limit_s)
+                answer, own_mark = self._raise(wanted, now, limit_s)
             else:
-                answer, mark = self._read(now, limit_s)
+                answer = self._engine.counter(self._name, now, limit_s)
+            mark = 0
+            if answer.outcome is RemoteOutcome.OK:
+                answer, mark = self._made_good(answer, now, limit_s)
             self._attempts += 1
             self._failure = None if answer.outcome is RemoteOutcome.OK else answer
             if self._failure is not None:
                 self._value = None
                 return answer
-            return self._take_in(answer, mark, wanted, self._clock())
+            own_mark = mark if own_mark is None else own_mark
+            return self._take_in(answer, (mark, own_mark), wanted, self._clock())
 
     def _take_in(
-        self, answer: CounterAnswer, mark: int, wanted: int, now_s: float
+        self, answer: CounterAnswer, marks: tuple[int, int], wanted: int, now_s: float
     ) -> CounterAnswer:
-        """Note both counters, which are those of after this number of resets."""
+        """Note the generation and the marks, the last and the own one, of after so many resets."""
         with self._changing:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
-            self._mark = max(self._mark, mark)
-            self._own_mark = mark if self._own_mark is None else self._own_mark
+            self._mark = max(self._mark, marks[0])
+            self._own_mark = marks[1] if self._own_mark is None else self._own_mark
             self._newest = max(self._newest, answer.value)
             self._value, self._read_s = answer.value, now_s
             return answer
 
-    def _read(self, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
-        """Read both counters: the mark last, so that it is no older than the generation."""
-        answer = self._engine.counter(self._name, now, limit_s)
-        if answer.outcome is not RemoteOutcome.OK:
-            return answer, 0
+    def _made_good(
+        self, answer: CounterAnswer, now: int, limit_s: float
+    ) -> tuple[CounterAnswer, int]:
+        """Return the generation, raised if it must be, and the mark of the last reset.
+
+        The mark is read after the generation, so that it is no older.
+        """
         marked = self._last_mark(limit_s)
         if marked.outcome is RemoteOutcome.OK and marked.value < self._mark:
             marked = self._engine.advance(self._marks_name, self._mark, limit_s)
         if marked.outcome is not RemoteOutcome.OK:
             return marked, 0
         if answer.value < max(self._newest, marked.value):
-            answer = self._raised(now, marked.value, limit_s)
+            least = max(now, marked.value, self._newest + 1)
+            answer = self._engine.advance(self._name, least, limit_s)
         return answer, marked.value
 
     def _raise(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, int]:
-        """Carry out the reset of this number: raise the mark, and then the generation."""
-        mark, is_new = self._wanted
-        if self._told is None or self._told[0] != number:
-            marked = self._last_mark(limit_s)
-            if marked.outcome is not RemoteOutcome.OK:
-                return marked, 0
-            if not is_new and marked.value >= mark:
-                return self._read(now, limit_s)
-            marked = self._engine.advance(self._marks_name, mark or now, limit_s)
-            if marked.outcome is not RemoteOutcome.OK:
-                return marked, 0
-            self._told = number, marked.value
-        return self._raised(now, self._told[1], limit_s), self._told[1]
+        """Carry out the reset of this number: raise the mark, and then the generation.
 
-    def _raised(self, now: int, mark: int, limit_s: float) -> CounterAnswer:
-        """Raise the generation, to the mark at least."""
-        return self._engine.advance(self._name, max(now, mark, self._newest + 1), limit_s)
+        Return the generation, and the mark of what this host stored since the reset began.
+        """
+        told = self._told
+        if told is None or told.number != number:
+            marked, told = self._tell(number, now, limit_s)
+            if told is None:
+                return marked, 0
+            self._told = told
+        if told.is_raised:
+            return self._engine.advance(self._name, now, limit_s), told.own_mark
+        return self._engine.counter(self._name, now, limit_s), told.own_mark
+
+    def _tell(self, number: int, now: int, limit_s: float) -> tuple[CounterAnswer, _Told | None]:
+        """Raise the mark, unless the namespace had this reset. Return None if that failed."""
+        wanted = self._wanted
+        last = self._last_mark(limit_s)
+        if last.outcome is not RemoteOutcome.OK:
+            return last, None
+        is_foreign = last.value > wanted.known and last.value != wanted.mark
+        if not wanted.is_new and last.value >= wanted.mark:
+            return last, _Told(number, wanted.mark if is_foreign else last.value, False)
+        raised = self._engine.advance(self._marks_name, wanted.mark or now, limit_s)
+        if raised.outcome is not RemoteOutcome.OK:
+            return raised, None
+        return raised, _Told(number, wanted.known if is_foreign else raised.value, True)
 
     def _last_mark(self, limit_s: float) -> CounterAnswer:
         """Read the mark of the last reset; 0 if there was none. One that was lost is set again."""
