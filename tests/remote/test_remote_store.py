@@ -505,6 +505,20 @@ class TestResets:
         assert rig.store._uploads.write(job, [0]) == (OK, True)
         assert job.outcomes == [DROPPED] and not rig.twin.held
 
+    def test_after_another_hosts_reset_nothing_counts_as_held(self) -> None:
+        rig = RemoteRig()
+        rig.write(keys(2))
+        rig.host().store.reset()
+        rig.clock.advance(6.0)
+        assert rig.look([key(9)]) == [ABSENT]
+        assert rig.store.presence(key(0)) is Presence.UNKNOWN
+        ticket = rig.ticket()
+        payloads = [memoryview(content(h)) for h in keys(2)]
+        assert (
+            rig.store.offer(ticket, keys(2), payloads, rig.store.state().mark) == [Offer.QUEUED] * 2
+        ), "else other hosts would not find them"
+        assert rig.ended(ticket, WRITE) == [OK] * 2
+
     def test_who_sees_half_a_reset_carries_out_the_rest(self) -> None:
         """Its host has raised the mark, and not the generation yet: it is slow, or died."""
         rig = RemoteRig()

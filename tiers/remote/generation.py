@@ -61,11 +61,14 @@ class Generation:
         marks_name: str,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        on_moved: Callable[[], None] = lambda: None,
     ) -> None:
         """`name`, `marks_name`: those of the counters of the generation and of the last mark.
 
-        `clock` is monotonic, `wall_clock` Unix time, in seconds.
+        `clock` is monotonic, `wall_clock` Unix time, in seconds. `on_moved` is called, on any
+        thread, when the generation is another one without a reset of this host.
         """
+        self._on_moved = on_moved
         self._engine = engine
         self._name = name
         self._marks_name = marks_name
@@ -163,6 +166,8 @@ class Generation:
             self._resets_done = wanted
             if self.is_reset_pending:  # another reset came meanwhile
                 return CounterAnswer(RemoteOutcome.BUSY)
+            if self._own_mark is not None and answer.value != self._newest:
+                self._on_moved()
             self._mark = max(self._mark, marks[0])
             self._own_mark = marks[1] if self._own_mark is None else self._own_mark
             self._newest = max(self._newest, answer.value)

@@ -124,15 +124,10 @@ class RemoteStore:
         self._options = options = options or StoreOptions()
         self._clock = clock
         self._on_ended = on_ended
-        self._link = Link(
-            engine,
-            objects,
-            Generation(engine, objects.counter_name, objects.marks_name, clock, wall_clock),
-            PresenceMemory(clock, options.held_s, options.absent_s),
-            RemoteCounters(),
-            RoundTrip(),
-            clock,
-        )
+        memory = PresenceMemory(clock, options.held_s, options.absent_s)
+        counters = objects.counter_name, objects.marks_name
+        generation = Generation(engine, *counters, clock, wall_clock, memory.clear)
+        self._link = Link(engine, objects, generation, memory, RemoteCounters(), RoundTrip(), clock)
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
             self._link,
