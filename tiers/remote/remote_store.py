@@ -126,7 +126,7 @@ class RemoteStore:
         self._on_ended = on_ended
         memory = PresenceMemory(clock, options.held_s, options.absent_s)
         counters = objects.counter_name, objects.marks_name
-        generation = Generation(engine, *counters, clock, wall_clock, memory.clear)
+        generation = Generation(engine, *counters, clock, wall_clock, memory.forget)
         self._link = Link(engine, objects, generation, memory, RemoteCounters(), RoundTrip(), clock)
         self._lookups, self._reads = Lookups(self._link), Reads(self._link)
         self._uploads = Uploads(
