@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .bench_results import CONTENDERS, LIMIT, LMCACHE, NONE, OURS, PAGES, VLLM, Row, Table
 
-PLAIN_WIDTH = 132
+PLAIN_WIDTH = 150
 """Width in columns if the output is not a terminal."""
 PLAIN_EVERY_S = 5.0
 """Shortest time between two progress lines if the output is not a terminal."""

@@ -32,6 +32,7 @@ from ...server import (
     GPU_OPTIONS,
     ServerError,
     ServerProcess,
+    tiering_options,
 )
 from ..lmcache_peer import QUIET, remove_memory, transfer_config
 from ..measurement import Say
@@ -39,8 +40,6 @@ from ..scale import BLOCK_TOKENS, SUFFIX_BLOCKS, EngineScale
 
 ANSWER_TOKENS = 4
 FIRST_TOKEN = 3
-CPU_TIERING = "kvcascade.tools.dev.vllm_cpu_tiering"
-"""vLLM's own tiering with a device copy that accepts CPU tensors."""
 VOCABULARY = 1024
 DEVICE_SPARE_BLOCKS = 24
 """Blocks on the device beyond one prompt, for the rest of the previous prompt."""
@@ -229,14 +228,7 @@ class Servers:
         self, contender: str, folder: Path, cpu_bytes: int, nvme: dict[str, Any]
     ) -> dict[str, Any]:
         if contender == VLLM:
-            own = {"spec_name": "TieringOffloadingSpec"}
-            if self._on_cpu:
-                own = {"spec_name": "CpuTieringSpec", "spec_module_path": CPU_TIERING}
-            return {
-                **own,
-                "cpu_bytes_to_use": cpu_bytes,
-                "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
-            }
+            return tiering_options(self._on_cpu, cpu_bytes, folder)
         assert contender == OURS
         tier = {"type": "nvme", "path": str(folder), "min_free": 0, **nvme}
         return {
