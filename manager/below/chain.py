@@ -316,7 +316,7 @@ class BelowChain(Below):
         for number, port in enumerate(self._ports):
             for ended in port.poll():
                 if ended.is_get:
-                    found.append(replace(ended, tier=ended.tier + self._offsets[number]))
+                    found.append(ended._replace(tier=ended.tier + self._offsets[number]))
                 elif self._end_part(number, ended):
                     put = self._puts.pop(ended.ticket)
                     self._left_early += put.keys if put.has_seen_loss else ()

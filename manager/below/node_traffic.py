@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...handlers.node.path_wire import GetJob, JobDone, PutJob, unpack_outcomes
 from ...tiers.base import BlockHash, BlockOutcome
@@ -84,8 +84,7 @@ class NodeFlow(Generic[Feed]):
     block_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Going:
+class Going(NamedTuple):
     """One job in flight."""
 
     ticket: int
@@ -135,11 +134,6 @@ class Traffic(ABC, Generic[Feed]):
         return [BlockOutcome.IO_ERROR] * n if done is None else unpack_outcomes(done.outcomes, n)
 
 
-def is_whole(done: JobDone | None) -> bool:
-    """Return True if every block of a job is OK."""
-    return done is not None and not done.outcomes
-
-
 class NodeReads(Traffic[Feed]):
     """All reads from the tier."""
 
@@ -158,9 +152,8 @@ class NodeReads(Traffic[Feed]):
     def _land(self, going: Going, done: JobDone | None) -> None:
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
-        arrived = len(outcomes)
-        if not is_whole(done):
-            arrived = outcomes.count(BlockOutcome.OK)
+        arrived = outcomes.count(BlockOutcome.OK)
+        if arrived < len(outcomes):
             corrupt, gone = outcomes.count(BlockOutcome.CORRUPT), outcomes.count(BlockOutcome.GONE)
             counters.promote_corrupt_blocks += corrupt
             counters.promote_gone_blocks += gone
@@ -208,7 +201,7 @@ class NodeWrites(Traffic[NodeFeed]):
         new = [at for at, key in enumerate(keys) if key not in coming and find(key) < 0]
         if not new:
             return [Put.ALREADY] * len(keys)
-        room, answer = self.room(len(new)), self._refusal
+        room, answer = self.room(len(new)), Put.FULL if self._why is Why.FULL else Put.LATER
         left_bytes = self._budget_left_bytes()
         if room and left_bytes is not None and left_bytes < room * self._flow.block_bytes:
             room, answer = left_bytes // self._flow.block_bytes, Put.OVER_BUDGET
@@ -217,10 +210,6 @@ class NodeWrites(Traffic[NodeFeed]):
         if started and not self._start(ticket, keys, slots, started):
             started, answer = [], Put.NOT_TAKEN
         return answers_to_put(len(keys), new, started, answer)
-
-    @property
-    def _refusal(self) -> Put:
-        return Put.FULL if self._why is Why.FULL else Put.LATER
 
     def _budget_left_bytes(self) -> int | None:
         figures = self._flow.feed.figures
@@ -231,12 +220,12 @@ class NodeWrites(Traffic[NodeFeed]):
     def _start(
         self, ticket: int, keys: Sequence[BlockHash], slots: Sequence[int], started: list[int]
     ) -> bool:
-        named = [keys[at] for at in started]
-        going = Going(ticket, named, self._flow.clock())
-        packed = array("i", [slots[at] for at in started]).tobytes()
-        epoch = self._flow.feed.epoch
-        if self._submit(going, lambda number: PutJob(number, list(named), packed, epoch)):
-            self.coming.update(named)
+        if len(started) < len(keys):
+            keys, slots = [keys[at] for at in started], [slots[at] for at in started]
+        going = Going(ticket, keys, self._flow.clock())
+        packed, epoch = array("i", slots).tobytes(), self._flow.feed.epoch
+        if self._submit(going, lambda number: PutJob(number, list(keys), packed, epoch)):
+            self.coming.update(keys)
             return True
         self.breaker.trip()
         self.may_recover = True
@@ -246,9 +235,9 @@ class NodeWrites(Traffic[NodeFeed]):
         flow, counters = self._flow, self._flow.counters
         outcomes, time_s = self._outcomes(going, done), 0.0 if done is None else done.time_s
         self.coming.difference_update(going.keys)
-        stored, failed, no_space = len(outcomes), 0, 0
-        if not is_whole(done):
-            stored, failed = outcomes.count(BlockOutcome.OK), outcomes.count(BlockOutcome.IO_ERROR)
+        stored, failed, no_space = outcomes.count(BlockOutcome.OK), 0, 0
+        if stored < len(outcomes):
+            failed = outcomes.count(BlockOutcome.IO_ERROR)
             no_space = outcomes.count(BlockOutcome.NO_SPACE)
             refused = outcomes.count(BlockOutcome.REFUSED)
             counters.demote_held_blocks += outcomes.count(BlockOutcome.HELD)
