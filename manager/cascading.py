@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..config.schema import OnReset, WriteMode
 from ..tiers.base import BlockHash, BlockStatus, LoadStoreSpec
@@ -153,6 +154,7 @@ class CascadingOffloadingManager(OffloadingManager):
             self._aging,
             options.on_reset,
         )
+        self._collect = partial(collect, flow, promoter, self._demoter)
         self._closing = Closing(flow, self._demoter, workers, holds, pause)
 
     # ---- questions -----------------------------------------------------------------------
@@ -242,9 +244,6 @@ class CascadingOffloadingManager(OffloadingManager):
             self._demoter.demote_due(self._aging)
         if may_evict:
             self._resets.maintain()
-
-    def _collect(self) -> None:
-        collect(self._flow, self._promoter, self._demoter)
 
     @property
     def waiting_requests(self) -> int:

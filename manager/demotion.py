@@ -262,7 +262,8 @@ class Demoter:
         """Start writing the due blocks."""
         due = aging.take_due(self.room_blocks)  # bounds the work of one step
         left = self.demote(due) if due else 0
-        aging.put_back(due[len(due) - left :])
+        if left:
+            aging.put_back(due[-left:])
 
     def demote(self, block_hashes: Sequence[BlockHash]) -> int:
         """Start writing those blocks that are in the level, ready and dirty.
